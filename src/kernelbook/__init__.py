@@ -1,0 +1,6 @@
+"""Kernel Book: GPU kernels in Triton, each explained in a chapter and tested against float64."""
+
+from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
+from kernelbook.dropout import dropout, masked_dropout, seeded_dropout
+
+__all__ = ["dropout", "masked_dropout", "seeded_dropout"]

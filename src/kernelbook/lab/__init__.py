@@ -1,0 +1,31 @@
+"""The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
+
+from kernelbook.lab.bench import Absent, Sweep, bench, peer
+from kernelbook.lab.chapter import facts, finish, measure, start
+from kernelbook.lab.check import Case, CheckFailed, check
+from kernelbook.lab.display import note, read, source, table
+from kernelbook.lab.figures import canvas, colour, ladder, plot
+from kernelbook.lab.results import ResultsError
+
+__all__ = [
+    "Absent",
+    "Case",
+    "CheckFailed",
+    "ResultsError",
+    "Sweep",
+    "bench",
+    "canvas",
+    "check",
+    "colour",
+    "facts",
+    "finish",
+    "ladder",
+    "measure",
+    "note",
+    "peer",
+    "plot",
+    "read",
+    "source",
+    "start",
+    "table",
+]

@@ -1,0 +1,116 @@
+"""What a chapter shows, in a page, in a notebook and in a terminal."""
+
+import builtins
+import inspect
+import re
+import sys
+from html import escape
+
+import pandas
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+
+def in_site() -> bool:
+    """Tell whether the site is being built."""
+    return "sphinx_gallery" in sys.modules
+
+
+class Shown:
+    """Something with a rich form for pages and notebooks and a plain one for terminals."""
+
+    def __init__(self, html: str, plain: str):
+        self.html = html
+        self.plain = plain
+        if not hasattr(builtins, "__IPYTHON__") and not in_site():
+            print(plain, end="\n\n")  # a script run by itself has no other way to show it
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return self.plain
+
+
+class Markdown(Shown):
+    """Something that a notebook shows best from Markdown, in its own theme."""
+
+    def __init__(self, html: str, plain: str, markdown: str):
+        super().__init__(html, plain)
+        self.markdown = markdown
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display({"text/markdown": self.markdown, "text/plain": self.plain}, raw=True)
+
+
+def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None) -> Shown:
+    """Return one line about where this ran.
+
+    ``link`` is (text, address within the site): an anchor in a page, and its text elsewhere.
+    """
+    classes = "kb-run kb-stale" if stale else "kb-run"
+    html = escape(text)
+    if link:
+        html += f' <a href="../{link[1]}">{link[0]}</a>' if in_site() else f" {link[0]}"
+        text += f" {link[0]}"
+    return Shown(f'<div class="{classes}">{html}</div>', text)
+
+
+def table(rows: list[dict], caption: str) -> Shown:
+    """Return a table with one column for each key of its rows; booleans become verdicts."""
+    columns = list(rows[0]) if rows else []
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(
+        "<tr>" + "".join(_cell(row.get(column, "")) for column in columns) + "</tr>"
+        for row in rows
+    )
+    html = (
+        f'<div class="kb-table" role="region" tabindex="0" aria-label="{escape(caption)}">'
+        f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+    plain = pandas.DataFrame(rows).replace({True: "pass", False: "FAIL"})
+    return Shown(html, f"{caption}\n{plain.to_string(index=False)}")
+
+
+def _cell(value) -> str:
+    if isinstance(value, bool):
+        return '<td class="kb-ok">pass</td>' if value else '<td class="kb-bad">FAIL</td>'
+    kind = ' class="kb-number"' if isinstance(value, int | float) else ""
+    return f"<td{kind}>{escape(f'{value:,}' if isinstance(value, int) else str(value))}</td>"
+
+
+def read(text: str) -> Markdown:
+    """Return a paragraph of prose whose numbers were computed; ``code`` and **bold** work."""
+    text = " ".join(text.split())
+    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
+    return Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text)
+
+
+def source(thing, piece: str | None = None) -> Markdown:
+    """Return the source of a function or kernel, or the piece of it under a heading.
+
+    A heading is a comment ``# -- name: what happens``; its piece ends at the next heading.
+    """
+    function = getattr(thing, "fn", thing)  # a kernel keeps its Python function there
+    lines, first = inspect.getsourcelines(function)
+    if piece is not None:
+        heads = [i for i, line in enumerate(lines) if line.strip().startswith("# -- ")]
+        starts = [i for i in heads if lines[i].strip().startswith(f"# -- {piece}:")]
+        if len(starts) != 1:
+            raise ValueError(f"{function.__name__} has {len(starts)} pieces named {piece!r}.")
+        end = min((i for i in heads if i > starts[0]), default=len(lines))
+        lines, first = lines[starts[0] : end], first + starts[0]
+    code = inspect.cleandoc("\n" + "".join(lines))
+    name = inspect.getmodule(function).__name__.replace(".", "/")
+    where = f"src/{name}.py, line {first}"
+    html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
+    return Markdown(
+        f'<div class="kb-source"><div class="kb-caption">{where}</div>{html}</div>',
+        f"{where}\n{code}",
+        f"{where}\n\n```python\n{code}\n```",
+    )

@@ -1,0 +1,197 @@
+"""Figures: one look for the whole book, in light and in dark."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import matplotlib.pyplot as plt
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from kernelbook.lab.bench import Sweep
+from kernelbook.lab.chapter import NOT_RECORDED, running
+from kernelbook.lab.display import Shown, table
+
+# Each colour is given as it is drawn on white and as it is drawn on the dark page.
+TEXT, MUTED, GRID = "#1f2328", "#59636e", "#d1d9e0"
+_INK = {TEXT: "#e6edf3", MUTED: "#a3aeba", GRID: "#3d444d"}
+_OURS = "#0b63ce"
+_PROVIDERS = {
+    "copy": ("#6e7781", "#9aa5b1"),
+    "Kernel Book": (_OURS, "#6cb6ff"),
+    "PyTorch": ("#bc4c00", "#ffa05c"),
+    "torch.compile": ("#8a6100", "#e3b341"),
+    "Liger": ("#1a7f37", "#5ad17b"),
+    "quack": ("#8250df", "#c9a2ff"),
+    "SDPA flash": ("#0e7490", "#56d4e8"),
+    "SDPA cuDNN": ("#bf3989", "#ff8bcf"),
+    "FlexAttention": ("#7d4e24", "#d9ab7c"),
+    "FlashAttention": ("#a40e26", "#ff8a8a"),
+}
+_STEP = ("#8db8e8", "#3f6f9f")  # an earlier version of ours, on the way to the last
+_FILLS = {"#eaf2fb": "#14283d", "#f6f8fa": "#1c2129", "#fff4e5": "#3a2a12", "#ffffff": "#161b22"}
+_DARK = _INK | dict(_PROVIDERS.values()) | dict([_STEP]) | _FILLS
+_MARKERS = "osD^vPX*hp"
+_FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.figsize": (6.2, 3.9),
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "text.color": TEXT,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+}
+
+
+def colour(provider: str) -> str:
+    """Return the colour that a provider has throughout the book."""
+    return _PROVIDERS.get(provider, _STEP)[0]
+
+
+def to_svg(figure: Figure) -> str:
+    """Return a figure as SVG whose text is text, in the reader's own font."""
+    buffer = io.StringIO()
+    with plt.rc_context(_STYLE | {"svg.hashsalt": "kernelbook"}):
+        figure.savefig(
+            buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
+        )
+    return re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", _FONTS, buffer.getvalue())
+
+
+def to_dark(svg: str) -> str:
+    """Return the dark form of an SVG that is drawn in this module's light colours."""
+    light = re.compile("|".join(_DARK), re.IGNORECASE)
+    return light.sub(lambda match: _DARK[match[0].lower()], svg)
+
+
+@contextmanager
+def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
+    """Open axes in the book's look, to draw by hand what was measured.
+
+    ``measured`` is what :func:`bench` or :func:`measure` returned; the figure says where it comes
+    from. ``alt`` describes the figure to those who do not see it.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(layout="constrained")
+        axes.grid(axis="x", visible=False)
+        yield axes
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=3, fontsize=10)
+    _finish(figure, measured, title, alt)
+
+
+def plot(
+    sweep: Sweep, title: str, *, share: bool = False, log: bool = True, where: dict | None = None
+) -> Figure | Shown:
+    """Draw one line a provider over the sweep's axis, at the points that ``where`` names.
+
+    The height is the rate in the sweep's unit or, with ``share``, the percentage of the limit.
+    Bands reach from the 20th to the 80th percentile. The figure's label is its alt text.
+    """
+    rows = sweep.at(**(where or {}))
+    if rows.empty:
+        return table([], f"{title}. {NOT_RECORDED}")
+    column, unit = ("share", f"% of {sweep.limit}") if share else ("rate", sweep.unit)
+    factor = 100 if share else 1
+    last = rows[rows[sweep.axis] == rows[sweep.axis].max()]
+    found = [f"{r.provider} {factor * getattr(r, column):,.0f}" for r in last.itertuples()]
+    at = f"at {in_words(rows[sweep.axis].max())} {sweep.axis}"
+    alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
+    with canvas(sweep, title, alt) as axes:
+        for number, (provider, line) in enumerate(rows.groupby("provider", sort=False)):
+            x, y = line[sweep.axis], factor * line[column]
+            look = {"color": colour(provider), "marker": _MARKERS[number % len(_MARKERS)]}
+            style = {"linestyle": "--", "marker": ""} if provider == sweep.limit else {}
+            bold = {"linewidth": 2.6} if provider == "Kernel Book" else {"linewidth": 1.5}
+            axes.plot(x, y, label=provider, markersize=4.5, **bold, **(look | style))
+            band = (y * line["ms"] / line["p80"], y * line["ms"] / line["p20"])
+            axes.fill_between(x, *band, color=colour(provider), alpha=0.15, linewidth=0)
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel=sweep.axis, ylabel=unit)
+    return axes.figure
+
+
+def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) -> Figure | Shown:
+    """Draw a bar a rung, as a percentage of the limit, in one group for each value of ``by``.
+
+    The first rung is at the top. The dashed line is the limit.
+    """
+    rows = sweep.at(**where)
+    rows = rows[rows["provider"].isin(rungs)]
+    if rows.empty:
+        return table([], f"{title}. {NOT_RECORDED}")
+    groups = list(rows[by].unique())
+    with plt.rc_context(_STYLE):
+        height = 1.1 + 0.34 * len(rungs) * len(groups)
+        figure, panels = plt.subplots(
+            len(groups), sharex=True, squeeze=False, layout="constrained", figsize=(6.2, height)
+        )
+        for axes, group in zip(panels[:, 0], groups, strict=True):
+            shares = [100 * sweep.share(rung, **where, **{by: group}) for rung in rungs]
+            places = numpy.arange(len(rungs))
+            axes.barh(places, shares, color=[colour(rung) for rung in rungs], height=0.72)
+            for place, value in zip(places, shares, strict=True):
+                axes.text(value + 1, place, f"{value:.0f}", va="center", fontsize=10)
+            axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
+            axes.set_yticks(places, rungs)
+            axes.invert_yaxis()
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="y", visible=False)
+            axes.set_title(group, loc="left", fontsize=11, color=MUTED)
+        panels[-1, 0].set_xlabel(f"% of the speed of {sweep.limit}")
+        axes.set_xlim(0, max(112, axes.get_xlim()[1]))
+    found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
+    alt = f"Bars, % of the speed of {sweep.limit}: {', '.join(found)}."
+    return _finish(figure, sweep, title, alt)
+
+
+def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Figure:
+    """Add the title, where the numbers come from and the alt text."""
+    source = measured.provenance
+    if source is None:
+        figure.set_label(f"{title}. {NOT_RECORDED}")
+        figure.suptitle(f"{title}\n{NOT_RECORDED}", x=0.01, ha="left")
+        return figure
+    state = "recorded" if measured.replayed else "measured"
+    state = f"OUT OF DATE, {state}" if measured.stale else state
+    with plt.rc_context(_STYLE):
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+        figure.text(
+            0.01,
+            -0.02,
+            f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
+            f"triton {source['triton']},\n"
+            f"commit {source['commit'][:7]}, {state} {source['date'][:10]}",
+            fontsize=8,
+            color=colour("PyTorch") if measured.stale else MUTED,
+            va="top",
+        )
+    figure.set_label(f"{title}. {alt} {source['gpu']}, {state}.")
+    figure.results = f"_results/{source['slug']}/{running().name}.json"  # the page links it
+    return figure
+
+
+def in_words(count: float) -> str:
+    """Return a power of two as people write it: 16Ki, 4Mi; other numbers with separators."""
+    for size, letter in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
+        if count >= size and count % size == 0:
+            return f"{count / size:,.0f}{letter}"
+    return f"{count:,.0f}"

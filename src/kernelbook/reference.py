@@ -1,0 +1,50 @@
+"""The truth that kernels are checked against: plain PyTorch, in float64.
+
+Nothing here is fast, and nothing here shares code with a kernel.
+"""
+
+import torch
+
+_PHILOX_ROUND = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY = (0x9E3779B9, 0xBB67AE85)
+_LOW_32 = 0xFFFFFFFF
+
+
+def philox(seed: int, counter: torch.Tensor, rounds: int = 10) -> torch.Tensor:
+    """Philox4x32: turn counters into random bits.
+
+    ``counter`` holds integers of any shape; the answer has one more dimension, of size 4, with
+    integers in [0, 2**32). int64 keeps the low 64 bits of every product, and those are all that
+    the algorithm reads.
+
+    Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    counter = counter.to(torch.int64)
+    c0, c1 = counter & _LOW_32, (counter >> 32) & _LOW_32
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seed & _LOW_32, (seed >> 32) & _LOW_32
+    for _ in range(rounds):
+        product_0, product_2 = c0 * _PHILOX_ROUND[0], c2 * _PHILOX_ROUND[1]
+        c0 = ((product_2 >> 32) & _LOW_32) ^ c1 ^ k0
+        c2 = ((product_0 >> 32) & _LOW_32) ^ c3 ^ k1
+        c1, c3 = product_2 & _LOW_32, product_0 & _LOW_32
+        k0, k1 = (k0 + _PHILOX_KEY[0]) & _LOW_32, (k1 + _PHILOX_KEY[1]) & _LOW_32
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def keep_mask(index: torch.Tensor, p: float, seed: int, rounds: int) -> torch.Tensor:
+    """Which elements dropout keeps: element i reads number i % 4 of the Philox call i // 4."""
+    numbers = philox(seed, index // 4, rounds)
+    number = numbers.gather(-1, (index % 4).unsqueeze(-1)).squeeze(-1)
+    return number >= min(round(p * 2**32), 2**32 - 1)
+
+
+def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """x / (1 - p) where ``keep`` is true and 0 elsewhere, in float64."""
+    return torch.where(keep, x.double() / (1 - p), 0.0)
+
+
+def seeded_dropout(x: torch.Tensor, p: float, seed: int, rounds: int = 7) -> torch.Tensor:
+    """Dropout whose mask is a function of the seed and the element's index, in float64."""
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    return masked_dropout(x, keep_mask(index, p, seed, rounds), p)

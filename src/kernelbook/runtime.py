@@ -1,0 +1,127 @@
+"""Where kernels run: on a GPU, or in Triton's interpreter when there is none.
+
+Importing this module decides, once for the process. It has to happen before any
+``@triton.jit`` is met, because Triton reads ``TRITON_INTERPRET`` at that moment;
+``kernelbook/__init__.py`` therefore imports it first.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy
+import torch
+from packaging.version import Version
+
+
+def _choose_interpreter() -> bool:
+    """Return True when kernels must be interpreted, and prepare Triton for it."""
+    asked_for = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if torch.cuda.is_available() and not asked_for:
+        return False
+    if "triton.language" in sys.modules and not asked_for:
+        raise ImportError(
+            "triton was imported before kernelbook, and this machine has no GPU. Triton's "
+            "interpreter can only be chosen first: import kernelbook before triton, or set "
+            "TRITON_INTERPRET=1 in the environment."
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    reason = "TRITON_INTERPRET=1 is set" if asked_for else "no GPU was found"
+    print(
+        f"kernelbook: {reason}, so kernels run in Triton's interpreter: right, but slow.",
+        file=sys.stderr,
+    )
+    return True
+
+
+INTERPRETED = _choose_interpreter()
+"""True when kernels run in Triton's interpreter, on the CPU."""
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+"""Where a chapter puts its tensors."""
+
+import triton  # noqa: E402  (only now may Triton be imported)
+
+if INTERPRETED and Version(triton.__version__) < Version("3.7"):
+    if Version(numpy.__version__) >= Version("2.4"):
+        warnings.warn(
+            f"Triton {triton.__version__} cannot interpret loops with NumPy {numpy.__version__}. "
+            "Use Triton 3.7 or newer, or NumPy older than 2.4.",
+            stacklevel=2,
+        )
+
+
+def require_device(**tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless every tensor lies where kernels can reach it.
+
+    The first tensor named also sets the device that the others must share.
+    """
+    first = None
+    for name, tensor in tensors.items():
+        if not INTERPRETED and not tensor.is_cuda:
+            raise ValueError(
+                f"{name} is on {tensor.device}, and kernels run on the GPU: pass {name}.cuda()."
+            )
+        if first is None:
+            first = name
+        elif tensor.device != tensors[first].device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {first} on {tensors[first].device}: "
+                "pass both on one device."
+            )
+
+
+def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is handed to a kernel: its own, on a GPU.
+
+    The interpreter cuts float32 off where it should round to bfloat16, and multiplies bfloat16
+    matrices wrongly. There, kernels see float32, and PyTorch rounds what they return.
+    """
+    return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+
+
+def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Return a context in which Triton launches on the device of ``tensor``."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def environment() -> dict:
+    """Return what a result must say about where it came from.
+
+    GPU name, multiprocessors, memory (GiB), L2 (MiB), driver, CUDA, clocks (MHz), and the
+    versions of torch, triton and python. Without a GPU the fields of the GPU are absent.
+    """
+    found = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+    if INTERPRETED:
+        return found
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found |= {
+        "gpu": properties.name,
+        "sm_count": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+        "cuda": torch.version.cuda,
+    }
+    return found | _driver_and_clocks()
+
+
+def _driver_and_clocks() -> dict:
+    """Read the driver version and the highest clocks from nvidia-smi, where it answers."""
+    query = "driver_version,clocks.max.sm,clocks.max.memory"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        driver, sm_mhz, memory_mhz = (field.strip() for field in answer.stdout.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {"driver": "unknown", "clocks": {}}
+    clocks = {"max_sm_mhz": sm_mhz, "max_memory_mhz": memory_mhz}
+    return {
+        "driver": driver,
+        "clocks": {name: int(value) for name, value in clocks.items() if value.isdigit()},
+    }
