@@ -20,11 +20,9 @@ import triton.language as tl
 
 from kernelbook import runtime
 
-BLOCK_SIZE = 2048
-"""Elements a program."""
-
-NUM_WARPS = 4
-"""Warps a program."""
+BLOCK_SIZE, NUM_WARPS = 1024, 4
+"""Elements and warps a program: eight elements a thread, one 16-byte load in 16 bits and two in 32.
+On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing."""
 
 N_ROUNDS = 7
 """Rounds of Philox. Seven pass every test of BigCrush (Salmon et al., table 2); Triton's ten cost

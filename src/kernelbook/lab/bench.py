@@ -45,7 +45,8 @@ def peer(module: str, use: Callable) -> Callable | Absent:
 class Sweep:
     """What a benchmark measured: providers over points, with the formula of the work done.
 
-    ``points`` are dicts of what varies; ``milliseconds[provider][i]`` holds the 20th, 50th and
+    ``points`` are dicts of what varies; ``providers`` are in the order in which they are shown;
+    ``milliseconds[provider][i]`` holds the 20th, 50th and
     80th percentile of the times at point i, or nothing where the provider was absent.
     """
 
@@ -55,6 +56,7 @@ class Sweep:
     work: str
     limit: str
     points: list[dict]
+    providers: list[str]
     milliseconds: dict[str, list[list[float]]]
     skipped: dict[str, str]
     provenance: dict | None = None
@@ -64,10 +66,10 @@ class Sweep:
 
     def __post_init__(self):
         rows = []
-        for provider, times in self.milliseconds.items():
-            for point, limit, quantiles in zip(
-                self.points, self.milliseconds[self.limit], times, strict=True
-            ):
+        for provider in self.providers:
+            times = self.milliseconds[provider]
+            limits = self.milliseconds[self.limit]
+            for point, limit, quantiles in zip(self.points, limits, times, strict=True):
                 if quantiles:
                     low, median, high = quantiles
                     amount = evaluate(self.work, point) / UNITS[self.unit] * 1e3
@@ -171,9 +173,11 @@ def bench(
         for provider in milliseconds:
             milliseconds[provider] = [*milliseconds[provider], times.get(provider, [])]
         del runs
+        torch.compiler.reset()  # or torch.compile would answer a new size with a general kernel
         torch.cuda.empty_cache()
     measured = description | {
         "points": points,
+        "providers": list(milliseconds),
         "milliseconds": milliseconds,
         "skipped": skipped,
     }
@@ -203,8 +207,9 @@ def _replay(name: str, points: list[dict], description: dict) -> Sweep:
     """Return the recorded sweep, or one without rows where none is recorded."""
     measured = chapter.recall("sweeps", name)
     if measured is None:
-        nothing = {"milliseconds": {description["limit"]: [[]] * len(points)}, "skipped": {}}
-        return Sweep(name, **description, points=points, **nothing)
+        limit = description["limit"]
+        nothing = {"milliseconds": {limit: [[]] * len(points)}, "skipped": {}}
+        return Sweep(name, **description, points=points, providers=[limit], **nothing)
     past = chapter.running().past
     asked, recorded = description | {"points": points}, {k: measured[k] for k in description}
     stale = results.is_stale(past) or asked != recorded | {"points": measured["points"]}

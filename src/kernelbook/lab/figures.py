@@ -2,6 +2,7 @@
 
 import io
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,9 +32,14 @@ _PROVIDERS = {
     "FlexAttention": ("#7d4e24", "#d9ab7c"),
     "FlashAttention": ("#a40e26", "#ff8a8a"),
 }
-_STEP = ("#8db8e8", "#3f6f9f")  # an earlier version of ours, on the way to the last
+_STEPS = [  # earlier versions of ours, on the way to the last: each has one of these by its name
+    ("#5b8fc9", "#5f97d6"),
+    ("#3f8a99", "#58b0c0"),
+    ("#7a78c4", "#a3a0ee"),
+    ("#9a5fb5", "#cf9ae8"),
+]
 _FILLS = {"#eaf2fb": "#14283d", "#f6f8fa": "#1c2129", "#fff4e5": "#3a2a12", "#ffffff": "#161b22"}
-_DARK = _INK | dict(_PROVIDERS.values()) | dict([_STEP]) | _FILLS
+_DARK = _INK | dict(_PROVIDERS.values()) | dict(_STEPS) | _FILLS
 _MARKERS = "osD^vPX*hp"
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
 _STYLE = {
@@ -60,7 +66,8 @@ _STYLE = {
 
 def colour(provider: str) -> str:
     """Return the colour that a provider has throughout the book."""
-    return _PROVIDERS.get(provider, _STEP)[0]
+    step = _STEPS[zlib.crc32(provider.encode()) % len(_STEPS)]
+    return _PROVIDERS.get(provider, step)[0]
 
 
 def to_svg(figure: Figure) -> str:
@@ -91,7 +98,7 @@ def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
         axes.grid(axis="x", visible=False)
         yield axes
         if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside lower center", ncols=3, fontsize=10)
+            figure.legend(loc="outside upper left", ncols=3, fontsize=10)
     _finish(figure, measured, title, alt)
 
 
@@ -149,7 +156,8 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
             places = numpy.arange(len(rungs))
             axes.barh(places, shares, color=[colour(rung) for rung in rungs], height=0.72)
             for place, value in zip(places, shares, strict=True):
-                axes.text(value + 1, place, f"{value:.0f}", va="center", fontsize=10)
+                beside = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
+                axes.text(beside, place, f"{value:.0f}", va="center", fontsize=10)
             axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
             axes.set_yticks(places, rungs)
             axes.invert_yaxis()
@@ -173,7 +181,7 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Fi
     state = "recorded" if measured.replayed else "measured"
     state = f"OUT OF DATE, {state}" if measured.stale else state
     with plt.rc_context(_STYLE):
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+        figure.text(0.01, 1.02, title, fontsize=12.5, fontweight="bold", va="bottom")
         figure.text(
             0.01,
             -0.02,

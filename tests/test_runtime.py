@@ -1,0 +1,76 @@
+"""Where kernels run, decided once, on import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernelbook import runtime
+
+
+def run(code, **environment):
+    """Run code in a process of its own, with no GPU in sight."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PATH": os.environ["PATH"]}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=hidden | paths | environment,
+        check=False,
+    )
+
+
+def test_without_a_gpu_one_line_says_that_kernels_are_interpreted():
+    done = run("import kernelbook; print(kernelbook.runtime.INTERPRETED, kernelbook.runtime.DEVICE)")
+    assert done.stdout == "True cpu\n"
+    assert done.stderr.count("\n") == 1
+    assert "no GPU was found, so kernels run in Triton's interpreter" in done.stderr
+
+
+def test_the_interpreter_can_be_asked_for():
+    done = run("import kernelbook", TRITON_INTERPRET="1")
+    assert "TRITON_INTERPRET=1 is set" in done.stderr
+
+
+def test_triton_imported_first_is_an_error_that_says_what_to_do():
+    done = run("import triton.language, kernelbook")
+    assert done.returncode == 1
+    assert "import kernelbook before triton" in done.stderr
+    assert run("import triton.language, kernelbook", TRITON_INTERPRET="1").returncode == 0
+
+
+def test_devices_that_differ_are_named():
+    here = torch.ones(1, device=runtime.DEVICE)
+    runtime.require_device(x=here, y=here)
+    with pytest.raises(ValueError, match="y is on meta"):
+        runtime.require_device(x=here, y=here.to("meta"))
+
+
+def test_the_environment_names_its_software():
+    found = runtime.environment()
+    assert found["torch"] == torch.__version__
+    assert found["python"].startswith("3.")
+    assert ("gpu" in found) != runtime.INTERPRETED
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_environment_names_the_gpu():
+    found = runtime.environment()
+    assert found["gpu"] == torch.cuda.get_device_name()
+    assert found["sm_count"] > 0
+    assert found["driver"] != "unknown"
+
+
+def test_a_driver_that_does_not_answer_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert runtime._driver_and_clocks() == {"driver": "unknown", "clocks": {}}
+
+
+def test_only_the_interpreter_gets_bfloat16_as_float32():
+    for dtype in (torch.float32, torch.float16):
+        assert runtime.kernel_dtype(dtype) == dtype
+    interpreted = runtime.kernel_dtype(torch.bfloat16) == torch.float32
+    assert interpreted == runtime.INTERPRETED
