@@ -44,13 +44,13 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 import triton  # noqa: E402  (only now may Triton be imported)
 
-if INTERPRETED and Version(triton.__version__) < Version("3.7"):
-    if Version(numpy.__version__) >= Version("2.4"):
-        warnings.warn(
-            f"Triton {triton.__version__} cannot interpret loops with NumPy {numpy.__version__}. "
-            "Use Triton 3.7 or newer, or NumPy older than 2.4.",
-            stacklevel=2,
-        )
+_OLD_TRITON = Version(triton.__version__) < Version("3.7")
+if INTERPRETED and _OLD_TRITON and Version(numpy.__version__) >= Version("2.4"):
+    warnings.warn(
+        f"Triton {triton.__version__} cannot interpret loops with NumPy {numpy.__version__}. "
+        "Use Triton 3.7 or newer, or NumPy older than 2.4.",
+        stacklevel=2,
+    )
 
 
 def require_device(**tensors: torch.Tensor) -> None:

@@ -213,6 +213,4 @@ def _replay(name: str, points: list[dict], description: dict) -> Sweep:
     past = chapter.running().past
     asked, recorded = description | {"points": points}, {k: measured[k] for k in description}
     stale = results.is_stale(past) or asked != recorded | {"points": measured["points"]}
-    return Sweep(
-        name, **measured, provenance=past["provenance"], replayed=True, stale=stale
-    )
+    return Sweep(name, **measured, provenance=past["provenance"], replayed=True, stale=stale)

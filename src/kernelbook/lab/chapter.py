@@ -53,7 +53,9 @@ def start(name: str, *modules: str) -> Shown:
     where = "in Triton's interpreter" if runtime.INTERPRETED else "on the GPU"
     if _running.past is None:
         return note(f"Checks run {where}. No speed has been recorded yet: that needs a GPU.")
-    text = f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
+    text = (
+        f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
+    )
     if results.is_stale(_running.past):
         return note(f"OUT OF DATE: the kernels have changed since. {text}", stale=True)
     return note(text)

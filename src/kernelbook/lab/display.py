@@ -64,8 +64,7 @@ def table(rows: list[dict], caption: str) -> Shown:
     columns = list(rows[0]) if rows else []
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(
-        "<tr>" + "".join(_cell(row.get(column, "")) for column in columns) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(_cell(row.get(column, "")) for column in columns) + "</tr>" for row in rows
     )
     html = (
         f'<div class="kb-table" role="region" tabindex="0" aria-label="{escape(caption)}">'

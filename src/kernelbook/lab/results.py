@@ -127,7 +127,9 @@ def read(path: Path) -> dict:
         raise ResultsError(f"{path}: not a results file of schema {SCHEMA}. {_REMEDY}")
     for name, kind in _REQUIRED.items():
         if not isinstance(record.get(name), kind):
-            raise ResultsError(f"{path}: field {name!r} is missing or no {kind.__name__}. {_REMEDY}")
+            raise ResultsError(
+                f"{path}: field {name!r} is missing or no {kind.__name__}. {_REMEDY}"
+            )
     written_for = record["provenance"].get("slug"), record["chapter"]
     if written_for != (path.parent.name, path.stem):
         raise ResultsError(f"{path}: written for {'/'.join(map(str, written_for))}. {_REMEDY}")
