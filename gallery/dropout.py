@@ -453,8 +453,8 @@ lab.read(
     f"four. Drawing one number a call moves the fewest bytes, and yet stops at "
     f"{half['one a call']:.0f} %, because arithmetic is now the limit. Four a call reach "
     f"{half['four a call']:.0f} %, and with seven rounds instead of ten "
-    f"{half['Kernel Book']:.0f} %. In float32 there are twice the bytes to hide the same arithmetic "
-    f"behind, and the kernel reaches {single:.0f} %."
+    f"{half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to hide "
+    f"the same arithmetic behind, and the kernel reaches {single:.0f} %."
 )
 
 # %%

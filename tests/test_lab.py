@@ -74,7 +74,7 @@ def record(**changes):
         "provenance": PROVENANCE,
         "reaches": "half of a copy",
         "sweeps": {"forward": sweep},
-        "tables": {"memory": [{"operator": "ours", "bytes": 8}]},
+        "tables": {"memory": {"columns": ["operator", "bytes"], "rows": [["ours", 8]]}},
     } | changes
 
 
@@ -342,7 +342,7 @@ def test_a_live_chapter_leaves_a_whole_record(live, root):
     assert written["sweeps"]["forward"]["milliseconds"]["peer"] == [[], [8.0, 8.0, 8.0]]
     assert written["sweeps"]["forward"]["skipped"] == {"peer": "peer is not installed"}
     assert written["sweeps"]["forward"]["providers"] == ["copy", "ours", "peer"]
-    assert written["tables"] == {"memory": [{"operator": "ours", "bytes": 8}]}
+    assert written["tables"] == record()["tables"]
     assert written["checks"]["sum"][0]["ok"]
     assert written["provenance"] == PROVENANCE
     assert not results.is_stale(written)

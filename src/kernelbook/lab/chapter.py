@@ -111,7 +111,7 @@ def measure(name: str, experiment: Callable[[], list[dict]]) -> Shown:
 
     The table has an attribute ``rows``, empty where nothing was recorded.
     """
-    return _table(name, "tables", experiment)
+    return _table(name, experiment)
 
 
 def facts(name: str, launches: dict[str, Callable]) -> Shown:
@@ -138,7 +138,7 @@ def facts(name: str, launches: dict[str, Callable]) -> Shown:
         running().record["kernels"] += rows
         return rows
 
-    return _table(name, "tables", experiment)
+    return _table(name, experiment)
 
 
 def _compiled_by(launch: Callable) -> list[tuple]:
@@ -155,15 +155,18 @@ def _compiled_by(launch: Callable) -> list[tuple]:
     return compiled
 
 
-def _table(name: str, kind: str, experiment: Callable[[], list[dict]]) -> Shown:
+def _table(name: str, experiment: Callable[[], list[dict]]) -> Shown:
     chapter = running()
     stale = False
     if chapter.live:
         rows, provenance = experiment(), results.provenance()
-        keep(kind, name, rows)
+        columns = list(rows[0]) if rows else []
+        values = [[row[column] for column in columns] for row in rows]
+        keep("tables", name, {"columns": columns, "rows": values})
         where = f"Measured on {provenance['gpu']}."
     else:
-        rows = recall(kind, name) or []
+        past = recall("tables", name) or {"columns": [], "rows": []}
+        rows = [dict(zip(past["columns"], row, strict=True)) for row in past["rows"]]
         provenance = chapter.past["provenance"] if rows else None
         where = f"Recorded on {describe(provenance)}." if rows else NOT_RECORDED
         if rows and results.is_stale(chapter.past):

@@ -78,8 +78,10 @@ def table(rows: list[dict], caption: str) -> Shown:
 def _cell(value) -> str:
     if isinstance(value, bool):
         return '<td class="kb-ok">pass</td>' if value else '<td class="kb-bad">FAIL</td>'
-    kind = ' class="kb-number"' if isinstance(value, int | float) else ""
-    return f"<td{kind}>{escape(f'{value:,}' if isinstance(value, int) else str(value))}</td>"
+    if isinstance(value, int | float):
+        precision = ",.0f" if value == int(value) or abs(value) >= 1000 else ",.3g"
+        return f'<td class="kb-number">{value:{precision}}</td>'
+    return f"<td>{escape(str(value))}</td>"
 
 
 def read(text: str) -> Markdown:
