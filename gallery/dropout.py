@@ -83,12 +83,16 @@ def held_for_backward():
         before = torch.cuda.memory_allocated()
         y = way()
         held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-        rows.append({"operator": name, "MiB held": held / 2**20, "bytes an element": held / n})
+        rows.append(
+            {"operator": name, "MiB held": held / 2**20, "bytes an element": held / n}
+        )
         del y
     return rows
 
 
-memory = lab.measure("Memory held between forward and backward, 2²⁸ elements", held_for_backward)
+memory = lab.measure(
+    "Memory held between forward and backward, 2²⁸ elements", held_for_backward
+)
 memory
 
 # %%
@@ -261,7 +265,10 @@ same = {
     "in float16": seeded_dropout(x.half(), 0.5, seed=9) != 0,
     "from a transposed view": seeded_dropout(x.t().contiguous().t(), 0.5, seed=9) != 0,
 }
-rows = [{"the same input": name, "same mask": torch.equal(m, mask)} for name, m in same.items()]
+rows = [
+    {"the same input": name, "same mask": torch.equal(m, mask)}
+    for name, m in same.items()
+]
 assert all(row["same mask"] for row in rows)
 lab.table(rows, "One seed, one mask")
 
@@ -293,12 +300,18 @@ def z_scores(draw, p, seed):
     """``draw(seed)`` gives a mask. Return the worst |z| of each kind of test."""
     mask = draw(seed)
     lags = [1, 2, 3, 4, 5, 6, 7, 8, 16, 64, 256, 1024, 4096]
-    seeds = [seed + 1, seed - 1, *(seed ^ 2**bit for bit in (8, 16, 24, 32, 40, 48, 62))]
+    seeds = [
+        seed + 1,
+        seed - 1,
+        *(seed ^ 2**bit for bit in (8, 16, 24, 32, 40, 48, 62)),
+    ]
     return {
         "keep rate": abs(z_rate(mask, p)),
         "each of the 4 numbers": max(abs(z_rate(mask[k::4], p)) for k in range(4)),
         "lags 1 to 4096": max(abs(z_pairs(mask[:-k], mask[k:], p)) for k in lags),
-        "neighbouring seeds": max(abs(z_pairs(mask, draw(other), p)) for other in seeds),
+        "neighbouring seeds": max(
+            abs(z_pairs(mask, draw(other), p)) for other in seeds
+        ),
     }
 
 
@@ -308,7 +321,8 @@ rows = []
 for p in (0.5, 0.1):
     worst = z_scores(lambda seed, p=p: seeded_dropout(ones, p, seed) != 0, p, seed=77)
     rows += [
-        {"p": str(p), "test": k, "worst |z|": f"{z:.1f}", "fair": z < 5} for k, z in worst.items()
+        {"p": str(p), "test": k, "worst |z|": f"{z:.1f}", "fair": z < 5}
+        for k, z in worst.items()
     ]
 assert all(row["fair"] for row in rows)
 lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
@@ -324,27 +338,43 @@ def rounds_experiment():
     ones = torch.ones(2**28, device=runtime.DEVICE, dtype=torch.float16)
     rows = []
     for n_rounds in range(1, 11):
-        worst = z_scores(lambda s, r=n_rounds: _seeded_dropout(ones, 0.5, s, r) != 0, 0.5, seed=77)
-        rows.append({"rounds": n_rounds} | {test: round(z, 2) for test, z in worst.items()})
+        worst = z_scores(
+            lambda s, r=n_rounds: _seeded_dropout(ones, 0.5, s, r) != 0, 0.5, seed=77
+        )
+        rows.append(
+            {"rounds": n_rounds} | {test: round(z, 2) for test, z in worst.items()}
+        )
     return rows
 
 
-rounds = lab.measure("Worst |z| for each number of rounds, 2²⁸ tosses", rounds_experiment)
+rounds = lab.measure(
+    "Worst |z| for each number of rounds, 2²⁸ tosses", rounds_experiment
+)
 rounds
 
 # %%
 
-worst = {row["rounds"]: max(z for k, z in row.items() if k != "rounds") for row in rounds.rows}
-alt = "Worst |z| by rounds: " + ", ".join(f"{r}: {z:.3g}" for r, z in worst.items()) + "."
+worst = {
+    row["rounds"]: max(z for k, z in row.items() if k != "rounds")
+    for row in rounds.rows
+}
+alt = (
+    "Worst |z| by rounds: " + ", ".join(f"{r}: {z:.3g}" for r, z in worst.items()) + "."
+)
 with lab.canvas(rounds, "How many rounds make a fair coin?", alt) as axes:
     axes.semilogy(worst.keys(), worst.values(), "o-", color=lab.colour("Kernel Book"))
     axes.axhline(5, linestyle="--", color=lab.colour("copy"))
-    axes.annotate("a fair coin stays below 5", (10, 5.6), ha="right", color=lab.colour("copy"))
+    axes.annotate(
+        "a fair coin stays below 5", (10, 5.6), ha="right", color=lab.colour("copy")
+    )
     axes.set(xlabel="rounds of Philox", ylabel="worst |z|", xticks=list(worst))
 
 # %%
+
 # Reading
-fewest = min((r for r in worst if all(worst[s] < 5 for s in worst if s >= r)), default=None)
+fewest = min(
+    (r for r in worst if all(worst[s] < 5 for s in worst if s >= r)), default=None
+)
 nan = float("nan")
 lab.read(
     f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With five it is "
@@ -389,8 +419,13 @@ for name, operator in {
     "dropout": lambda x: dropout(x, 0.5),
     "seeded_dropout, seed=5": lambda x: seeded_dropout(x, 0.5, seed=5),
 }.items():
-    kept, lost = (masks_of_both_runs(operator, preserve_rng_state=state) for state in (True, False))
-    rows.append({"operator": name, "state restored": str(kept), "not restored": str(lost)})
+    kept, lost = (
+        masks_of_both_runs(operator, preserve_rng_state=state)
+        for state in (True, False)
+    )
+    rows.append(
+        {"operator": name, "state restored": str(kept), "not restored": str(lost)}
+    )
 lab.table(rows, "Is the mask of the second run that of the first?")
 
 # %%
@@ -443,8 +478,11 @@ lab.ladder(
 )
 
 # %%
+
 # Reading
-half = {name: 100 * forward.share(name, dtype="float16") for name in [*rungs, "PyTorch"]}
+half = {
+    name: 100 * forward.share(name, dtype="float16") for name in [*rungs, "PyTorch"]
+}
 single = 100 * forward.share("Kernel Book", dtype="float32")
 lab.read(
     f"Take float16. Three operations in PyTorch reach {half['simple_dropout']:.0f} % of a copy. "
@@ -496,8 +534,12 @@ lab.ladder(
 )
 
 # %%
+
 # Reading
-back = {name: 100 * backward.share(name, dtype="float16") for name in ("PyTorch", "Kernel Book")}
+back = {
+    name: 100 * backward.share(name, dtype="float16")
+    for name in ("PyTorch", "Kernel Book")
+}
 lab.read(
     f"In float16 PyTorch's backward reaches {back['PyTorch']:.0f} % of a copy: it reads the mask "
     f"that forward stored, and 4 bytes out of 5 is 80 %. Ours draws the mask again and reaches "
@@ -537,6 +579,7 @@ cost = lab.bench(
 lab.plot(cost, "More rounds: free, until they are not", share=True, log=False)
 
 # %%
+
 # Reading
 slope = {}
 for name in ("one a call", "four a call"):
@@ -568,7 +611,10 @@ def launches(dtype):
 
 lab.facts(
     "What the compiler made of the kernels",
-    {"float16": lambda: launches(torch.float16)(), "float32": lambda: launches(torch.float32)()},
+    {
+        "float16": lambda: launches(torch.float16)(),
+        "float32": lambda: launches(torch.float32)(),
+    },
 )
 
 # %%
@@ -584,6 +630,7 @@ sizes = lab.bench(
 lab.plot(sizes, "From small to large, forward, float16")
 
 # %%
+
 # Reading
 small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
@@ -604,7 +651,9 @@ lab.read(
 
 block = 2048
 right = seeded_dropout(torch.ones(64 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
-wrong = (seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0).repeat(64)
+wrong = (
+    seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0
+).repeat(64)
 rows = [
     {
         "mask": name,
@@ -624,8 +673,14 @@ shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
 apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
 lab.table(
     [
-        {"seeds of two layers": "1 and 1", "kept": f"{(shared != 0).float().mean():.3f}"},
-        {"seeds of two layers": "1 and 2", "kept": f"{(apart != 0).float().mean():.3f}"},
+        {
+            "seeds of two layers": "1 and 1",
+            "kept": f"{(shared != 0).float().mean():.3f}",
+        },
+        {
+            "seeds of two layers": "1 and 2",
+            "kept": f"{(apart != 0).float().mean():.3f}",
+        },
         {"seeds of two layers": "what independence gives", "kept": f"{0.5 * 0.5:.3f}"},
     ],
     "The share of elements that survive two layers with p = 0.5",
@@ -653,7 +708,10 @@ program = torch.tensor(2**31 // block, dtype=torch.int32)
 lab.table(
     [
         {"arithmetic": "int32", "first element": f"{(program * block).item():,}"},
-        {"arithmetic": "int64", "first element": f"{(program.long() * block).item():,}"},
+        {
+            "arithmetic": "int64",
+            "first element": f"{(program.long() * block).item():,}",
+        },
     ],
     f"Where program {program.item():,} of a large launch begins",
 )
@@ -666,18 +724,23 @@ lab.table(
 # wherever it stands in the batch. Test it: move a row, and its mask must move along.
 
 # %%
+
 # Solution: a seed a row
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _row_seeded_kernel(x_ptr, seeds_ptr, y_ptr, n_cols, threshold, scale, BLOCK_SIZE: tl.constexpr):
+def _row_seeded_kernel(
+    x_ptr, seeds_ptr, y_ptr, n_cols, threshold, scale, BLOCK_SIZE: tl.constexpr
+):
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_SIZE
     columns = start + tl.arange(0, BLOCK_SIZE)
     inside = columns < n_cols
     x = tl.load(x_ptr + row * n_cols + columns, mask=inside)
-    counter = start // 4 + tl.arange(0, BLOCK_SIZE // 4)  # the column alone, not the row
+    counter = start // 4 + tl.arange(
+        0, BLOCK_SIZE // 4
+    )  # the column alone, not the row
     r0, r1, r2, r3 = tl.randint4x(tl.load(seeds_ptr + row), counter, 7)
     random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
     y = tl.where(random >= threshold.to(tl.uint32), x * scale, 0.0)
@@ -687,7 +750,9 @@ def _row_seeded_kernel(x_ptr, seeds_ptr, y_ptr, n_cols, threshold, scale, BLOCK_
 def row_seeded_dropout(x, p, seeds, block=512):
     y = torch.empty_like(x)
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
-    _row_seeded_kernel[grid](x, seeds, y, x.shape[1], round(p * 2**32), 1 / (1 - p), block)
+    _row_seeded_kernel[grid](
+        x, seeds, y, x.shape[1], round(p * 2**32), 1 / (1 - p), block
+    )
     return y
 
 
@@ -696,7 +761,9 @@ seeds = torch.tensor([11, 12, 13, 12, 15], device=runtime.DEVICE)
 order = torch.tensor([4, 2, 0, 1, 3], device=runtime.DEVICE)
 y = row_seeded_dropout(x, 0.5, seeds)
 assert torch.equal(row_seeded_dropout(x[order], 0.5, seeds[order]), y[order])
-truth = torch.stack([reference.seeded_dropout(x[i], 0.5, int(seeds[i])) for i in range(5)])
+truth = torch.stack(
+    [reference.seeded_dropout(x[i], 0.5, int(seeds[i])) for i in range(5)]
+)
 lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), truth)])
 
 # %%
@@ -705,12 +772,21 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 # belongs to the element's number in row-major order, not to its address.
 
 # %%
+
 # Solution: any stride, no copy
 
 
 @triton.jit
 def _strided_kernel(
-    x_ptr, y_ptr, stride_row, stride_col, n_cols, seed, threshold, scale, BLOCK_SIZE: tl.constexpr
+    x_ptr,
+    y_ptr,
+    stride_row,
+    stride_col,
+    n_cols,
+    seed,
+    threshold,
+    scale,
+    BLOCK_SIZE: tl.constexpr,
 ):
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_SIZE
     columns = start + tl.arange(0, BLOCK_SIZE)
@@ -719,7 +795,9 @@ def _strided_kernel(
     index = row * n_cols + columns  # a row may begin in the middle of a group of four
     r0, r1, r2, r3 = tl.randint4x(seed, index // 4, 7)
     lane = index % 4
-    random = tl.where(lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3))
+    random = tl.where(
+        lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3)
+    )
     y = tl.where(random >= threshold.to(tl.uint32), x * scale, 0.0)
     tl.store(y_ptr + index, y, mask=inside)
 
@@ -734,7 +812,10 @@ def strided_dropout(x, p, seed, block=512):
 
 x = torch.randn(301, 70, device=runtime.DEVICE).t()
 y, truth = strided_dropout(x, 0.5, seed=21), reference.seeded_dropout(x, 0.5, seed=21)
-lab.check("Any stride", [lab.Case("(70, 301), transposed", "forward", y, truth.float(), truth)])
+lab.check(
+    "Any stride",
+    [lab.Case("(70, 301), transposed", "forward", y, truth.float(), truth)],
+)
 
 # %%
 # **3. A random projection that is never stored.** By the lemma of Johnson and Lindenstrauss, a
@@ -744,12 +825,21 @@ lab.check("Any stride", [lab.Case("(70, 301), transposed", "forward", y, truth.f
 # each entry of :math:`R` is drawn where it is used.
 
 # %%
+
 # Solution: a random projection that is never stored
 
 
 @triton.jit
 def _project_kernel(
-    x_ptr, y_ptr, n_dims, k, seed, one_in, size, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr,
+    y_ptr,
+    n_dims,
+    k,
+    seed,
+    one_in,
+    size,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -767,16 +857,25 @@ def _project_kernel(
 def project(x, k, s=3, seed=0):
     y = torch.empty(x.shape[0], k, device=x.device)
     grid = (x.shape[0], triton.cdiv(k, 64))
-    _project_kernel[grid](x, y, x.shape[1], k, seed, 2**32 // (2 * s), (s / k) ** 0.5, 32, 64)
+    _project_kernel[grid](
+        x, y, x.shape[1], k, seed, 2**32 // (2 * s), (s / k) ** 0.5, 32, 64
+    )
     return y
 
 
 points, k, s = torch.randn(4, 1000, device=runtime.DEVICE), 256, 3
-number = reference.philox(0, torch.arange(1000 * k, device=runtime.DEVICE), 7)[:, 0].view(1000, k)
+number = reference.philox(0, torch.arange(1000 * k, device=runtime.DEVICE), 7)[
+    :, 0
+].view(1000, k)
 one_in = 2**32 // (2 * s)
-R = torch.where(number < one_in, 1.0, torch.where(number < 2 * one_in, -1.0, 0.0)) * (s / k) ** 0.5
+R = (
+    torch.where(number < one_in, 1.0, torch.where(number < 2 * one_in, -1.0, 0.0))
+    * (s / k) ** 0.5
+)
 y, truth = project(points, k), points.double() @ R.double()
-lab.check("A projection", [lab.Case("(4, 1000) to 256", "forward", y, points @ R, truth)])
+lab.check(
+    "A projection", [lab.Case("(4, 1000) to 256", "forward", y, points @ R, truth)]
+)
 
 # %%
 # Are the distances nearly kept? With 256 dimensions the lemma promises errors of some per cent.
@@ -799,7 +898,9 @@ lab.table(
 # - D. Achlioptas. Database-friendly random projections. Journal of Computer and System Sciences
 #   66, 2003.
 
-reached = {str(d).removeprefix("torch."): forward.share("Kernel Book", dtype=d) for d in DTYPES}
+reached = {
+    str(d).removeprefix("torch."): forward.share("Kernel Book", dtype=d) for d in DTYPES
+}
 lab.finish(
     f"{min(reached.values()):.0%} to {max(reached.values()):.0%} of the speed of a copy, and no "
     "mask in memory"
