@@ -83,17 +83,12 @@ def held_for_backward():
         before = torch.cuda.memory_allocated()
         y = way()
         held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-        rows.append(
-            {"operator": name, "MiB held": held / 2**20, "bytes an element": held / n}
-        )
+        rows.append({"operator": name, "bytes held": held, "an element": held / n})
         del y
     return rows
 
 
-memory = lab.measure(
-    "Memory held between forward and backward, 2²⁸ elements", held_for_backward
-)
-memory
+lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
 # Wherever the mask is stored, it costs a byte for every element. The seed costs the same few bytes
