@@ -16,6 +16,7 @@ The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's inte
 speeds are those of a recorded run.
 """
 
+# sphinx_gallery_thumbnail_number = 2
 import torch
 import torch.nn.functional as F
 
@@ -886,11 +887,11 @@ lab.table(
 # References
 # ----------
 #
-# - N. Srivastava, G. Hinton, A. Krizhevsky, I. Sutskever, R. Salakhutdinov. Dropout: a simple way
-#   to prevent neural networks from overfitting. JMLR 15, 2014.
-# - J. Salmon, M. Moraes, R. Dror, D. Shaw. Parallel random numbers: as easy as 1, 2, 3. SC 2011.
-# - T. Chen, B. Xu, C. Zhang, C. Guestrin. Training deep nets with sublinear memory cost. 2016.
-# - D. Achlioptas. Database-friendly random projections. Journal of Computer and System Sciences
+# - Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov. *Dropout: a simple way to prevent
+#   neural networks from overfitting.* JMLR 15, 2014.
+# - Salmon, Moraes, Dror, Shaw. *Parallel random numbers: as easy as 1, 2, 3.* SC 2011.
+# - Chen, Xu, Zhang, Guestrin. *Training deep nets with sublinear memory cost.* 2016.
+# - Achlioptas. *Database-friendly random projections.* Journal of Computer and System Sciences
 #   66, 2003.
 
 reached = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernelbook import runtime
-from kernelbook.lab.check import error, tolerance
+from kernelbook.lab.check import FACTOR, error, tolerance
 
 DEVICE = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -17,14 +17,17 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
-    """Fill what ``torch.empty_like`` allocates with NaN, so that an unwritten output shows."""
-    empty_like = torch.empty_like
+    """Fill what torch allocates without a value with NaN, so that an unwritten output shows."""
 
-    def poisoned(*args, **kwargs):
-        tensor = empty_like(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+    def poison(allocate):
+        def poisoned(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty_like", poisoned)
+        return poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ def gpu():
         pytest.skip("needs a GPU")
 
 
-def assert_close(ours, truth, torch_result):
+def assert_close(ours, truth, torch_result, factor=FACTOR):
     """Assert that the error of ours is within the book's tolerance: see lab.check.tolerance."""
     measured = error(ours, truth)
-    bound = tolerance(error(torch_result, truth), ours.dtype)
+    bound = tolerance(error(torch_result, truth), ours.dtype, factor)
     assert measured <= bound, f"error {measured:.3g} is over {bound:.3g}"

@@ -2,5 +2,6 @@
 
 from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
 from kernelbook.dropout import dropout, masked_dropout, seeded_dropout
+from kernelbook.softmax import softmax
 
-__all__ = ["dropout", "masked_dropout", "seeded_dropout"]
+__all__ = ["dropout", "masked_dropout", "seeded_dropout", "softmax"]

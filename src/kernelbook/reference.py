@@ -48,3 +48,15 @@ def seeded_dropout(x: torch.Tensor, p: float, seed: int, rounds: int = 7) -> tor
     """Dropout whose mask is a function of the seed and the element's index, in float64."""
     index = torch.arange(x.numel(), device=x.device).view(x.shape)
     return masked_dropout(x, keep_mask(index, p, seed, rounds), p)
+
+
+def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """exp(x) / sum(exp(x)) along ``dim``, in float64."""
+    return torch.softmax(x.detach().double(), dim)
+
+
+def softmax_backward(x: torch.Tensor, dy: torch.Tensor, dim: int) -> torch.Tensor:
+    """The gradient of :func:`softmax` at x, by its Jacobian diag(y) - y y^T, in float64."""
+    y = softmax(x, dim)
+    dy = dy.double()
+    return y * (dy - (y * dy).sum(dim, keepdim=True))

@@ -5,11 +5,11 @@ Importing this module decides, once for the process. It has to happen before any
 ``kernelbook/__init__.py`` therefore imports it first.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
 import warnings
+from contextlib import AbstractContextManager
 
 import numpy
 import torch
@@ -82,9 +82,14 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 
 
-def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Return a context in which Triton launches on the device of ``tensor``."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
+    """Return a context in which Triton launches on the device of ``tensor``.
+
+    The interpreter computes in NumPy, which would warn about every NaN that belongs there.
+    """
+    if INTERPRETED:
+        return numpy.errstate(all="ignore")
+    return torch.cuda.device(tensor.device)
 
 
 def environment() -> dict:

@@ -49,7 +49,7 @@ _STYLE = {
     "axes.labelcolor": MUTED,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "figure.figsize": (6.2, 3.9),
+    "figure.figsize": (5.4, 3.6),
     "font.family": "sans-serif",
     "font.size": 11,
     "grid.color": GRID,
@@ -149,7 +149,7 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
     with plt.rc_context(_STYLE):
         height = 1.1 + 0.34 * len(rungs) * len(groups)
         figure, panels = plt.subplots(
-            len(groups), sharex=True, squeeze=False, layout="constrained", figsize=(6.2, height)
+            len(groups), sharex=True, squeeze=False, layout="constrained", figsize=(5.4, height)
         )
         for axes, group in zip(panels[:, 0], groups, strict=True):
             shares = [100 * sweep.share(rung, **where, **{by: group}) for rung in rungs]

@@ -1,0 +1,58 @@
+# Kernel Book: `make html` builds the book, `make test` proves it.
+# VENV= (empty) uses the python3 that is active, and installs nothing into it.
+
+VENV ?= .venv
+PORT ?= 8000
+SPHINXOPTS ?=
+
+ifeq ($(strip $(VENV)),)
+PYTHON := python3
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+SITE := build/html
+BUILT := build/.built
+WRITTEN := build docs/chapters docs/api docs/_dark
+SOURCES = $(shell find conf.py pyproject.toml src docs gallery results -type f \
+	-not -path '*/__pycache__/*' -not -path 'docs/chapters/*' -not -path 'docs/api/*' \
+	-not -path 'docs/_dark/*' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help html test lint serve clean
+
+help:  ## show this list
+	@echo "Kernel Book"
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@echo
+	@echo "  VENV=           use the active python3 and install nothing"
+	@echo "  SPHINXOPTS=-W   pass options to sphinx-build"
+	@echo "  KERNELBOOK_MODE=live|replay   measure, or redraw what is recorded"
+
+html: $(READY)  ## build the book into build/html, running every chapter
+	@rm -rf $(WRITTEN)
+	$(PYTHON) -m sphinx -b html -c . -d build/doctrees $(SPHINXOPTS) docs $(SITE)
+	@touch $(BUILT)
+
+test: $(READY) $(BUILT)  ## run every test, building the book first if it is out of date
+	$(PYTHON) -m pytest
+
+lint: $(READY)  ## check the style of the code
+	$(PYTHON) -m ruff check .
+
+serve: $(BUILT)  ## open the built book on http://127.0.0.1:8000 (PORT= to change)
+	$(PYTHON) -m http.server $(PORT) --bind 127.0.0.1 --directory $(SITE)
+
+clean:  ## remove what the build wrote (not .venv, not results)
+	rm -rf $(WRITTEN)
+
+$(BUILT): $(SOURCES)
+	@$(MAKE) --no-print-directory html
+
+$(VENV)/.installed: constraints.txt
+	@test -x $(VENV)/bin/python || { echo "Creating $(VENV)"; python3 -m venv $(VENV); }
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r constraints.txt
+	@touch $@

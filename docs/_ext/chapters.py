@@ -1,0 +1,210 @@
+"""Chapters: what Sphinx-Gallery is told, and how its pages become the book's pages.
+
+Sphinx-Gallery runs each script of ``gallery/`` and writes one page of reStructuredText. This
+module saves the figures it shows, and then works on the document tree of the page: every SVG gets
+a dark twin, solutions are folded, and the downloads stand at the top and the end.
+"""
+
+import re
+import sys
+from html import escape
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
+GENERATED = "GENERATED FROM PYTHON SOURCE LINES"
+ORDER = ("dropout", "softmax", "layer_norm", "attention")
+
+
+# -- what Sphinx-Gallery calls while it runs the scripts ------------------------------------------
+
+
+def reading_order(filename):
+    """Sort key: the chapters of ORDER first, any others after them by name."""
+    stem = Path(filename).stem
+    return (ORDER.index(stem) if stem in ORDER else len(ORDER), stem)
+
+
+def reset(gallery_conf, filename, when):
+    """Start each chapter from the same state: seeds, compiled code, cached GPU memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def save_figures(block, block_vars, gallery_conf):
+    """Save the open matplotlib figures as SVG; the label of a figure is its alt text."""
+    import matplotlib.pyplot as plt
+
+    from kernelbook.lab import figures
+
+    rst = []
+    for number, path in zip(plt.get_fignums(), block_vars["image_path_iterator"], strict=False):
+        figure = plt.figure(number)
+        alt = " ".join(figure.get_label().split())
+        if not alt:
+            raise ExtensionError(
+                f"{block_vars['src_file']}, line {block.lineno}: a figure has no alt text; "
+                "describe it with figure.set_label(...)"
+            )
+        path = Path(path).with_suffix(".svg")
+        path.write_text(figures.to_svg(figure), encoding="utf-8")
+        uri = path.relative_to(gallery_conf["src_dir"]).as_posix()
+        rst.append(f".. image:: /{uri}\n   :alt: {alt}\n   :class: kb-figure\n")
+        if address := getattr(figure, "results", None):
+            link = f'<p class="kb-raw"><a href="../{address}">Raw data of this figure</a></p>'
+            rst.append(f".. raw:: html\n\n   {link}\n")
+    plt.close("all")
+    return "\n".join(rst)
+
+
+# -- what is done to each page after Sphinx has read it -------------------------------------------
+
+
+def is_chapter(docname):
+    return docname.startswith("chapters/")
+
+
+def dark_twin(srcdir, uri):
+    """Write the dark version of an SVG under docs/_dark and return its address."""
+    from kernelbook.lab import figures
+
+    source = Path(srcdir, uri.lstrip("/"))
+    twin = Path(srcdir, "_dark", uri.lstrip("/"))
+    twin.parent.mkdir(parents=True, exist_ok=True)
+    twin.write_text(figures.to_dark(source.read_text(encoding="utf-8")), encoding="utf-8")
+    return "/" + twin.relative_to(srcdir).as_posix()
+
+
+def add_dark_twins(app, doctree):
+    """Give every SVG image a twin for the dark theme; the theme shows one of the two."""
+    for image in list(doctree.findall(nodes.image)):
+        uri = image["uri"]
+        if not uri.endswith(".svg") or {"only-light", "only-dark"} & set(image["classes"]):
+            continue
+        if not uri.startswith("/"):
+            uri = "/" + (Path(app.env.docname).parent / uri).as_posix()
+        twin = image.deepcopy()
+        twin["uri"] = dark_twin(app.srcdir, uri)
+        image["classes"].append("only-light")
+        twin["classes"].append("only-dark")
+        if isinstance(image.parent, nodes.figure):  # the theme hides what follows a hidden image
+            image.parent.replace(image, nodes.container("", image.deepcopy(), twin))
+        else:
+            image.parent.insert(image.parent.index(image) + 1, twin)
+
+
+def tidy(doctree):
+    """Remove Sphinx-Gallery's download note and footer, and the line breaks after output."""
+    for node in list(doctree.findall(nodes.Element)):
+        if {"sphx-glr-download-link-note", "sphx-glr-footer"} & set(node.get("classes", ())):
+            node.parent.remove(node)
+    for raw in doctree.findall(nodes.raw):
+        html = raw.astext().rstrip().removesuffix("<br />").rstrip().removesuffix("<br />")
+        raw.children = [nodes.Text(html)]
+
+
+def cells(doctree):
+    """Yield (code, outputs) for each cell of a chapter, as nodes of the document tree."""
+    for comment in list(doctree.findall(nodes.comment)):
+        if not comment.astext().startswith(GENERATED):
+            continue
+        body = []
+        siblings = comment.parent.children
+        for node in siblings[siblings.index(comment) + 1 :]:
+            if isinstance(node, (nodes.comment, nodes.section, nodes.target)):
+                break
+            body.append(node)
+        if body and isinstance(body[0], nodes.literal_block) and body[0]["language"] == "Python":
+            yield body[0], body[1:]
+
+
+def html(text):
+    return nodes.raw("", text, format="html")
+
+
+def wrap(first, last, opening, closing):
+    """Put HTML before the node `first` and after its later sibling `last`."""
+    parent = first.parent
+    parent.insert(parent.index(last) + 1, html(closing))
+    parent.insert(parent.index(first), html(opening))
+
+
+def fold(doctree):
+    """Fold solutions whole, and the code (only) of cells that write a paragraph.
+
+    Of a cell that only shows a kernel's source, the page shows the source and not the call.
+    """
+    for code, outputs in list(cells(doctree)):
+        source = code.astext().strip()
+        first, last = source.split("\n", 1)[0], outputs[-1] if outputs else code
+        if re.fullmatch(r"lab\.source\(.*\)", source):
+            wrap(code, code, "<div hidden>", "</div>")
+        elif first.startswith("# Solution:"):
+            label = escape(first.removeprefix("# "))
+            opening = f'<details class="kb-solution"><summary>{label}</summary>'
+            wrap(code, last, opening, "</details>")
+        elif first == "# Reading" and outputs:
+            opening = '<details class="kb-code"><summary>Code for this paragraph</summary>'
+            parent = code.parent
+            parent.remove(code)
+            parent.insert(parent.index(last) + 1, code)
+            wrap(code, code, opening, "</details>")
+
+
+def download_bar(stem, name):
+    """Links to the chapter as script and notebook, and to the whole book."""
+    links = "".join(
+        f'<a href="../downloads/{file}" download>{label}</a>'
+        for file, label in (
+            (f"{stem}.py", "Python script"),
+            (f"{stem}.ipynb", "Jupyter notebook"),
+            ("kernel-book.zip", "Everything, with the package (zip)"),
+        )
+    )
+    how = '<a class="kb-how" href="../start.html#run-one-chapter">How to run it</a>'
+    return html(f'<nav class="kb-downloads" aria-label="{name}">{links}{how}</nav>')
+
+
+def add_downloads(doctree, stem):
+    """Put the download bar under the title, and again at the end of the page."""
+    section = next(doctree.findall(nodes.section))
+    below_title = section.first_child_matching_class(nodes.title) + 1
+    section.insert(below_title, download_bar(stem, "Downloads"))
+    section.append(download_bar(stem, "Downloads, at the end"))
+
+
+def warn_if_out_of_date(doctree, docname):
+    """Warn when a page shows numbers that its code no longer makes, so that CI fails."""
+    shown = [raw.astext() for raw in doctree.findall(nodes.raw)]
+    shown += [image.get("alt", "") for image in doctree.findall(nodes.image)]
+    if any("OUT OF DATE" in text for text in shown):
+        logger.warning(
+            "shows recorded numbers that are out of date: run `make html` on a GPU",
+            location=docname,
+            type="kernelbook",
+            subtype="stale",
+        )
+
+
+def on_doctree_read(app, doctree):
+    add_dark_twins(app, doctree)
+    if is_chapter(app.env.docname):
+        warn_if_out_of_date(doctree, app.env.docname)
+        tidy(doctree)
+        fold(doctree)
+        add_downloads(doctree, Path(app.env.docname).name)
+
+
+def setup(app):
+    # Before Sphinx collects the images of a page (priority 500).
+    app.connect("doctree-read", on_doctree_read, priority=400)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
