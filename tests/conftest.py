@@ -22,7 +22,9 @@ def _poisoned_memory(monkeypatch):
     def poison(allocate):
         def poisoned(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                tensor.fill_(float("nan"))
+            return tensor
 
         return poisoned
 

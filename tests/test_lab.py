@@ -221,7 +221,8 @@ def test_comments_docstrings_and_layout_do_not_make_results_stale(module, root):
     assert not results.is_stale(before)
 
 
-def test_an_edited_kernel_makes_results_stale(module, root):
+def test_an_edited_kernel_makes_results_stale(module, root, monkeypatch):
+    monkeypatch.setenv("KERNELBOOK_MODE", "replay")
     before = record()
     module("def kernel(x):\n    return x + 2\n")
     assert results.is_stale(before)

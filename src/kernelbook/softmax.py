@@ -383,7 +383,7 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     elif n_cols > TILE_COLS and x.itemsize == 2 and even:
         minus_inf = {torch.bfloat16: 0xFF80FF80, torch.float16: 0xFC00FC00}[x.dtype] - 2**32
         _packed_row_fwd_kernel[(n_rows,)](
-            x, y, stride, n_cols, 0, minus_inf, block, num_warps=block // 2048
+            x, y, stride, n_cols, 0, minus_inf, block, num_warps=max(1, block // 2048)
         )
     else:
         rows = max(1, 2048 // block)
