@@ -591,8 +591,9 @@ lab.read(
 )
 
 # %%
-# What did the compiler make of the kernels? No spills: all values fit in registers. No shared
-# memory: nothing was moved between threads to bring the four numbers to their elements.
+# What did the compiler make of the kernels? None spills: all values fit in registers. And the last
+# one uses no shared memory: nothing is moved between threads to bring the four numbers to their
+# elements.
 
 
 def launches(dtype):

@@ -98,7 +98,8 @@ def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
         axes.grid(axis="x", visible=False)
         yield axes
         if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside upper left", ncols=3, fontsize=10)
+            place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
+            axes.legend(**place, ncols=3, fontsize=10, columnspacing=1.2)
     _finish(figure, measured, title, alt)
 
 
@@ -181,7 +182,7 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Fi
     state = "recorded" if measured.replayed else "measured"
     state = f"OUT OF DATE, {state}" if measured.stale else state
     with plt.rc_context(_STYLE):
-        figure.text(0.01, 1.02, title, fontsize=12.5, fontweight="bold", va="bottom")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.text(
             0.01,
             -0.02,
