@@ -52,6 +52,7 @@ def record(**changes):
         "unit": "GB/s",
         "work": "2 * elements * itemsize",
         "limit": "copy",
+        "limit_work": "2 * elements * itemsize",
         "points": [
             {"elements": 1000, "dtype": "float16", "itemsize": 2},
             {"elements": 2000, "dtype": "float16", "itemsize": 2},
@@ -264,6 +265,24 @@ def test_replay_says_what_is_recorded_and_measures_nothing(replayed, root):
     before = (root / "test-gpu" / "tried.json").read_text()
     assert "Nothing was measured" in lab.finish("all of a copy").plain
     assert (root / "test-gpu" / "tried.json").read_text() == before
+
+
+def test_the_limit_may_do_other_work(replayed, module, root):
+    changed = record()
+    changed["sweeps"]["forward"] |= {"work": "3 * elements * itemsize"}
+    results.save(changed)
+    lab.start("tried", "measured_module")
+    sweep = lab.bench(
+        "forward",
+        POINTS,
+        None,
+        limit="copy",
+        work="3 * elements * itemsize",
+        limit_work="2 * elements * itemsize",
+    )
+    assert not sweep.stale
+    assert sweep.share("copy", elements=1000) == 1
+    assert sweep.share("ours", elements=1000) == pytest.approx(0.75)  # 3 in 2 ms, against 2 in 1
 
 
 def test_other_points_than_recorded_are_out_of_date(replayed):

@@ -55,6 +55,7 @@ class Sweep:
     unit: str
     work: str
     limit: str
+    limit_work: str
     points: list[dict]
     providers: list[str]
     milliseconds: dict[str, list[list[float]]]
@@ -70,22 +71,19 @@ class Sweep:
             times = self.milliseconds[provider]
             limits = self.milliseconds[self.limit]
             for point, limit, quantiles in zip(self.points, limits, times, strict=True):
-                if quantiles:
-                    low, median, high = quantiles
-                    amount = evaluate(self.work, point) / UNITS[self.unit] * 1e3
-                    rows.append(
-                        point
-                        | {
-                            "provider": provider,
-                            "p20": low,
-                            "ms": median,
-                            "p80": high,
-                            "rate": amount / median,
-                            "share": limit[1] / median,
-                        }
-                    )
+                if not quantiles:
+                    continue
+                low, median, high = quantiles
+                work = self.limit_work if provider == self.limit else self.work
+                rate = self._rate(work, point, median)
+                share = rate / self._rate(self.limit_work, point, limit[1])
+                values = (provider, low, median, high, rate, share)
+                rows.append(point | dict(zip(_MEASURED, values, strict=True)))
         columns = [*self.points[0], *_MEASURED]
         self.frame = pandas.DataFrame(rows, columns=columns)
+
+    def _rate(self, work: str, point: dict, milliseconds: float) -> float:
+        return evaluate(work, point) / UNITS[self.unit] / milliseconds * 1e3
 
     def at(self, **where) -> pandas.DataFrame:
         """Return the rows where every named column has the given value."""
@@ -133,6 +131,7 @@ def bench(
     *,
     limit: str,
     work: str,
+    limit_work: str | None = None,
     unit: str = "GB/s",
 ) -> Sweep:
     """Time providers at every point, in turn, or return what an earlier run recorded.
@@ -145,6 +144,7 @@ def bench(
             provider, or :class:`Absent`. All are timed on the same inputs.
         limit: the provider that stands for the machine's limit.
         work: the formula of the bytes or FLOPs, in the names of a point.
+        limit_work: that of the limit, where it does other work.
         unit: ``GB/s`` or ``TFLOP/s``.
 
     Times come from :func:`triton.testing.do_bench`, which clears L2 before every call.
@@ -155,7 +155,13 @@ def bench(
         | ({"itemsize": point["dtype"].itemsize} if "dtype" in point else {})
         for point in points
     ]
-    description = {"axis": next(iter(points[0])), "unit": unit, "work": work, "limit": limit}
+    description = {
+        "axis": next(iter(points[0])),
+        "unit": unit,
+        "work": work,
+        "limit": limit,
+        "limit_work": limit_work or work,
+    }
     if not here.live:
         return _replay(name, points, description)
     milliseconds: dict[str, list] = {}

@@ -181,6 +181,7 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Fi
         return figure
     state = "recorded" if measured.replayed else "measured"
     state = f"OUT OF DATE, {state}" if measured.stale else state
+    absent = ", ".join(getattr(measured, "skipped", {}).values())
     with plt.rc_context(_STYLE):
         figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.text(
@@ -188,7 +189,8 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Fi
             -0.02,
             f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
             f"triton {source['triton']},\n"
-            f"commit {source['commit'][:7]}, {state} {source['date'][:10]}",
+            f"commit {source['commit'][:7]}, {state} {source['date'][:10]}"
+            + (f"\nabsent: {absent}" if absent else ""),
             fontsize=8,
             color=colour("PyTorch") if measured.stale else MUTED,
             va="top",

@@ -1,0 +1,856 @@
+"""
+Online softmax
+==============
+
+Softmax needs the largest element of a row before it can start, and the sum of the row before it can
+finish. *Does it have to read the row three times?*
+
+You will learn
+
+- why blocks of a row cannot be normalised one by one, and what to carry along so that they can;
+- how two partial results are merged in any order, which is what makes softmax parallel;
+- what each further read of a row costs, and how to keep even a very wide row on chip.
+
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
+speeds are those of a recorded run.
+"""
+
+# sphinx_gallery_thumbnail_number = 2
+import torch
+
+from kernelbook import lab, reference, runtime, softmax
+from kernelbook.softmax import (
+    _finite,
+    _narrow,
+    _online_fwd_kernel,
+    _packed_row_fwd_kernel,
+    _row_bwd_kernel,
+    _row_fwd_kernel,
+    _row_statistics,
+    _split_row_fwd_kernel,
+    _three_pass_fwd_kernel,
+    _wait_for_parts,
+    _widen,
+)
+
+lab.start("softmax")
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# Softmax turns a row of numbers into weights that are positive and sum to 1. Written with the
+# operations that PyTorch has, it takes five.
+
+
+def simple_softmax(x):
+    m = x.max(dim=-1, keepdim=True).values
+    shifted = x - m
+    numerator = shifted.exp()
+    denominator = numerator.sum(dim=-1, keepdim=True)
+    return numerator / denominator
+
+
+# %%
+# Why subtract the maximum? In float16, :math:`e^{12}` is already too large to be stored. The shift
+# changes nothing else: numerator and denominator shrink by the same factor.
+#
+# What does it cost? Each operation reads its input from memory and writes its output back. For a
+# row of :math:`N` elements that is 5 reads and 3 writes of :math:`N`. One read and one write are
+# the least that any version can do. So four times too many bytes are moved.
+#
+# .. image:: /figures/softmax-passes.svg
+#    :alt: Passes over memory. PyTorch, operation by operation: five reads and three writes. The
+#          three_pass kernel: three reads and one write. The online kernels: two reads and one
+#          write. The row kernel: one read and one write.
+#
+# One kernel can do all five steps. If the row fits on chip, it is read once. If it does not, the
+# row has to be read in blocks, and there the trouble begins.
+#
+# Blocks, done wrong
+# ------------------
+#
+# What if each block is simply treated as a row of its own? It has a maximum and a sum. Here is that
+# kernel.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        x = tl.load(
+            x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf")
+        )
+        numerator = tl.exp(x - tl.max(x, axis=0))
+        y = numerator / tl.sum(numerator, axis=0)
+        tl.store(y_ptr + row * n_cols + cols, y, mask=cols < n_cols)
+
+
+x = torch.randn(3, 1000, device=runtime.DEVICE)
+rows = []
+for block in (1024, 512, 256):
+    wrong = torch.empty_like(x)
+    _blockwise_kernel[(3,)](x, wrong, 1000, block)
+    sums = ", ".join(f"{value:.3f}" for value in wrong.sum(-1))
+    rows.append({"block": block, "sums of its three rows": sums})
+right = ", ".join(f"{value:.3f}" for value in softmax(x).sum(-1))
+lab.table(
+    [*rows, {"block": "softmax", "sums of its three rows": right}],
+    "Blocks normalised one by one",
+)
+
+# %%
+# Every block sums to 1, so a row sums to its number of blocks. Nothing crashed, and with a block as
+# long as the row the result was even right. That is how such a kernel passes a careless test.
+#
+# The idea
+# --------
+#
+# What must be carried from block to block? Two numbers: the maximum so far, and the sum so far. But
+# the sum was computed relative to the old maximum. When a larger element arrives, all that was
+# added so far was added on the wrong scale. The repair is one multiplication.
+#
+# The mathematics
+# ---------------
+#
+# **The recurrence.** Let :math:`m_j` be the maximum of the first :math:`j` elements, and
+# :math:`d_j` their sum relative to it:
+#
+# .. math::
+#
+#    m_j = \max(m_{j-1},\, x_j), \qquad
+#    d_j = d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
+#
+# with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
+# :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
+#
+# For :math:`j = 0` both sides are empty. Suppose the claim holds for :math:`j - 1`. Then
+#
+# .. math::
+#
+#    d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
+#    = \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
+#    = \sum_{i \le j} e^{x_i - m_j}
+#
+# because the two exponents add up and :math:`m_{j-1}` cancels. So the claim holds for :math:`j`.
+# Maximum and sum are found in one pass.
+#
+# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. Take
+# two pieces of a row, with pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)`. Their union has
+#
+# .. math::
+#
+#    m = \max(m_a,\, m_b), \qquad
+#    d = d_a\, e^{m_a - m} + d_b\, e^{m_b - m}
+#
+# by the same cancellation. The pair of a union does not depend on how it was cut. So the merge is
+# *associative*: any grouping gives the same result. The recurrence is the special case in which
+# one piece is a single element with the pair :math:`(x_j, 1)`. The pair :math:`(-\infty, 0)` of
+# an empty piece changes nothing.
+#
+# .. image:: /figures/softmax-merge.svg
+#    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
+#          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
+#          these two give (6, 1.96) for the whole row.
+#
+# Let us try it: cut a row in pieces, merge their pairs in a random order, and compare.
+
+
+def pair(x):
+    m = x.max()
+    return m, (x - m).exp().sum()
+
+
+def merge(a, b):
+    m = torch.maximum(a[0], b[0])
+    return m, a[1] * (a[0] - m).exp() + b[1] * (b[0] - m).exp()
+
+
+row = 10 * torch.randn(1000, dtype=torch.float64)
+rows = []
+for pieces in (2, 7, 100):
+    pairs = [pair(piece) for piece in row.tensor_split(pieces)]
+    while len(pairs) > 1:
+        i, j = sorted(torch.randperm(len(pairs))[:2].tolist())
+        pairs.append(merge(pairs.pop(j), pairs.pop(i)))
+    m, d = pairs[0]
+    off = abs(d / pair(row)[1] - 1).item()
+    rows.append(
+        {
+            "pieces": pieces,
+            "same maximum": bool(m == row.max()),
+            "sum off by": f"{off:.0e}",
+        }
+    )
+    assert m == row.max()
+    assert off < 1e-13
+lab.table(rows, "Pairs merged in a random order, float64")
+
+# %% **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives. From
+# :math:`y_j = e^{x_j - m} / d` follows :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} -
+# y_i)`, where :math:`\delta_{ij}` is 1 if :math:`i = j` and else 0. The maximum does not appear:
+# a shift changes nothing, so its derivative is zero. Then
+#
+# .. math::
+#
+#    dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i) = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#
+# One sum over the row, and then each element by itself. Backward needs :math:`y` and :math:`dy`,
+# and not :math:`x`: the least it can move is two reads and one write.
+#
+# The kernels
+# -----------
+#
+# **Whole rows on chip.** The simplest kernel is also the fastest while it lasts. A program loads
+# some rows, whole, and does everything in registers.
+
+lab.source(_row_fwd_kernel)
+
+# %%
+# Why ``other=float("-inf")``? The block is a power of two, and a row seldom is. The places past the
+# end must not change the row. Minus infinity never wins a maximum, and its exponential is 0.
+#
+# Why the reciprocal? A division on a GPU is several instructions. One reciprocal for the row and
+# one product for each element are cheaper. The exponential goes through ``exp2``, because that is
+# the one that the hardware has.
+#
+# **Three passes.** When the row does not fit, the plain way is to read it three times: for the
+# maximum, for the sum, for the result.
+
+lab.source(_three_pass_fwd_kernel)
+
+# %%
+# **Online.** The recurrence joins the first two loops. Here it is for blocks: ``alpha`` is the
+# factor that moves the old sum to the new maximum. The second loop reads the row again to write the
+# result.
+
+lab.source(_online_fwd_kernel, "recur")
+
+# %% The same kernel works on one row or on several: ``m_i`` and ``d_i`` have an entry for each
+# row. With one row a program it is called ``online``, with four ``online_2d``.
+#
+# There is one trap. If all elements so far are minus infinity, so is the maximum, and
+# :math:`-\infty - (-\infty)` is not a number. ``_finite`` puts a zero in its place. The exponential
+# of minus infinity is then 0, as it should be.
+
+lab.source(_finite)
+
+# %%
+# **Backward** of whole rows is as short as its formula.
+
+lab.source(_row_bwd_kernel)
+
+# %%
+# Wide rows
+# ---------
+#
+# How wide can a row be and still fit? A multiprocessor has 65,536 registers of 4 bytes. A row of
+# 32,768 numbers, widened to float32, takes half of them, and then there is room for one program
+# only. While it computes, nobody loads. While it loads, nobody computes.
+#
+# **Packed.** In 16 bits the row was half as large when it came. Why not keep it that way? Two
+# numbers share a register, and they are widened when they are used: for the maximum, for the sum,
+# for the result. The exponential is computed twice, and two programs fit where there was one.
+
+lab.source(_packed_row_fwd_kernel)
+
+# %%
+# What is the strange ``raw += zero``? The compiler sees that the row is widened three times. It
+# would rather do it once and keep the result, which is just what we want to avoid. The kernel is
+# *told* a zero at run time, and the compiler cannot know that nothing was added. So it has to widen
+# again. Widening itself is a shift, or a conversion, for each half.
+
+lab.source(_widen)
+
+# %%
+# ``tl.interleave`` puts the halves back in their order, and ``_narrow`` does the reverse.
+
+lab.source(_narrow)
+
+# %%
+# **Split.** A row of 65,536 columns fills a multiprocessor even when it is packed. So let several
+# programs share a row. Each keeps its part in registers and finds the pair of its part. Then they
+# exchange their pairs, and each merges all of them.
+
+lab.source(_split_row_fwd_kernel, "publish")
+
+# %%
+# The pair is 64 bits, and one 64-bit store arrives whole. So no lock is needed: a slot holds either
+# the zero that it began with, or a complete pair. The exchange has no other memory to order.
+
+lab.source(_split_row_fwd_kernel, "collect")
+
+# %% Can this wait for ever? A program that runs waits for others that may not have started. GPUs
+# start programs in the order of their numbers, so the neighbours are never far. But that is a
+# habit of the hardware and not a promise. So the wait is bounded: ``_wait_for_parts`` looks a
+# limited number of times.
+
+lab.source(_wait_for_parts)
+
+# %% If the others do not come, the program reads the whole row itself, with the recurrence, one
+# element of a pair in each lane. That is slow, and right. In Triton's interpreter programs run
+# one after the other, so there it is the rule.
+
+lab.source(_row_statistics)
+
+# %%
+# Is it right?
+# ------------
+#
+# Each algorithm is checked against float64, at lengths that fill its blocks and lengths that do
+# not. In float32 our error may be four times that of PyTorch, not twice: the reciprocal costs one
+# more rounding than a division, and the hardware's ``exp2`` errs in its last two bits.
+
+
+def cases():
+    shapes = (
+        ((7, 129), (3, 1000))
+        if runtime.INTERPRETED
+        else ((7, 129), (64, 4096), (9, 70001))
+    )
+    for algorithm in ("row", "three_pass", "online", "online_2d"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for shape in shapes:
+                x = torch.randn(shape, device=runtime.DEVICE).mul(4).to(dtype)
+                x.requires_grad_()
+                dy = torch.randn_like(x)
+                ours, theirs = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
+                what = f"{algorithm} {shape}"
+                factor = 4 if dtype == torch.float32 else 2
+                yield lab.Case(
+                    what, "forward", ours, theirs, reference.softmax(x, -1), factor
+                )
+                truth = reference.softmax_backward(x, dy, -1)
+                dx, their_dx = (
+                    torch.autograd.grad(y, x, dy)[0] for y in (ours, theirs)
+                )
+                yield lab.Case(what, "backward", dx, their_dx, truth, factor)
+
+
+lab.check("softmax", cases())
+
+# %%
+# And the rows that break things? A row of minus infinity has no finite maximum: PyTorch gives NaN,
+# and so do we. A row with *some* of them is fine, even if a whole block comes before the first
+# number. A row of one element is 1.
+
+inf = float("inf")
+special = {
+    "all -inf": torch.full((600,), -inf),
+    "-inf, then numbers": torch.cat((torch.full((512,), -inf), torch.ones(88))),
+    "one +inf": torch.cat((torch.tensor([inf]), torch.ones(599))),
+    "one element": torch.tensor([3.0]),
+    "large numbers": torch.tensor([3e38, 3e38, 1.0]),
+}
+rows = []
+for name, x in special.items():
+    x = x.to(runtime.DEVICE)
+    for algorithm in ("row", "online"):
+        y, expected = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
+        same = torch.allclose(y, expected, equal_nan=True)
+        first = f"{y[0]:.3g}, {y[-1]:.3g}"
+        rows.append(
+            {"row": name, "algorithm": algorithm, "ends": first, "as PyTorch": same}
+        )
+        assert same
+lab.table(rows, "Rows that break things: first and last element of the result")
+
+# %%
+# How fast is it?
+# ---------------
+#
+# The limit is a copy. First the ladder: each algorithm over the length of the row, in bfloat16,
+# as a share of the copy's speed. "One program" is the row kernel without packing and without
+# splitting.
+
+
+def one_program(x):
+    n_rows, n_cols = x.shape
+    if n_cols > 65536:
+        return lab.Absent(
+            "a row of 131,072 does not fit in the registers of one program"
+        )
+    y, warps = torch.empty_like(x), max(1, n_cols // 2048)
+    kernel = _row_fwd_kernel[(n_rows,)]
+    return lambda: kernel(x, y, n_cols, n_rows, n_cols, 1, n_cols, num_warps=warps)
+
+
+def ladder_providers(columns, rows, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    y = torch.empty_like(x)
+    return {
+        "copy": lambda: y.copy_(x),
+        "simple_softmax": lambda: simple_softmax(x),
+        "three_pass": lambda: softmax(x, algorithm="three_pass"),
+        "online": lambda: softmax(x, algorithm="online"),
+        "online_2d": lambda: softmax(x, algorithm="online_2d"),
+        "one program": one_program(x),
+        "Kernel Book": lambda: softmax(x),
+    }
+
+
+COLUMNS = [2**power for power in range(10, 18)]
+
+
+def points(dtype):
+    return [
+        {"columns": columns, "rows": min(32768, 2**28 // columns), "dtype": dtype}
+        for columns in COLUMNS
+    ]
+
+
+WORK = "2 * rows * columns * itemsize"
+ladder = lab.bench(
+    "ladder", points(torch.bfloat16), ladder_providers, limit="copy", work=WORK
+)
+lab.plot(ladder, "Every algorithm, forward, bfloat16", share=True)
+
+# %%
+
+# Reading
+short, long = 4096, 131072
+share = {
+    (name, n): 100 * ladder.share(name, columns=n)
+    for name in ("simple_softmax", "three_pass", "online", "one program", "Kernel Book")
+    for n in (short, 32768, 65536, long)
+}
+lab.read(
+    f"While a row is short, a second or third read finds it in a cache, and costs little: at "
+    f"{short:,} columns three passes reach {share['three_pass', short]:.0f} % and the online "
+    f"kernel {share['online', short]:.0f} %. At {long:,} they fall to "
+    f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %: the further reads now "
+    f"go to memory. One program a row holds out longer, but at 32,768 columns it fills its "
+    f"multiprocessor and drops to {share['one program', 32768]:.0f} %. Packed, the same row gives "
+    f"{share['Kernel Book', 32768]:.0f} %. Split over programs, 65,536 columns give "
+    f"{share['Kernel Book', 65536]:.0f} % and {long:,} give {share['Kernel Book', long]:.0f} %."
+)
+
+# %% Where exactly does the second read become expensive? It hits the L2 cache if all rows in
+# flight fit in it. How many are in flight? The online kernel has programs of 8 warps, which are
+# 256 threads, and a multiprocessor runs up to 2,048 threads, so 8 programs. Let us predict, and
+# compare.
+
+in_flight = 2048 // (8 * 32)
+
+
+def prediction():
+    gpu = torch.cuda.get_device_properties(0)
+    rows = gpu.multi_processor_count * in_flight
+    table = []
+    for columns in COLUMNS:
+        mib = rows * columns * 2 / 2**20
+        where = "L2" if mib < gpu.L2_cache_size / 2**20 else "memory"
+        share = f"{100 * ladder.share('online', columns=columns):.0f} %"
+        table.append(
+            {
+                "columns": columns,
+                "MiB in flight": mib,
+                "again from": where,
+                "online": share,
+            }
+        )
+    return table
+
+
+lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
+
+# %% The prediction is rough, for the cache also holds what is being written. But it says where
+# the edge is.
+#
+# Now the public function against the libraries. ``softmax`` picks the algorithm by length.
+
+
+def forward_of(operator, x):
+    run = operator(x)
+    return run if isinstance(run, lab.Absent) else lambda: operator(x)
+
+
+def liger(x):
+    return lab.peer(
+        "liger_kernel.ops.softmax",
+        lambda ops: lambda: ops.LigerSoftmaxFunction.apply(x),
+    )
+
+
+def quack(x):
+    return lab.peer("quack.softmax", lambda ops: lambda: ops.softmax(x))
+
+
+def providers(columns, rows, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    y = torch.empty_like(x)
+    compiled = torch.compile(lambda x: torch.softmax(x, -1))
+    return {
+        "copy": lambda: y.copy_(x),
+        "PyTorch": lambda: torch.softmax(x, -1),
+        "torch.compile": lambda: compiled(x),
+        "Liger": liger(x),
+        "quack": quack(x),
+        "Kernel Book": lambda: softmax(x),
+    }
+
+
+forward = lab.bench(
+    "forward",
+    [point for dtype in (torch.bfloat16, torch.float32) for point in points(dtype)],
+    providers,
+    limit="copy",
+    work=WORK,
+)
+lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
+
+# %%
+
+lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+
+# %%
+
+# Reading
+PEERS = ("PyTorch", "torch.compile", "Liger", "quack")
+
+
+def best_peer(sweep, **where):
+    found = {name: sweep.share(name, **where) for name in PEERS}
+    found = {name: value for name, value in found.items() if value == value}
+    return max(found.items(), key=lambda item: item[1], default=("none", float("nan")))
+
+
+sentences = []
+for dtype in ("bfloat16", "float32"):
+    ours = [forward.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
+    worst = min(ours)
+    at = COLUMNS[ours.index(worst)]
+    name, peer = best_peer(forward, dtype=dtype, columns=at)
+    sentences.append(
+        f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a copy. "
+        f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
+        f"{100 * peer:.0f} %."
+    )
+lab.read(" ".join(sentences))
+
+# %% Why not more at the widest rows? A program publishes its pair, then waits for the slowest of
+# its neighbours, and a trip to L2 and back takes the better part of a microsecond each time.
+# Meanwhile its registers are taken. quack exchanges the pairs between multiprocessors that the
+# hardware groups in a cluster, without the trip. Triton cannot reduce across a cluster before
+# version 3.9.
+#
+# Backward moves three arrays instead of two.
+
+
+def backward_providers(columns, rows, dtype):
+    x = torch.randn(
+        rows, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True
+    )
+    dy = torch.randn_like(x)
+    dx = torch.empty_like(x)
+
+    def backward_of(run):
+        if isinstance(run, lab.Absent):
+            return run
+        y = run()
+        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    compiled = torch.compile(lambda x: torch.softmax(x, -1))
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "PyTorch": backward_of(lambda: torch.softmax(x, -1)),
+        "torch.compile": backward_of(lambda: compiled(x)),
+        "Liger": backward_of(liger(x)),
+        "quack": backward_of(quack(x)),
+        "Kernel Book": backward_of(lambda: softmax(x)),
+    }
+
+
+backward = lab.bench(
+    "backward",
+    [point for dtype in (torch.bfloat16, torch.float32) for point in points(dtype)],
+    backward_providers,
+    limit="copy",
+    work="3 * rows * columns * itemsize",
+    limit_work="2 * rows * columns * itemsize",
+)
+lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
+
+# %%
+# What did the compiler make of the kernels? Look at the registers of the packed kernel: it holds a
+# row of 32,768 numbers in no more registers than the plain kernel needs for half of it.
+
+
+def launch(columns, dtype):
+    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    return lambda: softmax(x).sum().backward()
+
+
+lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
+        for columns in (4096, 16384, 32768, 65536)
+    },
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# **No maximum subtracted.** The formula is right on paper, and the exponential overflows.
+
+x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
+unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
+
+
+def listed(row):
+    return ", ".join(f"{value:.3g}" for value in row)
+
+
+lab.table(
+    [
+        {"version": "softmax", "result": listed(softmax(x)[0])},
+        {"version": "without the maximum", "result": listed(unshifted[0])},
+    ],
+    "The row (1, 50, 100)",
+)
+
+# %%
+# **Zero in the places past the end.** It looks harmless, and then every row is padded with elements
+# of weight :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
+
+
+@triton.jit
+def _padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=OTHER)
+    numerator = tl.exp(x - tl.max(x, axis=0))
+    y = numerator / tl.sum(numerator, axis=0)
+    tl.store(y_ptr + cols, y, mask=cols < n_cols)
+
+
+x = torch.randn(100, device=runtime.DEVICE) - 5
+rows = []
+for other in (float("-inf"), 0.0):
+    y = torch.empty_like(x)
+    _padded_kernel[(1,)](x, y, 100, 128, other)
+    rows.append({"other": str(other), "sum of the row": f"{y.sum():.4f}"})
+lab.table(rows, "100 elements in a block of 128")
+
+# %% **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum,
+# and adds terms of different scales.
+
+pieces = 10 * torch.randn(8, 64, dtype=torch.float64)
+m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
+for piece in pieces:
+    m_new = torch.maximum(m, piece.max())
+    term = (piece - m_new).exp().sum()
+    right = right * (m - m_new).exp() + term
+    wrong = wrong + term
+    m = m_new
+truth = (pieces - pieces.max()).exp().sum()
+lab.table(
+    [
+        {"sum": "truth", "value": f"{truth:.6f}"},
+        {"sum": "rescaled", "value": f"{right:.6f}"},
+        {"sum": "not rescaled", "value": f"{wrong:.6f}"},
+    ],
+    "The sum of 512 exponentials in 8 blocks",
+)
+
+# %% **The sum is kept in 16 bits.** Small terms vanish beside a large sum. That is why all
+# statistics in this book are float32, whatever the input.
+
+ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
+total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
+for term in ones[0].exp().view(-1, 8):
+    for value in term:
+        total += value
+lab.table(
+    [
+        {"sum kept in": "float32", "value": f"{ones.float().exp().sum():,.0f}"},
+        {"sum kept in": "bfloat16", "value": f"{total.item():,.0f}"},
+    ],
+    "8,192 ones, added one by one",
+)
+
+# %%
+# The bridge to attention
+# -----------------------
+#
+# Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
+# computed, followed by a weighted sum of the rows of :math:`v`. The scores of long sequences do
+# not fit in memory. With the recurrence they need not exist. Walk over the keys in blocks. Carry
+# the pair of each query, and carry the weighted sum ``acc`` too. It was added up on the scale of
+# the old maximum, so it is rescaled by the same ``alpha``.
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, n_keys, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    queries, dims = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + queries * HEAD_DIM + dims)
+    m_i = tl.full((BLOCK_M, 1), float("-inf"), tl.float32)
+    d_i = tl.zeros((BLOCK_M, 1), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    for start in range(0, n_keys, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        inside = keys[:, None] < n_keys
+        k = tl.load(k_ptr + keys[:, None] * HEAD_DIM + dims, mask=inside, other=0.0)
+        v = tl.load(v_ptr + keys[:, None] * HEAD_DIM + dims, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(keys[None, :] < n_keys, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1, keep_dims=True))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(scores - m_new)
+        d_i = d_i * alpha + tl.sum(p, axis=1, keep_dims=True)
+        acc = acc * alpha + tl.dot(p, v, input_precision="ieee")
+        m_i = m_new
+    tl.store(o_ptr + queries * HEAD_DIM + dims, acc / d_i)
+
+
+q = torch.randn(16, 64, device=runtime.DEVICE)
+k, v = torch.randn(2, 500, 64, device=runtime.DEVICE)
+o = torch.empty_like(q)
+_attend_kernel[(1,)](q, k, v, o, 500, 64**-0.5, BLOCK_M=16, BLOCK_N=32, HEAD_DIM=64)
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.T * 64**-0.5, -1) @ v
+
+
+truth = attend(q.double(), k.double(), v.double())
+lab.check(
+    "One block of queries",
+    [lab.Case("16 queries, 500 keys", "forward", o, attend(q, k, v), truth, factor=4)],
+)
+
+# %% The 500 scores of a query were never stored. That is the core of FlashAttention, and the
+# reason why this recurrence matters far beyond softmax.
+#
+# Exercises
+# ---------
+#
+# **1. Log-softmax.** The logarithm of softmax is :math:`x - m - \log d`. Why is that better than
+# taking the logarithm of the result? Write the kernel for rows that fit on chip.
+
+# %%
+
+# Solution: log-softmax
+
+
+@triton.jit
+def _log_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf"))
+    m = tl.max(x, axis=0)
+    y = x - m - tl.log(tl.sum(tl.exp(x - m), axis=0))
+    tl.store(y_ptr + row * n_cols + cols, y, mask=cols < n_cols)
+
+
+x = 50 * torch.randn(5, 300, device=runtime.DEVICE)
+y = torch.empty_like(x)
+_log_softmax_kernel[(5,)](x, y, 300, 512)
+truth = torch.log_softmax(x.double(), -1)
+lab.check(
+    "Log-softmax",
+    [lab.Case("(5, 300)", "forward", y, torch.log_softmax(x, -1), truth, factor=4)],
+)
+
+# %% **2. Cross-entropy without probabilities.** The loss of a row with target :math:`t` is
+# :math:`m + \log d - x_t`, and its gradient is :math:`y_i - \delta_{it}`. Write one kernel that
+# reads a row once and gives both, so that the probabilities are never stored beside the gradient.
+
+# %%
+
+# Solution: cross-entropy without probabilities
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    x_ptr, target_ptr, loss_ptr, dx_ptr, n_cols, BLOCK_COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf"))
+    target = tl.load(target_ptr + row)
+    m = tl.max(x, axis=0)
+    numerator = tl.exp(x - m)
+    d = tl.sum(numerator, axis=0)
+    x_target = tl.sum(tl.where(cols == target, x, 0.0), axis=0)
+    tl.store(loss_ptr + row, m + tl.log(d) - x_target)
+    dx = numerator / d - tl.where(cols == target, 1.0, 0.0)
+    tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
+
+
+x = torch.randn(6, 1000, device=runtime.DEVICE)
+target = torch.randint(1000, (6,), device=runtime.DEVICE)
+loss, dx = torch.empty(6, device=x.device), torch.empty_like(x)
+_cross_entropy_kernel[(6,)](x, target, loss, dx, 1000, 1024)
+
+
+def in_torch(x):
+    x = x.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(x, target, reduction="none")
+    return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
+
+
+(torch_loss, torch_dx), (true_loss, true_dx) = in_torch(x), in_torch(x.double())
+lab.check(
+    "Cross-entropy",
+    [
+        lab.Case("(6, 1000)", "forward", loss, torch_loss, true_loss, factor=4),
+        lab.Case("(6, 1000)", "backward", dx, torch_dx, true_dx, factor=4),
+    ],
+)
+
+# %% **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
+# Write the maximum and the sum of a row as *one* reduction over pairs, with the merge from above.
+# Every element enters as the pair :math:`(x_j, 1)`.
+
+# %%
+
+# Solution: one reduction
+
+
+@triton.jit
+def _merge(m_a, d_a, m_b, d_b):
+    m = tl.maximum(m_a, m_b)
+    return m, d_a * tl.exp(m_a - m) + d_b * tl.exp(m_b - m)
+
+
+@triton.jit
+def _pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK_COLS))
+    m, d = tl.reduce((x, x * 0 + 1), 0, _merge)
+    tl.store(out_ptr, m)
+    tl.store(out_ptr + 1, d)
+
+
+x = 5 * torch.randn(256, device=runtime.DEVICE)
+out = torch.empty(2, device=runtime.DEVICE)
+_pair_kernel[(1,)](x, out, 256)
+truth, theirs = torch.stack(pair(x.double())), torch.stack(pair(x))
+lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, factor=4)])
+
+# %%
+# References
+# ----------
+#
+# - Milakov, Gimelshein. *Online normalizer calculation for softmax.* arXiv:1805.02867, 2018.
+# - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
+# - Dao, Fu, Ermon, Rudra, Ré. *FlashAttention: fast and memory-efficient exact attention with
+#   IO-awareness.* NeurIPS 2022.
+
+ours = [
+    forward.share("Kernel Book", dtype=dtype, columns=n)
+    for dtype in ("bfloat16", "float32")
+    for n in COLUMNS
+]
+lab.finish(
+    f"{min(ours):.0%} to {max(ours):.0%} of the speed of a copy, from {COLUMNS[0]:,} to "
+    f"{COLUMNS[-1]:,} columns"
+)
