@@ -8,6 +8,8 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs" / "_ext")]
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import kernelbook  # noqa: E402, F401  (here, so that its line about the interpreter is on no page)
+
 project = "Kernel Book"
 author = "The authors of Kernel Book"
 copyright = "2026, the authors of Kernel Book"

@@ -16,12 +16,13 @@ The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's inte
 speeds are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 5
 import torch
 import torch.nn.functional as F
 
 from kernelbook import dropout, lab, masked_dropout, reference, runtime, seeded_dropout
 from kernelbook.dropout import (
+    _launch,
     _masked_dropout_kernel,
     _rand_dropout,
     _rand_dropout_kernel,
@@ -48,8 +49,8 @@ def simple_dropout(x, p):
 
 # %%
 # How fast could this be? A kernel must read ``x`` once and write ``y`` once. In 16 bits that is
-# 4 bytes an element, and no version can move fewer. The three lines above move more. Each
-# operation reads its inputs from memory and writes its output back:
+# 4 bytes an element, and no version can move fewer. The function above has four operations.
+# Each reads its inputs from memory and writes its output back:
 #
 # - ``rand_like`` writes 2 bytes;
 # - the comparison reads 2 and writes a mask of 1;
@@ -66,7 +67,9 @@ def simple_dropout(x, p):
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
 # How much memory is that in practice? Let us run both versions on a large input and ask the
-# allocator what is still held after the forward pass, beside ``x`` and ``y``.
+# allocator what is still held after the forward pass, beside ``x`` and ``y``. Of this book's two
+# operators, ``masked_dropout`` is given a mask. ``dropout`` draws a seed, and calls
+# ``seeded_dropout`` with it.
 
 
 def held_for_backward():
@@ -84,7 +87,13 @@ def held_for_backward():
         before = torch.cuda.memory_allocated()
         y = way()
         held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-        rows.append({"operator": name, "bytes held": held, "an element": held / n})
+        rows.append(
+            {
+                "operator": name,
+                "MiB held": round(held / 2**20, 2),
+                "bytes an element": round(held / n, 2),
+            }
+        )
         del y
     return rows
 
@@ -92,8 +101,9 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# Wherever the mask is stored, it costs a byte for every element. The seed costs the same few bytes
-# for any input: the allocator hands out no less than 512.
+# Wherever the mask is stored, it costs a byte for every element, half as much again as the float16
+# activation itself. The seed costs 8 bytes for any input, rounded up to the smallest piece of
+# memory that the allocator hands out.
 #
 # The idea
 # --------
@@ -131,8 +141,9 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    \end{cases}
 #
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is
-# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. The threshold is an integer, and so is the comparison.
-# There is no need to turn random bits into a float first.
+# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. The threshold is rounded to an integer, which changes
+# :math:`p` by at most :math:`2^{-33}`. Then the comparison is one of integers, and there is no need
+# to turn random bits into a float first.
 #
 # **Backward.** Each output depends on one input, by a factor that is :math:`1 / (1 - p)` or zero.
 # So the gradient is multiplied with the same factor:
@@ -148,40 +159,58 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # **Philox.** How does a function of a counter look random? By mixing, again and again. Philox
 # splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`, and the seed into
-# two, :math:`(k_0, k_1)`. One round multiplies two of the words by constants. Each product has 64
-# bits: a high half and a low half.
+# two, :math:`(k_0, k_1)`. One round multiplies :math:`c_0` by a constant :math:`A` and :math:`c_2`
+# by a constant :math:`B`. Each product has 64 bits: a high half, written hi, and a low half, lo.
+# The exclusive or, written :math:`\oplus`, mixes in the seed.
 #
 # .. math::
 #
-#    (c_0, c_1, c_2, c_3) \leftarrow
-#    \big(\mathrm{hi}(B c_2) \oplus c_1 \oplus k_0,\;\; \mathrm{lo}(B c_2),\;\;
-#         \mathrm{hi}(A c_0) \oplus c_3 \oplus k_1,\;\; \mathrm{lo}(A c_0)\big)
+#    \begin{aligned}
+#    c_0' &= \mathrm{hi}(B c_2) \oplus c_1 \oplus k_0 \\
+#    c_1' &= \mathrm{lo}(B c_2) \\
+#    c_2' &= \mathrm{hi}(A c_0) \oplus c_3 \oplus k_1 \\
+#    c_3' &= \mathrm{lo}(A c_0)
+#    \end{aligned}
 #
-# Then the two words of the seed are raised by constants of their own, and the next round begins.
-# The high half carries every bit of a word into the next one. The exclusive or, written
-# :math:`\oplus`, mixes in the seed.
+# Then the two words of the seed are raised by constants of their own, and the next round begins. A
+# high half depends on the whole word. So a change of one bit of the counter spreads, from round to
+# round, until it reaches all 128.
 #
 # Could two counters give the same numbers? No: a round can be undone. :math:`A` and :math:`B` are
 # odd, and multiplying by an odd number modulo :math:`2^{32}` loses nothing. So :math:`c_2` can be
-# found from :math:`\mathrm{lo}(B c_2)`, then :math:`c_1` from the first word, and the others in
-# the same way. A step that can be undone never sends two counters to one place.
+# found from :math:`c_1'`, then :math:`c_1` from :math:`c_0'`, and the others in the same way. A
+# step that can be undone never sends two counters to one place.
 #
 # The kernels
 # -----------
+#
+# How does a kernel look in Triton? It is a Python function with the decorator ``@triton.jit``.
+# Many *programs* run it at once, and each works on a block of elements. Arguments marked
+# ``tl.constexpr`` are known when the kernel is compiled. ``tl.arange`` makes a block of numbers,
+# ``tl.load`` and ``tl.store`` read and write memory at a block of addresses, and arithmetic works
+# on whole blocks.
 #
 # We climb in three steps. The first kernel is the baseline: it reads a mask that somebody stored.
 
 lab.source(_masked_dropout_kernel)
 
 # %%
-# A Triton kernel is run by many *programs* at once. Each program works on a block of
-# ``BLOCK_SIZE`` elements and finds its place with ``tl.program_id``. The last block may stick out
-# over the end, so every load and store is masked with ``inside``.
+# A program finds its place with ``tl.program_id``. The last block may stick out over the end, so
+# every load and store is masked with ``inside``.
 #
 # Why ``.to(tl.int64)``? A program's number has 32 bits, and so would its product with the block
 # size. Past element :math:`2^{31}` it would wrap around to a negative address.
 #
-# The second kernel draws a number for each element. This is how most tutorials write dropout.
+# Who starts the programs? ``kernel[grid](...)`` does, once for each number of the grid. With a grid
+# of two numbers, ``tl.program_id(1)`` counts along the second.
+
+lab.source(_launch)
+
+# %%
+# ``num_warps`` says how many *warps* of 32 threads run a program. Four warps for 1,024 elements
+# leave eight to a thread.
+#
+# The second kernel draws a number for each element. This is how dropout is usually written.
 
 lab.source(_rand_dropout_kernel)
 
@@ -198,15 +227,15 @@ lab.source(_seeded_dropout_kernel, "place")
 # The second piece makes the random numbers. A block of ``BLOCK_SIZE`` elements needs a quarter as
 # many counters. Four blocks of numbers come back, ``r0`` to ``r3``, and must be laid out so that
 # number 0 meets element 0, number 1 element 1, and so on. ``tl.interleave(a, b)`` takes turns
-# between two blocks: a0, b0, a1, b1. Two levels of it take turns between four.
+# between two blocks. First it makes r0 r2 r0 r2 ... and r1 r3 r1 r3 ..., and then it takes turns
+# between these: r0 r1 r2 r3 ...
 
 lab.source(_seeded_dropout_kernel, "draw")
 
 # %%
-# Does this shuffle cost anything? No. A thread that loads 16 bytes at once holds consecutive
-# elements, and the four numbers that it computed are those of its own elements. The compiler sees
-# this and moves nothing between threads. A table further down shows the evidence: the kernel uses
-# no shared memory.
+# Does this cost anything? A thread that loads 16 bytes at once holds consecutive elements. If it
+# also computes the four numbers of these very elements, nothing has to move between threads. A
+# table further down shows what the compiler made of it.
 #
 # The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU, and the
 # kernel reads it there. So the host never waits for the GPU to tell it a number.
@@ -226,10 +255,11 @@ lab.source(_SeededDropout)
 # Is it right?
 # ------------
 #
-# Before we ask how fast it is, we check it. The truth is computed in float64, with a Philox written
-# in plain PyTorch that shares no code with the kernel. The table also shows the error that PyTorch
-# makes in the same dtype with the same mask. Ours may have at most twice that error: two results
-# that are rounded at different moments can differ from the truth by that much.
+# Before we ask how fast it is, we check it. The truth is computed in float64, with a Philox
+# written in plain PyTorch that shares no code with the kernel. The table also shows the error that
+# PyTorch makes in the same dtype with the same mask. Ours may be off by twice PyTorch's error, or
+# twice half a unit in the last place, whichever is larger: no result that is rounded to this dtype
+# can promise less.
 
 
 def cases():
@@ -254,12 +284,21 @@ lab.check("seeded_dropout", cases())
 # The mask must depend on the seed and the index alone. If the block size or the shape changed it,
 # a tuned kernel would train another network.
 
+
+def in_blocks_of_256(x):
+    y = torch.empty_like(x)
+    kernel = _seeded_dropout_kernel[(x.numel() // 256,)]
+    kernel(x, y, x.numel(), 2**31, 2.0, 9, BLOCK_SIZE=256, N_ROUNDS=7)
+    return y
+
+
 x = torch.ones(6, 1024, device=runtime.DEVICE)
 mask = seeded_dropout(x, 0.5, seed=9) != 0
 same = {
     "flattened": seeded_dropout(x.view(-1), 0.5, seed=9).view(6, 1024) != 0,
     "in float16": seeded_dropout(x.half(), 0.5, seed=9) != 0,
     "from a transposed view": seeded_dropout(x.t().contiguous().t(), 0.5, seed=9) != 0,
+    "in blocks of 256": in_blocks_of_256(x) != 0,
 }
 rows = [
     {"the same input": name, "same mask": torch.equal(m, mask)}
@@ -350,6 +389,7 @@ rounds
 
 # %%
 
+# Drawing
 worst = {
     row["rounds"]: max(z for k, z in row.items() if k != "rounds")
     for row in rounds.rows
@@ -373,11 +413,12 @@ fewest = min(
 )
 nan = float("nan")
 lab.read(
-    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With five it is "
-    f"{worst.get(5, nan):.0f}, a flaw that only this many tosses reveal. From {fewest} rounds on, "
-    f"none of these tests can tell the mask from fair coins; with seven the worst |z| is "
-    f"{worst.get(7, nan):.1f}. Still, our tests are few. The kernel runs seven rounds and not "
-    f"{fewest}, because seven is where its authors' far harder tests begin to pass."
+    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 it is "
+    f"{worst.get(5, nan):.0f}. That flaw is small: z grows with the root of the number of tosses, "
+    f"and 100,000 of them would show {worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
+    f"From {fewest} rounds on, none of these tests can tell the mask from fair "
+    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. Still, our tests are few. The "
+    f"kernel runs 7 rounds and not {fewest}, because 7 is where its authors' far harder tests begin to pass."
 )
 
 # %%
@@ -388,10 +429,10 @@ lab.read(
 # and again in the backward pass to rebuild what was thrown away. Dropout must drop the same
 # elements both times, or the gradient belongs to another network.
 #
-# PyTorch takes care of this. ``torch.utils.checkpoint`` saves the state of the generator before the
-# first run and restores it for the second. ``dropout`` draws its seed from that generator, so it
-# draws the same seed twice. What if the state is not restored? Some people switch it off, because
-# it costs time. Let us look.
+# PyTorch takes care of this. ``torch.utils.checkpoint`` saves the state of the generators, that of
+# the CPU and that of the GPU, before the first run and restores it for the second. ``dropout``
+# draws its seed from the generator, so it draws the same seed twice. This can be switched off,
+# with ``preserve_rng_state=False``. What happens then?
 
 from torch.utils.checkpoint import checkpoint
 
@@ -426,14 +467,17 @@ lab.table(rows, "Is the mask of the second run that of the first?")
 
 # %%
 # With the state restored, all agree. Without it, the two that draw from the generator get another
-# mask, and the gradient is silently wrong. A seed that is passed by hand does not care.
+# mask, and the gradient is silently wrong. A seed that is passed by hand is the same in both runs.
+# But draw it anew for every step, outside the checkpointed function: a constant seed drops the same
+# elements for the whole training.
 #
 # How fast is it?
 # ---------------
 #
 # The limit is a copy: it reads ``x``, writes ``y`` and does nothing else. We time it beside
-# everything else, in the same process and in turns. One warning about the baseline: the time of
-# "stored mask" does not include drawing the mask. It is given one for nothing.
+# everything else, in the same process and in turns. "Kernel Book" is the public ``dropout``, which
+# also draws its seed. One warning about "stored mask": its time does not include drawing the mask.
+# It is given one for nothing.
 
 
 def providers(elements, dtype):
@@ -449,7 +493,8 @@ def providers(elements, dtype):
         "stored mask": lambda: masked_dropout(x, keep, 0.5),
         "one a call": lambda: _rand_dropout(x, 0.5, 7),
         "four a call": lambda: _seeded_dropout(x, 0.5, 7, n_rounds=10),
-        "Kernel Book": lambda: seeded_dropout(x, 0.5, 7),
+        "seven rounds": lambda: _seeded_dropout(x, 0.5, 7),
+        "Kernel Book": lambda: dropout(x, 0.5),
     }
 
 
@@ -464,11 +509,13 @@ forward = lab.bench(
 
 # %%
 
-rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "Kernel Book"]
+
+# Drawing
+rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "seven rounds"]
 lab.ladder(
     forward,
     "The ladder, forward, 2²⁸ elements",
-    [*rungs, "PyTorch", "torch.compile"],
+    [*rungs, "Kernel Book", "PyTorch", "torch.compile"],
     by="dtype",
     where={"elements": 2**28},
 )
@@ -476,19 +523,27 @@ lab.ladder(
 # %%
 
 # Reading
-half = {
-    name: 100 * forward.share(name, dtype="float16") for name in [*rungs, "PyTorch"]
-}
+shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
+half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
 single = 100 * forward.share("Kernel Book", dtype="float32")
 lab.read(
-    f"Take float16. Three operations in PyTorch reach {half['simple_dropout']:.0f} % of a copy. "
+    f"Take float16. The four operations in PyTorch reach {half['simple_dropout']:.0f} % of a copy; "
+    f"their bytes alone would allow {100 * 4 / 14:.0f} %, and drawing the numbers takes the rest. "
     f"PyTorch's own kernel, which also writes a mask, reaches {half['PyTorch']:.0f} %. Reading a "
     f"stored mask in one kernel gives {half['stored mask']:.0f} %: the mask is a fifth byte beside "
     f"four. Drawing one number a call moves the fewest bytes, and yet stops at "
-    f"{half['one a call']:.0f} %, because arithmetic is now the limit. Four a call reach "
-    f"{half['four a call']:.0f} %, and with seven rounds instead of ten "
-    f"{half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to hide "
-    f"the same arithmetic behind, and the kernel reaches {single:.0f} %."
+    f"{half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
+    f"`torch.compile` writes draws one a call too, and reaches {half['torch.compile']:.0f} %."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Four a call reach {half['four a call']:.0f} %, and with seven rounds instead of ten "
+    f"{half['seven rounds']:.0f} %. With the seed drawn as well, the public function reaches "
+    f"{half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to hide the same "
+    f"arithmetic behind, and it reaches {single:.0f} %."
 )
 
 # %%
@@ -538,8 +593,8 @@ back = {
 }
 lab.read(
     f"In float16 PyTorch's backward reaches {back['PyTorch']:.0f} % of a copy: it reads the mask "
-    f"that forward stored, and 4 bytes out of 5 is 80 %. Ours draws the mask again and reaches "
-    f"{back['Kernel Book']:.0f} %."
+    f"that forward stored, so that 5 bytes move in the place of 4. Ours draws the mask again and "
+    f"reaches {back['Kernel Book']:.0f} %."
 )
 
 # %%
@@ -576,24 +631,31 @@ lab.plot(cost, "More rounds: free, until they are not", share=True, log=False)
 
 # %%
 
+
 # Reading
-slope = {}
-for name in ("one a call", "four a call"):
-    many, more = (cost.milliseconds_at(name, rounds=r) for r in (20, 28))
-    slope[name] = (more - many) / 8 / 2**28 * 1e9  # picoseconds an element and round
-copy_time = cost.milliseconds_at("copy", rounds=7) / 2**28 * 1e9
+def picoseconds(name, rounds):
+    return cost.milliseconds_at(name, rounds=rounds) / 2**28 * 1e9
+
+
+copy = picoseconds("copy", 7)
+slope = {
+    name: (picoseconds(name, 28) - picoseconds(name, 20)) / 8
+    for name in ("one a call", "four a call")
+}
 lab.read(
-    f"Where the lines fall, arithmetic is the limit, and the slope is the price of a round: "
-    f"{slope['one a call']:.2f} picoseconds an element with one number a call, "
-    f"{slope['four a call']:.2f} with four. The copy takes {copy_time:.2f} picoseconds an element. "
-    f"Ten rounds with one number a call take {10 * slope['one a call']:.1f}, more than the copy; "
-    f"seven with four a call take {7 * slope['four a call']:.1f}, and hide behind it."
+    f"The copy takes {copy:.2f} picoseconds of the GPU's time for each element. With ten rounds, "
+    f"one number a call takes {picoseconds('one a call', 10):.2f}, and four a call "
+    f"{picoseconds('four a call', 10):.2f}. With seven, four a call takes "
+    f"{picoseconds('four a call', 7):.2f}: the arithmetic hides behind the bytes. Where the lines "
+    f"fall, each further round costs {slope['one a call']:.2f} picoseconds an element with one "
+    f"number a call and {slope['four a call']:.2f} with four. A call costs its rounds however many "
+    f"of its numbers are used, and four elements share it."
 )
 
 # %%
-# What did the compiler make of the kernels? None spills: all values fit in registers. And the last
-# one uses no shared memory: nothing is moved between threads to bring the four numbers to their
-# elements.
+# What did the compiler make of the kernels? A *register* holds 4 bytes for one thread; a *spill*
+# is a value that found no register. *Shared memory* is the store on chip through which the threads
+# of a program exchange values, and a *shuffle* exchanges them within a warp.
 
 
 def launches(dtype):
@@ -615,6 +677,9 @@ lab.facts(
 )
 
 # %%
+# Nothing spills. The seeded kernel uses neither shared memory nor shuffles, so the four numbers of
+# a call are indeed computed where they are needed.
+#
 # Small inputs tell another story. A launch takes some microseconds, however little it does.
 
 sizes = lab.bench(
@@ -633,21 +698,21 @@ small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
 lab.read(
     f"At 16Ki elements a call takes {small:.1f} µs. Moving its bytes at full speed would take "
-    f"{bytes_time:.2f} µs. The rest is the cost of a launch, and a faster kernel cannot help: only "
-    "doing more in one launch can, by fusing dropout with its neighbours."
+    f"{bytes_time:.2f} µs. The rest is a fixed cost of every launch, and a faster kernel cannot "
+    "help: only doing more in one launch can, by fusing dropout with its neighbours."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# Four mistakes are easy to make, and none of them crashes. Here they are, executed.
+# Four mistakes are easy to make, and most give no error. Here is what each does.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. The keep rate looks perfect, and the coins are copies.
+# gets the same mask. The keep rate looks harmless, and the coins are copies.
 
 block = 2048
-right = seeded_dropout(torch.ones(64 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
+right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
 wrong = (
     seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0
 ).repeat(64)
@@ -662,8 +727,8 @@ rows = [
 lab.table(rows, "Copies of one block")
 
 # %%
-# **Two layers share a seed.** Their masks are equal, so the second layer drops nothing that the
-# first has left. Draw a new seed for every call, as ``dropout`` does.
+# **Two layers share a seed.** Where their shapes agree, so do their masks. The second layer drops
+# nothing that the first has left. Draw a new seed for every call, as ``dropout`` does.
 
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
@@ -718,7 +783,8 @@ lab.table(
 # ---------
 #
 # **1. A seed a row.** Give each row of a matrix a seed of its own, so that a row keeps its mask
-# wherever it stands in the batch. Test it: move a row, and its mask must move along.
+# wherever it stands in the batch. A grid of two numbers helps: rows, and blocks of columns. Test
+# it: move a row, and its mask must move along.
 
 # %%
 
@@ -744,12 +810,14 @@ def _row_seeded_kernel(
     tl.store(y_ptr + row * n_cols + columns, y, mask=inside)
 
 
+def threshold(p):
+    return min(round(p * 2**32), 2**32 - 1)
+
+
 def row_seeded_dropout(x, p, seeds, block=512):
     y = torch.empty_like(x)
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
-    _row_seeded_kernel[grid](
-        x, seeds, y, x.shape[1], round(p * 2**32), 1 / (1 - p), block
-    )
+    _row_seeded_kernel[grid](x, seeds, y, x.shape[1], threshold(p), 1 / (1 - p), block)
     return y
 
 
@@ -766,7 +834,8 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 # %%
 # **2. Any stride, no copy.** ``seeded_dropout`` copies an input that is not contiguous. Write a
 # kernel for a matrix that takes the two strides of ``x`` instead. The mask must not change: it
-# belongs to the element's number in row-major order, not to its address.
+# belongs to the element's number in row-major order, not to its address. A row may begin in the
+# middle of a group of four, so one call an element is the simple way.
 
 # %%
 
@@ -802,7 +871,7 @@ def _strided_kernel(
 def strided_dropout(x, p, seed, block=512):
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
-    scalars = (x.shape[1], seed, round(p * 2**32), 1 / (1 - p), block)
+    scalars = (x.shape[1], seed, threshold(p), 1 / (1 - p), block)
     _strided_kernel[grid](x, y, *x.stride(), *scalars)
     return y
 
@@ -817,9 +886,10 @@ lab.check(
 # %%
 # **3. A random projection that is never stored.** By the lemma of Johnson and Lindenstrauss, a
 # random matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly keeps their
-# distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / 2s`
+# distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
 # each, and zero otherwise. With d = 1,000,000 the matrix would be large. Write :math:`x R` so that
-# each entry of :math:`R` is drawn where it is used.
+# each entry of :math:`R` is drawn where it is used. ``tl.randint`` gives one number an index, and
+# ``tl.sum`` adds up a block along an axis.
 
 # %%
 
@@ -875,12 +945,14 @@ lab.check(
 )
 
 # %%
-# Are the distances nearly kept? With 256 dimensions the lemma promises errors of some per cent.
+# Are the distances nearly kept? The typical error is one part in :math:`\sqrt{2k}`, and the worst
+# of six pairs may be a few times that.
 
 kept = torch.pdist(y) / torch.pdist(points)
 lab.table(
     [{"distances": "smallest", "after / before": f"{kept.min():.3f}"}]
-    + [{"distances": "largest", "after / before": f"{kept.max():.3f}"}],
+    + [{"distances": "largest", "after / before": f"{kept.max():.3f}"}]
+    + [{"distances": "typical error", "after / before": f"{(2 * k) ** -0.5:.3f}"}],
     "Distances between four points, after the projection over before",
 )
 

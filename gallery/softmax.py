@@ -190,7 +190,8 @@ for pieces in (2, 7, 100):
     assert off < 1e-13
 lab.table(rows, "Pairs merged in a random order, float64")
 
-# %% **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives. From
+# %%
+# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives. From
 # :math:`y_j = e^{x_j - m} / d` follows :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} -
 # y_i)`, where :math:`\delta_{ij}` is 1 if :math:`i = j` and else 0. The maximum does not appear:
 # a shift changes nothing, so its derivative is zero. Then
@@ -230,7 +231,8 @@ lab.source(_three_pass_fwd_kernel)
 
 lab.source(_online_fwd_kernel, "recur")
 
-# %% The same kernel works on one row or on several: ``m_i`` and ``d_i`` have an entry for each
+# %%
+# The same kernel works on one row or on several: ``m_i`` and ``d_i`` have an entry for each
 # row. With one row a program it is called ``online``, with four ``online_2d``.
 #
 # There is one trap. If all elements so far are minus infinity, so is the maximum, and
@@ -284,14 +286,16 @@ lab.source(_split_row_fwd_kernel, "publish")
 
 lab.source(_split_row_fwd_kernel, "collect")
 
-# %% Can this wait for ever? A program that runs waits for others that may not have started. GPUs
+# %%
+# Can this wait for ever? A program that runs waits for others that may not have started. GPUs
 # start programs in the order of their numbers, so the neighbours are never far. But that is a
 # habit of the hardware and not a promise. So the wait is bounded: ``_wait_for_parts`` looks a
 # limited number of times.
 
 lab.source(_wait_for_parts)
 
-# %% If the others do not come, the program reads the whole row itself, with the recurrence, one
+# %%
+# If the others do not come, the program reads the whole row itself, with the recurrence, one
 # element of a pair in each lane. That is slow, and right. In Triton's interpreter programs run
 # one after the other, so there it is the rule.
 
@@ -429,44 +433,33 @@ lab.read(
     f"{share['Kernel Book', 65536]:.0f} % and {long:,} give {share['Kernel Book', long]:.0f} %."
 )
 
-# %% Where exactly does the second read become expensive? It hits the L2 cache if all rows in
-# flight fit in it. How many are in flight? The online kernel has programs of 8 warps, which are
-# 256 threads, and a multiprocessor runs up to 2,048 threads, so 8 programs. Let us predict, and
+# %%
+# Where exactly does the second read become expensive? It hits the L2 cache if all rows in flight
+# fit in it. How many are in flight? The online kernel has a warp for every 1,024 columns, and never
+# more than 8. A multiprocessor runs 64 warps, and 32 programs, at the most. Let us predict, and
 # compare.
-
-in_flight = 2048 // (8 * 32)
 
 
 def prediction():
     gpu = torch.cuda.get_device_properties(0)
-    rows = gpu.multi_processor_count * in_flight
     table = []
     for columns in COLUMNS:
-        mib = rows * columns * 2 / 2**20
-        where = "L2" if mib < gpu.L2_cache_size / 2**20 else "memory"
-        share = f"{100 * ladder.share('online', columns=columns):.0f} %"
-        table.append(
-            {
-                "columns": columns,
-                "MiB in flight": mib,
-                "again from": where,
-                "online": share,
-            }
-        )
+        programs = min(32, 64 // max(1, min(columns, 8192) // 1024))
+        mib = gpu.multi_processor_count * programs * columns * 2 / 2**20
+        row = {"columns": columns, "MiB in flight": round(mib)}
+        row["again from"] = "L2" if mib < gpu.L2_cache_size / 2**20 else "memory"
+        row["online"] = f"{100 * ladder.share('online', columns=columns):.0f} %"
+        table.append(row)
     return table
 
 
 lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
 
-# %% The prediction is rough, for the cache also holds what is being written. But it says where
+# %%
+# The prediction is rough, for the cache also holds what is being written. But it says where
 # the edge is.
 #
 # Now the public function against the libraries. ``softmax`` picks the algorithm by length.
-
-
-def forward_of(operator, x):
-    run = operator(x)
-    return run if isinstance(run, lab.Absent) else lambda: operator(x)
 
 
 def liger(x):
@@ -532,11 +525,11 @@ for dtype in ("bfloat16", "float32"):
     )
 lab.read(" ".join(sentences))
 
-# %% Why not more at the widest rows? A program publishes its pair, then waits for the slowest of
-# its neighbours, and a trip to L2 and back takes the better part of a microsecond each time.
-# Meanwhile its registers are taken. quack exchanges the pairs between multiprocessors that the
-# hardware groups in a cluster, without the trip. Triton cannot reduce across a cluster before
-# version 3.9.
+# %%
+# Why not more at the widest rows? A program publishes its pair and then waits for the slowest of
+# its neighbours. All the while its registers are taken, and nothing new is loaded into them. quack
+# exchanges the pairs between multiprocessors that the hardware groups in a cluster, which is a
+# shorter way than through L2. Triton 3.6 and 3.7 cannot reduce across a cluster; 3.9 can.
 #
 # Backward moves three arrays instead of two.
 
@@ -576,8 +569,7 @@ backward = lab.bench(
 lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
-# What did the compiler make of the kernels? Look at the registers of the packed kernel: it holds a
-# row of 32,768 numbers in no more registers than the plain kernel needs for half of it.
+# What did the compiler make of the kernels?
 
 
 def launch(columns, dtype):
@@ -585,12 +577,27 @@ def launch(columns, dtype):
     return lambda: softmax(x).sum().backward()
 
 
-lab.facts(
+facts = lab.facts(
     "What the compiler made of the kernels",
     {
         f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
         for columns in (4096, 16384, 32768, 65536)
     },
+)
+facts
+
+# %%
+
+# Reading
+registers = {(r["case"], r["kernel"]): r["registers"] for r in facts.rows}
+plain = registers.get(("4,096 columns, bfloat16", "_row_fwd_kernel"), float("nan"))
+packed = registers.get(
+    ("32,768 columns, bfloat16", "_packed_row_fwd_kernel"), float("nan")
+)
+lab.read(
+    f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
+    f"columns, takes {plain:.0f} registers a thread. The packed kernel, at 32,768 columns, takes "
+    f"{packed:.0f}, all its other values included."
 )
 
 # %%
@@ -637,7 +644,8 @@ for other in (float("-inf"), 0.0):
     rows.append({"other": str(other), "sum of the row": f"{y.sum():.4f}"})
 lab.table(rows, "100 elements in a block of 128")
 
-# %% **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum,
+# %%
+# **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum,
 # and adds terms of different scales.
 
 pieces = 10 * torch.randn(8, 64, dtype=torch.float64)
@@ -658,7 +666,8 @@ lab.table(
     "The sum of 512 exponentials in 8 blocks",
 )
 
-# %% **The sum is kept in 16 bits.** Small terms vanish beside a large sum. That is why all
+# %%
+# **The sum is kept in 16 bits.** Small terms vanish beside a large sum. That is why all
 # statistics in this book are float32, whatever the input.
 
 ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
@@ -727,7 +736,8 @@ lab.check(
     [lab.Case("16 queries, 500 keys", "forward", o, attend(q, k, v), truth, factor=4)],
 )
 
-# %% The 500 scores of a query were never stored. That is the core of FlashAttention, and the
+# %%
+# The 500 scores of a query were never stored. That is the core of FlashAttention, and the
 # reason why this recurrence matters far beyond softmax.
 #
 # Exercises
@@ -760,7 +770,8 @@ lab.check(
     [lab.Case("(5, 300)", "forward", y, torch.log_softmax(x, -1), truth, factor=4)],
 )
 
-# %% **2. Cross-entropy without probabilities.** The loss of a row with target :math:`t` is
+# %%
+# **2. Cross-entropy without probabilities.** The loss of a row with target :math:`t` is
 # :math:`m + \log d - x_t`, and its gradient is :math:`y_i - \delta_{it}`. Write one kernel that
 # reads a row once and gives both, so that the probabilities are never stored beside the gradient.
 
@@ -807,7 +818,8 @@ lab.check(
     ],
 )
 
-# %% **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
+# %%
+# **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
 # Write the maximum and the sum of a row as *one* reduction over pairs, with the merge from above.
 # Every element enters as the pair :math:`(x_j, 1)`.
 
@@ -845,6 +857,9 @@ lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, facto
 # - Dao, Fu, Ermon, Rudra, Ré. *FlashAttention: fast and memory-efficient exact attention with
 #   IO-awareness.* NeurIPS 2022.
 
+# %%
+
+# Closing
 ours = [
     forward.share("Kernel Book", dtype=dtype, columns=n)
     for dtype in ("bfloat16", "float32")

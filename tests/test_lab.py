@@ -4,6 +4,7 @@ import json
 import sys
 import textwrap
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -43,7 +44,8 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("KERNELBOOK_RESULTS", str(folder))
     monkeypatch.setattr(results, "_PACKAGE", tmp_path / "no package")
     monkeypatch.setattr(chapter, "_running", None)
-    return folder
+    yield folder
+    plt.close("all")
 
 
 def record(**changes):
@@ -232,7 +234,8 @@ def test_an_edited_kernel_makes_results_stale(module, root, monkeypatch):
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
     assert sweep.stale
     assert "OUT OF DATE" in lab.measure("memory", None).plain
-    assert "OUT OF DATE" in lab.plot(sweep, "Speed").get_label()
+    lab.plot(sweep, "Speed")
+    assert "OUT OF DATE" in plt.gcf().get_label()
 
 
 def test_a_module_that_has_gone_makes_results_stale(module, root):
@@ -435,24 +438,43 @@ def test_the_link_to_the_record_is_for_the_site_alone(monkeypatch):
 
 def test_figures_say_where_they_come_from_in_both_themes(replayed):
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
-    figure = lab.plot(sweep, "Speed")
+    lab.plot(sweep, "Speed")
+    figure = plt.gcf()
     assert figure.get_label().startswith("Speed. Lines over elements, GB/s")
     assert figure.results == "_results/test-gpu/tried.json"
     light = figures.to_svg(figure)
     dark = figures.to_dark(light)
     for text in ("Test GPU", "driver 1.2", "torch 2.13.0", "triton 3.7.1", "0123456", "2026-01-02"):
         assert text in light
+    assert "peer refuses: ValueError" in light
     assert figures.colour("copy") in light
     assert figures.colour("copy") not in dark
-    assert light == figures.to_svg(lab.plot(sweep, "Speed"))
-    assert "ours in float16 50" in (
-        lab.ladder(sweep, "Steps", ["ours"], by="dtype", where={"elements": 1000}).get_label()
-    )
+    lab.plot(sweep, "Speed")
+    assert light == figures.to_svg(plt.gcf())
+    lab.ladder(sweep, "Steps", ["ours"], by="dtype", where={"elements": 1000})
+    assert "ours in float16 50" in plt.gcf().get_label()
 
 
-def test_providers_keep_their_colour():
-    assert lab.colour("Kernel Book") != lab.colour("PyTorch")
-    assert lab.colour("an earlier step") == lab.colour("an earlier step")
+def test_the_legend_leaves_the_title_alone(replayed):
+    lab.plot(lab.bench("forward", POINTS, None, **SWEEP), "A title that is long enough to be hit")
+    figure = plt.gcf()
+    figure.canvas.draw()
+    title = figure._suptitle.get_window_extent()
+    assert not title.overlaps(figure.axes[0].get_legend().get_window_extent())
+
+
+def test_providers_keep_their_colour(replayed):
+    names = ["Kernel Book", "PyTorch", "first step", "second step", "third step"]
+    colours = [lab.colour(name) for name in names]
+    assert len(set(colours)) == len(names)
+    assert [lab.colour(name) for name in names] == colours
+
+
+def test_a_number_that_was_never_recorded_is_said_and_not_printed():
+    shown = lab.read(f"It reaches {float('nan'):.0f} % of a copy, and a banana.")
+    assert "Not recorded yet" in shown.plain
+    assert "%" not in shown.plain
+    assert "banana" in lab.read("A banana, 7 %.").plain
 
 
 @pytest.mark.usefixtures("gpu")

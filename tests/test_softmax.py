@@ -83,18 +83,17 @@ def test_auto_takes_what_row_cannot(monkeypatch):
 @pytest.mark.parametrize("n_cols", [33, 100, 128, 255])
 def test_small_blocks_meet_every_path(monkeypatch, n_cols, dtype):
     """Tile, packed row and split row, at lengths that fill their blocks and that do not."""
-    for name, value in {"TILE_COLS": 32, "WIDE_COLS": 128, "PART_COLS": 32}.items():
+    wide = 128 * runtime.kernel_dtype(dtype).itemsize
+    for name, value in {"TILE_COLS": 32, "WIDE_BYTES": wide, "PART_COLS": (32, 32)}.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "_split", lambda n: (-(-n // 32), 32, 1))
     check(draw(6, n_cols, dtype=dtype), algorithm="row")
 
 
 @pytest.mark.parametrize("polls", [0, 1])
 def test_a_part_whose_neighbours_do_not_come_reads_the_row(monkeypatch, polls):
     monkeypatch.setattr(module, "MAX_POLLS", polls)
-    monkeypatch.setattr(module, "TILE_COLS", 32)
-    monkeypatch.setattr(module, "WIDE_COLS", 32)
-    monkeypatch.setattr(module, "_split", lambda n: (-(-n // 256), 256, 1))
+    monkeypatch.setattr(module, "WIDE_BYTES", 128)
+    monkeypatch.setattr(module, "PART_COLS", (256, 256))
     check(draw(5, 1000), algorithm="row")
 
 
@@ -149,11 +148,11 @@ def test_a_scalar_is_one():
 # -- what is not finite
 
 
-@pytest.fixture(params=[32, 8192], ids=["split", "tile"])
+@pytest.fixture(params=[128, 65536], ids=["split", "tile"])
 def _path(request, monkeypatch):
     """Run the row algorithm once in tiles and once in parts of 256 columns."""
-    monkeypatch.setattr(module, "WIDE_COLS", request.param)
-    monkeypatch.setattr(module, "_split", lambda n: (-(-n // 256), 256, 1))
+    monkeypatch.setattr(module, "WIDE_BYTES", request.param)
+    monkeypatch.setattr(module, "PART_COLS", (256, 256))
 
 
 @pytest.mark.usefixtures("_path")

@@ -16,6 +16,7 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 GENERATED = "GENERATED FROM PYTHON SOURCE LINES"
+FOLDED = {"# Reading": "this paragraph", "# Drawing": "this figure", "# Closing": "the record"}
 ORDER = ("dropout", "softmax", "layer_norm", "attention")
 
 
@@ -139,7 +140,7 @@ def wrap(first, last, opening, closing):
 
 
 def fold(doctree):
-    """Fold solutions whole, and the code (only) of cells that write a paragraph.
+    """Fold solutions whole, and the code (only) of cells that write a paragraph or draw.
 
     Of a cell that only shows a kernel's source, the page shows the source and not the call.
     """
@@ -152,8 +153,8 @@ def fold(doctree):
             label = escape(first.removeprefix("# "))
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
-        elif first == "# Reading" and outputs:
-            opening = '<details class="kb-code"><summary>Code for this paragraph</summary>'
+        elif (what := FOLDED.get(first)) and outputs:
+            opening = f'<details class="kb-code"><summary>Code for {what}</summary>'
             parent = code.parent
             parent.remove(code)
             parent.insert(parent.index(last) + 1, code)

@@ -21,11 +21,14 @@ Kernel Book
 Every chapter as a script and as a notebook, the package that they use, and the
 measurements that they draw when there is no GPU.
 
-    python -m pip install {wheel}
+    python3 -m venv venv
+    . venv/bin/activate
+    pip install {wheel}
     python {chapter}.py
 
-The package needs Python 3.11 or newer. pip brings torch and triton with it. Without
-a GPU the kernels run in Triton's interpreter, and figures show recorded results.
+This needs Linux and Python 3.11 or newer. pip brings torch and triton with it: some
+gigabytes if torch comes with CUDA. Without a GPU the kernels run in Triton's
+interpreter, and figures show recorded results.
 """
 
 

@@ -23,8 +23,8 @@ SKIPPED = (
 )
 INTRODUCTION = """\
 *A chapter of Kernel Book. The package that it needs comes with it: unpack `kernel-book.zip`, open \
-a terminal in its folder, and run `python -m pip install {wheel}`. Without a GPU the kernels run \
-in Triton's interpreter, and figures are drawn from the recorded measurements.*"""
+a terminal in its folder, and in a virtual environment run `pip install {wheel}`. Without a GPU \
+the kernels run in Triton's interpreter, and figures are drawn from the recorded measurements.*"""
 
 
 def write(env, docname, path, wheel):
@@ -45,7 +45,7 @@ def write(env, docname, path, wheel):
 
 def _code_cell(source):
     cell = nbformat.v4.new_code_cell(source)
-    if re.match(r"# (Solution:|Reading$)", source, re.MULTILINE):
+    if re.match(r"# (Solution:|(Reading|Drawing|Closing)$)", source, re.MULTILINE):
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
 

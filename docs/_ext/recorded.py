@@ -160,12 +160,6 @@ class Chapters(SphinxDirective):
 # -- the hardware page ----------------------------------------------------------------------------
 
 
-def short_commit(commit):
-    """The first characters of a commit, and whether its code had been edited."""
-    name, _, edited = commit.partition("-")
-    return f"{name[:7]} ({edited})" if edited else name[:7]
-
-
 def run_rows(docname):
     from kernelbook.lab import results
 
@@ -179,7 +173,7 @@ def run_rows(docname):
                 made["gpu"],
                 made["date"][:10],
                 *(made[key] for key in ("driver", "cuda", "torch", "triton")),
-                short_commit(made["commit"]),
+                results.short_commit(made["commit"]),
                 "out of date" if results.is_stale(record) else "current",
             )
         )

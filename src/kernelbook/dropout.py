@@ -248,7 +248,7 @@ def seeded_dropout(x: torch.Tensor, p: float, seed: int | torch.Tensor) -> torch
     elif not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must lie in [-2**63, 2**64), got {seed}.")
     elif seed >= 2**63:
-        seed -= 2**64  # the same 64 bits, in the one integer type that the kernel is compiled for
+        seed -= 2**64  # the same 64 bits
     return _SeededDropout.apply(x, float(p), seed)
 
 

@@ -9,16 +9,18 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy
 import torch
 from packaging.version import Version
 
+_TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its settings
+
 
 def _choose_interpreter() -> bool:
     """Return True when kernels must be interpreted, and prepare Triton for it."""
-    asked_for = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    asked_for = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     if torch.cuda.is_available() and not asked_for:
         return False
     if "triton.language" in sys.modules and not asked_for:
@@ -28,7 +30,7 @@ def _choose_interpreter() -> bool:
             "TRITON_INTERPRET=1 in the environment."
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    reason = "TRITON_INTERPRET=1 is set" if asked_for else "no GPU was found"
+    reason = "TRITON_INTERPRET is set" if asked_for else "no GPU was found"
     print(
         f"kernelbook: {reason}, so kernels run in Triton's interpreter: right, but slow.",
         file=sys.stderr,
@@ -89,7 +91,12 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
     """
     if INTERPRETED:
         return numpy.errstate(all="ignore")
+    if tensor.device.index == torch.cuda.current_device():
+        return _AS_IT_IS  # switching costs microseconds, as long as a small kernel runs
     return torch.cuda.device(tensor.device)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def environment() -> dict:
@@ -113,13 +120,13 @@ def environment() -> dict:
         "l2_mib": round(properties.L2_cache_size / 2**20, 1),
         "cuda": torch.version.cuda,
     }
-    return found | _driver_and_clocks()
+    return found | _driver_and_clocks(f"GPU-{properties.uuid}")
 
 
-def _driver_and_clocks() -> dict:
-    """Read the driver version and the highest clocks from nvidia-smi, where it answers."""
+def _driver_and_clocks(gpu: str) -> dict:
+    """Read the driver version and the highest clocks of a GPU from nvidia-smi, if it answers."""
     query = "driver_version,clocks.max.sm,clocks.max.memory"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={gpu}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         driver, sm_mhz, memory_mhz = (field.strip() for field in answer.stdout.split(","))

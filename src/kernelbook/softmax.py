@@ -141,6 +141,7 @@ def _split_row_fwd_kernel(
     N_PARTS: tl.constexpr,  # programs a row
     PARTS: tl.constexpr,  # a power of two, at least N_PARTS
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
+    LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
 ):
     # -- load: my part of the row stays in registers
     row = (tl.program_id(0) // N_PARTS).to(tl.int64)
@@ -165,7 +166,7 @@ def _split_row_fwd_kernel(
     m_row = tl.max(m_parts, axis=0)
     d_row = tl.sum(d_parts * _exp(m_parts - m_row), axis=0)
     if ready == 0:
-        m_row, d_row = _row_statistics(x_ptr, n_cols, BLOCK_COLS // 2)
+        m_row, d_row = _row_statistics(x_ptr, n_cols, LOOP_COLS)
 
     # -- write: from my maximum to that of the row
     y = numerator * (_exp(m - m_row) / d_row)
@@ -284,6 +285,7 @@ def _split_row_bwd_kernel(
     N_PARTS: tl.constexpr,  # programs a row
     PARTS: tl.constexpr,  # a power of two, at least N_PARTS
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
+    LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
 ):
     row = (tl.program_id(0) // N_PARTS).to(tl.int64)
     part = tl.program_id(0) % N_PARTS
@@ -300,7 +302,7 @@ def _split_row_bwd_kernel(
     sums = found.to(tl.int32).to(tl.float32, bitcast=True)
     delta = tl.sum(tl.where(tl.arange(0, PARTS) < N_PARTS, sums, 0.0), axis=0)
     if ready == 0:
-        delta = _row_product(y_ptr, dy_ptr, n_cols, BLOCK_COLS // 2)
+        delta = _row_product(y_ptr, dy_ptr, n_cols, LOOP_COLS)
     tl.store(dx_ptr + row * n_cols + cols, y * (dy - delta), mask=cols < n_cols)
 
 
@@ -332,21 +334,27 @@ TILE_COLS = 8192
 packed: at 32,768 columns on an H200 that gave 0.98 of a copy's speed against 0.79, because two
 programs fit on a multiprocessor and one computes while the other loads."""
 
-WIDE_COLS = 32768
-"""Longest row for one program. At 65,536 columns a program fills a whole multiprocessor."""
+WIDE_BYTES = 65536
+"""Longest row for one program, in bytes, so that the registers hold a second one. On an H200
+at 65,536 columns of bfloat16 one program a row gave 0.62 of a copy, and 16 parts gave 0.94."""
 
-PART_COLS, MAX_PARTS, MAX_PART_COLS = 2048, 64, 16384
-"""A longer row is split in parts of 2,048 columns, each for a program of one warp, which needs no
-barrier: 0.91 of a copy at 65,536 columns of bfloat16, against 0.88 with four warps. Rows too long
-for 64 such parts get larger ones, up to the registers' limit."""
+PART_COLS = 4096, 8192
+"""Columns a part of a longer row, with a warp for every 2,048. Small parts wait with few registers
+in hand, and many parts wait longer for the slowest. At 65,536 columns 4,096 gave 0.94 of a copy and
+8,192 gave 0.93, at 131,072 columns 0.88 and 0.90. Backward holds two arrays: there 4,096 gave 0.92
+at 131,072."""
 
-ROW_COLS = MAX_PARTS * MAX_PART_COLS
-"""Longest row that ``row`` takes."""
+ROW_COLS = 2**20
+"""Longest row that ``row`` takes, in 128 parts."""
 
 MAX_POLLS = 1 if runtime.INTERPRETED else 2**14
 """How often a part looks for the others. The hardware starts programs in the order of their
 numbers, so that the wait is short; should it not, the parts give up and the result is still right.
 The interpreter runs programs one after the other: there, waiting is in vain."""
+
+LOOP_COLS = 1024 if runtime.INTERPRETED else 128
+"""Columns a warp and block when a part does read the row: few, because the registers of this path
+count even if it is never taken. With 1,024 a program had 239 registers, and 0.55 of a copy."""
 
 
 def _forward(x: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -357,13 +365,17 @@ def _forward(x: torch.Tensor, algorithm: str) -> torch.Tensor:
         _row_forward(x, y)
     elif algorithm == "three_pass":
         block = min(triton.next_power_of_2(n_cols), 8192)
-        _three_pass_fwd_kernel[(n_rows,)](x, y, x.stride(0), n_cols, block, num_warps=8)
+        num_warps = max(1, block // 1024)
+        _three_pass_fwd_kernel[(n_rows,)](x, y, x.stride(0), n_cols, block, num_warps=num_warps)
     else:
-        # One row and long blocks, or four rows and short ones: 8,192 numbers in flight either way.
+        # One row and long blocks, or four rows and short ones: up to 8,192 numbers either way.
         rows = 1 if algorithm == "online" else 4
         block = min(triton.next_power_of_2(n_cols), 8192 // rows)
         grid = (triton.cdiv(n_rows, rows),)
-        _online_fwd_kernel[grid](x, y, x.stride(0), n_rows, n_cols, rows, block, num_warps=8)
+        _online_fwd_kernel[grid](
+            x, y, x.stride(0), n_rows, n_cols, rows, block,
+            num_warps=max(1, rows * block // 1024),
+        )  # fmt: skip
     return y
 
 
@@ -373,12 +385,12 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     block = triton.next_power_of_2(n_cols)
     stride = x.stride(0)
     even = n_cols % 2 == 0 and stride % 2 == 0 and x.data_ptr() % 4 == 0
-    if n_cols > WIDE_COLS:
-        parts, block, num_warps = _split(n_cols)
+    if n_cols * x.itemsize > WIDE_BYTES:
+        parts, block, num_warps = _split(n_cols, small_up_to=65536)
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
         _split_row_fwd_kernel[(n_rows * parts,)](
             x, y, slots, stride, n_cols, MAX_POLLS, parts, triton.next_power_of_2(parts), block,
-            num_warps=num_warps,
+            LOOP_COLS * num_warps, num_warps=num_warps,
         )  # fmt: skip
     elif n_cols > TILE_COLS and x.itemsize == 2 and even:
         minus_inf = {torch.bfloat16: 0xFF80FF80, torch.float16: 0xFC00FC00}[x.dtype] - 2**32
@@ -392,10 +404,10 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
         _row_fwd_kernel[grid](x, y, stride, n_rows, n_cols, rows, block, num_warps=num_warps)
 
 
-def _split(n_cols: int) -> tuple[int, int, int]:
+def _split(n_cols: int, small_up_to: int) -> tuple[int, int, int]:
     """Return into how many parts a row is split, the columns of a part, and its warps."""
-    block = max(PART_COLS, triton.next_power_of_2(triton.cdiv(n_cols, MAX_PARTS)))
-    return triton.cdiv(n_cols, block), block, block // PART_COLS
+    block = PART_COLS[n_cols > small_up_to]
+    return triton.cdiv(n_cols, block), block, max(1, block // 2048)
 
 
 def _backward(y: torch.Tensor, dy: torch.Tensor, algorithm: str) -> torch.Tensor:
@@ -407,13 +419,14 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, algorithm: str) -> torch.Tensor
     stride = dy.stride(0)
     if algorithm != "row":
         block = min(block, 8192)
-        _loop_bwd_kernel[(n_rows,)](y, dy, dx, stride, n_cols, block, num_warps=8)
-    elif n_cols > WIDE_COLS:
-        parts, block, num_warps = _split(n_cols)
+        num_warps = max(1, block // 1024)
+        _loop_bwd_kernel[(n_rows,)](y, dy, dx, stride, n_cols, block, num_warps=num_warps)
+    elif n_cols * y.itemsize > WIDE_BYTES:
+        parts, block, num_warps = _split(n_cols, small_up_to=131072)
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=y.device)
         _split_row_bwd_kernel[(n_rows * parts,)](
             y, dy, dx, slots, stride, n_cols, MAX_POLLS, parts, triton.next_power_of_2(parts),
-            block, num_warps=num_warps,
+            block, LOOP_COLS * num_warps, num_warps=num_warps,
         )  # fmt: skip
     else:
         rows = max(1, 1024 // block)
@@ -425,10 +438,20 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, algorithm: str) -> torch.Tensor
 
 def _as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
     """View, or where it must be copy, a tensor as a matrix with ``dim`` along its columns."""
-    x = x.movedim(dim, -1) if x.ndim else x.view(1)
+    if dim not in (-1, x.ndim - 1):
+        x = x.movedim(dim, -1)
+    if x.ndim != 2:
+        x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     x = x.to(runtime.kernel_dtype(x.dtype))
-    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Give rows the shape and dtype of x again, the reverse of :func:`_as_rows`."""
+    rows = rows.to(x.dtype)
+    if dim in (-1, x.ndim - 1):
+        return rows.view(x.shape)
+    return rows.view(x.movedim(dim, -1).shape).movedim(-1, dim)
 
 
 class _Softmax(torch.autograd.Function):
@@ -437,7 +460,7 @@ class _Softmax(torch.autograd.Function):
         rows = _as_rows(x, dim)
         with runtime.launching_on(x):
             y = _forward(rows, algorithm) if x.numel() else torch.empty_like(rows)
-        y = _like(y.to(x.dtype), x, dim)
+        y = _like(y, x, dim)
         ctx.save_for_backward(y)
         ctx.dim, ctx.algorithm = dim, algorithm
         return y
@@ -446,18 +469,10 @@ class _Softmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        rows = _as_rows(y, ctx.dim).contiguous()
+        rows = _as_rows(y, ctx.dim)
         with runtime.launching_on(y):
-            empty = not y.numel()
-            dx = rows if empty else _backward(rows, _as_rows(dy, ctx.dim), ctx.algorithm)
-        return _like(dx.to(y.dtype), y, ctx.dim), None, None
-
-
-def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Give rows the shape of x again, the reverse of :func:`_as_rows`."""
-    if not x.ndim:
-        return rows.view(())
-    return rows.view(x.movedim(dim, -1).shape).movedim(-1, dim)
+            dx = _backward(rows, _as_rows(dy, ctx.dim), ctx.algorithm) if y.numel() else rows
+        return _like(dx, y, ctx.dim), None, None
 
 
 def softmax(x: torch.Tensor, dim: int = -1, *, algorithm: str = "auto") -> torch.Tensor:

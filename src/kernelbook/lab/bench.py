@@ -217,6 +217,7 @@ def _replay(name: str, points: list[dict], description: dict) -> Sweep:
         nothing = {"milliseconds": {limit: [[]] * len(points)}, "skipped": {}}
         return Sweep(name, **description, points=points, providers=[limit], **nothing)
     past = chapter.running().past
-    asked, recorded = description | {"points": points}, {k: measured[k] for k in description}
+    asked, recorded = description | {"points": points}, {k: measured.get(k) for k in description}
     stale = results.is_stale(past) or asked != recorded | {"points": measured["points"]}
-    return Sweep(name, **measured, provenance=past["provenance"], replayed=True, stale=stale)
+    shown = measured | description  # the formulas that are evaluated are the script's own
+    return Sweep(name, **shown, provenance=past["provenance"], replayed=True, stale=stale)

@@ -6,18 +6,20 @@ from unittest import mock
 
 import matplotlib
 import matplotlib.pyplot as plt
+import torch
 from triton.runtime.jit import JITFunction
 
 from kernelbook import runtime
 from kernelbook.lab import results
-from kernelbook.lab.display import Shown, note, table
+from kernelbook.lab.display import NOT_RECORDED, Shown, note, table
 
 
 class Chapter:
     """The state of the chapter that is running.
 
     ``live`` tells whether it measures. ``record`` collects what is measured; ``past`` is the
-    record of an earlier run, to replay when this one does not measure.
+    record of an earlier run, to replay when this one does not measure. ``steps`` are the providers
+    that the chapter made itself, in the order in which they came to be drawn.
     """
 
     def __init__(self, name: str, modules: list[str]):
@@ -26,6 +28,7 @@ class Chapter:
         self.live = is_live()
         self.record = {"checks": {}, "sweeps": {}, "tables": {}, "kernels": []}
         self.past = None if self.live else results.find(name)
+        self.steps: list[str] = []
 
 
 _running: Chapter | None = None
@@ -48,6 +51,7 @@ def start(name: str, *modules: str) -> Shown:
     """
     global _running
     _running = Chapter(name, list(modules) or [f"kernelbook.{name}"])
+    torch.manual_seed(0)  # so that a script prints what the page shows
     if _running.live:
         return note(f"This page was run on {describe(results.provenance())}.")
     where = "in Triton's interpreter" if runtime.INTERPRETED else "on the GPU"
@@ -72,7 +76,7 @@ def describe(provenance: dict) -> str:
     """Return the provenance in one phrase."""
     return (
         f"{provenance['gpu']} (driver {provenance['driver']}, torch {provenance['torch']}, "
-        f"triton {provenance['triton']}, commit {provenance['commit'][:7]}, "
+        f"triton {provenance['triton']}, commit {results.short_commit(provenance['commit'])}, "
         f"{provenance['date'][:10]})"
     )
 
@@ -100,8 +104,9 @@ def where_checked(name: str) -> str:
         return "Run in Triton's interpreter."
     worst = max(row["error"] / row["tolerance"] for row in rows)
     gpu = _running.past["provenance"]["gpu"]
+    passed = "the row" if len(rows) == 1 else f"all {len(rows)} rows"
     return (
-        f"Run in Triton's interpreter. On {gpu} all {len(rows)} rows passed, "
+        f"Run in Triton's interpreter. On {gpu} {passed} passed, "
         f"the worst at {worst:.2f} of its tolerance."
     )
 
@@ -118,7 +123,8 @@ def facts(name: str, launches: dict[str, Callable]) -> Shown:
     """Return what the compiler made of every kernel that the launches run.
 
     ``launches`` maps the name of a case to a function that launches kernels. Registers are per
-    thread, spills the registers that went to memory, shared memory in bytes per program.
+    thread, spills the registers that went to memory, shared memory in bytes per program; shuffles
+    are instructions that pass a value between the threads of a warp.
     """
 
     def experiment() -> list[dict]:
@@ -130,6 +136,7 @@ def facts(name: str, launches: dict[str, Callable]) -> Shown:
                     "kernel": kernel,
                     "registers": compiled.n_regs,
                     "shared_bytes": compiled.metadata.shared,
+                    "shuffles": compiled.asm["ptx"].count("shfl.sync"),
                     "spills": compiled.n_spills,
                     "warps": compiled.metadata.num_warps,
                 }
@@ -177,9 +184,6 @@ def _table(name: str, experiment: Callable[[], list[dict]]) -> Shown:
     return shown
 
 
-NOT_RECORDED = "Not recorded yet: this needs a GPU."
-
-
 def finish(reaches: str) -> Shown:
     """Close the chapter and, when it ran live, write its record.
 
@@ -196,8 +200,7 @@ def finish(reaches: str) -> Shown:
         past = chapter.past
         if past is None:
             return note(f"Nothing was measured. {NOT_RECORDED}")
-        address = f"_results/{past['provenance']['slug']}/{chapter.name}.json"
-        return note("Nothing was measured here. The recorded numbers:", link=(address, address))
+        return _closing("Nothing was measured here. The recorded numbers:", past, chapter.name)
     if not chapter.record["checks"]:
         raise RuntimeError(f"{chapter.name} checked nothing: its speed is not recorded.")
     record = chapter.record | {
@@ -208,6 +211,11 @@ def finish(reaches: str) -> Shown:
         "provenance": results.provenance(),
         "reaches": reaches,
     }
-    path = results.save(record)
-    address = f"_results/{path.parent.name}/{path.name}"
-    return note("Every number of this page:", link=(address, address))
+    results.save(record)
+    return _closing("Every number of this chapter:", record, chapter.name)
+
+
+def _closing(text: str, record: dict, chapter: str) -> Shown:
+    """Return the last line of a chapter; in the site it links the record."""
+    slug = record["provenance"]["slug"]
+    return note(text, link=(f"{slug}/{chapter}.json", f"_results/{slug}/{chapter}.json"))

@@ -72,10 +72,8 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) -> float:
-    """Return the bound on the error: ``factor`` times PyTorch's own.
-
-    Where PyTorch happens to be exact, half a unit in the last place stands for its error: no
-    result that was rounded to ``dtype`` can promise less.
+    """Return the bound on the error: ``factor`` times PyTorch's own, or times half a unit in the
+    last place, whichever is larger. No result that is rounded to ``dtype`` can promise less.
     """
     return factor * max(torch_error, torch.finfo(dtype).eps / 2)
 

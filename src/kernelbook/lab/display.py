@@ -2,6 +2,7 @@
 
 import builtins
 import inspect
+import math
 import re
 import sys
 from html import escape
@@ -10,6 +11,8 @@ import pandas
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
+
+NOT_RECORDED = "Not recorded yet: this needs a GPU."
 
 
 def in_site() -> bool:
@@ -62,7 +65,9 @@ def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None)
 def table(rows: list[dict], caption: str) -> Shown:
     """Return a table with one column for each key of its rows; booleans become verdicts."""
     columns = list(rows[0]) if rows else []
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    head = "".join(
+        f'<th scope="col"{_kind(rows[0][column])}>{escape(column)}</th>' for column in columns
+    )
     body = "".join(
         "<tr>" + "".join(_cell(row.get(column, "")) for column in columns) + "</tr>" for row in rows
     )
@@ -78,15 +83,26 @@ def table(rows: list[dict], caption: str) -> Shown:
 def _cell(value) -> str:
     if isinstance(value, bool):
         return '<td class="kb-ok">pass</td>' if value else '<td class="kb-bad">FAIL</td>'
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and math.isfinite(value):
         precision = ",.0f" if value == int(value) or abs(value) >= 1000 else ",.3g"
-        return f'<td class="kb-number">{value:{precision}}</td>'
+        return f"<td{_kind(value)}>{value:{precision}}</td>"
     return f"<td>{escape(str(value))}</td>"
 
 
+def _kind(value) -> str:
+    """Return the class of a column of numbers."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return ' class="kb-number"' if number else ""
+
+
 def read(text: str) -> Markdown:
-    """Return a paragraph of prose whose numbers were computed; ``code`` and **bold** work."""
+    """Return a paragraph of prose whose numbers were computed; ``code`` and **bold** work.
+
+    A number that was never recorded is NaN; the paragraph then says so instead.
+    """
     text = " ".join(text.split())
+    if re.search(r"\bnan\b", text):
+        text = f"A paragraph that reads the figure. {NOT_RECORDED}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
     return Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text)
@@ -109,9 +125,10 @@ def source(thing, piece: str | None = None) -> Markdown:
     code = inspect.cleandoc("\n" + "".join(lines))
     name = inspect.getmodule(function).__name__.replace(".", "/")
     where = f"src/{name}.py, line {first}"
+    caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
     html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
     return Markdown(
-        f'<div class="kb-source"><div class="kb-caption">{where}</div>{html}</div>',
+        f'<div class="kb-source"><div class="kb-caption">{caption}</div>{html}</div>',
         f"{where}\n{code}",
         f"{where}\n\n```python\n{code}\n```",
     )

@@ -2,7 +2,6 @@
 
 import io
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from kernelbook.lab import results
 from kernelbook.lab.bench import Sweep
-from kernelbook.lab.chapter import NOT_RECORDED, running
-from kernelbook.lab.display import Shown, table
+from kernelbook.lab.chapter import running
+from kernelbook.lab.display import NOT_RECORDED, Shown, table
 
 # Each colour is given as it is drawn on white and as it is drawn on the dark page.
 TEXT, MUTED, GRID = "#1f2328", "#59636e", "#d1d9e0"
@@ -32,11 +32,12 @@ _PROVIDERS = {
     "FlexAttention": ("#7d4e24", "#d9ab7c"),
     "FlashAttention": ("#a40e26", "#ff8a8a"),
 }
-_STEPS = [  # earlier versions of ours, on the way to the last: each has one of these by its name
+_STEPS = [  # what a chapter makes on the way to its best: each keeps one of these
     ("#5b8fc9", "#5f97d6"),
     ("#3f8a99", "#58b0c0"),
     ("#7a78c4", "#a3a0ee"),
     ("#9a5fb5", "#cf9ae8"),
+    ("#b0617d", "#e6a1bb"),
 ]
 _FILLS = {"#eaf2fb": "#14283d", "#f6f8fa": "#1c2129", "#fff4e5": "#3a2a12", "#ffffff": "#161b22"}
 _DARK = _INK | dict(_PROVIDERS.values()) | dict(_STEPS) | _FILLS
@@ -65,9 +66,14 @@ _STYLE = {
 
 
 def colour(provider: str) -> str:
-    """Return the colour that a provider has throughout the book."""
-    step = _STEPS[zlib.crc32(provider.encode()) % len(_STEPS)]
-    return _PROVIDERS.get(provider, step)[0]
+    """Return the colour of a provider: a library's is the same throughout the book, a step's is
+    the same throughout its chapter."""
+    if provider in _PROVIDERS:
+        return _PROVIDERS[provider][0]
+    steps = running().steps
+    if provider not in steps:
+        steps.append(provider)
+    return _STEPS[steps.index(provider) % len(_STEPS)][0]
 
 
 def to_svg(figure: Figure) -> str:
@@ -105,11 +111,12 @@ def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
 
 def plot(
     sweep: Sweep, title: str, *, share: bool = False, log: bool = True, where: dict | None = None
-) -> Figure | Shown:
+) -> Shown | None:
     """Draw one line a provider over the sweep's axis, at the points that ``where`` names.
 
     The height is the rate in the sweep's unit or, with ``share``, the percentage of the limit.
-    Bands reach from the 20th to the 80th percentile. The figure's label is its alt text.
+    Bands reach from the 20th to the 80th percentile. The open figure's label is its alt text. What
+    was never recorded is said, and not drawn.
     """
     rows = sweep.at(**(where or {}))
     if rows.empty:
@@ -134,10 +141,10 @@ def plot(
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
         axes.set_ylim(bottom=0)
         axes.set(xlabel=sweep.axis, ylabel=unit)
-    return axes.figure
+    return None
 
 
-def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) -> Figure | Shown:
+def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) -> Shown | None:
     """Draw a bar a rung, as a percentage of the limit, in one group for each value of ``by``.
 
     The first rung is at the top. The dashed line is the limit.
@@ -169,16 +176,17 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
         axes.set_xlim(0, max(112, axes.get_xlim()[1]))
     found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
     alt = f"Bars, % of the speed of {sweep.limit}: {', '.join(found)}."
-    return _finish(figure, sweep, title, alt)
+    _finish(figure, sweep, title, alt)
+    return None
 
 
-def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Figure:
+def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> None:
     """Add the title, where the numbers come from and the alt text."""
     source = measured.provenance
     if source is None:
         figure.set_label(f"{title}. {NOT_RECORDED}")
         figure.suptitle(f"{title}\n{NOT_RECORDED}", x=0.01, ha="left")
-        return figure
+        return
     state = "recorded" if measured.replayed else "measured"
     state = f"OUT OF DATE, {state}" if measured.stale else state
     absent = ", ".join(getattr(measured, "skipped", {}).values())
@@ -189,15 +197,14 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> Fi
             -0.02,
             f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
             f"triton {source['triton']},\n"
-            f"commit {source['commit'][:7]}, {state} {source['date'][:10]}"
+            f"commit {results.short_commit(source['commit'])}, {state} {source['date'][:10]}"
             + (f"\nabsent: {absent}" if absent else ""),
-            fontsize=8,
+            fontsize=9,
             color=colour("PyTorch") if measured.stale else MUTED,
             va="top",
         )
     figure.set_label(f"{title}. {alt} {source['gpu']}, {state}.")
     figure.results = f"_results/{source['slug']}/{running().name}.json"  # the page links it
-    return figure
 
 
 def in_words(count: float) -> str:

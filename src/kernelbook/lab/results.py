@@ -89,10 +89,18 @@ def slug(gpu: str) -> str:
 
 
 def writable_root() -> Path:
-    """Return where results are written: the checkout's results/, or one in this folder."""
+    """Return where results are written: the checkout's results/, or a folder of this one.
+
+    KERNELBOOK_RESULTS names another.
+    """
     if "KERNELBOOK_RESULTS" in os.environ:
         return Path(os.environ["KERNELBOOK_RESULTS"])
-    return (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else Path.cwd()) / "results"
+    return _CHECKOUT / "results" if _in_checkout() else Path.cwd() / "kernel-book-results"
+
+
+def _in_checkout() -> bool:
+    """Tell whether this package lies in a checkout of the book, and is not installed."""
+    return (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / "gallery").is_dir()
 
 
 def recorded() -> list[dict]:
@@ -160,6 +168,12 @@ def save(record: dict) -> Path:
     return path
 
 
+def short_commit(commit: str) -> str:
+    """Return the first characters of a commit, and whether its code had been edited."""
+    name, _, edited = commit.partition("-")
+    return f"{name[:7]} ({edited})" if edited else name[:7]
+
+
 def provenance() -> dict:
     """Return where a result measured now comes from: the machine, the software, the commit."""
     found = runtime.environment()
@@ -171,9 +185,14 @@ def provenance() -> dict:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout, marked where its code has been edited."""
+    """Return the commit of the checkout, marked where its code has been edited.
+
+    KERNELBOOK_COMMIT names it where the checkout has come without its history.
+    """
     if "KERNELBOOK_COMMIT" in os.environ:
         return os.environ["KERNELBOOK_COMMIT"]
+    if not _in_checkout():
+        return "unknown"
     git = ["git", "-C", str(_CHECKOUT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
