@@ -418,7 +418,8 @@ lab.read(
     f"and 100,000 of them would show {worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
     f"From {fewest} rounds on, none of these tests can tell the mask from fair "
     f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. Still, our tests are few. The "
-    f"kernel runs 7 rounds and not {fewest}, because 7 is where its authors' far harder tests begin to pass."
+    f"kernel runs 7 rounds and not {fewest}, because 7 is where its authors' far harder tests "
+    "begin to pass."
 )
 
 # %%
