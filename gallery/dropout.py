@@ -699,8 +699,9 @@ small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
 lab.read(
     f"At 16Ki elements a call takes {small:.1f} µs. Moving its bytes at full speed would take "
-    f"{bytes_time:.2f} µs. The rest is a fixed cost of every launch, and a faster kernel cannot "
-    "help: only doing more in one launch can, by fusing dropout with its neighbours."
+    f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed "
+    "and one of the kernel. A faster kernel cannot help: only doing more in one launch can, by "
+    "fusing dropout with its neighbours."
 )
 
 # %%

@@ -202,6 +202,20 @@ def test_properties(algorithm):
     assert (dx.sum(-1).abs() <= 1e-5 * dx.abs().sum(-1)).all()
 
 
+def test_second_derivatives_are_the_truth():
+    x = draw(3, 40).requires_grad_()
+    weight = torch.randn(3, 40, device=DEVICE)
+
+    def second(function, x, weight):
+        x = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad((function(x) * weight).sum(), x, create_graph=True)
+        return torch.autograd.grad((dx**2).sum(), x)[0]
+
+    truth = second(lambda x: torch.softmax(x, -1), x.double(), weight.double())
+    theirs = second(lambda x: torch.softmax(x, -1), x, weight)
+    assert_close(second(softmax, x, weight), truth, theirs)
+
+
 def test_the_input_is_left_alone():
     x = draw(5, 300)
     before = x.clone()

@@ -442,15 +442,17 @@ def _as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
         x = x.movedim(dim, -1)
     if x.ndim != 2:
         x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    x = x.to(runtime.kernel_dtype(x.dtype))
+    if runtime.INTERPRETED:
+        x = x.to(runtime.kernel_dtype(x.dtype))
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _like(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     """Give rows the shape and dtype of x again, the reverse of :func:`_as_rows`."""
-    rows = rows.to(x.dtype)
+    if runtime.INTERPRETED:
+        rows = rows.to(x.dtype)
     if dim in (-1, x.ndim - 1):
-        return rows.view(x.shape)
+        return rows if rows.shape == x.shape else rows.view(x.shape)
     return rows.view(x.movedim(dim, -1).shape).movedim(-1, dim)
 
 
@@ -466,9 +468,10 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted: PyTorch can have it
+            return y * (dy - (y * dy).sum(ctx.dim, keepdim=True)), None, None
         rows = _as_rows(y, ctx.dim)
         with runtime.launching_on(y):
             dx = _backward(rows, _as_rows(dy, ctx.dim), ctx.algorithm) if y.numel() else rows
@@ -492,7 +495,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, algorithm: str = "auto") -> torch
 
     Returns:
         y, of the shape and dtype of ``x``; contiguous when ``dim`` is the last, else a view in
-        which ``dim`` is the contiguous dimension. Gradients of first order flow to ``x``.
+        which ``dim`` is the contiguous dimension. Gradients of any order flow to ``x``.
 
     Raises:
         TypeError: ``x`` is no tensor or of another dtype, or ``dim`` is no integer.
