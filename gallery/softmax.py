@@ -122,8 +122,10 @@ lab.table(
 #
 # .. math::
 #
-#    m_j = \max(m_{j-1},\, x_j), \qquad
-#    d_j = d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
+#    \begin{aligned}
+#    m_j &= \max(m_{j-1},\, x_j) \\
+#    d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
+#    \end{aligned}
 #
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
 # :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
@@ -132,9 +134,11 @@ lab.table(
 #
 # .. math::
 #
-#    d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
-#    = \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
-#    = \sum_{i \le j} e^{x_i - m_j}
+#    \begin{aligned}
+#    d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
+#    &= \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
+#    &= \sum_{i \le j} e^{x_i - m_j}
+#    \end{aligned}
 #
 # because the two exponents add up and :math:`m_{j-1}` cancels. So the claim holds for :math:`j`.
 # Maximum and sum are found in one pass.
@@ -144,8 +148,10 @@ lab.table(
 #
 # .. math::
 #
-#    m = \max(m_a,\, m_b), \qquad
-#    d = d_a\, e^{m_a - m} + d_b\, e^{m_b - m}
+#    \begin{aligned}
+#    m &= \max(m_a,\, m_b) \\
+#    d &= d_a\, e^{m_a - m} + d_b\, e^{m_b - m}
+#    \end{aligned}
 #
 # by the same cancellation. The pair of a union does not depend on how it was cut. So the merge is
 # *associative*: any grouping gives the same result. The recurrence is the special case in which
@@ -198,7 +204,10 @@ lab.table(rows, "Pairs merged in a random order, float64")
 #
 # .. math::
 #
-#    dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i) = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#    \begin{aligned}
+#    dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
+#    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#    \end{aligned}
 #
 # One sum over the row, and then each element by itself. Backward needs :math:`y` and :math:`dy`,
 # and not :math:`x`: the least it can move is two reads and one write.

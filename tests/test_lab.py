@@ -396,7 +396,7 @@ def test_one_name_is_used_once(live):
 def test_absent_peers_are_named():
     assert lab.peer("no_such_library.ops", None) == lab.Absent("no_such_library is not installed")
     refusing = lab.peer("json", lambda json: lambda: json.loads("{"))
-    assert refusing == lab.Absent("json refuses: JSONDecodeError")
+    assert refusing == lab.Absent("json refuses some inputs (JSONDecodeError)")
     assert lab.peer("json", lambda json: lambda: json.loads("1"))() == 1
 
 

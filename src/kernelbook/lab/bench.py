@@ -37,7 +37,7 @@ def peer(module: str, use: Callable) -> Callable | Absent:
         run = use(imported)
         run()
     except Exception as error:  # what a library raises when it refuses is its own choice
-        return Absent(f"{module.partition('.')[0]} refuses: {type(error).__name__}")
+        return Absent(f"{module.partition('.')[0]} refuses some inputs ({type(error).__name__})")
     return run
 
 
