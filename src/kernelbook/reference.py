@@ -60,3 +60,48 @@ def softmax_backward(x: torch.Tensor, dy: torch.Tensor, dim: int) -> torch.Tenso
     y = softmax(x, dim)
     dy = dy.double()
     return y * (dy - (y * dy).sum(dim, keepdim=True))
+
+
+def layer_norm(
+    x: torch.Tensor,
+    n_dims: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, in float64."""
+    xhat, _ = _normalised(x, n_dims, eps)
+    y = xhat if weight is None else xhat * weight.detach().double()
+    return y if bias is None else y + bias.detach().double()
+
+
+def layer_norm_backward(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    n_dims: int,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients dx, dw and db of :func:`layer_norm` at x, in float64.
+
+    dx is the Jacobian (I - 1 1^T / N - xhat xhat^T / N) * rstd, applied to w * dy.
+    """
+    xhat, rstd = _normalised(x, n_dims, eps)
+    dy = dy.double()
+    wdy = dy if weight is None else dy * weight.detach().double()
+    last, first = tuple(range(-n_dims, 0)), tuple(range(x.ndim - n_dims))
+    along_ones = wdy.mean(last, keepdim=True)
+    along_xhat = xhat * (wdy * xhat).mean(last, keepdim=True)
+    dx = (wdy - along_ones - along_xhat) * rstd
+    if not first:
+        return dx, dy * xhat, dy
+    return dx, (dy * xhat).sum(first), dy.sum(first)
+
+
+def _normalised(x: torch.Tensor, n_dims: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x - mean) / sqrt(variance + eps) over the last dimensions, and 1 / sqrt(variance + eps)."""
+    x = x.detach().double()
+    last = tuple(range(-n_dims, 0))
+    deviation = x - x.mean(last, keepdim=True)
+    rstd = ((deviation * deviation).mean(last, keepdim=True) + eps).rsqrt()
+    return deviation * rstd, rstd

@@ -117,15 +117,14 @@ def _row_statistics(x_ptr, n_cols, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_parts(slots_ptr, max_polls, N_PARTS: tl.constexpr, PARTS: tl.constexpr):
-    """Look at the slots of a row until none is zero, or max_polls times. Return (slots, ready)."""
-    parts = tl.arange(0, PARTS)
-    found = tl.zeros((PARTS,), tl.int64)
-    ready = tl.min(found, axis=0)
+def _wait_for_parts(slots_ptrs, exist, max_polls):
+    """Look at slots until none that exists is zero, or max_polls times. Return (slots, ready)."""
+    found = tl.zeros(slots_ptrs.shape, tl.int64)
+    ready = tl.min(found)
     polls = 0
     while (ready == 0) & (polls < max_polls):
-        found = tl.load(slots_ptr + parts, mask=parts < N_PARTS, other=1, volatile=True)
-        ready = tl.min((found != 0).to(tl.int64), axis=0)
+        found = tl.load(slots_ptrs, mask=exist, other=1, volatile=True)
+        ready = tl.min((found != 0).to(tl.int64))
         polls += 1
     return found, ready
 
@@ -160,7 +159,8 @@ def _split_row_fwd_kernel(
     tl.atomic_xchg(slots_ptr + part, high | low | (d == 0), sem="relaxed")
 
     # -- collect: those of all parts; if they do not come, read the whole row instead
-    found, ready = _wait_for_parts(slots_ptr, max_polls, N_PARTS, PARTS)
+    parts = tl.arange(0, PARTS)
+    found, ready = _wait_for_parts(slots_ptr + parts, parts < N_PARTS, max_polls)
     m_parts = (found >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     d_parts = found.to(tl.int32).to(tl.float32, bitcast=True)
     m_row = tl.max(m_parts, axis=0)
@@ -298,9 +298,10 @@ def _split_row_bwd_kernel(
     low = tl.sum(y * dy, axis=0).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     FILLED: tl.constexpr = 1 << 32  # so that a sum of zero differs from none
     tl.atomic_xchg(slots_ptr + part, low | FILLED, sem="relaxed")
-    found, ready = _wait_for_parts(slots_ptr, max_polls, N_PARTS, PARTS)
+    parts = tl.arange(0, PARTS)
+    found, ready = _wait_for_parts(slots_ptr + parts, parts < N_PARTS, max_polls)
     sums = found.to(tl.int32).to(tl.float32, bitcast=True)
-    delta = tl.sum(tl.where(tl.arange(0, PARTS) < N_PARTS, sums, 0.0), axis=0)
+    delta = tl.sum(tl.where(parts < N_PARTS, sums, 0.0), axis=0)
     if ready == 0:
         delta = _row_product(y_ptr, dy_ptr, n_cols, LOOP_COLS)
     tl.store(dx_ptr + row * n_cols + cols, y * (dy - delta), mask=cols < n_cols)
