@@ -59,7 +59,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../gallery",
     "gallery_dirs": "chapters",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"[/\\]_",
+    "ignore_pattern": r"(^|[/\\])_",
     "within_subsection_order": "chapters.reading_order",
     "image_scrapers": ("chapters.save_figures",),
     "reset_modules": ("matplotlib", "chapters.reset"),
