@@ -135,6 +135,9 @@ def test_no_tolerance_lets_zeros_pass():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert tolerance(0.0, dtype) < 0.01
     assert tolerance(1e-3, torch.float16) == 2e-3
+    for no_yardstick in (0.3, 1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="no yardstick"):
+            tolerance(no_yardstick, torch.float16)
 
 
 # -- results

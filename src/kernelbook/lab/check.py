@@ -74,8 +74,14 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) -> float:
     """Return the bound on the error: ``factor`` times PyTorch's own, or times half a unit in the
     last place, whichever is larger. No result that is rounded to ``dtype`` can promise less.
+
+    A bound that a result of zeros, whose error is 1, comes near to is no bound:
+    :class:`ValueError`.
     """
-    return factor * max(torch_error, torch.finfo(dtype).eps / 2)
+    bound = factor * max(torch_error, torch.finfo(dtype).eps / 2)
+    if not bound < 0.5:
+        raise ValueError(f"PyTorch's own error is {torch_error:.2g}: it is no yardstick here.")
+    return bound
 
 
 def check(name: str, cases: Iterable[Case]) -> Shown:
