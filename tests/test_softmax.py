@@ -54,7 +54,7 @@ def check(x, dim=-1, algorithm="auto"):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", module.ALGORITHMS)
 def test_softmax_is_the_truth(shape, dtype, algorithm):
-    # A short row that one element dominates has next to no gradient, and PyTorch's is mere rounding.
+    # A short row that one element dominates has next to no gradient, and PyTorch's is but rounding.
     spread = 1 if shape[1] < 8 else 4
     check(draw(*shape, dtype=dtype) * (spread / 4), algorithm=algorithm)
 
