@@ -25,7 +25,7 @@ BLOCK_SIZE, NUM_WARPS = 1024, 4
 On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing."""
 
 N_ROUNDS = 7
-"""Rounds of Philox. Seven pass every test of BigCrush (Salmon et al., table 2); Triton's ten cost
+"""Rounds of Philox. Seven pass every test of BigCrush (Salmon et al.); Triton's ten cost
 arithmetic that a 16-bit copy does not hide."""
 
 
@@ -234,7 +234,7 @@ def seeded_dropout(x: torch.Tensor, p: float, seed: int | torch.Tensor) -> torch
         ValueError: ``p`` or ``seed`` is out of range, ``seed`` holds more than one element or
             lies on another device, or ``x`` is not where kernels run.
 
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     _check_input(x, p)
     if isinstance(seed, torch.Tensor):
