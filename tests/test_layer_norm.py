@@ -111,13 +111,16 @@ def test_rows_too_long_for_parts(dtype):
     check(draw(2, n_cols, dtype=dtype), 1, *parameters(n_cols, dtype))
 
 
-@pytest.fixture(params=["tile", "split", "loop"])
+@pytest.fixture(params=["tile", "packed", "split", "loop"])
 def _path(request, monkeypatch):
-    """Run whole rows, rows split in parts of 256, and rows in loops, on short rows."""
+    """Run whole rows, packed ones, rows split in parts of 256, and rows in loops, on short rows."""
     if request.param != "tile":
-        for name in ("TILE_BYTES", "BWD_ROW_COLS"):
+        for name in ("TILE_COLS", "TILE_BYTES", "BWD_ROW_COLS"):
             monkeypatch.setattr(module, name, 0)
         monkeypatch.setattr(module, "_split", lambda n, _: (-(-n // 256), 256))
+    if request.param != "packed":
+        for name in ("PACKED_COLS", "BWD_PACKED_COLS"):
+            monkeypatch.setattr(module, name, 0)
     if request.param == "loop":
         monkeypatch.setattr(module, "MAX_PARTS", 0)
         for name in ("LOOP_COLS", "COLUMN_COLS"):
@@ -282,7 +285,7 @@ def test_partial_sums_are_float32_for_float16_input(monkeypatch):
     n_rows = 5000
     x = draw(n_rows, 16, dtype=torch.float16)
     dy = torch.ones_like(x)
-    monkeypatch.setattr(module, "_multiprocessors", lambda _: 1)
+    monkeypatch.setattr(module, "_capacity", lambda _: (1, 0))
     _, _, db = backward(x, None, dy)
     assert (db == n_rows).all()
 

@@ -25,6 +25,7 @@ merge of parts).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from numbers import Real
 
@@ -33,7 +34,20 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.softmax import MAX_POLLS, _wait_for_parts
+from kernelbook.softmax import MAX_POLLS, _narrow, _wait_for_parts, _widen
+
+PIECES = tl.constexpr(4)
+
+
+@triton.jit
+def _per(total, count):
+    """total / count, and the last bit as well: the mean of equal numbers is that number.
+
+    ``/`` on a GPU may be off by an ulp, and the exact division costs dozens of registers.
+    """
+    count = 1.0 * count
+    quotient = total / count
+    return tl.fma(tl.fma(-quotient, count, total), 1 / count, quotient)
 
 
 @triton.jit
@@ -70,7 +84,7 @@ def _row_fwd_kernel(
     x = x.to(tl.float32)
 
     # -- statistics: the mean, then the squares of what deviates from it
-    mean = tl.sum(x, axis=1, keep_dims=True) / n_cols
+    mean = _per(tl.sum(x, axis=1, keep_dims=True), n_cols)
     deviation = tl.where(inside, x - mean, 0.0)
     variance = tl.sum(deviation * deviation, axis=1, keep_dims=True) / n_cols
     rstd = tl.rsqrt(variance + eps)
@@ -83,6 +97,85 @@ def _row_fwd_kernel(
 
 
 @triton.jit
+def _load_pairs(ptrs, piece, n_pairs, PAIRS: tl.constexpr):
+    """A piece of a row of 16-bit numbers, two in an int32; the row passes by L1."""
+    pairs = piece * PAIRS + tl.arange(0, PAIRS)
+    return tl.load(ptrs + pairs, mask=pairs < n_pairs, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr):
+    """A piece of the weight or bias as float32, or the default where there is none."""
+    if ptr is None:
+        return tl.full((2 * PAIRS,), default, tl.float32)
+    elif ptr.dtype.element_ty.primitive_bitwidth == 16:
+        pairs = piece * PAIRS + tl.arange(0, PAIRS)
+        pair_ptrs = ptr.to(tl.pointer_type(tl.int32)) + pairs
+        return _widen(tl.load(pair_ptrs, mask=pairs < n_cols // 2, other=0), ptr.dtype.element_ty)
+    else:
+        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+        return tl.load(ptr + cols, mask=cols < n_cols, other=0.0)
+
+
+@triton.jit
+def _afresh(pieces, zero):
+    """The same numbers, which the compiler takes for others: it will not keep them widened."""
+    same = ()
+    for piece in tl.static_range(PIECES):
+        same = same + (pieces[piece] + zero,)
+    return same
+
+
+@triton.jit
+def _packed_row_fwd_kernel(
+    x_ptr,  # input, (n_rows, n_cols), 16 bits
+    w_ptr,  # weight, (n_cols), or None
+    b_ptr,  # bias, (n_cols), or None
+    y_ptr,  # output, (n_rows, n_cols), contiguous
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    stride_row,  # of x
+    n_cols,
+    eps,
+    zero,  # 0, which the compiler must not know
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover the row
+):
+    # -- load: a row in four pieces, two numbers in each register
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
+    y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
+    x = ()
+    for piece in tl.static_range(PIECES):
+        x = x + (_load_pairs(x_ptrs, piece, n_cols // 2, PAIRS),)
+
+    # -- statistics: widened for one step at a time
+    total = tl.zeros((2 * PAIRS,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        total += _widen(x[piece], dtype)
+    mean = _per(tl.sum(total, axis=0), n_cols)
+    x = _afresh(x, zero)
+    m2 = tl.zeros((2 * PAIRS,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+        deviation = tl.where(cols < n_cols, _widen(x[piece], dtype) - mean, 0.0)
+        m2 += deviation * deviation
+    rstd = tl.rsqrt(tl.sum(m2, axis=0) / n_cols + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+    # -- write: a piece at a time, so that only a piece of weight and bias is in registers
+    x = _afresh(x, zero)
+    for piece in tl.static_range(PIECES):
+        pairs = piece * PAIRS + tl.arange(0, PAIRS)
+        w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS)
+        b = _load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS)
+        y = (_widen(x[piece], dtype) - mean) * rstd * w + b
+        tl.store(y_ptrs + pairs, _narrow(y, dtype), mask=pairs < n_cols // 2)
+        tl.debug_barrier()  # or all pieces of both are loaded first
+
+
+@triton.jit
 def _moments_of_part(x_ptrs, there, part, n_cols, BLOCK_COLS: tl.constexpr):
     """A part of some rows, and its mean and sum of squared deviations as the 64 bits of a slot.
 
@@ -92,7 +185,7 @@ def _moments_of_part(x_ptrs, there, part, n_cols, BLOCK_COLS: tl.constexpr):
     cols = start + tl.arange(0, BLOCK_COLS)[None, :]
     inside = there & (cols < n_cols)
     x = tl.load(x_ptrs + cols, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1, keep_dims=True) / tl.minimum(n_cols - start, BLOCK_COLS)
+    mean = _per(tl.sum(x, axis=1, keep_dims=True), tl.minimum(n_cols - start, BLOCK_COLS))
     deviation = tl.where(inside, x - mean, 0.0)
     m2 = tl.sum(deviation * deviation, axis=1, keep_dims=True)
     high = mean.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -106,7 +199,7 @@ def _merge_moments(slots, parts, n_cols, BLOCK_COLS: tl.constexpr):
     counts = tl.maximum(tl.minimum(n_cols - parts * BLOCK_COLS, BLOCK_COLS), 0)
     means = (slots >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     m2s = (slots & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    mean = tl.sum(means * counts, axis=1, keep_dims=True) / n_cols
+    mean = _per(tl.sum(means * counts, axis=1, keep_dims=True), n_cols)
     m2s += counts * (means - mean) * (means - mean)
     m2s = tl.where(counts > 0, m2s, 0.0)
     return mean, tl.sum(m2s, axis=1, keep_dims=True) / n_cols
@@ -178,7 +271,7 @@ def _loop_fwd_kernel(
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         total += tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    mean = tl.sum(total, axis=0) / n_cols
+    mean = _per(tl.sum(total, axis=0), n_cols)
     m2 = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
@@ -252,6 +345,7 @@ def _row_bwd_kernel(
     # -- begin: sums that live in registers through all my rows
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     w = _load_weight(w_ptr, cols, cols < n_cols)
+    w = tl.where(n_cols > 1, w, 0.0)  # y does not depend on the one element of a row: dx is 0
     dw = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     db = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -272,8 +366,8 @@ def _row_bwd_kernel(
         # -- row: the gradient of x
         if dx_ptr is not None:
             wdy = dy * w.to(tl.float32)
-            c1 = tl.sum(xhat * wdy, axis=1, keep_dims=True) / n_cols
-            c2 = tl.sum(wdy, axis=1, keep_dims=True) / n_cols
+            c1 = _per(tl.sum(xhat * wdy, axis=1, keep_dims=True), n_cols)
+            c2 = _per(tl.sum(wdy, axis=1, keep_dims=True), n_cols)
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + rows * n_cols + cols, dx, mask=inside)
 
@@ -283,6 +377,82 @@ def _row_bwd_kernel(
     buffer = tl.program_id(0) % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
     _hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, buffer, offsets, cols < n_cols)
+
+
+@triton.jit
+def _sum_pairs(c1, c2, other_c1, other_c2):
+    return c1 + other_c1, c2 + other_c2
+
+
+@triton.jit
+def _packed_row_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols), 16 bits
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols), 16 bits
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers, PIECES), int32, zero; or None: a buffer for each program
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    zero,  # 0, which the compiler must not know
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover a row
+):
+    # -- begin: the sums of all columns take half of the registers
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dy_dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    INT32: tl.constexpr = tl.pointer_type(tl.int32)
+    dw, db = (), ()
+    for _ in tl.static_range(PIECES):
+        dw = dw + (tl.zeros((2 * PAIRS,), tl.float32),)
+        db = db + (tl.zeros((2 * PAIRS,), tl.float32),)
+    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+        x_ptrs = (x_ptr + row * stride_x).to(INT32)
+        dy_ptrs = (dy_ptr + row * stride_dy).to(INT32)
+        x, dy = (), ()
+        for piece in tl.static_range(PIECES):
+            x = x + (_load_pairs(x_ptrs, piece, n_cols // 2, PAIRS),)
+            dy = dy + (_load_pairs(dy_ptrs, piece, n_cols // 2, PAIRS),)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+
+        # -- add: this row to the sums, and its pieces to c1 and c2
+        c1 = tl.zeros((2 * PAIRS,), tl.float32)
+        c2 = tl.zeros((2 * PAIRS,), tl.float32)
+        dw_before, db_before, dw, db = dw, db, (), ()
+        for piece in tl.static_range(PIECES):
+            xhat = (_widen(x[piece], dtype) - mean) * rstd
+            dy_wide = _widen(dy[piece], dy_dtype)
+            dw = dw + (dw_before[piece] + dy_wide * xhat,)
+            db = db + (db_before[piece] + dy_wide,)
+            wdy = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS) * dy_wide
+            c1 += xhat * wdy
+            c2 += wdy
+
+        # -- row: the gradient of x, widened and weighted once more
+        if dx_ptr is not None:
+            c1, c2 = tl.reduce((c1, c2), 0, _sum_pairs)
+            c1, c2 = _per(c1, n_cols), _per(c2, n_cols)
+            x, dy = _afresh(x, zero), _afresh(dy, zero)
+            dx_ptrs = (dx_ptr + row * n_cols).to(INT32)
+            for piece in tl.static_range(PIECES):
+                pairs = piece * PAIRS + tl.arange(0, PAIRS)
+                xhat = (_widen(x[piece], dtype) - mean) * rstd
+                w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS)
+                dx = (w * _widen(dy[piece], dy_dtype) - (xhat * c1 + c2)) * rstd
+                tl.store(dx_ptrs + pairs, _narrow(dx, dtype), mask=pairs < n_cols // 2)
+
+    # -- end: one row of sums for the whole program
+    buffer = tl.program_id(0) % n_buffers
+    for piece in tl.static_range(PIECES):
+        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+        offsets = buffer.to(tl.int64) * n_cols + cols
+        lock = buffer * PIECES + piece
+        _hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, cols < n_cols)
 
 
 @triton.jit
@@ -371,8 +541,9 @@ def _split_bwd_kernel(
                     )
                     slots = tl.where(parts == other, slot, slots)
             slots = tl.where(parts < N_PARTS, slots, 0)
-            c1 = tl.sum((slots >> 32).to(tl.int32).to(tl.float32, bitcast=True), axis=0) / n_cols
-            c2 = tl.sum(slots.to(tl.int32).to(tl.float32, bitcast=True), axis=0) / n_cols
+            c1 = tl.sum((slots >> 32).to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+            c2 = tl.sum(slots.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+            c1, c2 = _per(c1, n_cols), _per(c2, n_cols)
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
 
@@ -409,7 +580,7 @@ def _loop_bwd_kernel(
         wdy = dy * _load_weight(w_ptr, cols, cols < n_cols).to(tl.float32)
         c1 += (x - mean) * rstd * wdy
         c2 += wdy
-    c1, c2 = tl.sum(c1, axis=0) / n_cols, tl.sum(c2, axis=0) / n_cols
+    c1, c2 = _per(tl.sum(c1, axis=0), n_cols), _per(tl.sum(c2, axis=0), n_cols)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
@@ -487,6 +658,10 @@ TILE_BYTES = 32768
 that the weight and the bias, which every row needs, can stay there: 0.96 of a copy against 0.95 at
 1,024 columns of bfloat16 on an H200."""
 
+TILE_COLS, PACKED_COLS, PACKED_WARPS = 8192, 32768, 16
+"""Longer rows of 16-bit numbers are packed. TODO
+"""
+
 PART_COLS, PART_ROWS, MAX_PARTS, MAX_PART_COLS = 2048, 2, 64, 8192
 """Longer rows are split in parts of 2,048 columns. A program takes its part of two rows, so that it
 loads weight and bias half as often: read again for each row, they are as many bytes as x and y.
@@ -508,6 +683,9 @@ BWD_STAGES = 3
 """Turns of the loop whose loads are under way at once, where the shared memory holds them. A
 multiprocessor with one program needs them: nobody else would load while it computes. On an H200 at
 8,192 columns of bfloat16 three gave 0.92 of a copy, one 0.69 and two 0.60."""
+
+BWD_PACKED_COLS = 16384
+"""Longest row TODO"""
 
 BWD_THREADS = 512
 """Threads of looping programs on a multiprocessor: 128 of its 65,536 registers for each. All
@@ -555,13 +733,18 @@ def _forward(
     # I/O: read x + write y (weight, bias, mean and rstd are small)
     n_rows, n_cols = x.shape
     y = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device)
-    mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = torch.empty((2, n_rows), dtype=torch.float32, device=x.device).unbind()
     tensors = (x, weight, bias, y, mean, rstd)
     stride = x.stride(0)
     block = triton.next_power_of_2(n_cols)
     if looping or n_cols > MAX_PARTS * MAX_PART_COLS:
         block = min(block, LOOP_COLS)
         _loop_fwd_kernel[(n_rows,)](*tensors, stride, n_cols, eps, block, num_warps=8)
+    elif TILE_COLS < n_cols <= PACKED_COLS and _come_in_pairs((x,), (weight, bias)):
+        _packed_row_fwd_kernel[(n_rows,)](
+            *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value),
+            num_warps=PACKED_WARPS, maxnreg=64,
+        )  # fmt: skip
     elif n_cols * x.itemsize > TILE_BYTES:
         parts, block = _split(n_cols, PART_COLS)
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
@@ -577,6 +760,19 @@ def _forward(
             *tensors, stride, n_rows, n_cols, eps, rows, block, num_warps=num_warps
         )
     return y, mean, rstd
+
+
+def _come_in_pairs(rows: tuple, parameters: tuple) -> bool:
+    """Whether rows hold 16-bit numbers of which two can be loaded as an int32.
+
+    Where parameters have 16 bits, they must start at a multiple of four bytes as well.
+    """
+    even = all(x.itemsize == 2 and x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 for x in rows)
+    return even and all(
+        tensor.data_ptr() % 4 == 0
+        for tensor in (*rows, *parameters)
+        if tensor is not None and tensor.itemsize == 2
+    )
 
 
 def _split(n_cols: int, part_cols: int) -> tuple[int, int]:
@@ -607,6 +803,8 @@ def _backward(
     wanted = (dw_dtype, db_dtype)
     if x.shape[1] <= BWD_ROW_COLS:
         sums = _row_backward(*tensors, wanted, reduction, n_programs)
+    elif x.shape[1] <= BWD_PACKED_COLS and _come_in_pairs((x, dy), (weight,)):
+        sums = _packed_row_backward(*tensors, wanted, reduction)
     elif x.shape[1] <= MAX_PARTS * BWD_MAX_PART_COLS:
         sums = _split_backward(*tensors, wanted, reduction)
     else:
@@ -620,14 +818,27 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     block = triton.next_power_of_2(n_cols)
     rows = max(1, BWD_TILE // block)
     num_warps = rows * block // BWD_WARP
-    programs = n_programs or _multiprocessors(x) * max(1, BWD_THREADS // (32 * num_warps))
+    multiprocessors, shared_memory = _capacity(x.device)
+    programs = n_programs or multiprocessors * max(1, BWD_THREADS // (32 * num_warps))
     programs = min(programs, triton.cdiv(n_rows, rows))
     waiting = (BWD_STAGES - 1) * rows * block * (x.itemsize + dy.itemsize)
-    stages = BWD_STAGES if waiting <= _shared_memory(x) else 1
+    stages = BWD_STAGES if waiting <= shared_memory else 1
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, 1)
     _row_bwd_kernel[(programs,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
         n_buffers, rows, block, stages, num_warps=num_warps,
+    )  # fmt: skip
+    return sums
+
+
+def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
+    # I/O: read x + read dy + write dx
+    n_rows, n_cols = x.shape
+    programs = min(_capacity(x.device)[0], n_rows)
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, PIECES.value)
+    _packed_row_bwd_kernel[(programs,)](
+        x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
+        n_buffers, 0, triton.next_power_of_2(n_cols) // (2 * PIECES.value), num_warps=PACKED_WARPS,
     )  # fmt: skip
     return sums
 
@@ -637,7 +848,7 @@ def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     n_rows, n_cols = x.shape
     parts, block = _split(n_cols, BWD_PART_COLS)
     num_warps = max(1, block // BWD_PART_WARP[x.itemsize])
-    programs = _multiprocessors(x) * max(1, BWD_PART_THREADS // (32 * num_warps))
+    programs = _capacity(x.device)[0] * max(1, BWD_PART_THREADS // (32 * num_warps))
     groups = min(max(1, programs // parts), n_rows)
     slots = None
     if dx is not None:
@@ -660,7 +871,7 @@ def _column_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
             x, weight, mean, rstd, dy, dx, *strides, n_cols, LOOP_COLS, num_warps=8
         )
     blocks = triton.cdiv(n_cols, COLUMN_COLS)
-    programs = min(max(1, COLUMN_PROGRAMS * _multiprocessors(x) // blocks), n_rows)
+    programs = min(max(1, COLUMN_PROGRAMS * _capacity(x.device)[0] // blocks), n_rows)
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, blocks)
     if sums != (None, None):
         _column_bwd_kernel[(blocks, programs)](
@@ -679,11 +890,9 @@ def _buffers(x, wanted, reduction, programs, locks_a_buffer):
     if reduction == "lock":
         n_buffers, allocate = min(programs, LOCK_BUFFERS), torch.zeros
         locks = torch.zeros(n_buffers * locks_a_buffer, dtype=torch.int32, device=x.device)
-    shape = (n_buffers, x.shape[1])
-    sums = (
-        None if dtype is None else allocate(shape, dtype=torch.float32, device=x.device)
-        for dtype in wanted
-    )
+    shape = (sum(dtype is not None for dtype in wanted), n_buffers, x.shape[1])
+    of_each = iter(allocate(shape, dtype=torch.float32, device=x.device))
+    sums = (None if dtype is None else next(of_each) for dtype in wanted)
     return tuple(sums), locks, n_buffers
 
 
@@ -704,18 +913,16 @@ def _add_buffers(sums, wanted):
     return gradients
 
 
-def _multiprocessors(x: torch.Tensor) -> int:
-    """How many multiprocessors there are; in the interpreter, a few are enough to test."""
-    if runtime.INTERPRETED:
-        return 2
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+@cache
+def _capacity(device: torch.device) -> tuple[int, int]:
+    """How many multiprocessors there are, and the bytes of shared memory a program may have.
 
-
-def _shared_memory(x: torch.Tensor) -> int:
-    """How many bytes of shared memory a program may have."""
+    In the interpreter there is neither; two multiprocessors are enough to test.
+    """
     if runtime.INTERPRETED:
-        return 0
-    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        return 2, 0
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_block_optin
 
 
 def _as_rows(x: torch.Tensor, n_cols: int) -> torch.Tensor:
@@ -733,7 +940,9 @@ def _as_parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
         return None
     if runtime.INTERPRETED:
         parameter = parameter.to(runtime.kernel_dtype(parameter.dtype))
-    return parameter.reshape(-1).contiguous()
+    if parameter.ndim != 1:
+        parameter = parameter.reshape(-1)
+    return parameter.contiguous()
 
 
 def _like(result: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
@@ -749,10 +958,11 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, shape, eps):
         rows = _as_rows(x, prod(shape))
-        y, mean, rstd = torch.empty_like(rows), None, None
         if x.numel():
             with runtime.launching_on(x):
                 y, mean, rstd = _forward(rows, _as_parameter(weight), _as_parameter(bias), eps)
+        else:
+            y, mean, rstd = torch.empty_like(rows), None, None
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape, ctx.eps = shape, eps
         return _like(y, x)
