@@ -118,9 +118,9 @@ def _path(request, monkeypatch):
         for name in ("TILE_COLS", "TILE_BYTES", "BWD_ROW_COLS"):
             monkeypatch.setattr(module, name, 0)
         monkeypatch.setattr(module, "_split", lambda n, _: (-(-n // 256), 256))
-    if request.param != "packed":
-        for name in ("PACKED_COLS", "BWD_PACKED_COLS"):
-            monkeypatch.setattr(module, name, 0)
+    lengths = {"PACKED_COLS": 32768, "BWD_PACKED_COLS": 256} if request.param == "packed" else {}
+    for name in ("PACKED_COLS", "BWD_PACKED_COLS"):
+        monkeypatch.setattr(module, name, lengths.get(name, 0))
     if request.param == "loop":
         monkeypatch.setattr(module, "MAX_PARTS", 0)
         for name in ("LOOP_COLS", "COLUMN_COLS"):
@@ -355,21 +355,22 @@ def test_the_input_is_left_alone():
 @pytest.mark.parametrize("reduction", module.REDUCTIONS)
 def test_both_reductions_are_the_truth(monkeypatch, reduction, dtype):
     monkeypatch.setattr(module, "LOCK_BUFFERS", 2)
-    x, dy = draw(41, 300, dtype=dtype), draw(41, 300, dtype=dtype)
-    weight = draw(300)
+    x, dy = draw(41, 256, dtype=dtype), draw(41, 256, dtype=dtype)
+    weight = draw(256)
     _, dw, db = backward(x, weight, dy, reduction)
     _, true_dw, true_db = reference.layer_norm_backward(x, dy, 1, weight)
-    _, _, their_dw, their_db = in_torch(x.float(), 1, weight, draw(300), 1e-5, dy)
+    _, _, their_dw, their_db = in_torch(x.float(), 1, weight, draw(256), 1e-5, dy)
     assert_close(dw, true_dw, their_dw, SUMS_FACTOR)
     assert_close(db, true_db, their_db, SUMS_FACTOR)
 
 
 @pytest.mark.usefixtures("_path")
-def test_two_runs_of_backward_are_equal_bit_by_bit():
-    x, dy = draw(300, 500, dtype=torch.float16), draw(300, 500, dtype=torch.float16)
+@pytest.mark.parametrize("n_cols", [256, 500])
+def test_two_runs_of_backward_are_equal_bit_by_bit(n_cols):
+    x, dy = draw(300, n_cols, dtype=torch.float16), draw(300, n_cols, dtype=torch.float16)
     if runtime.INTERPRETED:
         x, dy = x[:30], dy[:30]
-    weight = draw(500)
+    weight = draw(n_cols)
     first, second = backward(x, weight, dy), backward(x, weight, dy)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -385,13 +386,16 @@ def test_any_number_of_programs(reduction, n_programs):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("n_cols", [512, 4096, 16384])
-def test_the_lock_loses_nothing_in_a_thousand_runs(monkeypatch, n_cols):
+@pytest.mark.parametrize(
+    ("n_cols", "dtype"),
+    [(512, DTYPES[0]), (4096, DTYPES[0]), (16384, DTYPES[0]), (16384, DTYPES[1])],
+)
+def test_the_lock_loses_nothing_in_a_thousand_runs(monkeypatch, n_cols, dtype):
     """Sums of small integers are exact in any order: one lost addition would show."""
     monkeypatch.setattr(module, "LOCK_BUFFERS", 4)
-    x = draw(4096, n_cols)
-    dy = torch.randint(-8, 9, (4096, n_cols), device=DEVICE).float()
-    expected = dy.sum(0)
+    x = draw(4096, n_cols, dtype=dtype)
+    dy = torch.randint(-8, 9, (4096, n_cols), device=DEVICE).to(dtype)
+    expected = dy.float().sum(0)
     for _ in range(1000):
         _, _, db = backward(x, None, dy, "lock", n_programs=1024)
         assert torch.equal(db, expected)

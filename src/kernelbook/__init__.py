@@ -2,6 +2,7 @@
 
 from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
 from kernelbook.dropout import dropout, masked_dropout, seeded_dropout
+from kernelbook.layer_norm import layer_norm
 from kernelbook.softmax import softmax
 
-__all__ = ["dropout", "masked_dropout", "seeded_dropout", "softmax"]
+__all__ = ["dropout", "layer_norm", "masked_dropout", "seeded_dropout", "softmax"]

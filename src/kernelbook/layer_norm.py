@@ -97,24 +97,31 @@ def _row_fwd_kernel(
 
 
 @triton.jit
-def _load_pairs(ptrs, piece, n_pairs, PAIRS: tl.constexpr):
-    """A piece of a row of 16-bit numbers, two in an int32; the row passes by L1."""
-    pairs = piece * PAIRS + tl.arange(0, PAIRS)
-    return tl.load(ptrs + pairs, mask=pairs < n_pairs, other=0, cache_modifier=".cg")
+def _piece(piece, n_numbers, LENGTH: tl.constexpr, FULL: tl.constexpr):
+    """Where a piece of a row lies, and which of it is there: all, without asking, if FULL."""
+    offsets = piece * LENGTH + tl.arange(0, LENGTH)
+    return offsets, FULL | (offsets < n_numbers)
 
 
 @triton.jit
-def _load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr):
+def _load_pairs(ptrs, piece, n_cols, PAIRS: tl.constexpr, FULL: tl.constexpr):
+    """A piece of a row of 16-bit numbers, two in an int32; the row passes by L1."""
+    pairs, inside = _piece(piece, n_cols // 2, PAIRS, FULL)
+    return tl.load(ptrs + pairs, mask=inside, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr, FULL: tl.constexpr):
     """A piece of the weight or bias as float32, or the default where there is none."""
     if ptr is None:
         return tl.full((2 * PAIRS,), default, tl.float32)
     elif ptr.dtype.element_ty.primitive_bitwidth == 16:
-        pairs = piece * PAIRS + tl.arange(0, PAIRS)
-        pair_ptrs = ptr.to(tl.pointer_type(tl.int32)) + pairs
-        return _widen(tl.load(pair_ptrs, mask=pairs < n_cols // 2, other=0), ptr.dtype.element_ty)
+        pairs, inside = _piece(piece, n_cols // 2, PAIRS, FULL)
+        ptrs = ptr.to(tl.pointer_type(tl.int32)) + pairs
+        return _widen(tl.load(ptrs, mask=inside, other=0), ptr.dtype.element_ty)
     else:
-        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
-        return tl.load(ptr + cols, mask=cols < n_cols, other=0.0)
+        cols, inside = _piece(piece, n_cols, 2 * PAIRS, FULL)
+        return tl.load(ptr + cols, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -139,6 +146,7 @@ def _packed_row_fwd_kernel(
     eps,
     zero,  # 0, which the compiler must not know
     PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover the row
+    FULL: tl.constexpr,  # whether they do exactly: masks would cost registers
 ):
     # -- load: a row in four pieces, two numbers in each register
     row = tl.program_id(0).to(tl.int64)
@@ -147,7 +155,7 @@ def _packed_row_fwd_kernel(
     y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
     x = ()
     for piece in tl.static_range(PIECES):
-        x = x + (_load_pairs(x_ptrs, piece, n_cols // 2, PAIRS),)
+        x = x + (_load_pairs(x_ptrs, piece, n_cols, PAIRS, FULL),)
 
     # -- statistics: widened for one step at a time
     total = tl.zeros((2 * PAIRS,), tl.float32)
@@ -157,8 +165,8 @@ def _packed_row_fwd_kernel(
     x = _afresh(x, zero)
     m2 = tl.zeros((2 * PAIRS,), tl.float32)
     for piece in tl.static_range(PIECES):
-        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
-        deviation = tl.where(cols < n_cols, _widen(x[piece], dtype) - mean, 0.0)
+        _, inside = _piece(piece, n_cols, 2 * PAIRS, FULL)
+        deviation = tl.where(inside, _widen(x[piece], dtype) - mean, 0.0)
         m2 += deviation * deviation
     rstd = tl.rsqrt(tl.sum(m2, axis=0) / n_cols + eps)
     tl.store(mean_ptr + row, mean)
@@ -167,11 +175,11 @@ def _packed_row_fwd_kernel(
     # -- write: a piece at a time, so that only a piece of weight and bias is in registers
     x = _afresh(x, zero)
     for piece in tl.static_range(PIECES):
-        pairs = piece * PAIRS + tl.arange(0, PAIRS)
-        w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS)
-        b = _load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS)
+        pairs, inside = _piece(piece, n_cols // 2, PAIRS, FULL)
+        w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, FULL)
+        b = _load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS, FULL)
         y = (_widen(x[piece], dtype) - mean) * rstd * w + b
-        tl.store(y_ptrs + pairs, _narrow(y, dtype), mask=pairs < n_cols // 2)
+        tl.store(y_ptrs + pairs, _narrow(y, dtype), mask=inside)
         tl.debug_barrier()  # or all pieces of both are loaded first
 
 
@@ -401,7 +409,7 @@ def _packed_row_bwd_kernel(
     n_cols,
     n_buffers,
     zero,  # 0, which the compiler must not know
-    PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover a row
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces are the row, without a mask
 ):
     # -- begin: the sums of all columns take half of the registers
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -411,13 +419,14 @@ def _packed_row_bwd_kernel(
     for _ in tl.static_range(PIECES):
         dw = dw + (tl.zeros((2 * PAIRS,), tl.float32),)
         db = db + (tl.zeros((2 * PAIRS,), tl.float32),)
-    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+    for turn in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row = tl.cast(turn, tl.int64)
         x_ptrs = (x_ptr + row * stride_x).to(INT32)
         dy_ptrs = (dy_ptr + row * stride_dy).to(INT32)
         x, dy = (), ()
         for piece in tl.static_range(PIECES):
-            x = x + (_load_pairs(x_ptrs, piece, n_cols // 2, PAIRS),)
-            dy = dy + (_load_pairs(dy_ptrs, piece, n_cols // 2, PAIRS),)
+            x = x + (_load_pairs(x_ptrs, piece, n_cols, PAIRS, True),)
+            dy = dy + (_load_pairs(dy_ptrs, piece, n_cols, PAIRS, True),)
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
 
         # -- add: this row to the sums, and its pieces to c1 and c2
@@ -429,7 +438,7 @@ def _packed_row_bwd_kernel(
             dy_wide = _widen(dy[piece], dy_dtype)
             dw = dw + (dw_before[piece] + dy_wide * xhat,)
             db = db + (db_before[piece] + dy_wide,)
-            wdy = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS) * dy_wide
+            wdy = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, True) * dy_wide
             c1 += xhat * wdy
             c2 += wdy
 
@@ -442,17 +451,17 @@ def _packed_row_bwd_kernel(
             for piece in tl.static_range(PIECES):
                 pairs = piece * PAIRS + tl.arange(0, PAIRS)
                 xhat = (_widen(x[piece], dtype) - mean) * rstd
-                w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS)
+                w = _load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, True)
                 dx = (w * _widen(dy[piece], dy_dtype) - (xhat * c1 + c2)) * rstd
-                tl.store(dx_ptrs + pairs, _narrow(dx, dtype), mask=pairs < n_cols // 2)
+                tl.store(dx_ptrs + pairs, _narrow(dx, dtype))
 
     # -- end: one row of sums for the whole program
     buffer = tl.program_id(0) % n_buffers
     for piece in tl.static_range(PIECES):
-        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+        cols, inside = _piece(piece, n_cols, 2 * PAIRS, True)
         offsets = buffer.to(tl.int64) * n_cols + cols
         lock = buffer * PIECES + piece
-        _hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, cols < n_cols)
+        _hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, inside)
 
 
 @triton.jit
@@ -658,9 +667,14 @@ TILE_BYTES = 32768
 that the weight and the bias, which every row needs, can stay there: 0.96 of a copy against 0.95 at
 1,024 columns of bfloat16 on an H200."""
 
-TILE_COLS, PACKED_COLS, PACKED_WARPS = 8192, 32768, 16
-"""Longer rows of 16-bit numbers are packed. TODO
-"""
+TILE_COLS, PACKED_COLS = 8192, 65536
+"""Longer rows of 16-bit numbers are packed two to a register. On an H200 at 16,384 columns of
+bfloat16 that gave 0.95 of a copy against 0.91 for a tile, at 32,768 0.93 against 0.69 for parts,
+and at 65,536 0.70 against 0.50."""
+
+PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
+"""Warps of a packed row and registers a thread, so that three programs, two, or one fit on a
+multiprocessor. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
 
 PART_COLS, PART_ROWS, MAX_PARTS, MAX_PART_COLS = 2048, 2, 64, 8192
 """Longer rows are split in parts of 2,048 columns. A program takes its part of two rows, so that it
@@ -685,7 +699,8 @@ multiprocessor with one program needs them: nobody else would load while it comp
 8,192 columns of bfloat16 three gave 0.92 of a copy, one 0.69 and two 0.60."""
 
 BWD_PACKED_COLS = 16384
-"""Longest row TODO"""
+"""Rows of 16-bit numbers of this one length are packed, a program to a multiprocessor: the sums of
+all columns take half of its registers, and what masks need would spill."""
 
 BWD_THREADS = 512
 """Threads of looping programs on a multiprocessor: 128 of its 65,536 registers for each. All
@@ -741,9 +756,10 @@ def _forward(
         block = min(block, LOOP_COLS)
         _loop_fwd_kernel[(n_rows,)](*tensors, stride, n_cols, eps, block, num_warps=8)
     elif TILE_COLS < n_cols <= PACKED_COLS and _come_in_pairs((x,), (weight, bias)):
+        num_warps, registers = PACKED[max(block, min(PACKED))]
         _packed_row_fwd_kernel[(n_rows,)](
-            *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value),
-            num_warps=PACKED_WARPS, maxnreg=64,
+            *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value), block == n_cols,
+            num_warps=num_warps, maxnreg=registers,
         )  # fmt: skip
     elif n_cols * x.itemsize > TILE_BYTES:
         parts, block = _split(n_cols, PART_COLS)
@@ -801,15 +817,20 @@ def _backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
     tensors = (x, weight, mean, rstd, dy, dx)
     wanted = (dw_dtype, db_dtype)
-    if x.shape[1] <= BWD_ROW_COLS:
-        sums = _row_backward(*tensors, wanted, reduction, n_programs)
-    elif x.shape[1] <= BWD_PACKED_COLS and _come_in_pairs((x, dy), (weight,)):
-        sums = _packed_row_backward(*tensors, wanted, reduction)
-    elif x.shape[1] <= MAX_PARTS * BWD_MAX_PART_COLS:
-        sums = _split_backward(*tensors, wanted, reduction)
-    else:
-        sums = _column_backward(*tensors, wanted, reduction)
-    return dx, *_add_buffers(sums, wanted)
+    return dx, *_add_buffers(_sums(*tensors, wanted, reduction, n_programs), wanted)
+
+
+def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
+    """Fill dx, if there is one. Return the buffers of sums for dw and db, or None."""
+    arguments = (x, weight, mean, rstd, dy, dx, wanted, reduction)
+    n_cols = x.shape[1]
+    if n_cols <= BWD_ROW_COLS:
+        return _row_backward(*arguments, n_programs)
+    if n_cols == BWD_PACKED_COLS and _come_in_pairs((x, dy), (weight,)):
+        return _packed_row_backward(*arguments, n_programs)
+    if n_cols <= MAX_PARTS * BWD_MAX_PART_COLS:
+        return _split_backward(*arguments)
+    return _column_backward(*arguments)
 
 
 def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
@@ -831,14 +852,14 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     return sums
 
 
-def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
+def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
-    programs = min(_capacity(x.device)[0], n_rows)
+    programs = min(n_programs or _capacity(x.device)[0], n_rows)
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, PIECES.value)
     _packed_row_bwd_kernel[(programs,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
-        n_buffers, 0, triton.next_power_of_2(n_cols) // (2 * PIECES.value), num_warps=PACKED_WARPS,
+        n_buffers, 0, n_cols // (2 * PIECES.value), num_warps=16,
     )  # fmt: skip
     return sums
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.layer_norm import (
-    BWD_ROW_COLS,
     _add_buffers,
     _backward,
     _forward,
@@ -31,13 +30,13 @@ from kernelbook.layer_norm import (
     _loop_fwd_kernel,
     _merge_moments,
     _moments_of_part,
-    _row_backward,
+    _packed_row_fwd_kernel,
     _row_bwd_kernel,
     _row_fwd_kernel,
-    _split_backward,
     _split_bwd_kernel,
     _split_fwd_kernel,
     _sum_of_buffers,
+    _sums,
     _sums_of_part,
     layer_norm,
 )
@@ -380,8 +379,22 @@ lab.source(_row_fwd_kernel, "write")
 lab.source(_loop_fwd_kernel)
 
 # %%
-# **Split.** A row of more than 32 KB would fill a multiprocessor's registers, or nearly so, and
-# nobody would load while it computes. So several programs share it. Each computes the mean and the
+# **Packed.** A row of 16,384 columns, widened to float32, takes a quarter of a multiprocessor's
+# registers. Few programs fit then, and while they compute nobody loads. But 16-bit numbers come in
+# pairs, and a pair is one register. So a longer row stays packed, in four pieces, and is widened
+# for one step at a time.
+
+lab.source(_packed_row_fwd_kernel, "load")
+
+# %%
+# What about weight and bias? Together they would take twice as many registers as the row. So the
+# last step goes piece by piece. A barrier keeps the compiler from loading all pieces first.
+
+lab.source(_packed_row_fwd_kernel, "write")
+
+# %%
+# **Split.** A longer row still, or one of float32, would fill a multiprocessor's registers, or
+# nearly so. So several programs share it. Each computes the mean and the
 # sum of squared deviations of its part. How are two such pairs merged? Let part :math:`i` have
 # :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x - m_i)^2`. The mean of the row is
 # :math:`m = \sum_i n_i m_i / N`. For the elements of one part
@@ -413,9 +426,9 @@ lab.source(_moments_of_part)
 lab.source(_split_fwd_kernel, "collect")
 
 # %%
-# What about weight and bias? Read again for every row, they are as many bytes as ``x`` and ``y``.
-# They come from a cache, but even a cache has a limit. A part of a row needs a part of them only,
-# and so a program can take its part of *two* rows and read them once for both.
+# Weight and bias, read again for every row, are as many bytes as ``x`` and ``y``. They come from a
+# cache, but even a cache has a limit. A part of a row needs a part of them only, and so a program
+# can take its part of *two* rows and read them once for both.
 
 lab.source(_split_fwd_kernel, "write")
 
@@ -493,9 +506,11 @@ lab.source(_hand_over, "release")
 # What is *not* ordered is who comes first. Floating-point addition depends on the order, so the
 # last bits differ from run to run.
 #
-# **Wide rows.** The sums of a row of 16,384 columns fill half of a multiprocessor's registers, and
-# there must be room to compute. So programs share a row, as in forward. A group of them exchanges
-# what each part adds to ``c1`` and ``c2``: two float32 numbers, again one slot of 64 bits.
+# **Wide rows.** The sums of a row of 16,384 columns fill half of a multiprocessor's registers. In
+# 16 bits the row fits beside them if it stays packed, and there is one program to a multiprocessor.
+#
+# Any wider, and programs share a row, as in forward. A group of them exchanges what each part adds
+# to ``c1`` and ``c2``: two float32 numbers, again one slot of 64 bits.
 
 lab.source(_sums_of_part)
 
@@ -690,11 +705,7 @@ def buffer_sizes():
         x = torch.randn(n_rows, n_cols, device=runtime.DEVICE, dtype=torch.bfloat16)
         mean, rstd = torch.ones(2, n_rows, device=runtime.DEVICE)
         wanted = (torch.float32, torch.float32)
-        arguments = (x, None, mean, rstd, x, None, wanted, "partial")
-        if n_cols <= BWD_ROW_COLS:
-            sums, _ = _row_backward(*arguments, None)
-        else:
-            sums, _ = _split_backward(*arguments)
+        sums, _ = _sums(x, None, mean, rstd, x, None, wanted, "partial", None)
         mib = 2 * sums.numel() * 4 / 2**20
         row = {"columns": n_cols, "rows of sums": len(sums), "MiB": round(mib, 1)}
         row["% of x, dy, dx"] = round(100 * mib * 2**20 / (3 * x.numel() * 2), 1)
@@ -826,8 +837,8 @@ lab.read(
     f"At 4,096 columns PyTorch's single operations reach {share['simple_layer_norm', 4096]:.0f} % "
     f"of a copy, the loop {share['loop', 4096]:.0f} % and whole rows "
     f"{share['Kernel Book', 4096]:.0f} %. At 32,768 the loop reaches {share['loop', 32768]:.0f} %, "
-    f"one program a row {share['one program', 32768]:.0f} %, and the same rows in parts "
-    f"{share['Kernel Book', 32768]:.0f} %. At 65,536 the parts reach "
+    f"a widened row {share['one program', 32768]:.0f} %, and a packed one "
+    f"{share['Kernel Book', 32768]:.0f} %. At 65,536 the packed row reaches "
     f"{share['Kernel Book', 65536]:.0f} %, and the loop {share['loop', 65536]:.0f} %."
 )
 
@@ -970,8 +981,8 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 lab.read(" ".join(summary(backward)))
 
 # %%
-# What did the compiler make of the kernels? None may spill: a sum that leaves its register costs a
-# trip to memory for every row.
+# What did the compiler make of the kernels? A number that finds no register *spills*: it makes a
+# trip to memory, and here one for every row.
 
 
 def launch(columns, dtype):
