@@ -836,12 +836,12 @@ def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
 def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
-    block = triton.next_power_of_2(n_cols)
+    block = 1 << (n_cols - 1).bit_length()
     rows = max(1, BWD_TILE // block)
     num_warps = rows * block // BWD_WARP
     multiprocessors, shared_memory = _capacity(x.device)
     programs = n_programs or multiprocessors * max(1, BWD_THREADS // (32 * num_warps))
-    programs = min(programs, triton.cdiv(n_rows, rows))
+    programs = min(programs, -(-n_rows // rows))
     waiting = (BWD_STAGES - 1) * rows * block * (x.itemsize + dy.itemsize)
     stages = BWD_STAGES if waiting <= shared_memory else 1
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, 1)
@@ -923,14 +923,13 @@ def _add_buffers(sums, wanted):
         None if dtype is None else torch.empty(of.shape[1], dtype=dtype, device=of.device)
         for of, dtype in zip(sums, wanted, strict=True)
     ]
-    inputs, outputs = ([t for t in tensors if t is not None] for tensors in (sums, gradients))
-    if inputs:
-        n_buffers, n_cols = inputs[0].shape
-        grid = (triton.cdiv(n_cols, SUM_COLS), len(inputs))
-        _buffer_sum_kernel[grid](
-            inputs[0], inputs[-1], outputs[0], outputs[-1], n_buffers, n_cols, SUM_ROWS, SUM_COLS,
-            num_warps=4,
-        )  # fmt: skip
+    both = sums[0] is not None and sums[1] is not None
+    of, to = sums[sums[0] is None], gradients[sums[0] is None]
+    if of is not None:
+        n_buffers, n_cols = of.shape
+        _buffer_sum_kernel[(-(-n_cols // SUM_COLS), 1 + both)](
+            of, sums[1], to, gradients[1], n_buffers, n_cols, SUM_ROWS, SUM_COLS, num_warps=4
+        )
     return gradients
 
 
