@@ -918,9 +918,7 @@ def summary(sweep):
 lab.read(" ".join(summary(forward)))
 
 # %%
-# Backward moves three arrays instead of two. quack is called directly, for it has no autograd
-# function for layer norm. So there are two lines for this book: one through autograd, as everybody
-# calls it, and one that calls what lies below, as quack is called.
+# Backward moves three arrays instead of two.
 
 
 def quack_gradients(x, w, b, dy):
@@ -932,12 +930,6 @@ def quack_gradients(x, w, b, dy):
         return lambda: ops.layernorm_bwd(x_, w, dy, rstd, mean)
 
     return lab.peer("quack.rmsnorm", use)
-
-
-def without_autograd(x, w, dy):
-    x, w, dtype = x.detach(), w.detach(), w.dtype
-    _, mean, rstd = _forward(x, w, None, 1e-5)
-    return lambda: _backward(x, w, mean, rstd, dy, dtype, dtype)
 
 
 # %%
@@ -964,7 +956,6 @@ def backward_providers(columns, rows, dtype):
         "Liger": backward_of(liger(x, w, b)),
         "quack": quack_gradients(x, w, b, dy),
         "Kernel Book": backward_of(lambda: layer_norm(x, columns, w, b)),
-        "Kernel Book, no autograd": without_autograd(x, w, dy),
     }
 
 
@@ -987,14 +978,7 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 # %%
 
 # Reading
-called, alone = (
-    100 * backward.share(name, dtype="bfloat16", columns=1024)
-    for name in ("Kernel Book", "Kernel Book, no autograd")
-)
-lab.read(
-    f"{' '.join(summary(backward))} At 1,024 columns of bfloat16 it is {called:.0f} % through "
-    f"autograd and {alone:.0f} % without. The difference is what the host takes."
-)
+lab.read(" ".join(summary(backward)))
 
 # %%
 # What did the compiler make of the kernels? A number that finds no register *spills*: it makes a

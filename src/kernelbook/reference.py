@@ -105,3 +105,67 @@ def _normalised(x: torch.Tensor, n_dims: int, eps: float) -> tuple[torch.Tensor,
     deviation = x - x.mean(last, keepdim=True)
     rstd = ((deviation * deviation).mean(last, keepdim=True) + eps).rsqrt()
     return deviation * rstd, rstd
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T) v and the logarithm of the sum of exponentials, in float64.
+
+    Heads of k and v are shared by groups of query heads where there are fewer. Causal is aligned
+    bottom right: query i sees key j when j <= i + seqlen_k - seqlen_q. A query that sees nothing
+    gives 0, and -inf.
+    """
+    lse, p = _attention_weights(q, k, is_causal, scale)
+    return p @ _for_each_query_head(v, q), lse
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients dq, dk and dv of :func:`attention`, in float64.
+
+    Row by row dS = (diag(p) - p p^T) dP, the Jacobian of softmax, and dlse adds p times itself.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    do = do.double()
+    _, p = _attention_weights(q, k, is_causal, scale)
+    dv = p.mT @ do
+    dp = do @ _for_each_query_head(v, q).mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    if dlse is not None:
+        ds = ds + p * dlse.double().unsqueeze(-1)
+    dq = scale * ds @ _for_each_query_head(k, q)
+    dk = scale * ds.mT @ q.detach().double()
+    shared = (k.shape[0], k.shape[1], -1, *k.shape[2:])  # the heads of a group are neighbours
+    return dq, dk.reshape(shared).sum(2), dv.reshape(shared).sum(2)
+
+
+def _for_each_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Repeat heads of keys or values so that each query head has its own, in float64."""
+    return x.detach().double().repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _attention_weights(
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm of the sum of the scores' exponentials, and softmax, in float64."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * q.detach().double() @ _for_each_query_head(k, q).mT
+    if is_causal:
+        i = torch.arange(seqlen_q, device=q.device).unsqueeze(1)
+        j = torch.arange(seqlen_k, device=q.device)
+        scores = scores.masked_fill(j > i + seqlen_k - seqlen_q, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    return lse, torch.exp(scores - lse.clamp(min=-1e300).unsqueeze(-1))

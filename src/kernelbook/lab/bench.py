@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 import numpy
 import pandas
 import torch
-from triton.testing import do_bench
+import triton
 
 from kernelbook.lab import chapter, results
 
 ROUNDS = 4
 """Turns that each provider gets at each point, so that a drift of clocks meets all alike."""
 
-WARMUP_MS, REPEAT_MS = 10, 40
-"""Milliseconds of warm-up and of measurement in each turn."""
+REPEAT_MS, MOST_REPEATS = 40, 60
+"""Milliseconds of measurement in each turn, and how many repetitions are enough."""
+
+PAUSE = 10**6
+"""Clock cycles, about half a millisecond, that the GPU waits before each run, so that the host has
+queued all of it: a kernel's time is then the GPU's, and not that of a busy host."""
 
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
@@ -147,7 +151,8 @@ def bench(
         limit_work: that of the limit, where it does other work.
         unit: ``GB/s`` or ``TFLOP/s``.
 
-    Times come from :func:`triton.testing.do_bench`, which clears L2 before every call.
+    Every run meets an L2 cache without its inputs and, after a pause, a queue that holds all of the
+    run: what the host takes to launch it is not measured.
     """
     here = chapter.running()
     points = [
@@ -199,14 +204,34 @@ def _time_in_turn(runs: dict[str, Callable]) -> dict[str, list[float]]:
     order = list(runs)
     for _ in range(ROUNDS):
         for provider in order:
-            times[provider] += do_bench(
-                runs[provider], warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="all"
-            )
+            times[provider] += _time(runs[provider])
         order = order[1:] + order[:1]
     return {
         provider: [round(value, 6) for value in numpy.quantile(sample, (0.2, 0.5, 0.8)).tolist()]
         for provider, sample in times.items()
     }
+
+
+def _time(run: Callable) -> list[float]:
+    """Return the milliseconds that the GPU takes for some runs, each with a cold L2 cache."""
+    driver = triton.runtime.driver.active
+    cache = driver.get_empty_cache_for_benchmark()
+
+    def one():
+        driver.clear_cache(cache)
+        torch.cuda._sleep(PAUSE)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        return start, end
+
+    def elapsed(events):
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    estimate = min(elapsed([one() for _ in range(5)]))
+    return elapsed([one() for _ in range(max(5, min(MOST_REPEATS, int(REPEAT_MS / estimate))))])
 
 
 def _replay(name: str, points: list[dict], description: dict) -> Sweep:
