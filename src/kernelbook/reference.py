@@ -124,6 +124,30 @@ def attention(
     return p @ _for_each_query_head(v, q), lse
 
 
+def attention_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    block_n: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attention` in float64, but for weights that are rounded to float8_e4m3fn.
+
+    q, k and v are values, that is stored * descale. As in a kernel that meets ``block_n`` keys at a
+    time, what is rounded is 2^8 exp(score - largest score so far); sums are of unrounded numbers.
+    The error of this, against :func:`attention`, is what no such kernel can avoid.
+    """
+    lse, p = _attention_weights(q, k, is_causal, scale)
+    scores = (p.log() + lse.unsqueeze(-1)).masked_fill(p == 0, -torch.inf)
+    largest = torch.stack([tile.amax(-1) for tile in scores.split(block_n, dim=-1)], dim=-1)
+    largest = largest.cummax(-1).values.repeat_interleave(block_n, dim=-1)[..., : p.shape[-1]]
+    largest = largest.clamp(min=-1e300)  # of no key at all: exp(-inf - largest) is still 0
+    rounded = (256 * torch.exp(scores - largest)).to(torch.float8_e4m3fn).double() / 256
+    p = rounded * torch.exp(largest - lse.clamp(min=-1e300).unsqueeze(-1))
+    return p @ _for_each_query_head(v, q), lse
+
+
 def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -79,9 +79,13 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor is handed to a kernel: its own, on a GPU.
 
     The interpreter cuts float32 off where it should round to bfloat16, and multiplies bfloat16
-    matrices wrongly. There, kernels see float32, and PyTorch rounds what they return.
+    matrices wrongly; some of its 8-bit numbers are not PyTorch's. There, kernels see float32, and
+    PyTorch rounds what they return.
     """
-    return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+    return torch.float32 if INTERPRETED and dtype in _NOT_INTERPRETED else dtype
+
+
+_NOT_INTERPRETED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager:

@@ -1,0 +1,1547 @@
+"""
+Attention backward
+==================
+
+The forward pass never stored the scores. A gradient needs them: every weight of every pair of a
+query and a key. *How can the gradient of a matrix be computed that was never there?*
+
+You will learn
+
+- how one number a query, ``delta``, stands in for a whole row of weights and their gradients;
+- what two sweeps with seven products buy over one sweep with five, and what they cost;
+- which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
+
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
+speeds are those of a recorded run. It builds on the chapter on attention's forward pass: online
+softmax, tiles, tensor descriptors and the stages of a causal loop are explained there.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import math
+
+import torch
+import torch.nn.functional as F
+
+from kernelbook import lab, reference, runtime
+from kernelbook.attention import attention, common, operator, tiled
+from kernelbook.attention import backward as kernels
+from kernelbook.attention.forward import _attention_forward
+
+lab.start(
+    "attention_backward", "kernelbook.attention.backward", "kernelbook.attention.common"
+)
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# Here is attention by its formula. Each query is a row of ``s``, each key a column. A causal query
+# sees no key after it, and the last query sees all.
+
+
+def visible(seqlen_q, seqlen_k):
+    pairs = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE)
+    return pairs.tril(seqlen_k - seqlen_q)
+
+
+def standard_attention(q, k, v, is_causal=False):
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        sees = visible(*s.shape[-2:])
+        s = s.masked_fill(~sees, torch.finfo(s.dtype).min)
+        return (torch.softmax(s, dim=-1) @ v) * sees.any(-1)[:, None]
+    return torch.softmax(s, dim=-1) @ v
+
+
+# %%
+# Write :math:`S` for the scores, :math:`P` for their softmax and :math:`O` for the output. Forward
+# is two products of matrices: :math:`S = QK^\top`, times the scale, and :math:`O = PV`. Each has
+# :math:`2 M N d` floating-point operations for :math:`M` queries, :math:`N` keys and head_dim
+# :math:`d`.
+#
+# How many does backward need? The gradient of a product is two products, one for each factor. That
+# makes four. And if :math:`P` was not kept, :math:`S` has to be computed again. That makes five:
+# two and a half times the forward pass.
+#
+# And bytes? It reads five matrices of :math:`d` columns, ``q``, ``k``, ``v``, ``out`` and its
+# gradient ``do``. It writes three. Which of the two is the limit?
+
+rows = []
+for seqlen in (1024, 4096, 16384):
+    flops = 5 * 2 * seqlen * seqlen * 128
+    moved = 8 * seqlen * 128 * 2
+    rows.append(
+        {
+            "length": seqlen,
+            "GFLOP": flops / 1e9,
+            "MiB": moved / 2**20,
+            "FLOPs a byte": flops / moved,
+        }
+    )
+lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
+
+# %%
+# How many operations does a GPU do in the time in which it moves a byte? We measure both: a
+# product of large matrices by cuBLAS, and a copy.
+
+import triton
+import triton.language as tl
+
+
+def balance():
+    a, b = torch.randn(2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)
+    flops = 2 * 8192**3 / triton.testing.do_bench(lambda: a @ b) * 1e3
+    source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    took = triton.testing.do_bench(lambda: target.copy_(source))
+    bandwidth = 2 * source.numel() / took * 1e3
+    return [
+        {
+            "TFLOP/s": round(flops / 1e12),
+            "GB/s": round(bandwidth / 1e9),
+            "FLOPs a byte": round(flops / bandwidth),
+        }
+    ]
+
+
+lab.measure("What the GPU does at best, bfloat16", balance)
+
+# %%
+# The gradient does more for each byte, as soon as a sequence is long. So memory is not the limit,
+# the products are. The yardstick of this chapter is therefore a product of large matrices.
+#
+# **Why is P computed again?** It could be kept. What would that take?
+
+rows = []
+for seqlen in (1024, 4096, 16384, 65536):
+    rows.append(
+        {
+            "length": seqlen,
+            "P, MiB": 16 * seqlen * seqlen * 2 / 2**20,
+            "lse, MiB": 16 * seqlen * 4 / 2**20,
+            "q, k, v and out, MiB": 4 * 16 * seqlen * 128 * 2 / 2**20,
+        }
+    )
+lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
+
+# %%
+# The forward kernel keeps ``lse`` instead, the logarithm of the sum of a row's exponentials: four
+# bytes a query. That is the arithmetic. Here is what PyTorch's allocator says. "Kept" is what
+# forward leaves behind for backward, inputs not counted. "Peak" is what backward needs besides,
+# its three gradients not counted.
+
+
+def allocated(run):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    return result, kept / 2**20, peak / 2**20
+
+
+def memory_of(run, seqlen):
+    q, k, v, do = torch.randn(
+        4, 1, 16, seqlen, 128, device=runtime.DEVICE, dtype=torch.bfloat16
+    ).unbind()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    gradients = 3 * q.numel() * 2 / 2**20
+    out, kept, _ = allocated(lambda: run(*inputs))
+    _, _, peak = allocated(lambda: torch.autograd.grad(out, inputs, do))
+    return round(kept, 1), round(peak - gradients, 1)
+
+
+# %%
+
+
+def one_sweep(q, k, v, is_causal=False):
+    return attention(q, k, v, is_causal=is_causal, deterministic=False)
+
+
+VERSIONS = {
+    "standard attention": standard_attention,
+    "two sweeps": attention,
+    "one sweep": one_sweep,
+}
+
+
+def memory_experiment():
+    for run in VERSIONS.values():
+        memory_of(run, 128)  # what libraries allocate once is not to be counted
+    rows = []
+    for seqlen in (1024, 4096, 16384):
+        for name, run in VERSIONS.items():
+            kept, peak = memory_of(run, seqlen)
+            row = {"length": seqlen, "version": name}
+            rows.append(row | {"kept, MiB": kept, "peak in backward, MiB": peak})
+    return rows
+
+
+memory = lab.measure("Memory, 16 heads of head_dim 128, bfloat16", memory_experiment)
+memory
+
+# %%
+
+# Reading
+nan = float("nan")
+found = {(row["length"], row["version"]): row for row in memory.rows}
+
+
+def mib(length, version, what):
+    return found.get((length, version), {}).get(f"{what}, MiB", nan)
+
+
+def growth(version):
+    return mib(16384, version, "kept") / mib(4096, version, "kept")
+
+
+lab.read(
+    f"At 16,384 tokens the formula keeps {mib(16384, 'standard attention', 'kept'):,.0f} MiB and "
+    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`. In backward "
+    f"the formula needs {mib(16384, 'standard attention', 'peak in backward'):,.0f} MiB more, two "
+    f"sweeps {mib(16384, 'two sweeps', 'peak in backward'):,.1f} and one sweep "
+    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f}. From 4,096 tokens to 16,384, four times "
+    f"as many, what the formula keeps grows by a factor of {growth('standard attention'):.1f}, and "
+    f"what the kernel keeps by {growth('two sweeps'):.1f}."
+)
+
+# %%
+# Why can one sweep need more than two? That is a question for later.
+#
+# The mathematics
+# ---------------
+#
+# We go from the output back to ``q``, ``k`` and ``v``. Each step is one line of algebra. After the
+# last, all are checked in float64 against automatic differentiation.
+#
+# *Step 1: the last product.* :math:`O = PV`. So
+#
+# .. math::
+#
+#    \begin{aligned}
+#    dV &= P^\top dO \\
+#    dP &= dO\, V^\top
+#    \end{aligned}
+#
+# *Step 2: softmax.* Look at one query. Its row of weights is :math:`p`, and :math:`p_j =
+# e^{s_j} / \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    \frac{\partial p_j}{\partial s_i}
+#    &= p_j\, \delta_{ij} - p_j\, p_i \\
+#    J &= \mathrm{diag}(p) - p\, p^\top
+#    \end{aligned}
+#
+# where :math:`\delta_{ij}` is 1 if :math:`i = j` and else 0.
+#
+# *Step 3: the gradient of the scores.* :math:`J` is symmetric. So, still for one query,
+#
+# .. math::
+#
+#    \begin{aligned}
+#    ds &= J\, dp \\
+#    &= p \circ dp - p\, (p^\top dp) \\
+#    &= p \circ (dp - D), \qquad D = p^\top dp
+#    \end{aligned}
+#
+# The circle is the product element by element. This is where the trouble sits: :math:`D` is a sum
+# over *all* keys, and it is needed before the first element of :math:`ds`. A program that walks
+# over tiles of keys would have to walk twice.
+#
+# *Step 4: D without P.* Put in what :math:`dp` is, and swap the two sums:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    D &= \sum_j p_j\, dp_j \\
+#    &= \sum_j p_j \sum_c dO_c\, V_{jc} \\
+#    &= \sum_c dO_c \sum_j p_j\, V_{jc} \\
+#    &= \sum_c dO_c\, O_c
+#    \end{aligned}
+#
+# The inner sum in the third line is the output, and the output is there. So a sum over all keys
+# has become a sum over the columns of one row: :math:`D = \mathrm{rowsum}(dO \circ O)`. Neither
+# :math:`P` nor :math:`dP` is needed. The kernels call it ``delta``.
+#
+# *Step 5: the first product.* With the scale :math:`\sigma`, :math:`S = \sigma Q K^\top`. So
+#
+# .. math::
+#
+#    \begin{aligned}
+#    dQ &= \sigma\, dS\, K \\
+#    dK &= \sigma\, dS^\top Q
+#    \end{aligned}
+#
+# *Step 6: P from lse.* By definition :math:`\mathrm{lse} = \log \sum_j e^{s_j}`. So a weight needs
+# no maximum, no sum and no division any more:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    p_j &= e^{s_j} / e^{\mathrm{lse}} = e^{s_j - \mathrm{lse}} \\
+#    &= 2^{\,s_j \log_2 e \;-\; \mathrm{lse} \log_2 e}
+#    \end{aligned}
+#
+# The hardware has :math:`2^x`. The scale and :math:`\log_2 e` are one factor, and
+# :math:`\mathrm{lse} \log_2 e` is one number a query. What is left for each pair is one
+# multiplication with subtraction, and one ``exp2``.
+#
+# *Step 7: lse has a gradient, too.* A caller may use it, to merge two attentions for instance.
+# From its definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A gradient
+# :math:`d\mathrm{lse}` thus adds
+#
+# .. math::
+#
+#    \begin{aligned}
+#    ds &= p \circ (dp - D) + p\, d\mathrm{lse} \\
+#    &= p \circ \big( dp - (D - d\mathrm{lse}) \big)
+#    \end{aligned}
+#
+# It is one subtraction from ``delta``, before anything else begins. The steps in numbers:
+
+from torch.autograd.functional import jacobian
+
+q = torch.randn(4, 3, dtype=torch.float64)
+k, v = torch.randn(2, 6, 3, dtype=torch.float64)
+do, dlse = torch.randn_like(q), torch.randn(4, dtype=torch.float64)
+sigma = 3**-0.5
+
+s = sigma * q @ k.T
+p = s.softmax(-1)
+out, lse = p @ v, s.logsumexp(-1)
+
+dv, dp = p.T @ do, do @ v.T
+J = p[0].diag() - torch.outer(p[0], p[0])
+D = (do * out).sum(-1)
+ds = p * (dp - D[:, None])
+dq, dk = sigma * ds @ k, sigma * ds.T @ q
+
+# %%
+
+
+def true(output, x):
+    return jacobian(lambda x: (output(x) * do).sum(), x)
+
+
+def with_lse(s):
+    return (s.softmax(-1) @ v * do).sum() + (s.logsumexp(-1) * dlse).sum()
+
+
+log2e = math.log2(math.e)
+steps = {
+    "1: dV": (dv, true(lambda v: p @ v, v)),
+    "1: dP": (dp, true(lambda p: p @ v, p)),
+    "2: J of a row": (J, jacobian(lambda s: s.softmax(-1), s[0])),
+    "3: ds by J": (J @ dp[0], true(lambda s: s.softmax(-1) @ v, s)[0]),
+    "4: D": (D, (p * dp).sum(-1)),
+    "4: dS by D": (ds, true(lambda s: s.softmax(-1) @ v, s)),
+    "5: dQ": (dq, true(lambda q: (sigma * q @ k.T).softmax(-1) @ v, q)),
+    "5: dK": (dk, true(lambda k: (sigma * q @ k.T).softmax(-1) @ v, k)),
+    "6: P by exp2": (torch.exp2(s * log2e - (lse * log2e)[:, None]), p),
+    "7: dS with dlse": (p * (dp - (D - dlse)[:, None]), jacobian(with_lse, s)),
+}
+
+# %%
+
+rows = []
+for step, (ours, expected) in steps.items():
+    off = (ours - expected).abs().max().item()
+    rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
+assert all(row["right"] for row in rows)
+lab.table(rows, "Each step against automatic differentiation, float64")
+
+# %%
+# In tiles, in PyTorch
+# --------------------
+#
+# Nothing in these formulas needs a whole row any more. With ``lse`` and ``delta`` at hand, each
+# pair of a tile of queries and a tile of keys stands alone. Its contributions to ``dq``, ``dk``
+# and ``dv`` are added up. This is the whole algorithm, in PyTorch:
+
+lab.source(tiled.tiled_backward)
+
+# %%
+# ``key_tiles`` yields the stages of the forward chapter: tiles that all queries see, tiles that
+# some see and that are masked, and no others. Is it right? ``gradcheck`` moves each input a little
+# and watches the output. The tiles are small and of unequal sides, and no length is a multiple of
+# them.
+
+rows = []
+for is_causal in (False, True):
+    for seqlen_q, seqlen_k in ((7, 7), (5, 8), (8, 5)):
+        inputs = [
+            torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
+            for n in (seqlen_q, seqlen_k, seqlen_k)
+        ]
+        options = {"is_causal": is_causal, "block_m": 3, "block_n": 2}
+        passed = torch.autograd.gradcheck(
+            lambda *x, options=options: tiled.tiled_attention(*x, **options), inputs
+        )
+        row = {"queries": seqlen_q, "keys": seqlen_k, "causal": str(is_causal)}
+        rows.append(row | {"gradcheck": passed})
+assert all(row["gradcheck"] for row in rows)
+lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64")
+
+# %%
+# Who owns what?
+# --------------
+#
+# Now many programs work at once. Look at the three lines with ``+=``. The gradient of a *query* is
+# a sum over keys. The gradients of a *key* and its value are sums over queries. So no way of
+# dealing out the pairs keeps all three sums private.
+#
+# **Two sweeps.** In the first, a program owns a tile of keys. It holds ``k`` and ``v``, and
+# queries stream past. It alone adds to its ``dk`` and ``dv``, in registers. In the second, a
+# program owns a tile of queries, keys stream past, and it alone adds to its ``dq``.
+#
+# .. image:: /figures/attention-backward-sweeps.svg
+#    :alt: Two maps of five by five tiles, rows for queries, columns for keys. Tiles above the
+#          diagonal are dashed: nobody visits them. Left: a program owns a column. It keeps k and
+#          v, q and do stream down from the diagonal, and dk and dv come out below. Right: a
+#          program owns a row. It keeps q and do, k and v stream to the right up to the diagonal,
+#          and dq comes out.
+#
+# Nobody shares anything. The price is that :math:`P` and :math:`dP` are computed twice. The first
+# sweep takes four products, for :math:`S`, :math:`dP`, :math:`dV` and :math:`dK`. The second takes
+# three, for :math:`S`, :math:`dP` and :math:`dQ`. That is seven products where five would do.
+#
+# **One sweep.** A program owns a tile of keys, and computes all three. ``dk`` and ``dv`` stay in
+# registers as before. Its share of ``dq`` it *adds in memory*, tile after tile.
+#
+# .. image:: /figures/attention-backward-one-sweep.svg
+#    :alt: Four programs, each with its column of tiles, from the diagonal down. Below each column
+#          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
+#          memory. From the last row of tiles, four programs add to one place of dq, in any order.
+#
+# These are five products. But the additions have to be *atomic*: read, add and write in one step
+# that nobody can interrupt. Atomics have no order. So the last bits of ``dq`` differ between runs.
+# And a sum of many terms must be kept in float32, in a buffer of its own: that is the memory that
+# we saw.
+#
+# What do the additions cost? For a tile of :math:`B` keys, each query adds :math:`4d` bytes. The
+# two products that are saved are :math:`4 B d` operations for that query. So a byte added saves as
+# many operations as a tile has keys. It is not clear which is better. We have to build both.
+#
+# The kernels
+# -----------
+#
+# **Before the sweeps.** A small kernel computes ``delta``. ``None`` is a constant for Triton:
+# without a gradient of ``lse``, the last two lines are not even compiled.
+
+lab.source(kernels._preprocess_kernel, "delta")
+
+# %%
+# It also converts ``lse`` to base 2, once. And it takes care of two kinds of rows once and for
+# all: a query that sees no key has ``lse`` :math:`-\infty`, and queries past the end are there
+# because the last tile must be full. Their ``lse`` becomes :math:`+\infty`. Then :math:`2^{s -
+# \infty} = 0`: they weigh nothing, and no sweep has to ask.
+
+lab.source(kernels._preprocess_kernel, "guard")
+
+# %%
+# **The sweep over queries.** A program takes a tile of keys. The order is the heaviest first: in a
+# causal sweep the *first* keys are seen by the most queries.
+
+lab.source(kernels._dkdv_kernel, "place")
+
+# %%
+# Which queries come past? In a causal sweep, no query before its key. Then some tiles in which
+# some pairs are masked, up to ``middle``. From there on, every query sees every key of the tile.
+# The length difference ``shift`` moves the diagonal.
+
+lab.source(kernels._dkdv_kernel, "stages")
+
+# %%
+# Why is there no mask for keys past the end? They were loaded as zeros. Each only spoils its own
+# row of ``dk`` and ``dv``, and that row is never stored. ``dq`` would be a different matter, so
+# one sweep has to mask them.
+#
+# Now the loop. It begins with step 6, but with everything transposed: keys are rows.
+
+lab.source(kernels._sweep_queries, "recompute")
+
+# %%
+# Why :math:`S^\top = K Q^\top`? Look at what comes next: :math:`dV = P^\top dO`. On Hopper, a
+# product takes its *left* factor from registers or from shared memory, and its right factor from
+# shared memory only. And what a product leaves in registers is laid out as a left factor for the
+# next. Computed as :math:`S`, the weights would have to be transposed first, through shared
+# memory. Computed as :math:`S^\top`, they are in place. The same holds for :math:`dS^\top` and
+# :math:`dK = dS^\top Q`. And why this order of lines? A product runs beside other work until
+# somebody waits for it. That of ``dv`` runs while :math:`dS` is computed.
+
+lab.source(kernels._sweep_queries, "gradients")
+
+# %%
+# Is that so? Here is a kernel for ``dv`` alone, which can do it both ways.
+
+
+@triton.jit
+def _dv_kernel(
+    q_ptr, k_ptr, do_ptr, lse_ptr, dv_ptr, n_queries, scale_log2,
+    TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    own = tl.program_id(0) * BLOCK + rows
+    k = tl.load(k_ptr + own * HEAD_DIM + cols)
+    dv = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
+    for start in range(0, n_queries, BLOCK):
+        q = tl.load(q_ptr + (start + rows) * HEAD_DIM + cols)
+        do = tl.load(do_ptr + (start + rows) * HEAD_DIM + cols)
+        lse_log2 = tl.load(lse_ptr + start + tl.arange(0, BLOCK))
+        if TRANSPOSED:
+            p_t = tl.exp2(tl.dot(k, q.T) * scale_log2 - lse_log2[None, :])
+        else:
+            p = tl.exp2(tl.dot(q, k.T) * scale_log2 - lse_log2[:, None])
+            p_t = p.T
+        dv = tl.dot(p_t.to(do.dtype), do, dv)
+    tl.store(dv_ptr + own * HEAD_DIM + cols, dv.to(dv_ptr.dtype.element_ty))
+
+
+# %%
+
+
+def relative(x, truth):
+    return ((x.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+def dv_of(q, k, do, transposed, block):
+    s = q.double() @ k.double().T * q.shape[1] ** -0.5
+    lse_log2 = (s.logsumexp(-1) * log2e).float()
+    dv = torch.empty_like(k)
+    compiled = _dv_kernel[(len(k) // block,)](
+        q, k, do, lse_log2, dv, len(q), q.shape[1] ** -0.5 * log2e, transposed, block,
+        q.shape[1],
+    )  # fmt: skip
+    return dv, s.softmax(-1).T @ do.double(), compiled
+
+
+size = (64, 32) if runtime.INTERPRETED else (1024, 128)
+q, k, do = torch.randn(3, *size, device=runtime.DEVICE, dtype=torch.float16).unbind()
+theirs = (q @ k.T * size[1] ** -0.5).softmax(-1).T @ do
+dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
+lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
+
+# %%
+# What did the compiler make of the two? ``stmatrix`` is the instruction with which the threads of
+# a warp put their parts of a matrix into shared memory, so that it can be read in another order.
+
+
+def both_ways():
+    q, k, do = torch.randn(3, 8192, 128, device=runtime.DEVICE, dtype=torch.float16)
+    rows, zeros = [], torch.zeros(8192, device=runtime.DEVICE)
+    for name, transposed in {"S transposed": True, "P transposed": False}.items():
+        dv, truth, compiled = dv_of(q, k, do, transposed, 64)
+
+        def run(way=transposed, dv=dv):
+            _dv_kernel[(128,)](q, k, do, zeros, dv, 8192, 0.1, way, 64, 128)
+
+        rows.append(
+            {
+                "way": name,
+                "error of dv": f"{relative(dv, truth):.0e}",
+                "stmatrix": compiled.asm["ptx"].count("stmatrix"),
+                "shared memory, bytes": compiled.metadata.shared,
+                "milliseconds": round(triton.testing.do_bench(run), 3),
+            }
+        )
+    return rows
+
+
+lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
+
+# %%
+# With grouped heads, several query heads read the same keys. Their contributions belong to the
+# same ``dk`` and ``dv``. So the program that owns the keys goes over all these heads. No copies of
+# ``k`` and ``v`` are made, and nothing is added up afterwards.
+
+lab.source(kernels._dkdv_kernel, "sweep")
+
+# %%
+# At the end ``dk`` gets its scale, once. In the loop it would be a multiplication for each pair.
+
+lab.source(kernels._dkdv_kernel, "write")
+
+# %%
+# **The sweep over keys** is the mirror image. :math:`dS` is the *left* factor of :math:`dQ = dS\,
+# K`. So here nothing is transposed.
+
+lab.source(kernels._sweep_keys)
+
+# %%
+# The stages are those of the forward pass. Its last queries see the most keys, and come first.
+
+lab.source(kernels._dq_kernel, "stages")
+
+# %%
+# **One sweep** has these lines more. :math:`dS^\top` is what the program has, and now :math:`dS`
+# is needed. So this one has to be turned in shared memory after all. A descriptor lets the copy
+# engine do the additions, a whole tile with one instruction. Older GPUs add element by element.
+
+lab.source(kernels._sweep_queries, "add")
+
+# %%
+# The host decides. ``deterministic=True`` is the default of ``attention``.
+
+lab.source(kernels._attention_backward)
+
+# %%
+# Autograd sees one function. It saves its inputs, ``out`` and ``lse``.
+
+lab.source(operator._Attention)
+
+# %%
+# Which tiles are visited?
+# ------------------------
+#
+# A causal gradient needs about half of the pairs. The stages claim that no other tile is touched.
+# Can we see that from outside? With a dye. NaN spreads through every product, even where its
+# weight is zero: :math:`0 \cdot \mathrm{NaN}` is NaN. So we put NaN in one tile of ``do`` and look
+# which tiles of ``dv`` come out stained. Those programs have read that tile, whatever they masked.
+# For the other sweep, we stain a tile of ``v`` and look at ``dq``.
+
+
+def stains(x, block):
+    return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
+
+
+# %%
+
+
+def visited(is_causal):
+    q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
+    first, second = (kernels._config(sweep, q) for sweep in ("dkdv", "dq"))
+    sides = first.block_m, first.block_n, second.block_m, second.block_n
+    n = max(192, 3 * max(sides))
+    q, k, v, do = torch.randn(4, 1, 1, n, 16, device=q.device, dtype=q.dtype).unbind()
+    out, lse = _attention_forward(q, k, v, is_causal, 0.25)
+    rest = (*kernels._preprocess(out, lse, do, None), is_causal, 0.25)
+    by_keys, by_queries = [], []
+    for start in range(0, n, first.block_m):
+        dyed = do.clone()
+        dyed[:, :, start : start + first.block_m] = nan
+        _, dv = kernels._keys_backward(q, k, v, dyed, *rest)
+        by_keys.append(stains(dv, first.block_n))
+    for start in range(0, n, second.block_n):
+        dyed = v.clone()
+        dyed[:, :, start : start + second.block_n] = nan
+        dq = kernels._queries_backward(q, k, dyed, do, *rest)
+        by_queries.append(stains(dq, second.block_m))
+    by_queries = [list(row) for row in zip(*by_queries, strict=True)]
+    return {"dk and dv": (by_keys, first), "dq": (by_queries, second)}
+
+
+# %%
+
+rows = []
+for is_causal in (False, True):
+    with runtime.launching_on(q):
+        maps = visited(is_causal)
+    for sweep, (stained, config) in maps.items():
+        n = len(stained) * config.block_m
+        pairs = visible(n, n) if is_causal else torch.ones(n, n)
+        blocks = pairs.view(len(stained), config.block_m, -1, config.block_n)
+        needed = blocks.bool().any(3).any(1).tolist()
+        assert stained == needed
+        rows.append(
+            {
+                "sweep": sweep,
+                "mask": "causal" if is_causal else "full",
+                "tile": f"{config.block_m} × {config.block_n}",
+                "of tiles": len(stained) * len(stained[0]),
+                "visited": sum(map(sum, stained)),
+                "just those needed": stained == needed,
+            }
+        )
+lab.table(rows, "Tiles that each sweep visits, found with a dye")
+
+# %%
+# And the map itself, of the causal sweep for ``dk`` and ``dv``. Rows are tiles of queries, columns
+# tiles of keys.
+
+stained, config = maps["dk and dv"]
+lab.table(
+    [
+        {"queries from": i * config.block_m}
+        | {f"{j * config.block_n}": "yes" if hit else "–" for j, hit in enumerate(row)}
+        for i, row in enumerate(stained)
+    ],
+    "Causal, dk and dv: visited tiles, by the first key of the tile",
+)
+
+# %%
+# **And if it forgets that it is causal?** A widely copied kernel has had a backward pass that took
+# no notice of the flag. It was causal always, and so was its test. We can do the same, in both
+# directions: forward with one mask, backward with the other.
+
+
+q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
+rows = []
+for forward_mask in (False, True):
+    out, lse = reference.attention(q, k, v, forward_mask)
+    truths = reference.attention_backward(q, k, v, do, forward_mask)
+    for backward_mask in (False, True):
+        with runtime.launching_on(q):
+            grads = kernels._attention_backward(
+                q, k, v, out.float(), lse.float(), do, backward_mask, 32**-0.5, True
+            )
+        row = {"forward": "causal" if forward_mask else "full"}
+        row["backward"] = "causal" if backward_mask else "full"
+        for name, ours, truth in zip(("dq", "dk", "dv"), grads, truths, strict=True):
+            row[name] = f"{relative(ours, truth):.1e}"
+        rows.append(row)
+lab.table(rows, "Relative error, when the two passes do not have the same mask")
+
+# %%
+# All three are wrong, and nothing crashes. Why are they so *much* wrong, where backward sees too
+# much? The ``lse`` is that of the visible keys. For the others, :math:`e^{s - \mathrm{lse}}` is no
+# weight at all, and may exceed 1.
+
+# sum of a row of exp(s - lse), over all keys
+s = 32**-0.5 * q.double() @ k.double().mT
+_, lse = reference.attention(q, k, v, True)
+sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
+lab.table(
+    [{"query": i, "sum of its weights": f"{sums[i]:.2f}"} for i in (0, 1, 10, 50, 99)],
+    "Causal lse with all keys",
+)
+
+# %%
+# Is it right?
+# ------------
+#
+# All three gradients are checked against float64, in all dtypes, in both modes. PyTorch's error is
+# that of the formula in the same dtype. In float32 we may err eight times as much: tiles are
+# summed in another order, and an exponent that was scaled and shifted is rounded once more.
+
+
+def gradients(operator, q, k, v, do):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(operator(*inputs), inputs, do)
+
+
+def grouped(is_causal):
+    def run(q, k, v):
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        return standard_attention(q, k, v, is_causal)
+
+    return run
+
+
+def ours(is_causal, deterministic):
+    options = {"is_causal": is_causal, "deterministic": deterministic}
+    return lambda q, k, v: attention(q, k, v, enable_gqa=True, **options)
+
+
+# %%
+
+
+def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
+    batch, heads, heads_k, seqlen_q, seqlen_k, dim = sizes
+    q, k, v, do = (
+        torch.randn(batch, *size, dim, device=runtime.DEVICE).to(dtype)
+        for size in (
+            (heads, seqlen_q),
+            (heads_k, seqlen_k),
+            (heads_k, seqlen_k),
+            (heads, seqlen_q),
+        )
+    )
+    if expanded:
+        do = do[:1, :1, :1].expand_as(q)
+    results = gradients(ours(is_causal, deterministic), q, k, v, do)
+    theirs = gradients(grouped(is_causal), q, k, v, do)
+    truths = reference.attention_backward(q, k, v, do, is_causal)
+    mask = "causal" if is_causal else "full"
+    sweeps = "two sweeps" if deterministic else "one sweep"
+    what = f"{seqlen_q} × {seqlen_k}, {dim}, {mask}, {sweeps}{note}"
+    factor = 8 if dtype == torch.float32 else 2
+    for row in zip(("dq", "dk", "dv"), results, theirs, truths, strict=True):
+        yield lab.Case(what, *row, factor)
+
+
+# %%
+
+half, single = torch.float16, torch.float32
+plain = (2, 2, 2, 45, 45, 32) if runtime.INTERPRETED else (2, 4, 4, 1000, 1000, 128)
+lab.check(
+    "The gradients, batch and heads above 1",
+    [
+        case
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for is_causal in (False, True)
+        for deterministic in (True, False)
+        for case in cases(plain, dtype, is_causal, deterministic)
+    ],
+)
+
+# %%
+# Then everything that is awkward: one query, fewer queries than keys, more queries than keys (in a
+# causal mask the first of them see nothing), query heads that share keys, a head_dim that is no
+# power of two, and an expanded gradient, which repeats one row without storing it again.
+
+awkward = [
+    ((2, 2, 2, 1, 70, 64), half, False, True),
+    ((1, 2, 2, 33, 70, 32), half, True, True, ""),
+    ((1, 2, 2, 33, 70, 32), half, True, False, ""),
+    ((1, 2, 2, 70, 33, 32), half, True, True, ", masked rows"),
+    ((1, 2, 2, 70, 33, 32), half, True, False, ", masked rows"),
+    ((1, 4, 2, 40, 50, 32), single, True, True, ", grouped heads"),
+    ((1, 4, 1, 40, 50, 32), single, False, False, ", grouped heads"),
+    ((1, 2, 2, 40, 40, 80), single, True, True, ""),
+    ((1, 2, 2, 40, 40, 17), single, False, False, ""),
+    ((2, 2, 2, 40, 40, 32), single, True, True, ", expanded do", True),
+    ((2, 2, 2, 40, 40, 32), half, False, False, ", expanded do", True),
+]
+if not runtime.INTERPRETED:
+    awkward += [
+        ((1, 4, 2, 1000, 300, 64), torch.bfloat16, True, True, ", masked rows"),
+        ((1, 4, 1, 127, 2049, 128), torch.bfloat16, True, False, ", grouped heads"),
+        ((1, 2, 2, 300, 300, 256), torch.bfloat16, True, True),
+    ]
+lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
+
+# %%
+# What of a query that sees nothing? Its gradient is zero, and not NaN.
+
+q, do = torch.randn(2, 1, 2, 40, 32, device=runtime.DEVICE)
+k, v = torch.randn(2, 1, 2, 33, 32, device=runtime.DEVICE)
+dq, *_ = gradients(ours(True, True), q, k, v, do)
+zero = not dq[:, :, : 40 - 33].any()
+assert zero
+lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 keys")
+
+# %%
+# And where ``lse`` has a gradient of its own? Here the mask is full.
+
+dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
+weight = (do, dlse)
+inputs = [x.requires_grad_() for x in (q, k, v)]
+results = torch.autograd.grad(attention(*inputs, return_lse=True), inputs, weight)
+s = q @ k.mT * 32**-0.5
+dense = (s.softmax(-1) @ v, s.logsumexp(-1))
+theirs = torch.autograd.grad(dense, inputs, weight)
+truths = reference.attention_backward(q, k, v, do, dlse=dlse)
+lab.check(
+    "With a gradient of lse",
+    [
+        lab.Case("40 × 33, 32, full", *row, factor=8)
+        for row in zip(("dq", "dk", "dv"), results, theirs, truths, strict=True)
+    ],
+)
+
+# %%
+# Is it the same twice?
+# ---------------------
+#
+# Each mode runs a hundred times on the same input. Results are compared bit by bit.
+
+
+def runs_differ():
+    q, k, v, do = torch.randn(
+        4, 2, 16, 2048, 128, device=runtime.DEVICE, dtype=torch.bfloat16
+    ).unbind()
+    rows = []
+    for name, deterministic in {"two sweeps": True, "one sweep": False}.items():
+        run = ours(True, deterministic)
+        first = gradients(run, q, k, v, do)
+        unlike = {x: [] for x in ("dq", "dk", "dv")}
+        for _ in range(99):
+            for x, a, b in zip(unlike, gradients(run, q, k, v, do), first, strict=True):
+                unlike[x].append((a != b).sum().item())
+        for x, counts in unlike.items():
+            row = {"mode": name, "gradient": x}
+            row["runs unlike the first"] = sum(n > 0 for n in counts)
+            row["most numbers that differ, %"] = 100 * max(counts) / q.numel()
+            rows.append(row)
+    return rows
+
+
+repeated = lab.measure("A hundred causal backward passes on one input", runs_differ)
+repeated
+
+# %%
+
+# Reading
+unlike = {(row["mode"], row["gradient"]): row for row in repeated.rows}
+runs, share = "runs unlike the first", "most numbers that differ, %"
+
+
+def differ(mode, what):
+    return unlike.get((mode, what), {})
+
+
+lab.read(
+    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, and "
+    f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}. There up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.1f} % of the numbers of `dq` change. In `dk` it "
+    f"is {differ('one sweep', 'dk').get(runs, nan):.0f} runs, for `dk` is never added in memory."
+)
+
+# %%
+# How fast is it?
+# ---------------
+#
+# The limit is a product of two matrices of 8,192 by 8,192. Work is counted as the field counts it:
+# forward is :math:`4 M N d` operations a head, half of that if causal, and backward is 2.5 times
+# forward, whatever is *really* done. So two sweeps, with seven products for five, could reach
+# :math:`5/7` of the limit at best, if nothing but products took time. All points have 16,384
+# tokens and ``heads * head_dim`` of 2,048.
+#
+# First the ladder. "All tiles" is our two sweeps with the flag ignored: causal or not, they visit
+# every tile. Its result is wrong for a causal mask. But that is the least that a kernel takes that
+# masks tiles instead of skipping them.
+
+
+def points(*lengths, head_dims=(64, 128)):
+    return [
+        {
+            "seqlen": seqlen,
+            "batch": 16384 // seqlen,
+            "heads": 2048 // head_dim,
+            "head_dim": head_dim,
+            "mask": mask,
+            "part": part,
+        }
+        for head_dim in head_dims
+        for mask, part in (("full", 1.0), ("causal", 0.5))
+        for seqlen in lengths
+    ]
+
+
+WORK = "2.5 * 4 * batch * heads * seqlen * seqlen * head_dim * part"
+LIMIT = "2 * 8192 * 8192 * 8192"
+
+
+def matmul():
+    a, b = torch.randn(
+        2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16
+    ).unbind()
+    return lambda: a @ b
+
+
+# %%
+
+
+def inputs_of(batch, heads, seqlen, head_dim):
+    shape = (4, batch, heads, seqlen, head_dim)
+    q, k, v, do = torch.randn(
+        shape, device=runtime.DEVICE, dtype=torch.bfloat16
+    ).unbind()
+    return [x.requires_grad_() for x in (q, k, v)], do
+
+
+def backward_of(run, inputs, do):
+    if isinstance(run, lab.Absent):
+        return run
+    out = run()
+    return lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
+
+
+def tried(run, inputs, do):
+    torch.autograd.grad(run(), inputs, do)  # a library may refuse here, too
+    return run
+
+
+# %%
+
+
+def all_tiles(q, k, v, do, is_causal):
+    q, k, v = (x.detach() for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    out, lse = _attention_forward(q, k, v, is_causal, scale)
+    return lambda: kernels._attention_backward(
+        q, k, v, out, lse, do, False, scale, True
+    )
+
+
+def in_tiles(q, k, v, do, is_causal):
+    q, k, v = (x.detach() for x in (q, k, v))
+    options = {"is_causal": is_causal, "block_m": 512, "block_n": 512}
+    out, lse = tiled.tiled_forward(q, k, v, **options)
+    return lambda: tiled.tiled_backward(q, k, v, out, lse, do, **options)
+
+
+# %%
+
+
+def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
+    is_causal = mask == "causal"
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
+    compiled = torch.compile(standard_attention)
+    runs = {
+        "standard attention": lambda: standard_attention(*inputs, is_causal),
+        "torch.compile": lambda: compiled(*inputs, is_causal),
+    }
+    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
+    runs |= {
+        "tiled PyTorch": in_tiles(*inputs, do, is_causal),
+        "all tiles": all_tiles(*inputs, do, is_causal),
+    }
+    for name, deterministic in MODES.items():
+        run = ours(is_causal, deterministic)
+        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
+    return {"matmul": matmul()} | runs
+
+
+# %%
+
+MODES = {"Kernel Book": True, "Kernel Book, one sweep": False}
+RUNGS = ["standard attention", "torch.compile", "tiled PyTorch", "all tiles", *MODES]
+ladder = lab.bench(
+    "ladder",
+    points(4096, head_dims=(128,)),
+    ladder_providers,
+    limit="matmul",
+    work=WORK,
+    limit_work=LIMIT,
+    unit="TFLOP/s",
+)
+lab.ladder(
+    ladder,
+    "Backward, 4,096 tokens, head_dim 128, bfloat16",
+    RUNGS,
+    by="mask",
+    where={"seqlen": 4096},
+)
+
+# %%
+
+# Reading
+share = {
+    (name, mask): 100 * ladder.share(name, mask=mask)
+    for name in RUNGS
+    for mask in ("full", "causal")
+}
+skipping = ladder.milliseconds_at("all tiles", mask="causal")
+skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
+lab.read(
+    f"With a full mask the formula reaches {share['standard attention', 'full']:.0f} % of a "
+    f"product, two sweeps {share['Kernel Book', 'full']:.0f} % and one sweep "
+    f"{share['Kernel Book, one sweep', 'full']:.0f} %. With a causal mask the formula falls to "
+    f"{share['standard attention', 'causal']:.0f} %, for it computes what it then masks. Two "
+    f"sweeps reach {share['Kernel Book', 'causal']:.0f} % and one sweep "
+    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. Visiting all tiles takes "
+    f"{skipping:.2f} times as long as skipping."
+)
+
+# %%
+# Now beside the others. PyTorch's ``scaled_dot_product_attention`` has two backends here, and each
+# is forced by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels are
+# written in CuTe. All are called through autograd, backward only.
+
+from torch.nn.attention import SDPBackend
+
+
+def sdpa(backend, inputs, do, is_causal):
+    def use(module):
+        def run():
+            with module.sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+
+        return tried(run, inputs, do)
+
+    return lab.peer("torch.nn.attention", use)
+
+
+def flex(inputs, do, is_causal):
+    def use(module):
+        mask, n = None, inputs[0].shape[2]
+        if is_causal:
+            mask = module.create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, n, n, device=runtime.DEVICE
+            )
+        compiled = torch.compile(module.flex_attention, dynamic=False)
+        return tried(lambda: compiled(*inputs, block_mask=mask), inputs, do)
+
+    return lab.peer("torch.nn.attention.flex_attention", use)
+
+
+# %%
+
+
+def flash(inputs, do, is_causal):
+    q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    do = do.transpose(1, 2).contiguous()
+
+    def use(module):
+        def run():
+            out = module.flash_attn_func(*inputs, causal=is_causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return tried(run, inputs, do)
+
+    return backward_of(lab.peer("flash_attn.cute.interface", use), inputs, do)
+
+
+# %%
+
+
+def providers(seqlen, batch, heads, head_dim, mask, part):
+    is_causal = mask == "causal"
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
+    runs = {
+        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, inputs, do, is_causal),
+        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, inputs, do, is_causal),
+        "FlexAttention": flex(inputs, do, is_causal),
+    }
+    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
+    runs |= {"FlashAttention": flash(inputs, do, is_causal)}
+    for name, deterministic in MODES.items():
+        run = ours(is_causal, deterministic)
+        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
+    return {"matmul": matmul()} | runs
+
+
+# %%
+
+LENGTHS = (1024, 4096, 16384)
+backward = lab.bench(
+    "backward",
+    points(*LENGTHS),
+    providers,
+    limit="matmul",
+    work=WORK,
+    limit_work=LIMIT,
+    unit="TFLOP/s",
+)
+lab.plot(
+    backward,
+    "Backward, head_dim 128, full, bfloat16",
+    where={"head_dim": 128, "mask": "full"},
+)
+
+# %%
+
+lab.plot(
+    backward,
+    "Backward, head_dim 128, causal, bfloat16",
+    where={"head_dim": 128, "mask": "causal"},
+)
+
+# %%
+
+lab.plot(
+    backward,
+    "Backward, head_dim 64, full, bfloat16",
+    where={"head_dim": 64, "mask": "full"},
+)
+
+# %%
+
+lab.plot(
+    backward,
+    "Backward, head_dim 64, causal, bfloat16",
+    where={"head_dim": 64, "mask": "causal"},
+)
+
+# %%
+
+# Reading
+PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
+
+
+def summary(head_dim):
+    for mask in ("full", "causal"):
+        where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
+        two, one = (backward.rate(name, **where) for name in MODES)
+        rates = {name: backward.rate(name, **where) for name in PEERS}
+        rates = {name: rate for name, rate in rates.items() if rate == rate}
+        peer = max(rates, key=rates.get, default="none")
+        yield (
+            f"At head_dim {head_dim}, {mask}, 16,384 tokens: two sweeps "
+            f"{two:.0f} TFLOP/s, one sweep {one:.0f}, the fastest library ({peer}) "
+            f"{rates.get(peer, nan):.0f}."
+        )
+
+
+faster = sum(
+    backward.rate("Kernel Book, one sweep", **point)
+    > backward.rate("Kernel Book", **point)
+    for point in points(*LENGTHS)
+)
+best = max(
+    (backward.share("Kernel Book", **point) for point in points(*LENGTHS)),
+    default=nan,
+)
+lab.read(
+    f"{' '.join([*summary(128), *summary(64)])} One sweep is the faster of our two modes at "
+    f"{faster} of {len(points(*LENGTHS))} points. Two sweeps reach {100 * best:.0f} % of a product "
+    f"at best, and seven products for five allow {100 * 5 / 7:.0f} %."
+)
+
+# %%
+# Which of these are the same in every run? A fast sweep that adds ``dq`` in any order should be
+# compared with one that does so, too.
+
+
+def peers_differ():
+    runs = providers(4096, 4, 16, 128, "causal", 0.5)
+    rows = []
+    for name, run in runs.items():
+        if name == "matmul" or isinstance(run, lab.Absent):
+            continue
+        first, *others = (run()[0] for _ in range(20))
+        different = sum(not torch.equal(dq, first) for dq in others)
+        rows.append({"version": name, "of 19 runs, dq unlike the first": different})
+    return rows
+
+
+lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
+
+# %%
+# What did the compiler make of the kernels? Two sums of 128 columns, two operands and two tiles of
+# scores want registers at the same time.
+
+
+def launch(head_dim, deterministic):
+    q, do = torch.randn(
+        2, 1, 2, 256, head_dim, device=runtime.DEVICE, dtype=torch.bfloat16
+    ).unbind()
+    lse, scale = torch.zeros(1, 2, 256, device=runtime.DEVICE), head_dim**-0.5
+    return lambda: kernels._attention_backward(
+        q, q, q, q, lse, do, True, scale, deterministic
+    )
+
+
+facts = lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"head_dim {head_dim}, {'two sweeps' if deterministic else 'one sweep'}": launch(
+            head_dim, deterministic
+        )
+        for head_dim in (64, 128)
+        for deterministic in (True, False)
+    },
+)
+facts
+
+# %%
+
+# Reading
+sweeps = [row for row in facts.rows if row["kernel"] != "_preprocess_kernel"]
+lab.read(
+    f"A thread can have 255 registers. The sweeps take up to "
+    f"{max((row['registers'] for row in sweeps), default=nan):.0f} of them, and "
+    f"{sum(row['spills'] for row in sweeps) if sweeps else nan:.0f} values spill."
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# The formula is short, and each of its parts can be forgotten. Here it is once right, and with one
+# mistake at a time.
+
+
+def with_mistake(q, k, v, do, mistake):
+    scale, factor = q.shape[-1] ** -0.5, log2e
+    s = scale * q @ k.mT
+    out, lse = s.softmax(-1) @ v, s.logsumexp(-1)
+    delta = (do * out).sum(-1, keepdim=True)
+    if mistake == "delta left out":
+        delta = 0.0
+    if mistake == "lse not converted to base 2":
+        factor = 1.0
+    if mistake == "lse in bfloat16":
+        lse = lse.bfloat16().to(q)
+    p = torch.exp2(s * log2e - (lse * factor)[..., None])
+    ds = p * (do @ v.mT - delta)
+    dq, dk = scale * ds @ k, scale * ds.mT @ q
+    if mistake == "dk without its scale":
+        dk = ds.mT @ q
+    return dq, dk, p.mT @ do
+
+
+# %%
+
+MISTAKES = (
+    "none",
+    "delta left out",
+    "lse not converted to base 2",
+    "lse in bfloat16",
+    "dk without its scale",
+)
+q, k, v, do = torch.randn(4, 1, 1, 200, 64, device=runtime.DEVICE).unbind()
+truths = reference.attention_backward(q, k, v, do)
+rows = []
+for mistake in MISTAKES:
+    row = {"mistake": mistake}
+    for name, x, truth in zip(
+        ("dq", "dk", "dv"), with_mistake(q, k, v, do, mistake), truths, strict=True
+    ):
+        row[name] = f"{relative(x, truth):.0e}"
+    rows.append(row)
+lab.table(rows, "Relative error of the three gradients, float32")
+
+# %%
+# A test of ``dv`` alone finds two of the four. A test with ``scale=1`` would miss the last. And
+# ``lse`` in 16 bits makes every weight of a row wrong by one factor. All else was float32, and the
+# error is as large as if nothing were.
+#
+# **An expanded gradient is read as if it were contiguous.** ``out.sum().backward()`` makes a
+# ``do`` that has *one* number in memory: all its strides are zero. A kernel that computes its own
+# offsets reads whatever lies behind. Here a buffer stands for that memory.
+
+q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
+memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
+expanded = memory_behind[:1].expand(q.shape)
+as_if_contiguous = memory_behind.view(q.shape)
+out, lse = reference.attention(q, k, v)
+truths = reference.attention_backward(q, k, v, expanded)
+rows = []
+for name, do in {
+    "as attention does": common._fit(expanded),
+    "as if contiguous": as_if_contiguous,
+}.items():
+    with runtime.launching_on(q):
+        grads = kernels._attention_backward(
+            q, k, v, out.float(), lse.float(), do, False, 32**-0.5, True
+        )
+    row = {"do is read": name}
+    row |= {
+        x: f"{relative(a, b):.0e}"
+        for x, a, b in zip(("dq", "dk", "dv"), grads, truths, strict=True)
+    }
+    rows.append(row)
+lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
+
+# %%
+# A descriptor cannot have a stride of zero in its last dimension. So ``attention`` copies such a
+# gradient first. A transposed one it reads where it lies.
+#
+# Exercises
+# ---------
+#
+# **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
+# key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
+# gradient? Write a kernel that owns a tile of queries of one head and leaves one number. No matrix
+# may be stored, and the result must be the same in every run.
+
+# %%
+
+# Solution: the gradient of a bias
+#
+# The bias is added to the score, so its gradient is dS. The slope's is the sum of dS times (j -
+# i).
+
+
+@triton.jit
+def _slope_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, slope_ptr, part_ptr, n, scale,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    cols = tl.arange(0, HEAD_DIM)[None, :]
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    offsets = (head * n + rows)[:, None] * HEAD_DIM + cols
+    q, do = tl.load(q_ptr + offsets), tl.load(do_ptr + offsets)
+    lse = tl.load(lse_ptr + head * n + rows)[:, None]
+    delta = tl.load(delta_ptr + head * n + rows)[:, None]
+    slope, total = tl.load(slope_ptr + head), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, (tile + 1) * BLOCK, BLOCK):
+        keys = start + tl.arange(0, BLOCK)
+        offsets = (head * n + keys)[:, None] * HEAD_DIM + cols
+        k, v = tl.load(k_ptr + offsets), tl.load(v_ptr + offsets)
+        distance = (keys[None, :] - rows[:, None]).to(tl.float32)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale + slope * distance
+        p = tl.where(distance <= 0, tl.exp(s - lse), 0.0)
+        dp = tl.dot(do, v.T, input_precision="ieee")
+        total += tl.sum(p * (dp - delta) * distance, axis=1)
+    tl.store(part_ptr + head * tl.num_programs(0) + tile, tl.sum(total, axis=0))
+
+
+# %%
+
+# Solution: the gradient of a bias, checked
+
+
+def alibi(q, k, v, slope):
+    n = q.shape[1]
+    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(n, device=q.device)
+    s = q @ k.mT * q.shape[-1] ** -0.5 + slope[:, None, None] * (j - i)
+    s = s.masked_fill(j > i, -torch.inf)
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
+def slope_gradient(q, k, v, slope, do):
+    slope = slope.clone().requires_grad_()
+    return torch.autograd.grad(alibi(q, k, v, slope)[0], slope, do)[0]
+
+
+q, k, v, do = torch.randn(4, 6, 64, 16, device=runtime.DEVICE).unbind()
+slope = 0.5 ** torch.arange(1, 7, device=runtime.DEVICE)
+out, lse = alibi(q, k, v, slope)
+parts = torch.empty(6, 4, device=runtime.DEVICE)
+tensors = (q, k, v, do, lse, (do * out).sum(-1), slope, parts)
+_slope_bwd_kernel[(4, 6)](*tensors, 64, 0.25, BLOCK=16, HEAD_DIM=16)
+theirs = slope_gradient(q, k, v, slope, do)
+truth = slope_gradient(*(x.double() for x in (q, k, v, slope, do)))
+lab.check(
+    "Slopes of six heads",
+    [lab.Case("64 × 64, 16", "slope", parts.sum(1), theirs, truth, factor=16)],
+)
+
+# %%
+# **2. Dropout inside attention.** Weights are dropped after the softmax, :math:`O = (P \circ Z)\,
+# V`, where :math:`Z` is 0 or :math:`1/(1 - p)`. What becomes of ``delta``? Write the tiled
+# backward so that no mask is stored: the mask of a pair is a function of a seed and of its index,
+# as in the chapter on dropout.
+
+# %%
+
+# Solution: dropout inside attention
+#
+# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. And D = sum_j p_j z_j (dO · v_j) = dO · O, with O as it
+# came out *after* dropout. So delta is computed as before.
+
+
+def mask_of(rows, keys, n_keys, p, seed):
+    index = rows[:, None] * n_keys + keys
+    return reference.keep_mask(index, p, seed, 7).double() / (1 - p)
+
+
+# %%
+
+# Solution: dropout inside attention, forward and backward
+
+
+class DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, p, seed):
+        i, j = torch.arange(len(q)), torch.arange(len(k))
+        s = q @ k.T
+        out = (s.softmax(-1) * mask_of(i, j, len(k), p, seed)) @ v
+        ctx.save_for_backward(q, k, v, out, s.logsumexp(-1))
+        ctx.p, ctx.seed = p, seed
+        return out
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        delta = (do * out).sum(-1, keepdim=True)
+        for i in torch.arange(len(q)).split(4):
+            for j in torch.arange(len(k)).split(3):
+                z = mask_of(i, j, len(k), ctx.p, ctx.seed)
+                p = (q[i] @ k[j].T - lse[i, None]).exp()
+                dv[j] += (p * z).T @ do[i]
+                ds = p * ((do[i] @ v[j].T) * z - delta[i])
+                dq[i] += ds @ k[j]
+                dk[j] += ds.T @ q[i]
+        return dq, dk, dv, None, None
+
+
+# %%
+
+# Solution: dropout inside attention, checked
+inputs = [
+    torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (10, 8, 8)
+]
+kept = mask_of(torch.arange(10), torch.arange(8), 8, 0.3, 7).bool().float().mean()
+passed = torch.autograd.gradcheck(DroppedAttention.apply, (*inputs, 0.3, 7))
+assert passed
+lab.table(
+    [{"kept": f"{kept:.0%}", "of": "10 × 8 pairs", "gradcheck": passed}],
+    "Dropout with p = 0.3, its mask recomputed in tiles of 4 × 3",
+)
+
+# %%
+# **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` throws away what a layer keeps, and
+# runs its forward pass again in backward. Attention's own backward already recomputes :math:`P`.
+# How many products does a step take then? Count the forward passes that really run, and see
+# whether the gradients change.
+
+# %%
+
+# Solution: checkpointing whole layers
+#
+# Without: 2 products forward, and 5 backward in one sweep. With: 2 more, so 9 for 7. Scores are
+# then computed three times: forward, forward again, and backward. Only out and lse of one layer at
+# a time are kept, instead of those of all layers.
+
+from torch.utils.checkpoint import checkpoint
+
+calls = 0
+
+
+def layer(x, w):
+    global calls
+    calls += 1
+    q, k, v = (x @ w).view(1, 40, 3, 2, 32).permute(2, 0, 3, 1, 4)
+    out = attention(q, k, v, is_causal=True)
+    return x + out.transpose(1, 2).reshape(x.shape)
+
+
+# %%
+
+# Solution: checkpointing whole layers, a step
+
+
+def step(wrapped):
+    global calls
+    calls, y = 0, x
+    for w in weights:
+        y = checkpoint(layer, y, w, use_reentrant=False) if wrapped else layer(y, w)
+    return torch.autograd.grad(y.sum(), weights), calls
+
+
+x = torch.randn(1, 40, 64, device=runtime.DEVICE)
+weights = [
+    (torch.randn(64, 192, device=runtime.DEVICE) / 8).requires_grad_() for _ in range(3)
+]
+
+# %%
+
+# Solution: checkpointing whole layers, counted
+plain_grads, once = step(False)
+again_grads, twice = step(True)
+same = all(torch.equal(a, b) for a, b in zip(plain_grads, again_grads, strict=True))
+assert (once, twice) == (3, 6)
+assert same
+lab.table(
+    [
+        {"layers": 3, "checkpoint": "no", "forward passes": once, "same bits": same},
+        {"layers": 3, "checkpoint": "yes", "forward passes": twice, "same bits": same},
+    ],
+    "A step of three layers of attention",
+)
+
+# %%
+# References
+# ----------
+#
+# - Dao, Fu, Ermon, Rudra, Ré. *FlashAttention: fast and memory-efficient exact attention with
+#   IO-awareness.* NeurIPS 2022.
+# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
+#   2024.
+# - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
+#   with asynchrony and low-precision.* NeurIPS 2024.
+# - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
+# - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
+#   attention kernels.* arXiv:2412.05496, 2024.
+# - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head
+#   checkpoints.* EMNLP 2023.
+# - Triton's issue 4541, https://github.com/triton-lang/triton/issues/4541, on a backward pass that
+#   ignored its causal flag, 2024.
+# - Press, Smith, Lewis. *Train short, test long: attention with linear biases enables input length
+#   extrapolation.* ICLR 2022.
+
+# %%
+
+# Closing
+reached = {
+    name: [backward.share(name, **point) for point in points(*LENGTHS)]
+    for name in MODES
+}
+lab.finish(
+    f"{min(reached['Kernel Book']):.0%} to {max(reached['Kernel Book']):.0%} of the speed of a "
+    f"matrix product, the same bits in every run; in one sweep "
+    f"{min(reached['Kernel Book, one sweep']):.0%} to "
+    f"{max(reached['Kernel Book, one sweep']):.0%}"
+)

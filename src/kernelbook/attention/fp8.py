@@ -1,0 +1,446 @@
+"""Attention with operands of 8 bits: forward only, for GPUs with FP8 products.
+
+    value = stored * descale,   out = softmax(scale * q k^T) v
+
+stored is float8_e4m3fn or float8_e5m2, and descale one float32 a tensor or one a (batch, head).
+Either v alone has 8 bits, and q and k have 16, or all three have 8. The algorithm is that of
+forward.py, with three additions:
+
+    descales   those of q and k are part of the scale of the scores; that of v multiplies the result
+    weights    p lies in [0, 1], where e4m3 has few numbers: p * 2^8 is what is rounded. Because
+               their sum is of p * 2^8 too, the average needs no correction
+    sums       Hopper adds FP8 products up in fewer bits than float32 has. Only the sum over one
+               tile is left to it; sums over tiles are float32
+
+The 8-bit product reads its second operand with the contracted dimension contiguous. For q k^T that
+is head_dim, as k lies already; for p v it is the keys, so v has to lie with keys contiguous.
+
+Sources: the formats: Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022;
+scaled weights and transposed values: Shah et al., "FlashAttention-3", arXiv:2407.08608, 2024.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.attention.common import (
+    ALIGNMENT,
+    LN2,
+    LOG2E,
+    Config,
+    _finite,
+    _load_tile,
+    _place,
+    capability,
+    describe,
+    fits,
+    head_block,
+    largest_that_fits,
+)
+from kernelbook.attention.forward import _heads_at_once
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+P_LOG2 = tl.constexpr(8)
+"""Weights are scaled to [0, 2^8]: the next power of two is above 448, the largest e4m3 number."""
+
+
+@triton.jit
+def _to_e4m3(p, dtype: tl.constexpr):
+    """Round numbers from 0 to 448 to float8_e4m3fn, for a product with numbers of this dtype.
+
+    In the interpreter 8-bit numbers are held in float32, and the result is too. There, half of the
+    last place kept is 2^-4 of the power of two below p, and adding 2^23 halves rounds to it.
+    """
+    if dtype == tl.float32:
+        power = (p.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        shift = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6 or more, times 1.5 * 2^20
+        return (p + shift) - shift
+    return p.to(tl.float8e4nv)
+
+
+@triton.jit
+def _load_values(v_desc, batch, head, start):
+    """Read values, (BLOCK_N, BLOCK_D), from where keys are contiguous; outside there are zeros."""
+    tile = v_desc.load([batch, head, 0, start])
+    return tl.reshape(tile, (tile.shape[2], tile.shape[3])).T
+
+
+@triton.jit
+def _load_descale(descale_ptr, index, step):
+    """Read the descale of a head, or 1 where there is none; step is 0 where heads share one."""
+    descale = 1.0
+    if descale_ptr is not None:
+        descale = tl.load(descale_ptr + index * step)
+    return descale
+
+
+@triton.jit
+def _attend_fp8(
+    acc,  # sum over keys of 2^8 * p * stored v so far, (BLOCK_M, BLOCK_D)
+    l_i,  # sum over keys of 2^8 * p so far, (BLOCK_M,)
+    m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    q,  # queries, (BLOCK_M, BLOCK_D)
+    k_desc,
+    v_desc,
+    batch,
+    head_k,
+    first_key,  # of the keys to attend to: a multiple of BLOCK_N
+    last_key,  # one past the last
+    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    scale_log2,  # turns a product of stored q and k into an exponent of 2
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some query does not see some of these keys
+    PROMOTED: tl.constexpr,  # whether tiles are added up in float32, not by the product itself
+):
+    """Attend to the keys from first_key to last_key, a tile at a time."""
+    for start_n in range(first_key, last_key, BLOCK_N):
+        # -- scores: one product, and what a query does not see is -inf
+        k = _load_tile(k_desc, batch, head_k, start_n)
+        qk = tl.dot(q, k.T)
+        if MASKED:
+            keys = start_n + tl.arange(0, BLOCK_N)
+            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+
+        # -- weights: times 2^8, by adding 8 to the exponent, and rounded
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1) * scale_log2)
+        m_exp = _finite(m_new) if MASKED else m_new
+        alpha = tl.exp2(m_i - m_exp)
+        p = tl.exp2(qk * scale_log2 - (m_exp - P_LOG2)[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        m_i = m_new
+
+        # -- accumulate: the product of a tile starts from zero, and float32 takes its sum
+        v = _load_values(v_desc, batch, head_k, start_n)
+        p = _to_e4m3(p, v.dtype)
+        if PROMOTED:
+            acc = acc * alpha[:, None] + tl.dot(p, v)
+        else:
+            acc = tl.dot(p, v, acc * alpha[:, None])
+    return acc, l_i, m_i
+
+
+@triton.jit
+def _attention_fp8_fwd_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
+    k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
+    v_desc,  # values, (batch, heads // group, HEAD_DIM, seqlen_k)
+    q_descale_ptr,  # one number, one for each (batch, head), or None
+    k_descale_ptr,
+    v_descale_ptr,
+    out_ptr,  # output, as the queries, contiguous
+    lse_ptr,  # natural logarithm of the sum of exponentials, (batch, heads, seqlen_q), contiguous
+    q_step,  # from the descale of one head to that of the next: 0 or 1
+    k_step,
+    v_step,
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    seqlen_q,
+    seqlen_k,
+    sm_scale,  # the scores are sm_scale * q k^T
+    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles take turns: see forward._heads_at_once
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
+    PROMOTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: which tile of which head; the last queries see the most keys and come first
+    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, batch_head = _place(n_tiles, batch_heads, HEADS_AT_ONCE)
+    batch, head_k = batch_head // heads, batch_head % heads // group
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    queries = start_m + tl.arange(0, BLOCK_M)
+
+    # -- load: the queries, and what turns stored numbers into values
+    q = _load_tile(q_desc, batch, batch_head % heads, start_m)
+    scale_log2 = sm_scale * LOG2E * _load_descale(q_descale_ptr, batch_head, q_step)
+    scale_log2 *= _load_descale(k_descale_ptr, batch_head // group, k_step)
+    v_descale = _load_descale(v_descale_ptr, batch_head // group, v_step)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
+    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
+    seen_by_all, seen_by_some = seqlen_k, seqlen_k
+    if IS_CAUSAL:
+        n_visible = tl.minimum(queries + 1 + (seqlen_k - seqlen_q), seqlen_k)
+        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + (seqlen_k - seqlen_q), seqlen_k), 0)
+        seen_by_some = tl.minimum(start_m + BLOCK_M + (seqlen_k - seqlen_q), seqlen_k)
+    whole = seen_by_all // BLOCK_N * BLOCK_N
+    acc, l_i, m_i = _attend_fp8(
+        acc, l_i, m_i, q, k_desc, v_desc, batch, head_k, 0, whole, n_visible,
+        scale_log2, BLOCK_N, False, PROMOTED,
+    )  # fmt: skip
+    if not ALL_WHOLE:
+        acc, l_i, m_i = _attend_fp8(
+            acc, l_i, m_i, q, k_desc, v_desc, batch, head_k, whole, seen_by_some, n_visible,
+            scale_log2, BLOCK_N, True, PROMOTED,
+        )  # fmt: skip
+
+    # -- write: the average, whose two sums are both of 2^8 * p, and the logarithm of one of them
+    out = acc * (v_descale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    cols = tl.arange(0, BLOCK_D)
+    inside = queries < seqlen_q
+    out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+    tl.store(lse_ptr + rows, (m_i - P_LOG2 + tl.log2(l_i)) * LN2, mask=inside)
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr,  # (batch, heads, seqlen, head_dim)
+    y_ptr,  # output, (batch, heads, head_dim, padded), contiguous
+    stride_xb,
+    stride_xh,
+    stride_xn,
+    stride_xd,
+    heads,
+    seqlen,
+    padded,  # seqlen rounded up; what is beyond seqlen becomes zero
+    head_dim,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
+):
+    n_tiles = tl.cdiv(padded, BLOCK_N)
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    keys = (tl.program_id(0) % n_tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_D)
+    x_ptrs = x_ptr + batch * stride_xb + head * stride_xh
+    x_ptrs += keys[:, None] * stride_xn + cols[None, :] * stride_xd
+    x = tl.load(x_ptrs, mask=(keys < seqlen)[:, None] & (cols < head_dim)[None, :], other=0)
+    y_ptrs = y_ptr + (batch_head * head_dim + cols[:, None]) * padded + keys[None, :]
+    tl.store(y_ptrs, x.T, mask=(cols < head_dim)[:, None] & (keys < padded)[None, :])
+
+
+CONFIGS = {
+    (64, 1): Config(64, 128, 4, 2, 128),
+    (128, 1): Config(64, 128, 4, 2, 168),
+    (256, 1): Config(128, 64, 8, 2),
+    (64, 2): Config(64, 128, 4, 2, 128),
+    (128, 2): Config(64, 128, 4, 2, 168),
+    (256, 2): Config(128, 64, 8, 2),
+}
+"""Tiles on Hopper, by the largest head_dim that they are for and the bytes of an element of q.
+TODO-MEASURE: predicted. Three or four programs fit on a multiprocessor, and while one waits for its
+product the others compute exponentials, which at 8 bits take as long as the products."""
+
+ELSEWHERE = Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(16, 32, 4, 1)
+"""Tiles for other devices, and where the above ask for more shared memory than there is."""
+
+INTERPRETED = Config(32, 32, 1, 1)
+"""Tiles for the interpreter: small, so that small tests meet several."""
+
+
+def _columns(head_dim: int) -> int:
+    """Return the columns of a tile: no 8-bit product contracts fewer than 32."""
+    return max(32, head_block(head_dim))
+
+
+def _config(q: torch.Tensor) -> Config:
+    """Return how the kernel is cut for these queries on their device."""
+    if runtime.INTERPRETED:
+        return INTERPRETED
+    columns = _columns(q.shape[-1])
+    configs = ELSEWHERE
+    if capability(q.device) == 9:
+        configs = CONFIGS[max(columns, 64), q.itemsize], *ELSEWHERE
+
+    def bytes_of(config: Config) -> int:
+        keys_and_values = config.block_n * config.num_stages * (q.itemsize + 1)
+        return (config.block_m * q.itemsize + keys_and_values) * columns + 2048
+
+    return largest_that_fits(configs, bytes_of, q.device, f"head_dim {q.shape[-1]} in {q.dtype}")
+
+
+def _keys_contiguous(v: torch.Tensor) -> torch.Tensor:
+    """Return v as (batch, heads, head_dim, seqlen), fit for a descriptor: a view, or a copy."""
+    if fits(v.mT):
+        return v.mT
+    batch, heads, seqlen, head_dim = v.shape
+    unit = ALIGNMENT // v.itemsize
+    padded = triton.cdiv(seqlen, unit) * unit
+    v_t = torch.empty((batch, heads, head_dim, padded), dtype=v.dtype, device=v.device)
+    # A copy does not look at what it copies, and bytes are cheaper to move than 8-bit floats.
+    x, y = (t.view(torch.uint8) if t.dtype in DTYPES else t for t in (v, v_t))
+    block_n = 32 if runtime.INTERPRETED else 128
+    _transpose_kernel[(batch * heads * triton.cdiv(padded, block_n),)](
+        x, y, *x.stride(), heads, seqlen, padded, head_dim,
+        BLOCK_N=block_n, BLOCK_D=head_block(head_dim), num_warps=4,
+    )  # fmt: skip
+    return v_t[..., :seqlen]
+
+
+def _attention_fp8_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    is_causal: bool,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+    promoted: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) for operands that are checked and not empty; q and k fit a descriptor."""
+    # I/O: read q + read k + read v + write out + write lse
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    v_t = _keys_contiguous(v)
+    out = torch.empty((batch, heads, seqlen_q, head_dim), dtype=out_dtype, device=q.device)
+    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    config, columns, group = _config(q), _columns(head_dim), heads // heads_k
+    steps = (0 if x is None or x.numel() == 1 else 1 for x in descales)
+    grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
+    _attention_fp8_fwd_kernel[grid](
+        describe(q, config.block_m, columns),
+        describe(k, config.block_n, columns),
+        describe(v_t, columns, config.block_n),
+        *(None if x is None else x.contiguous() for x in descales),
+        out, lse, *steps, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
+        HEADS_AT_ONCE=_heads_at_once(k, group, is_causal),
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=is_causal,
+        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        PROMOTED=promoted,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=columns,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    return out, lse
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    per: str = "head",
+    contiguous: str = "head_dim",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a tensor to 8 bits, so that x is about stored * descale.
+
+    descale = max |x| / max(dtype), over a head or over the tensor; the largest element becomes the
+    largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity makes
+    all that shares its descale NaN; where all is zero, descale is 1.
+
+    It reads x twice and needs memory for x in float32.
+
+    Args:
+        x: (batch, heads, seqlen, head_dim), float32, float16 or bfloat16.
+        dtype: ``torch.float8_e4m3fn``, 3 bits after the leading one and up to 448, or
+            ``torch.float8_e5m2``, 2 bits and up to 57344.
+        per: what shares a descale: "head", each (batch, head) for itself, or "tensor", all.
+        contiguous: the dimension whose elements are neighbours in memory, "head_dim" or "seqlen".
+            :func:`attention` wants "head_dim" of q and k and "seqlen" of v. Rows are padded to
+            multiples of 16 bytes.
+
+    Returns:
+        (stored, descale): stored has the shape of ``x``; descale is float32, (batch, heads), or ()
+        for "tensor". Neither is differentiable.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor, or ``dtype`` is not one of the two.
+        ValueError: ``x`` does not have four dimensions, or another choice is not one of the two.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}.")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}: pass x.float().")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be float8_e4m3fn or float8_e5m2 of torch, got {dtype}.")
+    if x.ndim != 4:
+        raise ValueError(
+            f"x must be (batch, heads, seqlen, head_dim), got shape {tuple(x.shape)}: add the "
+            "dimensions that are missing by unsqueeze."
+        )
+    for name, choice, choices in (
+        ("per", per, ("head", "tensor")),
+        ("contiguous", contiguous, ("head_dim", "seqlen")),
+    ):
+        if choice not in choices:
+            raise ValueError(f"{name} must be {choices[0]!r} or {choices[1]!r}, got {choice!r}.")
+
+    x = x.detach().float()
+    dims = (2, 3) if per == "head" else (0, 1, 2, 3)
+    largest = torch.finfo(dtype).max
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    amax = x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(shape)
+    descale = amax / largest
+    descale = descale.masked_fill(descale == 0, 1.0)
+    scaled = (x / descale).clamp_(-largest, largest)  # no larger than a rounding error, if at all
+    inner = x.mT if contiguous == "seqlen" else x
+    padded = triton.cdiv(inner.shape[-1], ALIGNMENT) * ALIGNMENT
+    stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
+    stored = stored[..., : inner.shape[-1]]
+    stored = stored.mT if contiguous == "seqlen" else stored
+    stored.copy_(scaled)
+    return stored, descale.reshape(x.shape[:2] if per == "head" else ())
+
+
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless the dtypes of q, k and v, one of which is FP8, go together."""
+    if v.dtype not in DTYPES:
+        name, x = ("q", q) if q.dtype in DTYPES else ("k", k)
+        raise TypeError(
+            f"{name} is {x.dtype} and v is {v.dtype}, and no product has that pair: pass v in FP8 "
+            'too, by quantize(v, contiguous="seqlen").'
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, *DTYPES):
+        raise TypeError(
+            f"q must be float16, bfloat16 or FP8 where v is {v.dtype}, got {q.dtype}: pass "
+            "q.bfloat16(), for example."
+        )
+    if k.dtype != q.dtype:
+        raise TypeError(
+            f"k must have the dtype of q, {q.dtype}, got {k.dtype}: pass both in 16 bits, or both "
+            "in the same FP8, by quantize."
+        )
+    if runtime.INTERPRETED or not v.is_cuda:  # where kernels do not run is refused elsewhere
+        return
+    found = torch.cuda.get_device_capability(v.device)
+    if found < (8, 9):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(v.device)} has compute capability {found[0]}.{found[1]} "
+            "and no FP8 products, which need 8.9 or above: pass q, k and v in bfloat16."
+        )
+
+
+def check_descales(operands: dict[str, torch.Tensor], descales: dict[str, object]) -> None:
+    """Raise unless every descale is one float32, or one a head, for an operand in FP8."""
+    for name, descale in descales.items():
+        x = operands[name]
+        if descale is None:
+            continue
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}_descale goes with {name} in FP8, got it with {x.dtype}: leave it out, or "
+                f"pass quantize({name})."
+            )
+        if not isinstance(descale, torch.Tensor):
+            raise TypeError(f"{name}_descale must be a tensor, got {type(descale).__name__}.")
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name}_descale must be float32, got {descale.dtype}: pass .float().")
+        if descale.numel() != 1 and descale.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name}_descale must have one element or one for each (batch, head) of {name}, "
+                f"{tuple(x.shape[:2])}, got shape {tuple(descale.shape)}."
+            )
+        runtime.require_device(**{name: x, f"{name}_descale": descale})
+
+
+def result_dtype(q: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of out: what is asked for, or that of q, or bfloat16 where q has 8 bits."""
+    if out_dtype is None:
+        return torch.bfloat16 if q.dtype in DTYPES else q.dtype
+    if out_dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"out_dtype must be float16, bfloat16 or None, got {out_dtype}.")
+    return out_dtype

@@ -1,0 +1,588 @@
+"""Attention against float64 truth, by property, and at every length where a rule changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, DTYPES
+from conftest import assert_close as assert_within
+from torch.utils.checkpoint import checkpoint
+
+from kernelbook import reference, runtime
+from kernelbook.attention import attention, common, forward, operator, tiled
+
+FLOAT32_FACTOR = 8
+"""Float32 results may err by eight times PyTorch's error instead of two: each product is the sum of
+three in TF32, the maximum is that of a tile, and the hardware's exp2 errs by two units."""
+
+
+def assert_close(ours, truth, torch_result):
+    factors = {"factor": FLOAT32_FACTOR} if ours.dtype == torch.float32 else {}
+    assert_within(ours, truth, torch_result, **factors)
+
+
+def draw(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, dtype=torch.float32):
+    """Draw q, k and v, which will be differentiated."""
+    shapes = [(heads, seqlen_q), (heads_k, seqlen_k), (heads_k, seqlen_k)]
+    tensors = [torch.randn(batch, *shape, head_dim, device=DEVICE).to(dtype) for shape in shapes]
+    return [x.requires_grad_() for x in tensors]
+
+
+def by_pytorch(q, k, v, is_causal=False, scale=None):
+    """PyTorch's attention in the dtype of q, with the book's rule for is_causal."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    mask = None
+    if is_causal:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(k.shape[2] - q.shape[2])
+        blind = ~mask.any(1)
+        mask = mask | blind.unsqueeze(1)  # rows that PyTorch would make NaN, set to zero below
+    # A copy, because on a GPU PyTorch errs by its whole result for rows that start off 16 bytes.
+    q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.masked_fill(blind.unsqueeze(1), 0) if is_causal else out
+
+
+def check(q, k, v, is_causal=False, scale=None, deterministic=True):
+    """Compare out, lse and gradients with the truth, and with PyTorch's error in the same dtype."""
+    options = {"is_causal": is_causal, "scale": scale}
+    out, lse = attention(
+        q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=deterministic
+    )
+    true_out, true_lse = reference.attention(q, k, v, **options)
+    their_out = by_pytorch(q, k, v, **options)
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    assert out.is_contiguous()
+    assert lse.shape == q.shape[:3]
+    assert lse.dtype == torch.float32
+    assert_close(out, true_out, their_out)
+    if true_lse.abs().max() > 0:
+        assert_close(lse, true_lse, true_lse.float())
+
+    do = torch.randn(q.shape, device=DEVICE).to(q.dtype)
+    ours = torch.autograd.grad(out, (q, k, v), do)
+    theirs = torch.autograd.grad(their_out, (q, k, v), do)
+    truth = reference.attention_backward(q, k, v, do, **options)
+    for x, dx, their_dx, true_dx in zip((q, k, v), ours, theirs, truth, strict=True):
+        assert dx.shape == x.shape
+        assert dx.dtype == x.dtype
+        if true_dx.abs().max() > 1e-9:
+            assert_close(dx, true_dx, their_dx)
+        else:  # with one key there is nothing to choose, and no slope but rounding
+            assert dx.abs().max() < 100 * torch.finfo(q.dtype).eps
+
+
+# -- truth
+
+SHAPES = {  # batch, heads, heads_k, seqlen_q, seqlen_k, head_dim
+    "one": (2, 2, 2, 1, 1, 16),
+    "one tile": (2, 2, 2, 32, 32, 16),
+    "127": (1, 2, 2, 127, 127, 16),
+    "more keys": (2, 2, 2, 33, 70, 16),
+    "fewer keys": (2, 2, 2, 70, 33, 16),
+    "one query": (2, 2, 2, 1, 70, 16),
+    "one key": (2, 2, 2, 70, 1, 16),
+    "grouped": (2, 4, 2, 40, 50, 16),
+    "shared": (1, 3, 1, 50, 40, 16),
+}
+LARGE = {
+    "1000": (2, 3, 3, 1000, 1000, 64),
+    "64": (2, 2, 2, 512, 384, 64),
+    "128": (2, 3, 3, 640, 1024, 128),
+    "128, grouped": (2, 8, 2, 300, 777, 128),
+    "256": (2, 2, 2, 300, 500, 256),
+    "long": (1, 2, 2, 4099, 4099, 64),
+}
+FULL_AND_CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_is_the_truth(shape, is_causal):
+    check(*draw(*shape, dtype=torch.float16), is_causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_every_dtype(dtype):
+    check(*draw(2, 2, 1, 40, 70, 32, dtype=dtype), is_causal=True)
+
+
+@pytest.mark.usefixtures("gpu")
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *LARGE.values()], ids=[*SHAPES, *LARGE])
+def test_large_shapes_in_every_dtype(shape, dtype, is_causal):
+    check(*draw(*shape, dtype=dtype), is_causal)
+
+
+HEAD_DIMS = [17, 80] if runtime.INTERPRETED else range(16, 257)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_any_head_dim(head_dim):
+    check(*draw(1, 2, 1, 20, 40, head_dim, dtype=torch.float16), is_causal=True)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256])
+@FULL_AND_CAUSAL
+def test_every_configuration(head_dim, dtype, is_causal):
+    check(*draw(2, 4, 2, 260, 515, head_dim, dtype=dtype), is_causal)
+
+
+@pytest.mark.parametrize("tile", [(64, 16), (16, 64), (16, 16)], ids=str)
+@pytest.mark.parametrize("lengths", [(70, 70), (40, 100), (100, 40)], ids=str)
+def test_tiles_of_queries_larger_and_smaller_than_those_of_keys(monkeypatch, tile, lengths):
+    config = common.Config(*tile, num_warps=4, num_stages=1)
+    monkeypatch.setattr(forward, "_config", lambda *_: config)
+    q, k, v = draw(2, 2, 2, *lengths, 16, dtype=torch.float16)
+    out = attention(q, k, v, is_causal=True)
+    assert_close(out, reference.attention(q, k, v, True)[0], by_pytorch(q, k, v, True))
+
+
+@pytest.mark.parametrize("scale", [1, 0.01, 2.5])
+def test_scale(scale):
+    check(*draw(1, 2, 2, 40, 40, 16), scale=scale)
+
+
+def test_gradients_of_lse_are_the_truth():
+    q, k, v = draw(2, 4, 2, 40, 50, 16)
+    out, lse = attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    theirs_lse = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(
+        torch.ones(40, 50, dtype=torch.bool, device=DEVICE).triu(11), -torch.inf
+    ).logsumexp(-1)  # fmt: skip
+    their_out = by_pytorch(q, k, v, True)
+    both = torch.autograd.grad((out, lse), (q, k, v), (do, dlse))
+    theirs = torch.autograd.grad((their_out, theirs_lse), (q, k, v), (do, dlse))
+    truth = reference.attention_backward(q, k, v, do, True, dlse=dlse)
+    for ours, their, true in zip(both, theirs, truth, strict=True):
+        assert_close(ours, true, their)
+
+
+def test_lse_alone_can_be_differentiated():
+    q, k, v = draw(1, 2, 2, 20, 40, 16)
+    _, lse = attention(q, k, v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    truth = reference.attention_backward(
+        q, k, v, torch.zeros_like(q), dlse=torch.ones_like(lse)
+    )  # fmt: skip
+    their_lse = (q @ k.mT / 4).logsumexp(-1)
+    their_dq, their_dk = torch.autograd.grad(their_lse.sum(), (q, k))
+    assert_close(dq, truth[0], their_dq)
+    assert_close(dk, truth[1], their_dk)
+    assert not dv.any()
+
+
+@FULL_AND_CAUSAL
+def test_one_sweep_with_atomics_is_the_truth(is_causal):
+    check(*draw(2, 4, 2, 50, 70, 16), is_causal, deterministic=False)
+
+
+# -- queries that see nothing, and numbers far from zero
+
+
+def test_a_query_that_sees_nothing_gives_zero():
+    q, k, v = draw(2, 2, 2, 90, 33, 16)
+    out, lse = attention(q, k, v, is_causal=True, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    assert not out[:, :, :57].any()
+    assert (lse[:, :, :57] == -torch.inf).all()
+    assert lse[:, :, 57:].isfinite().all()
+    assert not grads[0][:, :, :57].any()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("offset", [-4e6, 4e6])
+def test_scores_far_from_zero(offset, is_causal):
+    """A mask of -1e6 instead of -inf would win over scores of -4e6."""
+    q, k, v = (x.detach() for x in draw(2, 2, 2, 40, 70, 16))
+    q.zero_()[..., 0], k[..., 0] = 2000, offset / 500  # every score is the offset
+    out = attention(q, k, v, is_causal=is_causal)
+    truth, _ = reference.attention(0 * q, k, v, is_causal)  # where all scores are 0 instead
+    assert_close(out, truth, by_pytorch(0 * q, k, v, is_causal))
+
+
+# -- properties
+
+
+@FULL_AND_CAUSAL
+def test_rows_are_averages_of_values(is_causal):
+    q, k, v = draw(2, 2, 2, 50, 70, 16)
+    out = attention(q, k, torch.ones_like(v), is_causal=is_causal)
+    # A sum of 70 rounded weights errs by a few units in the last place of 1.
+    assert torch.allclose(out, torch.ones_like(out), atol=2e-6, rtol=0)
+    out = attention(q, k, v, is_causal=is_causal)
+    assert (out <= v.amax(2, keepdim=True) + 1e-6).all()
+    assert (out >= v.amin(2, keepdim=True) - 1e-6).all()
+
+
+@pytest.mark.parametrize("shift", [0, 20])
+def test_the_future_changes_nothing(shift):
+    q, k, v = (x.detach() for x in draw(2, 2, 2, 70, 70 + shift, 16, dtype=torch.float16))
+    before = attention(q, k, v, is_causal=True)
+    seen = 45 + shift  # query 44 sees keys 0 to seen - 1
+    k[:, :, seen:], v[:, :, seen:] = 100, -50
+    after = attention(q, k, v, is_causal=True)
+    assert torch.equal(after[:, :, :45], before[:, :, :45])
+    assert (after[:, :, 45:] != before[:, :, 45:]).any(-1).all()
+
+
+def test_the_order_of_keys_changes_nothing():
+    q, k, v = draw(2, 2, 2, 40, 90, 16)
+    order = torch.randperm(90, device=DEVICE)
+    out = attention(q, k[:, :, order], v[:, :, order])
+    assert torch.allclose(out, attention(q, k, v), atol=2e-6)
+
+
+@FULL_AND_CAUSAL
+def test_heads_know_nothing_of_each_other(is_causal):
+    """Lengths that no tile divides: a flattened descriptor would read the next head's rows."""
+    q, k, v = draw(2, 3, 3, 45, 70, 16)
+    do = torch.randn_like(q)
+    out = attention(q, k, v, is_causal=is_causal)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    for b in range(2):
+        for h in range(3):
+            one = [x[b : b + 1, h : h + 1].detach().requires_grad_() for x in (q, k, v)]
+            alone = attention(*one, is_causal=is_causal)
+            assert torch.equal(alone[0, 0], out[b, h])
+            grads_alone = torch.autograd.grad(alone, one, do[b : b + 1, h : h + 1])
+            for theirs, ours in zip(grads, grads_alone, strict=True):
+                assert torch.equal(ours[0, 0], theirs[b, h])
+
+
+def test_nan_stays_in_its_head():
+    q, k, v = (x.detach() for x in draw(2, 3, 3, 45, 70, 16))
+    before = attention(q, k, v)
+    q[:, 1], k[:, 1], v[:, 1] = 1e4, -1e4, float("nan")
+    after = attention(q, k, v)
+    assert torch.equal(after[:, ::2], before[:, ::2])
+    assert after[:, 1].isnan().all()
+
+
+def test_grouped_heads_are_repeated_heads():
+    q, k, v = draw(2, 6, 2, 40, 50, 16)
+    repeated = [x.repeat_interleave(3, dim=1) for x in (k, v)]
+    assert torch.equal(attention(q, k, v, enable_gqa=True), attention(q, *repeated))
+
+
+def test_where_lengths_are_equal_causal_is_that_of_pytorch():
+    q, k, v = draw(2, 2, 2, 50, 50, 16)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(attention(q, k, v, is_causal=True), theirs, atol=1e-6)
+
+
+# -- layouts
+
+
+def views():
+    """Strided operands: name, whether they are read where they lie, and q, k and v."""
+
+    def heads_inside(seqlen, columns=16, dtype=torch.float16):  # (batch, seqlen, heads, head_dim)
+        x = torch.randn(2, seqlen, 3, columns, device=DEVICE, dtype=torch.float32).to(dtype)
+        return x.transpose(1, 2)
+
+    qkv = torch.randn(2, 40, 3, 3, 16, device=DEVICE).half()
+    return {
+        "heads inside": (True, [heads_inside(40), heads_inside(70), heads_inside(70)]),
+        "packed": (True, [x.transpose(1, 2) for x in qkv.unbind(2)]),
+        "every second row": (True, [heads_inside(80)[:, :, ::2] for _ in range(3)]),
+        "a slice of columns": (True, [heads_inside(40, 32)[..., 8:24] for _ in range(3)]),
+        "shifted by one": (False, [heads_inside(40, 32)[..., 1:17] for _ in range(3)]),
+        "rows of 34 bytes": (False, [heads_inside(40, 17) for _ in range(3)]),
+        "columns apart": (False, [heads_inside(40, 32)[..., ::2] for _ in range(3)]),
+        "head_dim outside": (
+            False,
+            [torch.randn(2, 3, 16, 40, device=DEVICE).half().mT for _ in range(3)],
+        ),
+        "expanded": (
+            True,
+            [torch.randn(2, 1, 40, 16, device=DEVICE).half().expand(2, 3, 40, 16)] * 3,
+        ),
+        "one of each": (True, [torch.randn(1, 1, 40, 16, device=DEVICE).half()] * 3),
+    }
+
+
+VIEWS = views()
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_give_the_truth_and_are_copied_only_where_they_must(monkeypatch, name):
+    in_place, (q, k, v) = VIEWS[name]
+    described = []
+    describe = forward.describe
+    monkeypatch.setattr(
+        forward, "describe", lambda x, rows: described.append(x.data_ptr()) or describe(x, rows)
+    )
+    attention(q, k, v)
+    assert (described == [x.data_ptr() for x in (q, k, v)]) == in_place
+    assert all(common.fits(x) == in_place for x in (q, k, v))
+    check(*(x.detach().requires_grad_() for x in (q, k, v)), is_causal=True)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "columns apart"])
+def test_gradients_of_out_may_lie_anyhow(layout):
+    q, k, v = draw(2, 2, 2, 40, 50, 16)
+    do = {
+        "expanded": torch.randn(1, 1, 1, 1, device=DEVICE).expand(q.shape),
+        "transposed": torch.randn(2, 40, 2, 16, device=DEVICE).transpose(1, 2),
+        "columns apart": torch.randn(2, 2, 40, 32, device=DEVICE)[..., ::2],
+    }[layout]
+    out = attention(q, k, v)
+    ours = torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+    expected = torch.autograd.grad(out, (q, k, v), do.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+EMPTY = [(0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0)]
+
+
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
+def test_empty_tensors(sizes, is_causal):
+    batch, heads, seqlen_q, seqlen_k = sizes
+    q, k, v = draw(batch, heads, heads, seqlen_q, seqlen_k, 16)
+    out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True)
+    out.sum().backward()
+    assert out.shape == q.shape
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert all(x.grad.shape == x.shape and not x.grad.any() for x in (q, k, v))
+
+
+def test_inputs_are_left_alone():
+    q, k, v = draw(1, 2, 2, 40, 50, 16)
+    before = [x.clone() for x in (q, k, v)]
+    attention(q, k, v).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+
+
+# -- autograd
+
+
+def test_checkpointing_gives_the_same_gradients():
+    q, k, v = draw(1, 2, 2, 40, 50, 16)
+    out = attention(q, k, v, is_causal=True)
+    expected = torch.autograd.grad(out.square().sum(), (q, k, v))
+    again = checkpoint(lambda *x: attention(*x, is_causal=True), q, k, v, use_reentrant=False)
+    ours = torch.autograd.grad(again.square().sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+def test_compiled_functions_may_call_it():
+    q, k, v = draw(1, 2, 2, 40, 50, 16)
+    compiled = torch.compile(lambda q, k, v: 2 * attention(q + 0, k, v), backend="eager")
+    ours = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+    expected = torch.autograd.grad(2 * attention(q, k, v).sum(), (q, k, v))
+    assert torch.equal(compiled(q, k, v), 2 * attention(q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, expected, strict=True))
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = draw(1, 1, 1, 20, 20, 16)
+    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention can be differentiated once"):
+        dq.sum().backward()
+
+
+def test_no_gradient_is_computed_for_what_needs_none():
+    q, k, v = draw(1, 2, 2, 20, 20, 16)
+    attention(q, k.detach(), v.detach()).sum().backward()
+    assert q.grad is not None
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+
+
+# -- the tiled algorithm in plain PyTorch
+
+
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("tile", [(3, 2), (2, 3), (16, 16)], ids=str)
+def test_tiled_has_the_gradients_of_its_outputs(tile, lengths, is_causal):
+    q, k, v = (
+        torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True)
+        for length in (lengths[0], lengths[1], lengths[1])
+    )
+    options = {"is_causal": is_causal, "block_m": tile[0], "block_n": tile[1]}
+    assert torch.autograd.gradcheck(lambda *x: tiled.tiled_attention(*x, **options), (q, k, v))
+    truth = reference.attention(*(x.unsqueeze(1) for x in (q, k, v)), is_causal)
+    for ours, true in zip(tiled.tiled_forward(q, k, v, **options), truth, strict=True):
+        assert torch.allclose(ours, true.squeeze(1), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiled_is_the_truth_in_every_dtype(dtype):
+    q, k, v = draw(2, 2, 2, 70, 90, 16, dtype=dtype)
+    ours = tiled.tiled_attention(q, k, v, is_causal=True, block_m=128, block_n=128)
+    options = {"factor": 4} if dtype != torch.float32 else {"factor": FLOAT32_FACTOR}
+    # Scores, weights and sums are rounded to the dtype, where PyTorch keeps them in float32.
+    truth, _ = reference.attention(q, k, v, True)
+    assert_within(ours, truth, by_pytorch(q, k, v, True), **options)
+
+
+def test_tiles_beyond_the_diagonal_are_never_met():
+    tiles = [list(tiled.key_tiles(start, 64, 64, 16, 16, True)) for start in range(0, 64, 16)]
+    assert [len(row) for row in tiles] == [1, 2, 3, 4]
+    assert all(
+        [masked for *_, masked in row] == [False] * i + [True] for i, row in enumerate(tiles)
+    )
+    assert list(tiled.key_tiles(0, 64, 10, 16, 16, True)) == []
+    assert [end for _, end, _ in tiled.key_tiles(0, 5, 40, 16, 16, False)] == [16, 32, 40]
+
+
+# -- errors
+
+
+def operands(**changes):
+    """Arguments that are right but for what is changed."""
+    q, k, v = (torch.zeros(2, 4, 5, 16, device=DEVICE) for _ in range(3))
+    return {"q": q, "k": k, "v": v} | changes
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, device=DEVICE, dtype=dtype)
+
+
+ERRORS = {
+    "q is a list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+    "q is float64": (
+        {"q": zeros(2, 4, 5, 16, dtype=torch.float64)},
+        TypeError,
+        r"q must be float32, float16 or bfloat16, got torch.float64: pass q.float\(\)",
+    ),
+    "dtypes differ": (
+        {"v": zeros(2, 4, 5, 16, dtype=torch.float16)},
+        TypeError,
+        r"v must have the dtype of q, torch.float32, got torch.float16: pass v.to\(q\)",
+    ),
+    "three dimensions": ({"k": zeros(4, 5, 16)}, ValueError, r"k must be \(batch, heads, seqlen"),
+    "head_dim is small": (
+        dict.fromkeys("qkv", zeros(2, 4, 5, 8)), ValueError, r"must lie in \[16, 256\], got 8"
+    ),
+    "head_dim is large": (
+        dict.fromkeys("qkv", zeros(2, 4, 5, 264)), ValueError, r"must lie in \[16, 256\], got 264"
+    ),
+    "batches differ": (
+        {"k": zeros(3, 4, 5, 16)}, ValueError, "k must agree with q in batch and head_dim"
+    ),
+    "k and v differ": (
+        {"v": zeros(2, 4, 6, 16)}, ValueError, r"v must have the shape of k, \(2, 4, 5, 16\)"
+    ),
+    "heads differ": (
+        dict.fromkeys("kv", zeros(2, 2, 5, 16)), ValueError, "got 2: pass enable_gqa=True"
+    ),
+    "heads do not divide": (
+        dict.fromkeys("kv", zeros(2, 3, 5, 16)) | {"enable_gqa": True},
+        ValueError,
+        "the heads of k must divide those of q, got 3 for 4",
+    ),
+    "is_causal is an int": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
+    "return_lse is None": ({"return_lse": None}, TypeError, "return_lse must be a bool"),
+    "scale is a string": ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
+    "scale is negative": ({"scale": -1.0}, ValueError, "pass -q and -scale"),
+    "scale is NaN": ({"scale": float("nan")}, ValueError, "must be above 0 and finite, got nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_say_what_came_and_what_to_pass(monkeypatch, changes, kind, message):
+    monkeypatch.setattr(operator, "_attention_forward", lambda *_: pytest.fail("was launched"))
+    monkeypatch.setattr(torch, "empty", lambda *_: pytest.fail("was allocated"))
+    with pytest.raises(kind, match=message):
+        attention(**operands(**changes))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_tensor_on_the_cpu_is_refused_where_kernels_run_on_a_gpu():
+    with pytest.raises(ValueError, match=r"k is on cpu.*pass k\.cuda\(\)"):
+        attention(**operands(k=torch.zeros(2, 4, 5, 16)))
+
+
+def test_a_device_with_little_shared_memory_gets_a_smaller_configuration(monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(forward, "capability", lambda _: 8)
+    q = zeros(1, 1, 1, 128, dtype=torch.float16)
+    chosen = []
+    for available in (200_000, 100_000, 50_000, 40_000):
+        monkeypatch.setattr(common, "shared_memory", lambda _, bytes_=available: bytes_)
+        chosen.append(forward._config(q))
+    assert [c.block_m * c.block_n for c in chosen] == sorted(
+        (c.block_m * c.block_n for c in chosen), reverse=True
+    )
+    assert chosen[0] != chosen[-1]
+    monkeypatch.setattr(common, "shared_memory", lambda _: 10_000)
+    with pytest.raises(ValueError, match="shared memory at least.*pass a smaller head_dim"):
+        forward._config(q)
+
+
+# -- what only a GPU can show
+
+
+@pytest.mark.usefixtures("gpu")
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_thousand_runs_agree(head_dim, is_causal):
+    """A wait that does not cover all warps would show as a difference between runs."""
+    q, k, v = draw(2, 8, 8, 1000, 1000, head_dim, dtype=torch.bfloat16)
+    do = torch.randn_like(q)
+    out = attention(q, k, v, is_causal=is_causal)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    for _ in range(1000):
+        again = attention(q, k, v, is_causal=is_causal)
+        assert torch.equal(again, out)
+        for ours, first in zip(torch.autograd.grad(again, (q, k, v), do), grads, strict=True):
+            assert torch.equal(ours, first)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_more_than_2_to_the_31_elements_of_queries():
+    q, k, v = draw(2, 32, 32, 2**18 + 3, 128, 128, dtype=torch.bfloat16)
+    out, lse = attention(q, k, v, return_lse=True)
+    do = torch.randn_like(out)
+    (dq,) = torch.autograd.grad(out, q, do)
+    for b, h, rows in ((0, 0, slice(0, 9)), (1, 31, slice(2**18 - 9, None))):
+        one = [x[b : b + 1, h : h + 1].detach().requires_grad_() for x in (q[:, :, rows], k, v)]
+        part = (slice(b, b + 1), slice(h, h + 1), rows)
+        truth, true_lse = reference.attention(*one)
+        theirs = by_pytorch(*one)
+        assert_close(out[part], truth, theirs)
+        assert_close(lse[part], true_lse, true_lse.float())
+        (their_dq,) = torch.autograd.grad(theirs, one[0], do[part])
+        assert_close(dq[part], reference.attention_backward(*one, do[part])[0], their_dq)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_more_than_2_to_the_31_elements_of_keys():
+    q, k, v = draw(2, 32, 32, 128, 2**18 + 3, 128, dtype=torch.bfloat16)
+    out = attention(q, k, v)
+    do = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    for b, h in ((0, 0), (1, 31)):
+        part = (slice(b, b + 1), slice(h, h + 1))
+        one = [x[part].detach().requires_grad_() for x in (q, k, v)]
+        theirs = by_pytorch(*one)
+        assert_close(out[part], reference.attention(*one)[0], theirs)
+        their_grads = torch.autograd.grad(theirs, one, do[part])
+        truth = reference.attention_backward(*one, do[part])
+        for ours, true, their in zip(grads, truth, their_grads, strict=True):
+            assert_close(ours[part], true, their)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    used = []
+    for length in (4096, 8192, 16384):
+        q, k, v = draw(1, 8, 8, length, length, 64, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(q, k, v, is_causal=True).sum().backward()
+        used.append((torch.cuda.max_memory_allocated() - before) / length)
+        del q, k, v
+    assert max(used) < 1.1 * min(used)
