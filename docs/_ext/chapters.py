@@ -17,7 +17,10 @@ from sphinx.util import logging
 logger = logging.getLogger(__name__)
 GENERATED = "GENERATED FROM PYTHON SOURCE LINES"
 FOLDED = {"# Reading": "this paragraph", "# Drawing": "this figure", "# Closing": "the record"}
-ORDER = ("dropout", "softmax", "layer_norm", "attention_forward", "attention_backward", "attention_fp8")
+ORDER = (
+    *("dropout", "softmax", "layer_norm"),
+    *("attention_forward", "attention_backward", "attention_fp8"),
+)
 
 
 # -- what Sphinx-Gallery calls while it runs the scripts ------------------------------------------
