@@ -57,11 +57,16 @@ def prepare(q, k, v, q_dtype=E4M3, v_dtype=E4M3, per="head", contiguous="seqlen"
     return (q, k, v), descales, meant
 
 
+def finite(lse):
+    """lse, with zeros for queries that see nothing."""
+    return lse.nan_to_num(0.0, 0.0, 0.0)
+
+
 def root_mean_square(x):
     return x.double().square().mean().sqrt().item()
 
 
-def assert_every_head_close(q, out, lse, meant, is_causal=False, scale=None):
+def assert_every_head_close(q, out, lse, meant, is_causal=False, scale=None, rms_factor=RMS_FACTOR):
     """Compare each head on its own, so that one that is wrong cannot hide behind a larger one."""
     block_n = fp8._config(q).block_n
     for b in range(out.shape[0]):
@@ -77,14 +82,19 @@ def assert_every_head_close(q, out, lse, meant, is_causal=False, scale=None):
             measured = error(ours, truth)
             assert measured <= bound, f"head {b, h}: {measured:.3g} is over {bound:.3g}"
             if out.shape[2] >= MANY:
-                bound = RMS_FACTOR * root_mean_square(rounded - truth)
+                bound = rms_factor * root_mean_square(rounded - truth)
                 assert bound < 0.25 * root_mean_square(truth)
                 measured = root_mean_square(ours - truth)
                 assert measured <= bound, f"head {b, h}: rms {measured:.3g} is over {bound:.3g}"
-            assert error(lse[b, h][None, None], true_lse) < 1e-4
+            bound = 1e-4 * finite(true_lse).abs().max()
+            if q.dtype in fp8.DTYPES:  # Hopper keeps 13 bits of what the 8-bit product adds up
+                sizes = one[0].double().abs() @ one[1].double().abs().mT
+                bound += 2**-13 * sizes.max() * (scale or q.shape[-1] ** -0.5)
+            assert bound < 0.25 * finite(true_lse).abs().max()  # zeros must fail
+            assert finite(lse[b, h] - true_lse[0, 0]).abs().max() <= bound
 
 
-def check(operands, descales, meant, is_causal=False, **options):
+def check(operands, descales, meant, is_causal=False, rms_factor=RMS_FACTOR, **options):
     out, lse = attention(
         *operands, **descales, is_causal=is_causal, enable_gqa=True, return_lse=True, **options
     )
@@ -94,7 +104,7 @@ def check(operands, descales, meant, is_causal=False, **options):
     assert out.shape == q.shape
     assert out.is_contiguous()
     assert lse.dtype == torch.float32
-    assert_every_head_close(q, out, lse, meant, is_causal, options.get("scale"))
+    assert_every_head_close(q, out, lse, meant, is_causal, options.get("scale"), rms_factor)
     return out
 
 
@@ -217,8 +227,9 @@ def test_scores_far_from_zero():
     (q, k, v), descales, meant = prepare(q, k, v)
     out = attention(q, k, v, **descales, scale=3e6)
     truth = meant[2].mean(2, keepdim=True).expand_as(out)
+    # All weights are alike, but off a power of two by what the exponent lost, and rounded so: 2^-4.
     assert all(
-        error(o, t) < 0.01 for o, t in zip(out.flatten(0, 1), truth.flatten(0, 1), strict=True)
+        error(o, t) < 2**-4 for o, t in zip(out.flatten(0, 1), truth.flatten(0, 1), strict=True)
     )
 
 
@@ -314,7 +325,7 @@ def test_quantize_is_within_half_a_step(dtype, per, contiguous, lengths):
 @BOTH
 def test_quantize_never_makes_an_infinity(dtype):
     x = torch.randn(2, 3, 20, 16, device=DEVICE)
-    x[0, 0] *= 1e38
+    x[0, 0] *= 1e37
     x[0, 1] = 0
     x[0, 2] *= 1e-42
     x[1, 0] = torch.finfo(torch.float32).max
@@ -474,9 +485,19 @@ def test_every_head_dim(head_dim, q_dtype):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [8192, 16384])
 def test_sums_over_many_keys(length, head_dim, is_causal):
-    """Sums that the product keeps in fewer bits than float32 would be cut off, and drift."""
+    """Sums that the product keeps in fewer bits than float32 are cut off, and drift.
+
+    Values of one sign show it best. A tile's sum of 128 products is left to the hardware and errs
+    by a quarter of what rounding does; sums over all keys must not be.
+    """
     q, k, v = draw(1, 3, 3, 128, length, head_dim)
-    check(*prepare(q, k, v.abs()), is_causal)
+    operands, descales, meant = prepare(q, k, v.abs())
+    check(operands, descales, meant, is_causal, rms_factor=1.35)
+    out, lse = fp8._attention_fp8_forward(
+        *operands, tuple(descales.values()), is_causal, head_dim**-0.5, torch.bfloat16, False
+    )
+    with pytest.raises(AssertionError, match="is over"):
+        assert_every_head_close(operands[0], out, lse, meant, is_causal, rms_factor=5)
 
 
 @pytest.mark.usefixtures("gpu")
