@@ -948,7 +948,10 @@ def cuts():
         for dtype in (torch.bfloat16, torch.float32):
             q = torch.empty(1, 1, 1024, head_dim, device=runtime.DEVICE, dtype=dtype)
             row = {"head_dim": head_dim, "dtype": str(dtype).removeprefix("torch.")}
-            rows.append(row | asdict(forward._config(q)))
+            config = asdict(forward._config(q))
+            config.pop("described_rows")  # is of the backward pass
+            config["maxnreg"] = config["maxnreg"] or "any"
+            rows.append(row | config)
     return rows
 
 

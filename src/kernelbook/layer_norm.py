@@ -932,12 +932,12 @@ def _add_buffers(sums, wanted):
         None if dtype is None else torch.empty(of.shape[1], dtype=dtype, device=of.device)
         for of, dtype in zip(sums, wanted, strict=True)
     ]
-    both = sums[0] is not None and sums[1] is not None
-    of, to = sums[sums[0] is None], gradients[sums[0] is None]
-    if of is not None:
-        n_buffers, n_cols = of.shape
-        _buffer_sum_kernel[(-(-n_cols // SUM_COLS), 1 + both)](
-            of, sums[1], to, gradients[1], n_buffers, n_cols, SUM_ROWS, SUM_COLS, num_warps=4
+    there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
+    if there:
+        (first, first_to), (second, second_to) = there[0], there[-1]
+        n_buffers, n_cols = first.shape
+        _buffer_sum_kernel[(-(-n_cols // SUM_COLS), len(there))](
+            first, second, first_to, second_to, n_buffers, n_cols, SUM_ROWS, SUM_COLS, num_warps=4
         )
     return gradients
 
