@@ -1034,7 +1034,11 @@ lab.read(
 # is forced by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels are
 # written in CuTe. All are called through autograd, backward only.
 
+import torch._functorch.config
 from torch.nn.attention import SDPBackend
+
+# What is compiled must keep its buffers: its backward pass will run many times.
+torch._functorch.config.donated_buffer = False
 
 
 def sdpa(backend, inputs, do, is_causal):

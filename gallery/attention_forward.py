@@ -19,7 +19,6 @@ speeds are those of a recorded run.
 # sphinx_gallery_thumbnail_number = 2
 import heapq
 import textwrap
-from dataclasses import asdict
 from unittest import mock
 
 import torch
@@ -941,21 +940,13 @@ lab.source(forward._attention_fwd_kernel, "stages")
 # How large is a tile? A larger one reads keys and values less often, and needs more registers and
 # shared memory. That was measured once, and stands in a table of the package:
 
-
-def cuts():
-    rows = []
-    for head_dim in (64, 128, 256):
-        for dtype in (torch.bfloat16, torch.float32):
-            q = torch.empty(1, 1, 1024, head_dim, device=runtime.DEVICE, dtype=dtype)
-            row = {"head_dim": head_dim, "dtype": str(dtype).removeprefix("torch.")}
-            config = asdict(forward._config(q))
-            config.pop("described_rows")  # is of the backward pass
-            config["maxnreg"] = config["maxnreg"] or "any"
-            rows.append(row | config)
-    return rows
-
-
-lab.measure("How the kernel is cut", cuts)
+rows = []
+for (head_dim, itemsize), config in forward.CONFIGS.items():
+    row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
+    row |= {"queries": config.block_m, "keys": config.block_n}
+    row |= {"warps": config.num_warps, "stages": config.num_stages}
+    rows.append(row | {"registers": config.maxnreg or "any"})
+lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
 # **The loop.** The same for both stages. A tile of keys comes, and gives a tile of scores. What a
