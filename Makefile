@@ -38,7 +38,7 @@ html: $(READY)  ## build the book into build/html, running every chapter
 	@touch $(BUILT)
 
 test: $(READY) $(BUILT)  ## run every test, building the book first if it is out of date
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2
 
 lint: $(READY)  ## check the style of the code
 	$(PYTHON) -m ruff check .

@@ -1,8 +1,17 @@
 """Kernel Book: GPU kernels in Triton, each explained in a chapter and tested against float64."""
 
 from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
+from kernelbook.attention import attention, quantize
 from kernelbook.dropout import dropout, masked_dropout, seeded_dropout
 from kernelbook.layer_norm import layer_norm
 from kernelbook.softmax import softmax
 
-__all__ = ["dropout", "layer_norm", "masked_dropout", "seeded_dropout", "softmax"]
+__all__ = [
+    "attention",
+    "dropout",
+    "layer_norm",
+    "masked_dropout",
+    "quantize",
+    "seeded_dropout",
+    "softmax",
+]
