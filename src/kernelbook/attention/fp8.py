@@ -62,7 +62,7 @@ def _to_e4m3(p, dtype: tl.constexpr):
 
 @triton.jit
 def _load_values(v_desc, batch, head, start):
-    """Read values, (BLOCK_N, BLOCK_D), from where keys are contiguous; outside there are zeros."""
+    """Read values, (BLOCK_N, BLOCK_D), where keys are contiguous; zeros outside."""
     tile = v_desc.load([batch, head, 0, start])
     return tl.reshape(tile, (tile.shape[2], tile.shape[3])).T
 
@@ -183,7 +183,7 @@ def _attention_fp8_fwd_kernel(
             scale_log2, BLOCK_N, True, PROMOTED,
         )  # fmt: skip
 
-    # -- write: the average, whose two sums are both of 2^8 * p, and the logarithm of one of them
+    # -- write: the average, whose two sums both hold 2^8, and the logarithm of one of them
     out = acc * (v_descale / tl.where(l_i == 0, 1.0, l_i))[:, None]
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     cols = tl.arange(0, BLOCK_D)
