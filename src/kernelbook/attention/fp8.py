@@ -330,7 +330,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a tensor to 8 bits, so that x is about stored * descale.
 
-    descale = max |x| / max(dtype), over a head or over the tensor; the largest element becomes the
+    descale = max(abs(x)) / max(dtype), over a head or over the tensor; the largest element becomes the
     largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity makes
     all that shares its descale NaN; where all is zero, descale is 1.
 
