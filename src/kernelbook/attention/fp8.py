@@ -330,9 +330,9 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a tensor to 8 bits, so that x is about stored * descale.
 
-    descale = max(abs(x)) / max(dtype), over a head or over the tensor; the largest element becomes the
-    largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity makes
-    all that shares its descale NaN; where all is zero, descale is 1.
+    descale = max(abs(x)) / max(dtype), over a head or over the tensor: the largest element becomes
+    the largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity
+    makes all that shares its descale NaN; where all is zero, descale is 1.
 
     It reads x twice and needs memory for x in float32.
 
