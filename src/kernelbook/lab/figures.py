@@ -104,9 +104,11 @@ def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
         figure, axes = plt.subplots(layout="constrained")
         axes.grid(axis="x", visible=False)
         yield axes
-        if axes.get_legend_handles_labels()[0]:
+        _, labels = axes.get_legend_handles_labels()
+        if labels:
             place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
-            axes.legend(**place, ncols=3, fontsize=10, columnspacing=1.2)
+            columns = 3 if max(map(len, labels)) <= 16 else 2  # or it is wider than the axes
+            axes.legend(**place, ncols=columns, fontsize=10, columnspacing=1.2)
     _finish(figure, measured, title, alt)
 
 
