@@ -877,9 +877,10 @@ def differ(mode, what):
 
 lab.read(
     f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, and "
-    f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}. There up to "
-    f"{differ('one sweep', 'dq').get(share, nan):.1f} % of the numbers of `dq` change. In `dk` it "
-    f"is {differ('one sweep', 'dk').get(runs, nan):.0f} runs, for `dk` is never added in memory."
+    f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}. In one sweep up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of the numbers of `dq` change in a run: "
+    f"the sums differ in float32, and rounding to bfloat16 hides most of it. In `dk` it is "
+    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs, for `dk` is never added in memory."
 )
 
 # %%
@@ -1317,7 +1318,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 
 # %%
 # A descriptor cannot have a stride of zero in its last dimension. So ``attention`` copies such a
-# gradient first. A transposed one it reads where it lies.
+# gradient first. One whose heads and length are transposed it reads where it lies.
 #
 # Exercises
 # ---------
@@ -1465,9 +1466,9 @@ lab.table(
 
 # Solution: checkpointing whole layers
 #
-# Without: 2 products forward, and 5 backward in one sweep. With: 2 more, so 9 for 7. Scores are
-# then computed three times: forward, forward again, and backward. Only out and lse of one layer at
-# a time are kept, instead of those of all layers.
+# Without: 2 products forward, and 7 backward in two sweeps. With: 2 more, so 11 for 9. Scores are
+# then computed four times: forward, forward again, and in both sweeps. Of each layer only its input
+# is kept; q, k, v, out and lse exist for one layer at a time.
 
 from torch.utils.checkpoint import checkpoint
 

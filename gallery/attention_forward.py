@@ -688,14 +688,14 @@ for seqlen_q, seqlen_k, is_causal in (
 lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
-# **What do STAGE & 2 and 4 - STAGE mean?** In the tutorial that everybody copies, the same thing
-# goes by numbers. The kernel gets ``STAGE = 3`` for causal and 1 for full attention. Read it as
-# two bits. The first says that there is a loop over *whole* tiles, the second that there is one
-# over *cut* tiles. So ``STAGE & 2`` asks for the second loop. The inner function is told which
-# keys to take, by another number: 1 means up to the diagonal, 2 on the diagonal, 3 all keys. And
-# ``4 - STAGE`` is a trick that turns 3 into 1 and 1 into 3: in causal attention the first loop
-# ends at the diagonal, in full attention it takes all keys. Here are the three names in place of
-# the numbers.
+# **What do STAGE & 2 and 4 - STAGE mean?** In Triton's own tutorial on fused attention the same
+# thing goes by numbers. The kernel gets ``STAGE = 3`` for causal and 1 for full attention. Read it
+# as two bits. The first says that there is a loop over *whole* tiles, the second that there is one
+# over *cut* tiles. So ``STAGE & 2`` asks for the second loop. The inner function is told which keys
+# to take, by another number: 1 means up to the diagonal, 2 on the diagonal, 3 all keys. And ``4 -
+# STAGE`` is a trick that turns 3 into 1 and 1 into 3: in causal attention the first loop ends at
+# the diagonal, in full attention it takes all keys. Here are the three names in place of the
+# numbers.
 
 KEYS = {
     1: "before the diagonal, no mask",
@@ -778,14 +778,15 @@ for length in (4096, 16384):
         }
     )
 lab.table(
-    rows, "Bytes read and written by the programs of one head, head_dim 128, 16 bits"
+    rows, "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits"
 )
 
 # %%
-# And there is a worse trouble. Two programs with different keys add to the same ``acc``, so they
-# would have to take turns. If queries stay, no two programs write to one place, and there are as
-# many independent programs as tiles of queries. Most of the reads of keys and values come from the
-# L2 cache, for the programs of a head run at the same time.
+# The smaller the tiles of queries, the less there is to gain. But there is a worse trouble. Two
+# programs with different keys add to the same ``acc``, so they would have to take turns. If queries
+# stay, no two programs write to one place, and there are as many independent programs as tiles of
+# queries. Most of the reads of keys and values come from the L2 cache, for the programs of a head
+# run at the same time.
 #
 # **Place.** Now the kernel of the package, piece by piece. Which tile does a program take? In
 # causal attention the last queries see the most keys. If they came last, a few heavy programs
@@ -937,6 +938,10 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 lab.source(forward._attention_fwd_kernel, "stages")
 
 # %%
+# *Pipeline stages*, ``num_stages``, are something else: so many tiles of keys and values are on
+# their way into shared memory, or in use, at a time.
+
+# %%
 # How large is a tile? A larger one reads keys and values less often, and needs more registers and
 # shared memory. That was measured once, and stands in a table of the package:
 
@@ -944,13 +949,15 @@ rows = []
 for (head_dim, itemsize), config in forward.CONFIGS.items():
     row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
     row |= {"queries": config.block_m, "keys": config.block_n}
-    row |= {"warps": config.num_warps, "stages": config.num_stages}
+    row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
     rows.append(row | {"registers": config.maxnreg or "any"})
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
 # **The loop.** The same for both stages. A tile of keys comes, and gives a tile of scores. What a
-# query does not see becomes :math:`-\infty`: its exponential is exactly 0.
+# query does not see becomes :math:`-\infty`: its exponential is exactly 0. ``tf32x3`` matters in
+# float32 only. There each number is split into a coarse part and a rest, both in the 19 bits of
+# tf32, and three products take the place of one.
 
 lab.source(forward._attend, "scores")
 
@@ -1003,8 +1010,8 @@ lab.measure("Instructions for one exponential", instructions)
 lab.source(forward._attend, "accumulate")
 
 # %%
-# The weights are rounded to 16 bits for the second product, as the matrix units want it. Their sum
-# ``l_i`` is taken before, in float32.
+# The weights of 16-bit inputs are rounded to 16 bits for the second product, as the matrix units
+# want it. Their sum ``l_i`` is taken before, in float32.
 #
 # **Write.** One division, and the logarithm. ``m_i`` is in base 2, so the sum is turned back to a
 # natural logarithm by a factor :math:`\ln 2`. The row number is 64 bits wide: out may have more
@@ -1374,7 +1381,8 @@ lab.read(" ".join(sentences))
 # Half of the scores on the diagonal are computed and thrown away.
 #
 # What did the compiler make of the kernels? A register that *spills* goes to memory, and ``acc`` is
-# large: 128 queries by 128 numbers are 128 registers for each of 128 threads.
+# large: 64 queries by 128 numbers are 64 registers for each of 128 threads, and the tile of scores
+# takes as many again.
 
 
 def launch(head_dim, dtype):
@@ -1396,8 +1404,8 @@ facts
 
 # %%
 # **Small inputs.** A kernel has to be started, and that takes the host some microseconds, whatever
-# the kernel does. So at small sizes all versions cost about the same for each call, or as much as
-# their host code takes.
+# the kernel does. So at small sizes a call costs what its host code takes, and hardly depends on
+# the length.
 
 
 def microseconds(run, *inputs, repeats=200):

@@ -2,9 +2,9 @@
 Attention in eight bits
 =======================
 
-A matrix unit multiplies numbers of eight bits twice as fast as numbers of sixteen, and half the
-bytes have to move. Eight bits hold very few numbers. *What is lost, and what must a kernel do so
-that no more is lost than has to be?*
+A matrix unit multiplies numbers of eight bits up to twice as fast as numbers of sixteen, and half
+the bytes have to move. Eight bits hold very few numbers. *What is lost, and what must a kernel do
+so that no more is lost than has to be?*
 
 You will learn
 
@@ -76,6 +76,14 @@ products = lab.measure("A product of two matrices by cuBLAS", product_speeds)
 products
 
 # %%
+
+# Reading
+nan = float("nan")
+slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (nan, nan)
+lab.read(f"Not quite: {fast / slow:.2f} times.")
+products
+
+# %%
 # And the bytes? Here are all of one head. The result keeps 16 bits.
 
 rows = []
@@ -139,7 +147,7 @@ lab.table(rows, "All patterns of eight bits")
 
 # %%
 # The letters *fn* in e4m3fn mean: finite, with NaN. It has no infinity, and uses those patterns
-# for numbers. Here are all of its numbers above zero. Each row is a power of two, until the first:
+# for numbers. Here are all of its numbers above zero. Each row is a power of two, except the first:
 # there the leading one is missing, and the steps no longer shrink.
 
 x = bits[:128].view(E4M3).double().reshape(16, 8)
@@ -228,7 +236,7 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
 # With one descale for the tensor the smallest head became zero. One a head costs four bytes a head.
-# And a descale a *row*, or a block? It is an exercise. Note that the first head gained nothing:
+# And one a column, or a block? Those are exercises. Note that the first head gained nothing:
 # a floating-point number has its own exponent, and a scale helps only at the ends of the range.
 #
 # The package's ``quantize`` does the same, and takes care of tensors that are zero, or hold NaN.
@@ -431,7 +439,6 @@ emitted
 # %%
 
 # Reading
-nan = float("nan")
 found = {(r["dtype"], r["contiguous"]): r for r in emitted.rows}
 straight, turned = (
     found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "the other")
@@ -499,7 +506,8 @@ turning
 # Reading
 first, last = (turning.rows[0], turning.rows[-1]) if turning.rows else ({}, {})
 lab.read(
-    f"The copy grows with the length, attention with its square. At 1,024 it adds "
+    f"All rows have 16,384 tokens. So the copy takes the same time in each, and attention grows "
+    f"with the length of a sequence. At 1,024 the copy adds "
     f"{first.get('adds, %', nan):.0f} % to the time, at 16,384 {last.get('adds, %', nan):.1f} %."
 )
 
@@ -600,7 +608,7 @@ lab.table(rows, "Two ways to sum")
 # The kernel
 # ----------
 #
-# It is the kernel of "Attention, tile by tile" with three changes. Place, stages and masks are the
+# It is the kernel of "Attention, tile by tile" with these changes. Place, stages and masks are the
 # same. The first product has 8-bit operands, or 16-bit ones where only V has 8 bits.
 
 lab.source(fp8._attend_fp8, "scores")
@@ -619,7 +627,8 @@ lab.source(fp8._attend_fp8, "weights")
 lab.source(fp8._load_values)
 
 # %%
-# Then the second product. ``PROMOTED`` is the next section.
+# Then the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
+# ``PROMOTED`` is the next section.
 
 lab.source(fp8._attend_fp8, "accumulate")
 
@@ -634,8 +643,8 @@ lab.source(fp8._attention_fp8_fwd_kernel, "write")
 # ------------------
 #
 # A product of eight bits adds up in registers of float32. But Hopper's matrix unit keeps fewer bits
-# than float32 has while it adds, and cuts off the rest. Over a few hundred terms nobody sees it.
-# Over tens of thousands it could matter, for the sum grows and each new term loses more.
+# than float32 has while it adds, and cuts off the rest. Where the terms have one sign the sum
+# grows, and each new term loses more.
 #
 # The cure: let the matrix unit add up one tile of keys only, from zero, and add the tiles in
 # ordinary float32 registers. That is called *promotion*. It is nearly free here: the old sum has to
@@ -1049,7 +1058,7 @@ for head_dim in (128, 64):
         )
         sentences.append(
             f"At head_dim {head_dim}, {mask}, length 16,384: {ours:.0f} TFLOP/s with all operands "
-            f"in FP8, {ours / bf16:.2f} times our kernel in bf16, and "
+            f"in FP8, {ours / bf16:.2f} times our kernel in bf16 with its {bf16:.0f}, and "
             f"{100 * ours / in_8_bits:.0f} % of a product of eight bits; with V alone "
             f"{speed.rate('V in FP8', **where):.0f}; cuDNN in bf16 "
             f"{speed.rate('SDPA cuDNN', **where):.0f}."
@@ -1072,8 +1081,8 @@ lab.table(rows, "Cycles of a multiprocessor for one score")
 
 # %%
 # With head_dim 64 the exponential takes twice as long as the products of 8 bits. So the gain is
-# small there, whatever the kernel does, and greater for a longer head_dim. V alone speeds up
-# nothing but the second product, and its weights must be turned into 8 bits first.
+# small there, whatever the kernel does, and greater for a longer head_dim. V alone could speed up
+# the second product only, and its weights must be turned into 8 bits first: compare the figures.
 
 
 def launch(head_dim, q_dtype):
@@ -1169,9 +1178,9 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# With head_dim 16 two of 32 heads are read. With 128, it is one head of 128, and all others are
-# zeros: a kernel that reads nothing is also very fast. Two habits catch it: an error *relative* to
-# each head's truth, and a result of zeros that must fail.
+# With head_dim 16 two of 32 heads are read. With head_dim 128 and 128 heads it would be one, and
+# all others zeros: a kernel that reads nothing is also very fast. Two habits catch it: an error
+# *relative* to each head's truth, and a result of zeros that must fail.
 #
 # **Scores that forget a descale.** We saw above that it changes the result by much. Nothing warns,
 # for any positive number is a legal descale. With ``None`` it is 1.
