@@ -7,6 +7,7 @@ warns (and so fails in CI), and a results file that cannot be read stops the bui
 import ast
 import importlib
 import json
+import re
 from pathlib import Path
 
 from chapters import reading_order
@@ -249,7 +250,31 @@ class Functions(SphinxDirective):
         return sorted({(Path(use[0]).stem, use[4]) for use in uses})
 
 
+# -- source pages: of every module that a chapter shows, not only of those in the reference --------
+
+
+def show_sources(app, env):
+    """Let Sphinx write a source page for each module of an operator that has several."""
+    import kernelbook
+
+    folder = Path(kernelbook.__file__).parent
+    shown = env.__dict__.setdefault("_viewcode_modules", {})
+    for path in sorted(folder.glob("*/*.py")):
+        name = f"kernelbook.{path.parent.name}.{path.stem}"
+        if path.parent.name != "lab" and path.stem != "__init__" and not shown.get(name):
+            shown[name] = path.read_text(encoding="utf-8"), {}, {}, name
+
+
+def flatten_source_index(app, pagename, templatename, context, doctree):
+    """Sphinx nests a list of modules directly in a list, which HTML does not allow."""
+    if pagename == "_modules/index":
+        heading, _, modules = context["body"].partition("<ul>")
+        context["body"] = f"{heading}<ul>{re.sub('</?ul>', '', modules)}</ul>"
+
+
 def setup(app):
+    app.connect("env-updated", show_sources)
+    app.connect("html-page-context", flatten_source_index)
     app.add_directive("chapters", Chapters)
     app.add_directive("recorded", Recorded)
     app.add_directive("functions", Functions)
