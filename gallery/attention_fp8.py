@@ -81,7 +81,6 @@ products
 nan = float("nan")
 slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (nan, nan)
 lab.read(f"Not quite: {fast / slow:.2f} times.")
-products
 
 # %%
 # And the bytes? Here are all of one head. The result keeps 16 bits.
