@@ -681,9 +681,9 @@ PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
 multiprocessor. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
 
 PART_COLS, PART_ROWS, MAX_PARTS, MAX_PART_COLS = 2048, 2, 64, 8192
-"""Rows that neither rule takes are split in parts of 2,048 columns. A program takes its part of two rows, so that it
-loads weight and bias half as often: read again for each row, they are as many bytes as x and y.
-Rows too long for 64 such parts get larger ones."""
+"""Rows that neither rule takes are split in parts of 2,048 columns. A program takes its part of two
+rows, so that it loads weight and bias half as often: read again for each row, they are as many
+bytes as x and y. Rows too long for 64 such parts get larger ones."""
 
 LOOP_COLS = 4096
 """Columns in each turn of a loop over a row that is too long even for that: 16 elements a thread
@@ -715,9 +715,9 @@ BWD_PART_COLS, BWD_MAX_PART_COLS = 2048, 4096
 long for 64 such parts get larger ones."""
 
 BWD_PART_WARP = {2: 1024, 4: 512}
-"""Columns a warp of a part, by the bytes of an element. In bfloat16 at 16,384 columns, before
-those were packed, 1,024 gave 0.67 of a copy against 0.57 with 512, though some registers spill, and in float32 0.69 against
-0.72."""
+"""Columns a warp of a part, by the bytes of an element. In bfloat16 at 16,384 columns, before those
+were packed, 1,024 gave 0.67 of a copy against 0.57 with 512, though some registers spill, and in
+float32 0.69 against 0.72."""
 
 BWD_PART_THREADS = 256
 """Threads on a multiprocessor then. The next part of x and dy waits in registers, so that a thread
