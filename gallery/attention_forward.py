@@ -18,7 +18,11 @@ speeds are those of a recorded run.
 
 # sphinx_gallery_thumbnail_number = 2
 import heapq
+import importlib.util
+import inspect
+import tempfile
 import textwrap
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,6 +30,8 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.attention import attention, common, forward
+from kernelbook.attention.common import _load_tile
+from kernelbook.attention.forward import _visible
 from kernelbook.attention.tiled import key_tiles, tiled_attention, tiled_forward
 
 lab.start(
@@ -569,7 +575,7 @@ def run(kernel, q, k, v, is_causal, visits=None, **options):
     return out
 
 
-def first_cases(kernel):
+def first_cases(kernel, run=run):
     for seqlen_q, seqlen_k, is_causal in (
         (100, 100, False),
         (100, 100, True),
@@ -932,8 +938,23 @@ def widths():
 lab.measure("8 numbers of 16 bits for each thread", widths)
 
 # %%
-# **Stages.** Here they are again, in the package. ``ALL_WHOLE`` is known at compile time: without a
-# mask, and with a length that the tile divides, there is no second loop.
+# **A turn ahead.** So far a turn of the loop began with the product of the queries and a new tile
+# of keys. That product cannot begin before the keys have arrived. What else could be done in the
+# meantime? The exponentials need no new data. So let each turn compute the scores of the *next*
+# tile, as its last act. The next turn then begins with exponentials, and keys and values arrive
+# while it takes them. The first scores are computed before the loop.
+
+lab.source(forward._attention_fwd_kernel, "begin")
+
+# %%
+# **Stages.** Here they are again, in the package: what a tile of queries sees,
+
+lab.source(forward._visible)
+
+# %%
+# and the two loops. The last tile is left out, for after it there is none to score.
+# ``ALL_WHOLE`` is known at compile time: without a mask, and with a length that the tile divides,
+# there is no second loop.
 
 lab.source(forward._attention_fwd_kernel, "stages")
 
@@ -954,21 +975,25 @@ for (head_dim, itemsize), config in forward.CONFIGS.items():
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# **The loop.** The same for both stages. A tile of keys comes, and gives a tile of scores. What a
-# query does not see becomes :math:`-\infty`: its exponential is exactly 0. ``tf32x3`` matters in
-# float32 only. There each number is split into a coarse part and a rest, both in the 19 bits of
-# tf32, and three products take the place of one.
+# **The loop.** The same for both stages. It begins with scores, and turns them into weights.
 
-lab.source(forward._attend, "scores")
+lab.source(forward._attend, "weigh")
+
+# %%
+# How? What a query does not see becomes :math:`-\infty`: its exponential is exactly 0.
+
+lab.source(forward._weigh, "mask")
+
+# %%
+# Then the lines of the mathematics. ``P_LOG2`` is 0 here. It belongs to the chapter on eight bits.
+
+lab.source(forward._weigh, "rescale")
 
 # %%
 # The scale is not applied to the scores before the maximum is taken. It is positive, so the
 # largest product is also the largest score: one multiplication for each row is enough. The others
 # disappear in ``qk * scale_log2 - m_exp``, which is one instruction, a fused multiply and add.
-
-lab.source(forward._attend, "rescale")
-
-# %%
+#
 # Is that worth a thought? For each score, the matrix units do :math:`4 D` operations. On Hopper a
 # multiprocessor does 4,096 of these in a cycle, and 16 exponentials. For head_dim 128 a score
 # keeps the matrix units busy for an eighth of a cycle, and its exponential takes a sixteenth. For
@@ -1007,12 +1032,96 @@ lab.measure("Instructions for one exponential", instructions)
 
 # %%
 
+# Now the sum of values. The weights of 16-bit inputs are rounded to 16 bits, as the matrix units
+# want it. Their sum ``l_i`` was taken before, in float32. ``tf32x3`` matters in float32 only. There
+# each number is split into a coarse part and a rest, both in the 19 bits of tf32, and three
+# products take the place of one.
+
 lab.source(forward._attend, "accumulate")
 
 # %%
-# The weights of 16-bit inputs are rounded to 16 bits for the second product, as the matrix units
-# want it. Their sum ``l_i`` is taken before, in float32.
-#
+# Last, the scores of the next tile.
+
+lab.source(forward._attend, "score")
+
+# %%
+# After the loops one tile is left to weigh.
+
+lab.source(forward._attention_fwd_kernel, "end")
+
+# %%
+# **Why does the maximum take two steps?** It could be one line, ``tl.max(x, axis=1)``. The package
+# has this instead:
+
+lab.source(forward._row_max)
+
+# %%
+# A *layout* says which thread holds which number of a tile. Let us run the same module with that
+# one line changed, and look at the instructions: how many products there are, and how many times
+# the program waits for one.
+
+
+def changed(module, old, new):
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    path = Path(tempfile.mkdtemp()) / "changed.py"  # Triton reads the source again
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("changed", path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+TWO_STEPS = "return tl.max(tl.max(halves, axis=1), axis=1)"
+in_one_step = changed(forward, TWO_STEPS, "return tl.max(x, axis=1)")
+
+q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
+outs = [
+    module._attention_forward(q, k, v, True, 0.125)[0]
+    for module in (forward, in_one_step)
+]
+assert torch.allclose(*outs, atol=1e-6)
+
+
+# %%
+
+
+def maxima():
+    from triton.testing import do_bench
+
+    rows = []
+    q, k, v = draw(16384, 1, 32, 64, torch.bfloat16)
+    for name, module in {"two steps": forward, "one step": in_one_step}.items():
+
+        def launch(run=module._attention_forward):
+            return run(q, k, v, True, 0.125)
+
+        ((_, compiled),) = lab.compiled_by(launch)
+        words = compiled.asm["sass"].split()
+        row = {"maximum in": name, "registers": compiled.n_regs}
+        row["instructions of products"] = sum(w.startswith("HGMMA") for w in words)
+        row["waits for them"] = sum(w.startswith("WARPGROUP.DEPBAR") for w in words)
+        flops = 4 * 16384**2 * 64 * 32 / 2
+        rows.append(row | {"TFLOP/s": round(flops / do_bench(launch) / 1e9)})
+    return rows
+
+
+steps_of_max = lab.measure("head_dim 64, length 16,384, causal", maxima)
+steps_of_max
+
+# %%
+
+# Reading
+two, one = steps_of_max.rows or ({}, {})
+lab.read(
+    f"Both give the same result. But one step waits {one.get('waits for them', nan)} times for "
+    f"{one.get('instructions of products', nan)} instructions, two steps wait "
+    f"{two.get('waits for them', nan)} times, and run at {two.get('TFLOP/s', nan)} TFLOP/s "
+    f"instead of {one.get('TFLOP/s', nan)}. No error and no warning says so: the assembler's "
+    f"message is not shown. When a loop with products is slower than it should be, count the waits."
+)
+
+# %%
 # **Write.** One division, and the logarithm. ``m_i`` is in base 2, so the sum is turned back to a
 # natural logarithm by a factor :math:`\ln 2`. The row number is 64 bits wide: out may have more
 # than :math:`2^{31}` elements.
@@ -1197,8 +1306,62 @@ def recognised():
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
-# The tiled PyTorch version has tiles of 1,024, so that it does not drown in launches. Our own two
-# kernels have 128 queries and 64 keys in a tile.
+# One rung is missing. What do descriptors do alone? Here is the kernel in stages once more, with
+# descriptors for keys and values, and nothing else changed.
+
+
+@triton.jit
+def _described_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, seqlen_q, seqlen_k, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    queries, offsets, exist, q, m_i, l_i, acc = _begin(
+        q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
+    )
+    head, start_m = tl.program_id(1), tl.program_id(0) * BLOCK_M
+    n_visible, by_all, by_some = _visible(
+        start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
+    )
+    whole = by_all // BLOCK_N * BLOCK_N
+    for start_n in range(0, whole, BLOCK_N):
+        k = _load_tile(k_desc, 0, head, start_n)
+        qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        v = _load_tile(v_desc, 0, head, start_n)
+        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+    for start_n in range(whole, by_some, BLOCK_N):
+        k = _load_tile(k_desc, 0, head, start_n)
+        qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
+        v = _load_tile(v_desc, 0, head, start_n)
+        acc, l_i, m_i = _update(acc, l_i, m_i, tl.where(seen, qk, float("-inf")), v)
+    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
+
+
+# %%
+
+
+def run_described(kernel, q, k, v, is_causal, **options):
+    options = BLOCKS | options
+    seqlen_q, head_dim = q.shape[-2:]
+    out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
+    heads = q.shape[0] * q.shape[1]
+    flat = (x.view(1, heads, *x.shape[2:]) for x in (k, v))
+    descs = [common.describe(x, options["BLOCK_N"]) for x in flat]
+    grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]), heads)
+    sizes = (seqlen_q, k.shape[-2], scale_log2)
+    constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal}
+    kernel[grid](q, *descs, out, *sizes, **constants, **options)
+    return out
+
+
+# %%
+
+lab.check("With descriptors", first_cases(_described_kernel, run_described))
+
+# %%
+# The tiled PyTorch version has tiles of 1,024, so that it does not drown in launches. The three
+# kernels of this page have 128 queries and 64 keys in a tile.
 
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -1233,6 +1396,9 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
         "tiled PyTorch": lambda: tiled_forward(q, k, v, is_causal=is_causal, **blocks),
         "first kernel": lambda: run(_first_kernel, q, k, v, is_causal, **WIDE),
         "in stages": lambda: run(_staged_kernel, q, k, v, is_causal, **WIDE),
+        "descriptors": lambda: run_described(
+            _described_kernel, q, k, v, is_causal, **WIDE
+        ),
         "Kernel Book": lambda: attention(q, k, v, is_causal=is_causal),
     }
 
@@ -1249,6 +1415,7 @@ RUNGS = [
     "tiled PyTorch",
     "first kernel",
     "in stages",
+    "descriptors",
     "Kernel Book",
 ]
 where = {"seqlen": 4096}
@@ -1269,11 +1436,12 @@ lab.read(
     f"Without a mask standard attention runs at {at('PyTorch', 'full'):.0f} TFLOP/s: it waits for "
     f"the table of scores. In tiles of plain PyTorch it runs at "
     f"{at('tiled PyTorch', 'full'):.0f}, for there every tile goes through memory, too. The first "
-    f"kernel reaches {at('first kernel', 'full'):.0f}, and the package's "
-    f"{at('Kernel Book', 'full'):.0f}. With the causal mask, the first kernel computes twice what "
-    f"is needed and reaches {at('first kernel', 'causal'):.0f}; stages bring it to "
-    f"{at('in stages', 'causal'):.0f}, descriptors and heavy tiles first to "
-    f"{at('Kernel Book', 'causal'):.0f}."
+    f"kernel reaches {at('first kernel', 'full'):.0f}, descriptors bring it to "
+    f"{at('descriptors', 'full'):.0f}, and scores a turn ahead and well chosen tiles to "
+    f"{at('Kernel Book', 'full'):.0f}. With the causal mask the first kernel computes twice what "
+    f"is needed and reaches {at('first kernel', 'causal'):.0f}. Stages bring it to "
+    f"{at('in stages', 'causal'):.0f}, descriptors to {at('descriptors', 'causal'):.0f}, and the "
+    f"rest, with heavy tiles first, to {at('Kernel Book', 'causal'):.0f}."
 )
 
 # %%
@@ -1375,14 +1543,15 @@ lab.read(" ".join(sentences))
 
 # %%
 # Why not the speed of a matrix product? One reason is the exponential, as we counted: at head_dim
-# 64 it takes as long as the products. The maximum and the sum over each row come on top. Faster
-# kernels let one group of warps take exponentials while another one multiplies, and keep the two in
-# step by hand: that is what FlashAttention-3 brought. With a causal mask there is another reason.
+# 64 it takes as long as the products. The maximum and the sum over each row come on top. Two
+# programs share a multiprocessor here, and while one waits for a product the other may take
+# exponentials, but nothing keeps them in step. FlashAttention-3 does that by hand: one group of
+# warps multiplies while another one takes exponentials. With a causal mask there is another reason.
 # Half of the scores on the diagonal are computed and thrown away.
 #
 # What did the compiler make of the kernels? A register that *spills* goes to memory, and ``acc`` is
-# large: 64 queries by 128 numbers are 64 registers for each of 128 threads, and the tile of scores
-# takes as many again.
+# large: 128 queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of
+# 64 keys, takes half as many.
 
 
 def launch(head_dim, dtype):

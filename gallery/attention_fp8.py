@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.attention import attention, fp8, quantize
+from kernelbook.attention.forward import _weigh
 
 lab.start(
     "attention_fp8",
@@ -608,16 +609,17 @@ lab.table(rows, "Two ways to sum")
 # ----------
 #
 # It is the kernel of "Attention, tile by tile" with these changes. Place, stages and masks are the
-# same. The first product has 8-bit operands, or 16-bit ones where only V has 8 bits.
+# same, and scores are computed a turn ahead. Their product has 8-bit operands, or 16-bit ones where
+# only V has 8 bits. A turn begins with weights.
 
-lab.source(fp8._attend_fp8, "scores")
+lab.source(fp8._attend_fp8, "weigh")
 
 # %%
-# The weights: 8 is taken off what is subtracted, and the sum is taken before rounding. ``m_exp``
-# and 8 are combined first, once a row, so that a weight costs one multiply-and-add and one
-# exponential, as before. ``_finite`` puts 0 in the place of :math:`-\infty`.
+# ``_weigh`` is that of the other chapter, where ``P_LOG2`` was 0. Now it is 8, and is taken off
+# what is subtracted. ``m_exp`` and 8 are combined first, once a row, so that a weight costs one
+# multiply-and-add and one exponential, as before. The sum is taken before rounding.
 
-lab.source(fp8._attend_fp8, "weights")
+lab.source(_weigh, "rescale")
 
 # %%
 # The values come from a descriptor of (batch, heads, head_dim, length). The tile is transposed only
@@ -629,7 +631,7 @@ lab.source(fp8._load_values)
 # Then the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
 # ``PROMOTED`` is the next section.
 
-lab.source(fp8._attend_fp8, "accumulate")
+lab.source(fp8._add_values)
 
 # %%
 # At the end, one multiplication by the descale of V. Numerator and ``l_i`` both hold the factor

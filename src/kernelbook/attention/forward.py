@@ -21,10 +21,64 @@ from kernelbook.attention.common import (
 
 
 @triton.jit
+def _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return how many keys, from the first, each query of a tile sees, and all and some of them."""
+    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
+    seen_by_all, seen_by_some = seqlen_k, seqlen_k
+    if IS_CAUSAL:
+        shift = seqlen_k - seqlen_q
+        n_visible = tl.minimum(start_m + tl.arange(0, BLOCK_M) + 1 + shift, seqlen_k)
+        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + shift, seqlen_k), 0)
+        seen_by_some = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, seqlen_k), 0)
+    return n_visible, seen_by_all, seen_by_some
+
+
+@triton.jit
+def _row_max(x):
+    """Return the largest number of each row: the larger of two halves first, then the largest.
+
+    One step would be as right, and slower. Its result would have the layout of the scores, and so
+    would all that is computed from it, down to acc * alpha. But acc has the layout of the other
+    product. Triton 3.6 then carries acc in both, and the assembler, which finds acc read while a
+    product is under way, waits for each instruction of every product (ptxas C7514). After a
+    reshape the result has no product's layout, and acc keeps its own.
+    """
+    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.max(tl.max(halves, axis=1), axis=1)
+
+
+@triton.jit
+def _weigh(
+    qk,  # products of queries and keys, (BLOCK_M, BLOCK_N)
+    l_i,  # sum over keys of p so far, (BLOCK_M,)
+    m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    start_n,  # the first key
+    n_visible,  # how many keys, from the first of all, each query sees, (BLOCK_M,)
+    scale_log2,  # turns a product of q and k into an exponent of 2
+    MASKED: tl.constexpr,  # whether some query does not see some of these keys
+    P_LOG2: tl.constexpr = 0,  # the weights are times 2 to this power
+):
+    """Turn the scores of a tile into weights: return (p, alpha, l_i, m_i)."""
+    # -- mask: what a query does not see is -inf
+    if MASKED:
+        keys = start_n + tl.arange(0, qk.shape[1])
+        qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+
+    # -- rescale: alpha takes what was summed relative to the old maximum to the new one
+    m_new = tl.maximum(m_i, _row_max(qk) * scale_log2)
+    m_exp = _finite(m_new) if MASKED else m_new
+    alpha = tl.exp2(m_i - m_exp)
+    p = tl.exp2(qk * scale_log2 - (m_exp - P_LOG2)[:, None])
+    l_i = l_i * alpha + tl.sum(p, axis=1)
+    return p, alpha, l_i, m_new
+
+
+@triton.jit
 def _attend(
     acc,  # sum over keys of p * v so far, (BLOCK_M, BLOCK_D)
     l_i,  # sum over keys of p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
     k_desc,
     v_desc,
@@ -37,28 +91,17 @@ def _attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
 ):
-    """Attend to the keys from first_key to last_key, a tile at a time."""
+    """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
-        # -- scores: one product, and what a query does not see is -inf
-        k = _load_tile(k_desc, batch, head_k, start_n)
-        qk = tl.dot(q, k.T, input_precision="tf32x3")
-        if MASKED:
-            keys = start_n + tl.arange(0, BLOCK_N)
-            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
-
-        # -- rescale: what was summed relative to the old maximum
-        m_new = tl.maximum(m_i, tl.max(qk, axis=1) * scale_log2)
-        m_exp = _finite(m_new) if MASKED else m_new
-        alpha = tl.exp2(m_i - m_exp)
-        p = tl.exp2(qk * scale_log2 - m_exp[:, None])
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        acc = acc * alpha[:, None]
-        m_i = m_new
-
-        # -- accumulate: the other product
+        # -- weigh: the tile that the turn before has scored
+        p, alpha, l_i, m_i = _weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED)
+        # -- accumulate: one product
         v = _load_tile(v_desc, batch, head_k, start_n)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
-    return acc, l_i, m_i
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+        # -- score: the other product, for the next turn
+        k = _load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
+        qk = tl.dot(q, k.T, input_precision="tf32x3")
+    return acc, l_i, m_i, qk
 
 
 @triton.jit
@@ -86,8 +129,8 @@ def _attention_fwd_kernel(
     n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, batch_head = _place(n_tiles, batch_heads, HEADS_AT_ONCE)
     batch, head = batch_head // heads, batch_head % heads
+    head_k = head // group
     start_m = (n_tiles - 1 - tile) * BLOCK_M
-    queries = start_m + tl.arange(0, BLOCK_M)
 
     # -- load: the queries, once
     q = _load_tile(q_desc, batch, head, start_m)
@@ -95,50 +138,58 @@ def _attention_fwd_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
+    # -- begin: the scores of the first tile of keys
+    scale_log2 = sm_scale * LOG2E
+    k = _load_tile(k_desc, batch, head_k, 0)
+    qk = tl.dot(q, k.T, input_precision="tf32x3")
+
     # -- stages: keys that all queries of the tile see, then keys that some see, and no others
-    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
-    seen_by_all, seen_by_some = seqlen_k, seqlen_k
-    if IS_CAUSAL:
-        n_visible = tl.minimum(queries + 1 + (seqlen_k - seqlen_q), seqlen_k)
-        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + (seqlen_k - seqlen_q), seqlen_k), 0)
-        seen_by_some = tl.minimum(start_m + BLOCK_M + (seqlen_k - seqlen_q), seqlen_k)
-    whole = seen_by_all // BLOCK_N * BLOCK_N
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, k_desc, v_desc, batch, head // group, 0, whole, n_visible,
-        sm_scale * LOG2E, BLOCK_N, MASKED=False,
+    n_visible, seen_by_all, seen_by_some = _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
+    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    acc, l_i, m_i, qk = _attend(
+        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
+        scale_log2, BLOCK_N, MASKED=False,
     )  # fmt: skip
     if not ALL_WHOLE:
-        acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q, k_desc, v_desc, batch, head // group, whole, seen_by_some, n_visible,
-            sm_scale * LOG2E, BLOCK_N, MASKED=True,
+        acc, l_i, m_i, qk = _attend(
+            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
+            scale_log2, BLOCK_N, MASKED=True,
         )  # fmt: skip
+
+    # -- end: the last tile, after which there is none to score
+    p, alpha, l_i, m_i = _weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE)
+    v = _load_tile(v_desc, batch, head_k, last)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
 
     # -- write: the average, and the logarithm from which backward finds p again
     out = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]  # a query that saw nothing gives 0
     first_row = batch_head.to(tl.int64) * seqlen_q + start_m
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    inside = queries < seqlen_q
+    inside = start_m + tl.arange(0, BLOCK_M) < seqlen_q
     out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
     tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
     tl.store(lse_ptr + rows, (m_i + tl.log2(l_i)) * LN2, mask=inside)
 
 
 CONFIGS = {
-    (64, 2): Config(64, 128, 4, 2),
-    (128, 2): Config(64, 128, 4, 1, maxnreg=168),
+    (32, 2): Config(64, 128, 4, 2, maxnreg=128),
+    (64, 2): Config(128, 128, 8, 2, maxnreg=128),
+    (128, 2): Config(128, 64, 8, 2, maxnreg=128),
     (256, 2): Config(128, 64, 8, 2),
     (64, 4): Config(64, 64, 4, 2),
     (128, 4): Config(64, 32, 4, 1),
     (256, 4): Config(64, 32, 4, 1),
 }
-"""Tiles on Hopper, by the largest head_dim that they are for and the bytes of an element. Small
-programs of four warps, three on a multiprocessor, overlap better than large ones: while one waits
-for a product, another computes exponentials. At head_dim 128 and 16,384 tokens on an H200 this tile
-gave 573 TFLOP/s, without tiles on their way ahead; 128 queries by 64 keys in two stages, of which
-two programs fit, 535; and eight warps, whose two groups wait for each other, 485. In the causal
-case, 168 registers let a third program in: 550 against 470. Specialized warps
-(``warp_specialize``) gave wrong results with Triton 3.6."""
+"""Tiles on Hopper, by the largest head_dim that they are for and the bytes of an element, in
+ascending order. With 128 registers a thread two programs of eight warps run on a multiprocessor:
+while one waits for a product, the other computes exponentials. On an H200, causal, with 16,384
+tokens in bfloat16, that gave 531 TFLOP/s at head_dim 64, and 637 at 128. Three programs of 64
+queries, four warps and 168 registers gave 494 and 564: they read keys and values twice as often.
+One program of 128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32
+four programs of four warps fit: 309 against 272. Specialized warps (``warp_specialize``) gave wrong
+results with Triton 3.6."""
 
 ELSEWHERE = Config(128, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1)
 """Tiles for other devices, and where the above ask for more shared memory than there is. Without
@@ -155,7 +206,8 @@ def _config(q: torch.Tensor) -> Config:
     columns = head_block(q.shape[-1])
     configs = ELSEWHERE
     if capability(q.device) == 9:
-        configs = CONFIGS[max(columns, 64), q.itemsize], *ELSEWHERE
+        ours = (c for (d, size), c in CONFIGS.items() if size == q.itemsize and columns <= d)
+        configs = next(ours), *ELSEWHERE
 
     def bytes_of(config: Config) -> int:
         rows = config.block_m + 2 * config.block_n * config.num_stages

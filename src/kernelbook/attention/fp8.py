@@ -29,7 +29,6 @@ from kernelbook.attention.common import (
     LN2,
     LOG2E,
     Config,
-    _finite,
     _load_tile,
     _place,
     capability,
@@ -38,7 +37,7 @@ from kernelbook.attention.common import (
     head_block,
     largest_that_fits,
 )
-from kernelbook.attention.forward import _heads_at_once
+from kernelbook.attention.forward import _heads_at_once, _visible, _weigh
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -77,10 +76,18 @@ def _load_descale(descale_ptr, index, step):
 
 
 @triton.jit
+def _add_values(acc, p, alpha, v, PROMOTED: tl.constexpr):
+    """Return acc * alpha + p v, where the product of a tile starts from zero if PROMOTED."""
+    p, acc = _to_e4m3(p, v.dtype), acc * alpha[:, None]
+    return acc + tl.dot(p, v) if PROMOTED else tl.dot(p, v, acc)
+
+
+@triton.jit
 def _attend_fp8(
     acc,  # sum over keys of 2^8 * p * stored v so far, (BLOCK_M, BLOCK_D)
     l_i,  # sum over keys of 2^8 * p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
     k_desc,
     v_desc,
@@ -94,31 +101,17 @@ def _attend_fp8(
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
     PROMOTED: tl.constexpr,  # whether tiles are added up in float32, not by the product itself
 ):
-    """Attend to the keys from first_key to last_key, a tile at a time."""
+    """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
-        # -- scores: one product, and what a query does not see is -inf
-        k = _load_tile(k_desc, batch, head_k, start_n)
-        qk = tl.dot(q, k.T)
-        if MASKED:
-            keys = start_n + tl.arange(0, BLOCK_N)
-            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
-
-        # -- weights: times 2^8, by adding 8 to the exponent, and rounded
-        m_new = tl.maximum(m_i, tl.max(qk, axis=1) * scale_log2)
-        m_exp = _finite(m_new) if MASKED else m_new
-        alpha = tl.exp2(m_i - m_exp)
-        p = tl.exp2(qk * scale_log2 - (m_exp - P_LOG2)[:, None])
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        m_i = m_new
-
-        # -- accumulate: the product of a tile starts from zero, and float32 takes its sum
+        # -- weigh: the weights come times 2^8
+        p, alpha, l_i, m_i = _weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
+        # -- accumulate
         v = _load_values(v_desc, batch, head_k, start_n)
-        p = _to_e4m3(p, v.dtype)
-        if PROMOTED:
-            acc = acc * alpha[:, None] + tl.dot(p, v)
-        else:
-            acc = tl.dot(p, v, acc * alpha[:, None])
-    return acc, l_i, m_i
+        acc = _add_values(acc, p, alpha, v, PROMOTED)
+        # -- score: for the next turn
+        k = _load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
+        qk = tl.dot(q, k.T)
+    return acc, l_i, m_i, qk
 
 
 @triton.jit
@@ -154,7 +147,6 @@ def _attention_fp8_fwd_kernel(
     tile, batch_head = _place(n_tiles, batch_heads, HEADS_AT_ONCE)
     batch, head_k = batch_head // heads, batch_head % heads // group
     start_m = (n_tiles - 1 - tile) * BLOCK_M
-    queries = start_m + tl.arange(0, BLOCK_M)
 
     # -- load: the queries, and what turns stored numbers into values
     q = _load_tile(q_desc, batch, batch_head % heads, start_m)
@@ -165,26 +157,29 @@ def _attention_fp8_fwd_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
-    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
-    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
-    seen_by_all, seen_by_some = seqlen_k, seqlen_k
-    if IS_CAUSAL:
-        n_visible = tl.minimum(queries + 1 + (seqlen_k - seqlen_q), seqlen_k)
-        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + (seqlen_k - seqlen_q), seqlen_k), 0)
-        seen_by_some = tl.minimum(start_m + BLOCK_M + (seqlen_k - seqlen_q), seqlen_k)
-    whole = seen_by_all // BLOCK_N * BLOCK_N
-    acc, l_i, m_i = _attend_fp8(
-        acc, l_i, m_i, q, k_desc, v_desc, batch, head_k, 0, whole, n_visible,
+    # -- begin: the scores of the first tile of keys
+    k = _load_tile(k_desc, batch, head_k, 0)
+    qk = tl.dot(q, k.T)
+
+    # -- stages: keys that all queries of the tile see, then keys that some see, then the last tile
+    n_visible, seen_by_all, seen_by_some = _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
+    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    acc, l_i, m_i, qk = _attend_fp8(
+        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
         scale_log2, BLOCK_N, False, PROMOTED,
     )  # fmt: skip
     if not ALL_WHOLE:
-        acc, l_i, m_i = _attend_fp8(
-            acc, l_i, m_i, q, k_desc, v_desc, batch, head_k, whole, seen_by_some, n_visible,
+        acc, l_i, m_i, qk = _attend_fp8(
+            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
             scale_log2, BLOCK_N, True, PROMOTED,
         )  # fmt: skip
+    p, alpha, l_i, m_i = _weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, P_LOG2)
+    acc = _add_values(acc, p, alpha, _load_values(v_desc, batch, head_k, last), PROMOTED)
 
     # -- write: the average, whose two sums both hold 2^8, and the logarithm of one of them
     out = acc * (v_descale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    queries = start_m + tl.arange(0, BLOCK_M)
     rows = batch_head.to(tl.int64) * seqlen_q + queries
     cols = tl.arange(0, BLOCK_D)
     inside = queries < seqlen_q
@@ -223,7 +218,7 @@ def _transpose_kernel(
 CONFIGS = {
     (64, 1): Config(64, 128, 4, 2, 128),
     (128, 1): Config(64, 128, 4, 2, 168),
-    (256, 1): Config(128, 64, 8, 2),
+    (256, 1): Config(64, 64, 4, 1),
     (64, 2): Config(64, 128, 4, 2, 128),
     (128, 2): Config(64, 128, 4, 2, 168),
     (256, 2): Config(128, 64, 8, 2),

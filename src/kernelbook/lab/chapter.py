@@ -130,7 +130,7 @@ def facts(name: str, launches: dict[str, Callable]) -> Shown:
     def experiment() -> list[dict]:
         rows = []
         for case, launch in launches.items():
-            for kernel, compiled in _compiled_by(launch):
+            for kernel, compiled in compiled_by(launch):
                 row = {
                     "case": case,
                     "kernel": kernel,
@@ -148,7 +148,7 @@ def facts(name: str, launches: dict[str, Callable]) -> Shown:
     return _table(name, experiment)
 
 
-def _compiled_by(launch: Callable) -> list[tuple]:
+def compiled_by(launch: Callable) -> list[tuple]:
     """Return (name, compiled kernel) for each kernel that ``launch`` runs."""
     compiled = []
     run = JITFunction.run
