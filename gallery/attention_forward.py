@@ -1436,12 +1436,12 @@ lab.read(
     f"Without a mask standard attention runs at {at('PyTorch', 'full'):.0f} TFLOP/s: it waits for "
     f"the table of scores. In tiles of plain PyTorch it runs at "
     f"{at('tiled PyTorch', 'full'):.0f}, for there every tile goes through memory, too. The first "
-    f"kernel reaches {at('first kernel', 'full'):.0f}, descriptors bring it to "
-    f"{at('descriptors', 'full'):.0f}, and scores a turn ahead and well chosen tiles to "
-    f"{at('Kernel Book', 'full'):.0f}. With the causal mask the first kernel computes twice what "
-    f"is needed and reaches {at('first kernel', 'causal'):.0f}. Stages bring it to "
-    f"{at('in stages', 'causal'):.0f}, descriptors to {at('descriptors', 'causal'):.0f}, and the "
-    f"rest, with heavy tiles first, to {at('Kernel Book', 'causal'):.0f}."
+    f"kernel reaches {at('first kernel', 'full'):.0f}. With the causal mask it computes twice what "
+    f"is needed and reaches {at('first kernel', 'causal'):.0f}; stages bring it to "
+    f"{at('in stages', 'causal'):.0f}. Descriptors alone give {at('descriptors', 'full'):.0f} "
+    f"without a mask and {at('descriptors', 'causal'):.0f} with it. With scores a turn ahead, "
+    f"tiles of which two programs fit on a multiprocessor, and heavy tiles first, it is "
+    f"{at('Kernel Book', 'full'):.0f} and {at('Kernel Book', 'causal'):.0f}."
 )
 
 # %%
