@@ -942,7 +942,14 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # of keys. That product cannot begin before the keys have arrived. What else could be done in the
 # meantime? The exponentials need no new data. So let each turn compute the scores of the *next*
 # tile, as its last act. The next turn then begins with exponentials, and keys and values arrive
-# while it takes them. The first scores are computed before the loop.
+# while it takes them.
+#
+# .. image:: /figures/attention-ahead.svg
+#    :alt: Two timelines of one turn. So far: keys and values are copied and the program waits, then
+#          q k, then exponentials, then p v. Here: values and the next keys are copied while it takes
+#          exponentials, then p v, then q k of the next tile. The turn is shorter by the wait.
+#
+# The first scores are computed before the loop.
 
 lab.source(forward._attention_fwd_kernel, "begin")
 
@@ -1056,9 +1063,14 @@ lab.source(forward._attention_fwd_kernel, "end")
 lab.source(forward._row_max)
 
 # %%
-# A *layout* says which thread holds which number of a tile. Let us run the same module with that
-# one line changed, and look at the instructions: how many products there are, and how many times
-# the program waits for one.
+# A *layout* says which thread holds which number of a tile. Each product has a layout for its
+# result: the scores have one, and ``acc`` has another. ``alpha`` is computed from the scores. With
+# one step it comes in their layout, and so does ``acc * alpha``. Then ``acc`` lives in two layouts,
+# and the compiler carries it through the loop twice. The assembler finds its registers in use
+# while a product is under way. It plays safe, and waits after every single instruction of every
+# product. A reshape makes a layout of its own, which ``acc`` does not take over.
+#
+# Let us see. Here is the same module with that one line changed.
 
 
 def changed(module, old, new):
@@ -1082,8 +1094,8 @@ outs = [
 ]
 assert torch.allclose(*outs, atol=1e-6)
 
-
 # %%
+# How many instructions do the products have, and how often does the program wait for them?
 
 
 def maxima():

@@ -22,7 +22,7 @@ from kernelbook.attention.common import (
 
 @triton.jit
 def _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return how many keys, from the first, each query of a tile sees, and all and some of them."""
+    """Return how many keys each query of a tile sees, all of them see, and some of them."""
     n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
     seen_by_all, seen_by_some = seqlen_k, seqlen_k
     if IS_CAUSAL:
@@ -35,13 +35,10 @@ def _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def _row_max(x):
-    """Return the largest number of each row: the larger of two halves first, then the largest.
+    """Return the largest number of each row, in two steps.
 
-    One step would be as right, and slower. Its result would have the layout of the scores, and so
-    would all that is computed from it, down to acc * alpha. But acc has the layout of the other
-    product. Triton 3.6 then carries acc in both, and the assembler, which finds acc read while a
-    product is under way, waits for each instruction of every product (ptxas C7514). After a
-    reshape the result has no product's layout, and acc keeps its own.
+    Triton 3.6 would carry what comes of a single step, and acc with it, in two layouts, and
+    the assembler would wait for each instruction of a product (ptxas C7514).
     """
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     return tl.max(tl.max(halves, axis=1), axis=1)

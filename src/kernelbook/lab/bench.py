@@ -11,7 +11,7 @@ import triton
 
 from kernelbook.lab import chapter, results
 
-ROUNDS = 4
+ROUNDS = 6
 """Turns that each provider gets at each point, so that a drift of clocks meets all alike."""
 
 REPEAT_MS, MOST_REPEATS = 40, 60
@@ -197,15 +197,18 @@ def bench(
 
 
 def _time_in_turn(runs: dict[str, Callable]) -> dict[str, list[float]]:
-    """Return p20, p50 and p80 of the milliseconds of each run, each round in another order."""
+    """Return p20, p50 and p80 of the milliseconds of each run.
+
+    The order of every round is drawn anew. A run that draws much power leaves low clocks to the
+    next, so nobody should always follow the same one.
+    """
     for run in runs.values():
         run()  # compile, and choose algorithms, before anything is timed
     times = {provider: [] for provider in runs}
-    order = list(runs)
+    draw = numpy.random.default_rng(0)
     for _ in range(ROUNDS):
-        for provider in order:
+        for provider in draw.permutation(list(runs)):
             times[provider] += _time(runs[provider])
-        order = order[1:] + order[:1]
     return {
         provider: [round(value, 6) for value in numpy.quantile(sample, (0.2, 0.5, 0.8)).tolist()]
         for provider, sample in times.items()
