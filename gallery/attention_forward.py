@@ -945,9 +945,9 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # while it takes them.
 #
 # .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one turn. So far: keys and values are copied and the program waits, then
-#          q k, then exponentials, then p v. Here: values and the next keys are copied while it takes
-#          exponentials, then p v, then q k of the next tile. The turn is shorter by the wait.
+#    :alt: Two timelines of one turn. So far: keys and values are copied and the program waits. Then
+#          come q k, exponentials, and p v. Here: values and the next keys are copied while it takes
+#          exponentials. Then come p v, and q k of the next tile. The turn is shorter by the wait.
 #
 # The first scores are computed before the loop.
 
