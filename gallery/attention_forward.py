@@ -30,8 +30,7 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.attention import attention, common, forward
-from kernelbook.attention.common import _load_tile
-from kernelbook.attention.forward import _visible
+from kernelbook.attention.common import _load_tile, _visible
 from kernelbook.attention.tiled import key_tiles, tiled_attention, tiled_forward
 
 lab.start(
@@ -801,12 +800,12 @@ lab.table(
 lab.source(forward._attention_fwd_kernel, "place")
 
 # %%
-# How much does that gain? Let us play it through: 132 places, as many as an H200 has
-# multiprocessors. Each takes the next program when it is free, and a program takes as long as it
-# has tiles.
+# How much does that gain? Let us play it through with 264 places: an H200 has 132 multiprocessors,
+# and two programs will run on each. A place takes the next program when it is free, and a program
+# takes as long as it has tiles.
 
 
-def finish_time(weights, places=132):
+def finish_time(weights, places=264):
     free = [0] * places
     for weight in weights:
         heapq.heappush(free, heapq.heappop(free) + weight)
@@ -817,7 +816,7 @@ rows = []
 for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     light_first = [t + 1 for _ in range(heads) for t in range(tiles)]
     heavy_first = [t + 1 for t in reversed(range(tiles)) for _ in range(heads)]
-    ideal = sum(light_first) / 132
+    ideal = sum(light_first) / 264
     row = {"tiles of queries": tiles, "heads": heads}
     for name, weights in {
         "light first": light_first,
@@ -826,7 +825,7 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     }.items():
         row[name] = f"{100 * ideal / finish_time(weights):.0f} %"
     rows.append(row)
-lab.table(rows, "How much of 132 places is at work, causal")
+lab.table(rows, "How much of 264 places is at work, causal")
 
 # %%
 # The first two columns go head by head. "In turn" means that the heaviest tiles of *all* heads
@@ -938,40 +937,47 @@ def widths():
 lab.measure("8 numbers of 16 bits for each thread", widths)
 
 # %%
-# **A turn ahead.** So far a turn of the loop began with the product of the queries and a new tile
-# of keys. That product cannot begin before the keys have arrived. What else could be done in the
-# meantime? The exponentials need no new data. So let each turn compute the scores of the *next*
-# tile, as its last act. The next turn then begins with exponentials, and keys and values arrive
-# while it takes them.
+# **A turn ahead.** How can a program avoid waiting for keys? One way is to order them early.
+# *Pipeline stages*, ``num_stages``, say how many tiles of keys and of values are on their way, or
+# in use, at a time. With three, copies start two turns before they are needed. At head_dim 128 that
+# takes 128 KiB of shared memory, and one program fills a multiprocessor. With two stages it takes
+# 96 KiB, and two programs fit. But then copies start only when the turn before ends. A turn that
+# begins with a product has to wait for its keys.
+#
+# What else could be done in the meantime? The exponentials need no new data. So let each turn
+# compute the scores of the *next* tile, as its last act. The next turn then begins with
+# exponentials, and keys and values arrive while it takes them.
 #
 # .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one turn. So far: keys and values are copied and the program waits. Then
-#          come q k, exponentials, and p v. Here: values and the next keys are copied while it takes
-#          exponentials. Then come p v, and q k of the next tile. The turn is shorter by the wait.
+#    :alt: Two timelines of one turn. Above, it begins with a product: keys and values are copied
+#          and the program waits. Then come q k, exponentials, and p v. Below, it begins with
+#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
+#          q k of the next tile. The turn is shorter by the wait.
 #
-# The first scores are computed before the loop.
+# The first scores are computed before the loop. ``tf32x3`` matters in float32 only. There each
+# number is split into a coarse part and a rest, both in the 19 bits of tf32, and three products
+# take the place of one.
 
 lab.source(forward._attention_fwd_kernel, "begin")
 
 # %%
 # **Stages.** Here they are again, in the package: what a tile of queries sees,
 
-lab.source(forward._visible)
+lab.source(common._visible)
 
 # %%
-# and the two loops. The last tile is left out, for after it there is none to score.
-# ``ALL_WHOLE`` is known at compile time: without a mask, and with a length that the tile divides,
-# there is no second loop.
+# and the two loops. The last tile is left out, for after it there is none to score. ``last`` is its
+# first key, and ``cut`` is the first key of the first cut tile. If all tiles are whole, ``cut``
+# would lie beyond ``last``: hence the minimum. Queries that see nothing still get one tile, all of
+# it masked: hence the maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a
+# length that the tile divides, there is no second loop.
 
 lab.source(forward._attention_fwd_kernel, "stages")
 
 # %%
-# *Pipeline stages*, ``num_stages``, are something else: so many tiles of keys and values are on
-# their way into shared memory, or in use, at a time.
-
-# %%
-# How large is a tile? A larger one reads keys and values less often, and needs more registers and
-# shared memory. That was measured once, and stands in a table of the package:
+# How large is a tile? With more queries in it, keys and values are read less often. But a larger
+# tile needs more registers and more shared memory. Which is the fastest was measured once, and
+# stands in a table of the package:
 
 rows = []
 for (head_dim, itemsize), config in forward.CONFIGS.items():
@@ -982,7 +988,12 @@ for (head_dim, itemsize), config in forward.CONFIGS.items():
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# **The loop.** The same for both stages. It begins with scores, and turns them into weights.
+# Why a limit of registers? A multiprocessor has 65,536. A program of 8 warps has 256 threads, and
+# 256 · 128 is half of them. So two programs fit, and while one waits for a product, the other takes
+# exponentials. At head_dim 256 a thread needs more, and a program is alone.
+#
+# **The loop.** The same for both stages. ``qk`` holds what the turn before has computed, the
+# products of queries and keys. First they become weights.
 
 lab.source(forward._attend, "weigh")
 
@@ -997,8 +1008,8 @@ lab.source(forward._weigh, "mask")
 lab.source(forward._weigh, "rescale")
 
 # %%
-# The scale is not applied to the scores before the maximum is taken. It is positive, so the
-# largest product is also the largest score: one multiplication for each row is enough. The others
+# ``qk`` is not scaled before the maximum is taken. The scale is positive, so the largest product
+# belongs to the largest score, and one multiplication for each row is enough. The others
 # disappear in ``qk * scale_log2 - m_exp``, which is one instruction, a fused multiply and add.
 #
 # Is that worth a thought? For each score, the matrix units do :math:`4 D` operations. On Hopper a
@@ -1038,11 +1049,8 @@ def instructions():
 lab.measure("Instructions for one exponential", instructions)
 
 # %%
-
 # Now the sum of values. The weights of 16-bit inputs are rounded to 16 bits, as the matrix units
-# want it. Their sum ``l_i`` was taken before, in float32. ``tf32x3`` matters in float32 only. There
-# each number is split into a coarse part and a rest, both in the 19 bits of tf32, and three
-# products take the place of one.
+# want it. Their sum ``l_i`` was taken before, in float32.
 
 lab.source(forward._attend, "accumulate")
 
@@ -1052,7 +1060,9 @@ lab.source(forward._attend, "accumulate")
 lab.source(forward._attend, "score")
 
 # %%
-# After the loops one tile is left to weigh.
+# After the loops one tile is left to weigh. It is masked, unless ``ALL_WHOLE``. With 128 queries
+# and 64 keys in a tile the diagonal cuts two tiles: the second loop takes one, and this is the
+# other.
 
 lab.source(forward._attention_fwd_kernel, "end")
 
@@ -1064,11 +1074,12 @@ lab.source(forward._row_max)
 
 # %%
 # A *layout* says which thread holds which number of a tile. Each product has a layout for its
-# result: the scores have one, and ``acc`` has another. ``alpha`` is computed from the scores. With
-# one step it comes in their layout, and so does ``acc * alpha``. Then ``acc`` lives in two layouts,
-# and the compiler carries it through the loop twice. The assembler finds its registers in use
-# while a product is under way. It plays safe, and waits after every single instruction of every
-# product. A reshape makes a layout of its own, which ``acc`` does not take over.
+# result: the scores have one, and ``acc`` may have another. ``alpha`` is computed from the scores.
+# With one step it comes in their layout, and to bring the two together the compiler carries ``acc``
+# through the loop twice. Then the assembler, which turns its output into instructions, finds
+# registers of ``acc`` in use while a product is under way. It plays safe, and waits after every
+# single instruction of every product. A reshape gives the maximum a layout of its own, and ``acc``
+# is carried once. The simple kernels above are not affected.
 #
 # Let us see. Here is the same module with that one line changed.
 
@@ -1095,7 +1106,9 @@ outs = [
 assert torch.allclose(*outs, atol=1e-6)
 
 # %%
-# How many instructions do the products have, and how often does the program wait for them?
+# How many instructions do the products have, and how often does the program wait? ``HGMMA`` is an
+# instruction of a product, and ``WARPGROUP.DEPBAR`` is a wait. The code holds six products: one
+# before the loops, two in each of the two loops, and one after them.
 
 
 def maxima():
@@ -1318,6 +1331,8 @@ def recognised():
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
+# Zero means that it does not, and the table of scores stays.
+#
 # One rung is missing. What do descriptors do alone? Here is the kernel in stages once more, with
 # descriptors for keys and values, and nothing else changed.
 
@@ -1373,7 +1388,8 @@ lab.check("With descriptors", first_cases(_described_kernel, run_described))
 
 # %%
 # The tiled PyTorch version has tiles of 1,024, so that it does not drown in launches. The three
-# kernels of this page have 128 queries and 64 keys in a tile.
+# kernels of this page have 128 queries and 64 keys in a tile, as the package's kernel has, but
+# three pipeline stages and no limit of registers.
 
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -1449,11 +1465,14 @@ lab.read(
     f"the table of scores. In tiles of plain PyTorch it runs at "
     f"{at('tiled PyTorch', 'full'):.0f}, for there every tile goes through memory, too. The first "
     f"kernel reaches {at('first kernel', 'full'):.0f}. With the causal mask it computes twice what "
-    f"is needed and reaches {at('first kernel', 'causal'):.0f}; stages bring it to "
-    f"{at('in stages', 'causal'):.0f}. Descriptors alone give {at('descriptors', 'full'):.0f} "
-    f"without a mask and {at('descriptors', 'causal'):.0f} with it. With scores a turn ahead, "
-    f"tiles of which two programs fit on a multiprocessor, and heavy tiles first, it is "
-    f"{at('Kernel Book', 'full'):.0f} and {at('Kernel Book', 'causal'):.0f}."
+    f"is needed and reaches {at('first kernel', 'causal'):.0f}. Stages bring that to "
+    f"{at('in stages', 'causal'):.0f}, and the full case, which needs no mask, to "
+    f"{at('in stages', 'full'):.0f}. Descriptors change little by themselves: "
+    f"{at('descriptors', 'full'):.0f} full and {at('descriptors', 'causal'):.0f} causal. The "
+    f"package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
+    f"{at('Kernel Book', 'causal'):.0f}. It computes scores a turn ahead, so two pipeline stages "
+    f"are enough, and two programs fit on a multiprocessor. The scale costs it nothing, and with a "
+    f"mask its heavy tiles come first."
 )
 
 # %%
@@ -1557,13 +1576,15 @@ lab.read(" ".join(sentences))
 # Why not the speed of a matrix product? One reason is the exponential, as we counted: at head_dim
 # 64 it takes as long as the products. The maximum and the sum over each row come on top. Two
 # programs share a multiprocessor here, and while one waits for a product the other may take
-# exponentials, but nothing keeps them in step. FlashAttention-3 does that by hand: one group of
-# warps multiplies while another one takes exponentials. With a causal mask there is another reason.
-# Half of the scores on the diagonal are computed and thrown away.
+# exponentials, but nothing keeps them in step. FlashAttention-3 keeps them in step by hand: one
+# group of warps multiplies while another one takes exponentials. With a causal mask and a short
+# length there is another reason. Half of the scores on the diagonal are thrown away. With 8 tiles
+# of queries that is an eighth more work, and with 128 less than a hundredth.
 #
 # What did the compiler make of the kernels? A register that *spills* goes to memory, and ``acc`` is
 # large: 128 queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of
-# 64 keys, takes half as many.
+# 64 keys, takes half as many. That makes 96 of the 128 that a thread may have. In float32 operands
+# are split into parts, and registers run short.
 
 
 def launch(head_dim, dtype):
@@ -1584,8 +1605,8 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** A kernel has to be started, and that takes the host some microseconds, whatever
-# the kernel does. So at small sizes a call costs what its host code takes, and hardly depends on
+# **Small inputs.** A kernel has to be started, and that takes the host some time, whatever the
+# kernel does. So at small sizes a call costs what its host code takes, and hardly depends on
 # the length.
 
 

@@ -7,7 +7,7 @@ from conftest import DEVICE, DTYPES
 from conftest import assert_close as assert_within
 from torch.utils.checkpoint import checkpoint
 
-from kernelbook import reference, runtime
+from kernelbook import lab, reference, runtime
 from kernelbook.attention import attention, common, forward, operator, tiled
 
 FLOAT32_FACTOR = 8
@@ -535,6 +535,23 @@ def test_a_thousand_runs_agree(head_dim, is_causal):
         assert torch.equal(again, out)
         for ours, first in zip(torch.autograd.grad(again, (q, k, v), do), grads, strict=True):
             assert torch.equal(ours, first)
+
+
+@pytest.mark.usefixtures("gpu")
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_a_product_is_waited_for_once(head_dim, is_causal):
+    """An assembler that meets acc in use waits for each instruction instead: see _row_max."""
+    if common.capability(DEVICE) != 9:
+        pytest.skip("needs a Hopper GPU")
+    q, k, v = draw(1, 2, 2, 1024, 1024, head_dim, dtype=torch.bfloat16)
+    runs = lab.compiled_by(lambda: attention(q, k, v, is_causal=is_causal))
+    ((_, compiled),) = runs
+    words = compiled.asm["sass"].split()
+    instructions = sum(word.startswith("HGMMA") for word in words)
+    waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
+    assert instructions >= 16
+    assert 0 < waits <= instructions / 3
 
 
 @pytest.mark.usefixtures("gpu")

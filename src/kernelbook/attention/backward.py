@@ -31,6 +31,7 @@ from kernelbook.attention.common import (
     Config,
     _load_tile,
     _place,
+    _visible,
     capability,
     describe,
     head_block,
@@ -294,8 +295,7 @@ def _dq_kernel(
     tile, batch_head = _place(n_tiles, batch_heads, heads_at_once)
     batch, head = batch_head // heads, batch_head % heads
     start_m = (n_tiles - 1 - tile) * BLOCK_M
-    queries = start_m + tl.arange(0, BLOCK_M)
-    rows = batch_head.to(tl.int64) * padded_q + queries
+    rows = batch_head.to(tl.int64) * padded_q + start_m + tl.arange(0, BLOCK_M)
     lse_log2 = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
     q = _load_tile(q_desc, batch, head, start_m)
@@ -303,12 +303,7 @@ def _dq_kernel(
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- stages: keys that all queries of the tile see, then keys that some see, and no others
-    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
-    seen_by_all, seen_by_some = seqlen_k, seqlen_k
-    if IS_CAUSAL:
-        n_visible = queries + 1 + (seqlen_k - seqlen_q)
-        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + (seqlen_k - seqlen_q), seqlen_k), 0)
-        seen_by_some = tl.minimum(start_m + BLOCK_M + (seqlen_k - seqlen_q), seqlen_k)
+    n_visible, seen_by_all, seen_by_some = _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
     whole = seen_by_all // BLOCK_N * BLOCK_N
     dq = _sweep_keys(
         dq, q, do, lse_log2, delta, k_desc, v_desc, batch, head // group, 0, whole, n_visible,

@@ -50,6 +50,19 @@ def _place(n_tiles, n_heads, heads_at_once):
 
 
 @triton.jit
+def _visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return how many keys each query of a tile sees, all of them see, and some of them."""
+    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
+    seen_by_all, seen_by_some = seqlen_k, seqlen_k
+    if IS_CAUSAL:
+        shift = seqlen_k - seqlen_q
+        n_visible = tl.minimum(start_m + tl.arange(0, BLOCK_M) + 1 + shift, seqlen_k)
+        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + shift, seqlen_k), 0)
+        seen_by_some = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, seqlen_k), 0)
+    return n_visible, seen_by_all, seen_by_some
+
+
+@triton.jit
 def _finite(m):
     """Zero in the place of -inf: exp(x - m) of a row that sees nothing is then 0, not NaN."""
     return tl.where(m == float("-inf"), 0.0, m)

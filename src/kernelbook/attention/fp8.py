@@ -31,13 +31,14 @@ from kernelbook.attention.common import (
     Config,
     _load_tile,
     _place,
+    _visible,
     capability,
     describe,
     fits,
     head_block,
     largest_that_fits,
 )
-from kernelbook.attention.forward import _heads_at_once, _visible, _weigh
+from kernelbook.attention.forward import _heads_at_once, _weigh
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
