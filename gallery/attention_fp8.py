@@ -610,8 +610,8 @@ lab.table(rows, "Two ways to sum")
 #
 # It is the kernel of "Attention, tile by tile" with these changes. Place, stages and masks are the
 # same, and scores are computed a turn ahead. Their product has 8-bit operands, or 16-bit ones where
-# only V has 8 bits. Tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, and
-# three or four programs fit on a multiprocessor. A turn begins with weights.
+# only V has 8 bits. Tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that
+# more programs fit on a multiprocessor. A turn begins with weights.
 
 lab.source(fp8._attend_fp8, "weigh")
 

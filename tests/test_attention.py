@@ -80,6 +80,7 @@ SHAPES = {  # batch, heads, heads_k, seqlen_q, seqlen_k, head_dim
     "one tile": (2, 2, 2, 32, 32, 16),
     "127": (1, 2, 2, 127, 127, 16),
     "more keys": (2, 2, 2, 33, 70, 16),
+    "one more key": (1, 2, 2, 64, 65, 16),  # the diagonal cuts one key off a tile
     "fewer keys": (2, 2, 2, 70, 33, 16),
     "one query": (2, 2, 2, 1, 70, 16),
     "one key": (2, 2, 2, 70, 1, 16),
@@ -93,6 +94,8 @@ LARGE = {
     "128, grouped": (2, 8, 2, 300, 777, 128),
     "256": (2, 2, 2, 300, 500, 256),
     "long": (1, 2, 2, 4099, 4099, 64),
+    "64, one more key": (1, 2, 2, 256, 257, 64),
+    "128, one more key": (1, 2, 2, 256, 257, 128),
 }
 FULL_AND_CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
