@@ -572,7 +572,8 @@ lab.source(kernels._dkdv_kernel, "write")
 lab.source(kernels._sweep_keys)
 
 # %%
-# The stages are those of the forward pass. Its last queries see the most keys, and come first.
+# The stages are those of the forward pass, and so is ``_visible``, which says how many keys a tile
+# of queries sees. The last queries see the most, and come first.
 
 lab.source(kernels._dq_kernel, "stages")
 

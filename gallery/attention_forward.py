@@ -1079,15 +1079,18 @@ lab.source(forward._row_max)
 # through the loop twice. Then the assembler, which turns its output into instructions, finds
 # registers of ``acc`` in use while a product is under way. It plays safe, and waits after every
 # single instruction of every product. A reshape gives the maximum a layout of its own, and ``acc``
-# is carried once. The simple kernels above are not affected.
+# is carried once.
 #
 # Let us see. Here is the same module with that one line changed.
+
+
+folder = tempfile.TemporaryDirectory()  # Triton reads the source again when it compiles
 
 
 def changed(module, old, new):
     source = inspect.getsource(module)
     assert source.count(old) == 1
-    path = Path(tempfile.mkdtemp()) / "changed.py"  # Triton reads the source again
+    path = Path(folder.name) / "changed.py"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location("changed", path)
     copy = importlib.util.module_from_spec(spec)
@@ -1155,7 +1158,7 @@ lab.source(forward._attention_fwd_kernel, "write")
 
 # %%
 # **Grouped heads.** Several query heads may share one head of keys. Then head :math:`h` reads keys
-# of head :math:`h / g`, rounded down: that is ``head // group`` in the loops. Nothing is copied.
+# of head :math:`h / g`, rounded down: that is ``head_k`` in the kernel. Nothing is copied.
 #
 # **Strides.** A model often has its tensors as (batch, length, heads, head_dim), and transposes
 # them. A descriptor takes any strides, as long as the last dimension is contiguous and the others

@@ -5,7 +5,7 @@
     fp8.py        operands of 8 bits, forward only
     tiled.py      the same algorithm in plain PyTorch, to read first
     operator.py   the autograd Function
-    common.py     tensor descriptors, configurations
+    common.py     what they share: tensor descriptors, who sees what, configurations
 
 Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficient exact attention
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.

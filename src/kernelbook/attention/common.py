@@ -1,4 +1,4 @@
-"""What forward and backward share: tensor descriptors, configurations, what the device has."""
+"""What the kernels share: tensor descriptors, who sees what, configurations, the device."""
 
 from dataclasses import dataclass
 

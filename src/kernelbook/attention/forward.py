@@ -25,8 +25,9 @@ from kernelbook.attention.common import (
 def _row_max(x):
     """Return the largest number of each row, in two steps.
 
-    Triton 3.6 would carry what comes of a single step, and acc with it, in two layouts, and
-    the assembler would wait for each instruction of a product (ptxas C7514).
+    What comes of a single step has the layout of the scores. To scale acc by it, Triton 3.6 would
+    carry acc through the loop twice, and the assembler would wait for each instruction of a
+    product (ptxas C7514).
     """
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     return tl.max(tl.max(halves, axis=1), axis=1)
@@ -172,9 +173,9 @@ ascending order. With 128 registers a thread two programs of eight warps run on 
 while one waits for a product, the other computes exponentials. On an H200, causal, with 16,384
 tokens in bfloat16, that gave 531 TFLOP/s at head_dim 64, and 637 at 128. Three programs of 64
 queries, four warps and 168 registers gave 494 and 564: they read keys and values twice as often.
-One program of 128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32
-four programs of four warps fit: 309 against 272. Specialized warps (``warp_specialize``) gave wrong
-results with Triton 3.6."""
+One program of 128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32,
+with 4,096 tokens, four programs of four warps gave 309, and two of eight 272. Specialized warps
+(``warp_specialize``) gave wrong results with Triton 3.6."""
 
 ELSEWHERE = Config(128, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1)
 """Tiles for other devices, and where the above ask for more shared memory than there is. Without
