@@ -984,13 +984,14 @@ for (head_dim, itemsize), config in forward.CONFIGS.items():
     row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
     row |= {"queries": config.block_m, "keys": config.block_n}
     row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
-    rows.append(row | {"registers": config.maxnreg or "any"})
+    rows.append(row | {"registers at most": config.maxnreg or 255})
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# Why a limit of registers? A multiprocessor has 65,536. A program of 8 warps has 256 threads, and
-# 256 · 128 is half of them. So two programs fit, and while one waits for a product, the other takes
-# exponentials. At head_dim 256 a thread needs more, and a program is alone.
+# Why a limit of registers? The hardware's own is 255 for a thread, and a multiprocessor has 65,536.
+# A program of 8 warps has 256 threads, and 256 · 128 is half of them. So with 128 two programs fit,
+# and while one waits for a product, the other takes exponentials. At head_dim 256 a thread needs
+# more, and a program is alone.
 #
 # **The loop.** The same for both stages. ``qk`` holds what the turn before has computed, the
 # products of queries and keys. First they become weights.
