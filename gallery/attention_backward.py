@@ -23,13 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.attention import attention, common, operator, tiled
-from kernelbook.attention import backward as kernels
-from kernelbook.attention.forward import _attention_forward
+from kernelbook.ops.attention import attention, operator, tiled, tuned
+from kernelbook.ops.attention import backward as kernels
+from kernelbook.ops.attention.forward import attention_forward
+from kernelbook.ops.attention.tiles import fit
 
-lab.start(
-    "attention_backward", "kernelbook.attention.backward", "kernelbook.attention.common"
-)
+lab.start("attention_backward", "kernelbook.ops.attention")
 
 # %%
 # The problem in PyTorch
@@ -432,7 +431,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # **Before the sweeps.** A small kernel computes ``delta``. ``None`` is a constant for Triton:
 # without a gradient of ``lse``, the last two lines are not even compiled.
 
-lab.source(kernels._preprocess_kernel, "delta")
+lab.source(kernels.preprocess_kernel, "delta")
 
 # %%
 # It also converts ``lse`` to base 2, once. And it takes care of two kinds of rows once and for
@@ -440,20 +439,20 @@ lab.source(kernels._preprocess_kernel, "delta")
 # because the last tile must be full. Their ``lse`` becomes :math:`+\infty`. Then :math:`2^{s -
 # \infty} = 0`: they weigh nothing, and no sweep has to ask.
 
-lab.source(kernels._preprocess_kernel, "guard")
+lab.source(kernels.preprocess_kernel, "guard")
 
 # %%
 # **The sweep over queries.** A program takes a tile of keys. The order is the heaviest first: in a
 # causal sweep the *first* keys are seen by the most queries.
 
-lab.source(kernels._dkdv_kernel, "place")
+lab.source(kernels.dkdv_kernel, "place")
 
 # %%
 # Which queries come past? In a causal sweep, no query before its key. Then some tiles in which
 # some pairs are masked, up to ``middle``. From there on, every query sees every key of the tile.
 # The length difference ``shift`` moves the diagonal.
 
-lab.source(kernels._dkdv_kernel, "stages")
+lab.source(kernels.dkdv_kernel, "stages")
 
 # %%
 # Why is there no mask for keys past the end? They were loaded as zeros. Each only spoils its own
@@ -462,7 +461,7 @@ lab.source(kernels._dkdv_kernel, "stages")
 #
 # Now the loop. It begins with step 6, but with everything transposed: keys are rows.
 
-lab.source(kernels._sweep_queries, "recompute")
+lab.source(kernels.sweep_queries, "recompute")
 
 # %%
 # Why :math:`S^\top = K Q^\top`? Look at what comes next: :math:`dV = P^\top dO`. On Hopper, a
@@ -473,7 +472,7 @@ lab.source(kernels._sweep_queries, "recompute")
 # :math:`dK = dS^\top Q`. And why this order of lines? A product runs beside other work until
 # somebody waits for it. That of ``dv`` runs while :math:`dS` is computed.
 
-lab.source(kernels._sweep_queries, "gradients")
+lab.source(kernels.sweep_queries, "gradients")
 
 # %%
 # Is that so? Here is a kernel for ``dv`` alone, which can do it both ways.
@@ -558,36 +557,36 @@ lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 # same ``dk`` and ``dv``. So the program that owns the keys goes over all these heads. No copies of
 # ``k`` and ``v`` are made, and nothing is added up afterwards.
 
-lab.source(kernels._dkdv_kernel, "sweep")
+lab.source(kernels.dkdv_kernel, "sweep")
 
 # %%
 # At the end ``dk`` gets its scale, once. In the loop it would be a multiplication for each pair.
 
-lab.source(kernels._dkdv_kernel, "write")
+lab.source(kernels.dkdv_kernel, "write")
 
 # %%
 # **The sweep over keys** is the mirror image. :math:`dS` is the *left* factor of :math:`dQ = dS\,
 # K`. So here nothing is transposed.
 
-lab.source(kernels._sweep_keys)
+lab.source(kernels.sweep_keys)
 
 # %%
-# The stages are those of the forward pass, and so is ``_visible``, which says how many keys a tile
+# The stages are those of the forward pass, and so is ``visible``, which says how many keys a tile
 # of queries sees. The last queries see the most, and come first.
 
-lab.source(kernels._dq_kernel, "stages")
+lab.source(kernels.dq_kernel, "stages")
 
 # %%
 # **One sweep** has these lines more. :math:`dS^\top` is what the program has, and now :math:`dS`
 # is needed. So this one has to be turned in shared memory after all. A descriptor lets the copy
 # engine do the additions, a whole tile with one instruction. Older GPUs add element by element.
 
-lab.source(kernels._sweep_queries, "add")
+lab.source(kernels.sweep_queries, "add")
 
 # %%
 # The host decides. ``deterministic=True`` is the default of ``attention``.
 
-lab.source(kernels._attention_backward)
+lab.source(kernels.attention_backward)
 
 # %%
 # Autograd sees one function. It saves its inputs, ``out`` and ``lse``.
@@ -614,11 +613,11 @@ def stains(x, block):
 
 def visited(is_causal):
     q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
-    first, second = (kernels._config(sweep, q) for sweep in ("dkdv", "dq"))
+    first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
     sides = first.block_m, first.block_n, second.block_m, second.block_n
     n = max(192, 3 * max(sides))
     q, k, v, do = torch.randn(4, 1, 1, n, 16, device=q.device, dtype=q.dtype).unbind()
-    out, lse = _attention_forward(q, k, v, is_causal, 0.25)
+    out, lse = attention_forward(q, k, v, is_causal, 0.25)
     rest = (*kernels._preprocess(out, lse, do, None), is_causal, 0.25)
     by_keys, by_queries = [], []
     for start in range(0, n, first.block_m):
@@ -686,7 +685,7 @@ for forward_mask in (False, True):
     truths = reference.attention_backward(q, k, v, do, forward_mask)
     for backward_mask in (False, True):
         with runtime.launching_on(q):
-            grads = kernels._attention_backward(
+            grads = kernels.attention_backward(
                 q, k, v, out.float(), lse.float(), do, backward_mask, 32**-0.5, True
             )
         row = {"forward": "causal" if forward_mask else "full"}
@@ -955,10 +954,8 @@ def tried(run, inputs, do):
 def all_tiles(q, k, v, do, is_causal):
     q, k, v = (x.detach() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
-    out, lse = _attention_forward(q, k, v, is_causal, scale)
-    return lambda: kernels._attention_backward(
-        q, k, v, out, lse, do, False, scale, True
-    )
+    out, lse = attention_forward(q, k, v, is_causal, scale)
+    return lambda: kernels.attention_backward(q, k, v, out, lse, do, False, scale, True)
 
 
 def in_tiles(q, k, v, do, is_causal):
@@ -1210,7 +1207,7 @@ def launch(head_dim, deterministic):
         2, 1, 2, 256, head_dim, device=runtime.DEVICE, dtype=torch.bfloat16
     ).unbind()
     lse, scale = torch.zeros(1, 2, 256, device=runtime.DEVICE), head_dim**-0.5
-    return lambda: kernels._attention_backward(
+    return lambda: kernels.attention_backward(
         q, q, q, q, lse, do, True, scale, deterministic
     )
 
@@ -1230,7 +1227,7 @@ facts
 # %%
 
 # Reading
-sweeps = [row for row in facts.rows if row["kernel"] != "_preprocess_kernel"]
+sweeps = [row for row in facts.rows if row["kernel"] != "preprocess_kernel"]
 lab.read(
     f"A thread can have 255 registers. The sweeps take up to "
     f"{max((row['registers'] for row in sweeps), default=nan):.0f} of them, and "
@@ -1302,11 +1299,11 @@ out, lse = reference.attention(q, k, v)
 truths = reference.attention_backward(q, k, v, expanded)
 rows = []
 for name, do in {
-    "as attention does": common._fit(expanded),
+    "as attention does": fit(expanded),
     "as if contiguous": as_if_contiguous,
 }.items():
     with runtime.launching_on(q):
-        grads = kernels._attention_backward(
+        grads = kernels.attention_backward(
             q, k, v, out.float(), lse.float(), do, False, 32**-0.5, True
         )
     row = {"do is read": name}

@@ -29,13 +29,11 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.attention import attention, common, forward
-from kernelbook.attention.common import _load_tile, _visible
-from kernelbook.attention.tiled import key_tiles, tiled_attention, tiled_forward
+from kernelbook.ops.attention import attention, forward, tuned
+from kernelbook.ops.attention.tiled import key_tiles, tiled_attention, tiled_forward
+from kernelbook.ops.attention.tiles import describe, fit, load_tile, visible
 
-lab.start(
-    "attention_forward", "kernelbook.attention.forward", "kernelbook.attention.common"
-)
+lab.start("attention_forward", "kernelbook.ops.attention")
 
 # %%
 # The problem in PyTorch
@@ -797,7 +795,7 @@ lab.table(
 # causal attention the last queries see the most keys. If they came last, a few heavy programs
 # would run on at the end while the rest of the GPU has nothing to do. So they come first.
 
-lab.source(forward._attention_fwd_kernel, "place")
+lab.source(forward.attention_fwd_kernel, "place")
 
 # %%
 # How much does that gain? Let us play it through with 264 places: an H200 has 132 multiprocessors,
@@ -835,13 +833,13 @@ lab.table(rows, "How much of 264 places is at work, causal")
 #
 # **Load.** The queries are read once.
 
-lab.source(forward._attention_fwd_kernel, "load")
+lab.source(forward.attention_fwd_kernel, "load")
 
 # %%
 # What is ``q_desc``? A *tensor descriptor*. It says once what a tensor looks like: its address, its
 # sizes, its strides, and the size of a tile.
 
-lab.source(common.describe)
+lab.source(describe)
 
 # %%
 # What does it change? The first kernel computes an address and a mask for each element, in
@@ -851,7 +849,7 @@ lab.source(common.describe)
 # GPUs before Hopper have no such engine; there Triton turns a descriptor into addresses and masks
 # again.
 
-lab.source(common._load_tile)
+lab.source(load_tile)
 
 # %%
 # **Why four dimensions?** All heads lie one after the other. So why not describe a matrix of
@@ -958,12 +956,12 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # number is split into a coarse part and a rest, both in the 19 bits of tf32, and three products
 # take the place of one.
 
-lab.source(forward._attention_fwd_kernel, "begin")
+lab.source(forward.attention_fwd_kernel, "begin")
 
 # %%
 # **Stages.** Here they are again, in the package: what a tile of queries sees,
 
-lab.source(common._visible)
+lab.source(visible)
 
 # %%
 # and the two loops. The last tile is left out, for after it there is none to score. ``last`` is its
@@ -972,7 +970,7 @@ lab.source(common._visible)
 # it masked: hence the maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a
 # length that the tile divides, there is no second loop.
 
-lab.source(forward._attention_fwd_kernel, "stages")
+lab.source(forward.attention_fwd_kernel, "stages")
 
 # %%
 # How large is a tile? With more queries in it, keys and values are read less often. But a larger
@@ -980,7 +978,7 @@ lab.source(forward._attention_fwd_kernel, "stages")
 # stands in a table of the package:
 
 rows = []
-for (head_dim, itemsize), config in forward.CONFIGS.items():
+for (head_dim, itemsize), config in tuned.FORWARD.items():
     row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
     row |= {"queries": config.block_m, "keys": config.block_n}
     row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
@@ -996,17 +994,17 @@ lab.table(rows, "How the kernel is cut on Hopper")
 # **The loop.** The same for both stages. ``qk`` holds what the turn before has computed, the
 # products of queries and keys. First they become weights.
 
-lab.source(forward._attend, "weigh")
+lab.source(forward.attend, "weigh")
 
 # %%
 # How? What a query does not see becomes :math:`-\infty`: its exponential is exactly 0.
 
-lab.source(forward._weigh, "mask")
+lab.source(forward.weigh, "mask")
 
 # %%
 # Then the lines of the mathematics. ``P_LOG2`` is 0 here. It belongs to the chapter on eight bits.
 
-lab.source(forward._weigh, "rescale")
+lab.source(forward.weigh, "rescale")
 
 # %%
 # ``qk`` is not scaled before the maximum is taken. The scale is positive, so the largest product
@@ -1053,25 +1051,25 @@ lab.measure("Instructions for one exponential", instructions)
 # Now the sum of values. The weights of 16-bit inputs are rounded to 16 bits, as the matrix units
 # want it. Their sum ``l_i`` was taken before, in float32.
 
-lab.source(forward._attend, "accumulate")
+lab.source(forward.attend, "accumulate")
 
 # %%
 # Last, the scores of the next tile.
 
-lab.source(forward._attend, "score")
+lab.source(forward.attend, "score")
 
 # %%
 # After the loops one tile is left to weigh. It is masked, unless ``ALL_WHOLE``. With 128 queries
 # and 64 keys in a tile the diagonal cuts two tiles: the second loop takes one, and this is the
 # other.
 
-lab.source(forward._attention_fwd_kernel, "end")
+lab.source(forward.attention_fwd_kernel, "end")
 
 # %%
 # **Why does the maximum take two steps?** It could be one line, ``tl.max(x, axis=1)``. The package
 # has this instead:
 
-lab.source(forward._row_max)
+lab.source(forward.row_max)
 
 # %%
 # A *layout* says which thread holds which number of a tile. Each product has a layout for its
@@ -1104,7 +1102,7 @@ in_one_step = changed(forward, TWO_STEPS, "return tl.max(x, axis=1)")
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 outs = [
-    module._attention_forward(q, k, v, True, 0.125)[0]
+    module.attention_forward(q, k, v, True, 0.125)[0]
     for module in (forward, in_one_step)
 ]
 assert torch.allclose(*outs, atol=1e-6)
@@ -1122,7 +1120,7 @@ def maxima():
     q, k, v = torch.randn(3, 1, 32, 16384, 64, device=runtime.DEVICE).bfloat16()
     for name, module in {"two steps": forward, "one step": in_one_step}.items():
 
-        def launch(run=module._attention_forward):
+        def launch(run=module.attention_forward):
             return run(q, k, v, True, 0.125)
 
         ((_, compiled),) = lab.compiled_by(launch)
@@ -1155,7 +1153,7 @@ lab.read(
 # natural logarithm by a factor :math:`\ln 2`. The row number is 64 bits wide: out may have more
 # than :math:`2^{31}` elements.
 
-lab.source(forward._attention_fwd_kernel, "write")
+lab.source(forward.attention_fwd_kernel, "write")
 
 # %%
 # **Grouped heads.** Several query heads may share one head of keys. Then head :math:`h` reads keys
@@ -1176,7 +1174,7 @@ views = {
 }
 rows = []
 for name, view in views.items():
-    same = common._fit(view).data_ptr() == view.data_ptr()
+    same = fit(view).data_ptr() == view.data_ptr()
     rows.append(
         {"view of float32": name, "read": "where it lies" if same else "from a copy"}
     )
@@ -1351,20 +1349,20 @@ def _described_kernel(
         q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
     )
     head, start_m = tl.program_id(1), tl.program_id(0) * BLOCK_M
-    n_visible, by_all, by_some = _visible(
+    n_visible, by_all, by_some = visible(
         start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
     )
     whole = by_all // BLOCK_N * BLOCK_N
     for start_n in range(0, whole, BLOCK_N):
-        k = _load_tile(k_desc, 0, head, start_n)
+        k = load_tile(k_desc, 0, head, start_n)
         qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-        v = _load_tile(v_desc, 0, head, start_n)
+        v = load_tile(v_desc, 0, head, start_n)
         acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
     for start_n in range(whole, by_some, BLOCK_N):
-        k = _load_tile(k_desc, 0, head, start_n)
+        k = load_tile(k_desc, 0, head, start_n)
         qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
         seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
-        v = _load_tile(v_desc, 0, head, start_n)
+        v = load_tile(v_desc, 0, head, start_n)
         acc, l_i, m_i = _update(acc, l_i, m_i, tl.where(seen, qk, float("-inf")), v)
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
@@ -1378,7 +1376,7 @@ def run_described(kernel, q, k, v, is_causal, **options):
     out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
     heads = q.shape[0] * q.shape[1]
     flat = (x.view(1, heads, *x.shape[2:]) for x in (k, v))
-    descs = [common.describe(x, options["BLOCK_N"]) for x in flat]
+    descs = [describe(x, options["BLOCK_N"]) for x in flat]
     grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]), heads)
     sizes = (seqlen_q, k.shape[-2], scale_log2)
     constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal}
@@ -1752,12 +1750,11 @@ compare("acc not rescaled", 40, q.abs(), k + rising, v)
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
-# With minus infinity a masked key can never win. The price is ``_finite``: a maximum of minus
-# infinity is replaced by zero before it is subtracted.
-
-lab.source(common._finite)
-
-# %%
+# With minus infinity a masked key can never win. The package avoids :math:`-\infty - (-\infty)` in
+# another way: its running maximum does not start at minus infinity but at ``LOWEST``, the lowest
+# finite number of float32, because :math:`-\infty` minus a finite number is :math:`-\infty`, whose
+# exponential is 0.
+#
 # **Too much shared memory.** A tile of 128 keys and head_dim 128 takes 32 KiB in 16 bits, once for
 # keys and once for values, and every stage of the pipeline has its own pair. Nothing warns when the
 # kernel is written. The launch fails.
@@ -1765,9 +1762,9 @@ lab.source(common._finite)
 
 def greedy():
     q = draw(1024, 1, 4, 128, torch.bfloat16)[0]
-    config = common.Config(128, 128, num_warps=8, num_stages=5)
+    config = tuned.Config(128, 128, num_warps=8, num_stages=5)
     try:
-        with mock.patch.object(forward, "_config", return_value=config):
+        with mock.patch.object(tuned, "forward_config", return_value=config):
             attention(q, q, q)
         said = "Nothing: this GPU has enough."
     except Exception as error:
@@ -1781,10 +1778,14 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 # So the package asks the device first, and takes the first configuration that fits. If none does,
 # it says what to change. Here a device is made up that has only 8 KiB.
 
-with mock.patch.object(common, "shared_memory", return_value=8192):
+with mock.patch.object(runtime, "shared_memory", return_value=8192):
     try:
-        configs, need = forward.ELSEWHERE, lambda c: (c.block_m + 2 * c.block_n) * 256
-        common.largest_that_fits(configs, need, torch.device("cuda:0"), "head_dim 128")
+        tuned.largest_that_fits(
+            tuned.FORWARD_ELSEWHERE,
+            lambda config: (config.block_m + 2 * config.block_n) * 256,
+            torch.device("cuda:0"),
+            "head_dim 128",
+        )
     except ValueError as error:
         message = str(error)
 lines = textwrap.wrap(f"ValueError: {message}", 56)

@@ -28,15 +28,10 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.attention import attention, fp8, quantize
-from kernelbook.attention.forward import _weigh
+from kernelbook.ops.attention import attention, fp8, quantize, tuned
+from kernelbook.ops.attention.forward import weigh
 
-lab.start(
-    "attention_fp8",
-    "kernelbook.attention.fp8",
-    "kernelbook.attention.forward",
-    "kernelbook.attention.common",
-)
+lab.start("attention_fp8", "kernelbook.ops.attention")
 
 # %%
 # Why eight bits?
@@ -273,7 +268,7 @@ lab.table(rows, "What quantize returns")
 # The scores are multiplied by a scale already, and the result is divided by :math:`l_i` already. So
 # two multiplications for each program are all.
 
-lab.source(fp8._attention_fp8_fwd_kernel, "load")
+lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
 # Here ``a``, ``b`` and ``c`` are read once. A step of 0 from head to head means one for all. Does a
@@ -613,32 +608,32 @@ lab.table(rows, "Two ways to sum")
 # only V has 8 bits. Tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that
 # more programs fit on a multiprocessor. A turn begins with weights.
 
-lab.source(fp8._attend_fp8, "weigh")
+lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``_weigh`` is that of the other chapter, where ``P_LOG2`` was 0. Now it is 8, and is taken off
+# ``weigh`` is that of the other chapter, where ``P_LOG2`` was 0. Now it is 8, and is taken off
 # what is subtracted. ``m_exp`` and 8 are combined first, once a row, so that a weight costs one
 # multiply-and-add and one exponential, as before. The sum is taken before rounding.
 
-lab.source(_weigh, "rescale")
+lab.source(weigh, "rescale")
 
 # %%
 # The values come from a descriptor of (batch, heads, head_dim, length). The tile is transposed only
 # in name: ``.T`` says which dimension is which, and moves nothing.
 
-lab.source(fp8._load_values)
+lab.source(fp8.load_values)
 
 # %%
 # Then the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
 # ``PROMOTED`` is the next section.
 
-lab.source(fp8._add_values)
+lab.source(fp8.add_values)
 
 # %%
 # At the end, one multiplication by the descale of V. Numerator and ``l_i`` both hold the factor
 # :math:`2^8`. The logarithm takes it off again.
 
-lab.source(fp8._attention_fp8_fwd_kernel, "write")
+lab.source(fp8.attention_fp8_fwd_kernel, "write")
 
 # %%
 # Sums in fewer bits
@@ -678,14 +673,14 @@ def long_sums():
             q = torch.randn(1, 16, 128, 128, device=runtime.DEVICE)
             k, v = torch.randn(2, 1, 16, length, 128, device=runtime.DEVICE)
             (q8, k8, v8), descales, meant = prepare(q, k, v + mean)
-            block_n = fp8._config(q8).block_n
+            block_n = tuned.fp8_config(q8).block_n
             truth, _ = reference.attention(*meant)
             rounded, _ = reference.attention_fp8(*meant, block_n=block_n)
             row = {"mean of v": mean, "length": length}
             row["rounding alone, %"] = percent(worst_head(rounded, truth))
             options = (tuple(descales.values()), False, 128**-0.5, torch.float32)
             for name, promoted in (("promoted, %", True), ("not promoted, %", False)):
-                out, _ = fp8._attention_fp8_forward(q8, k8, v8, *options, promoted)
+                out, _ = fp8.attention_fp8_forward(q8, k8, v8, *options, promoted)
                 row[name] = percent(worst_head(out, truth))
             shorter = [x.bfloat16() for x in (q, k, v + mean)]
             truth, _ = reference.attention(*shorter)
@@ -758,14 +753,15 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
             for x, i in zip(meant, (h, h // group, h // group), strict=True)
         ]
         truth, true_lse = reference.attention(*one, is_causal)
-        block_n = fp8._config(operands[0]).block_n
+        block_n = tuned.fp8_config(operands[0]).block_n
         rounded, _ = reference.attention_fp8(*one, is_causal, block_n=block_n)
         rounded = rounded.to(out.dtype)
         outs.append(lab.Case(what, "forward", out[b, h][None, None], rounded, truth))
         single = true_lse.float()
-        lses.append(
-            lab.Case(what, "lse", lse[b, h][None, None], single, true_lse, 8192)
-        )
+        in_8_bits = operands[0].dtype in fp8.DTYPES and not runtime.INTERPRETED
+        factor = 4096 if in_8_bits else 8
+        found = lse[b, h][None, None]
+        lses.append(lab.Case(what, "lse", found, single, true_lse, factor))
 
     def badness(case):
         row = case.row()
@@ -775,8 +771,11 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 
 
 # %%
-# lse is not touched by the rounding of weights. Its scores are sums of 8-bit products, which the
-# matrix unit adds up in fewer bits than float32 has. So it may be wrong in the eleventh bit.
+# lse is not touched by the rounding of weights. Where q and k have 16 bits its scores are sums in
+# float32, and it may err eight times as much as one rounding to float32, as in "Attention, tile by
+# tile". Products of 8 bits are added up in fewer bits, because the matrix unit cuts each term off
+# about 12 bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096
+# times half a unit in the last place of float32.
 
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
     (2, 2, 2, 1, 127, 64),

@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import dropout, lab, masked_dropout, reference, runtime, seeded_dropout
-from kernelbook.dropout import (
+from kernelbook.ops.dropout import (
     _launch,
-    _masked_dropout_kernel,
     _rand_dropout,
-    _rand_dropout_kernel,
     _seeded_dropout,
-    _seeded_dropout_kernel,
     _SeededDropout,
+    masked_dropout_kernel,
+    rand_dropout_kernel,
+    seeded_dropout_kernel,
 )
 
-lab.start("dropout")
+lab.start("dropout", "kernelbook.ops.dropout")
 
 # %%
 # The problem in PyTorch
@@ -192,7 +192,7 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # We climb in three steps. The first kernel is the baseline: it reads a mask that somebody stored.
 
-lab.source(_masked_dropout_kernel)
+lab.source(masked_dropout_kernel)
 
 # %%
 # A program finds its place with ``tl.program_id``. The last block may stick out over the end, so
@@ -212,7 +212,7 @@ lab.source(_launch)
 #
 # The second kernel draws a number for each element. This is how dropout is usually written.
 
-lab.source(_rand_dropout_kernel)
+lab.source(rand_dropout_kernel)
 
 # %%
 # The mask is gone, and with it a byte an element. But look at what ``tl.rand`` does: it calls
@@ -221,7 +221,7 @@ lab.source(_rand_dropout_kernel)
 # The third kernel uses all four. It has three pieces. The first finds the place, as before, and
 # loads ``x`` early, so that the load is under way while the random numbers are computed.
 
-lab.source(_seeded_dropout_kernel, "place")
+lab.source(seeded_dropout_kernel, "place")
 
 # %%
 # The second piece makes the random numbers. A block of ``BLOCK_SIZE`` elements needs a quarter as
@@ -230,7 +230,7 @@ lab.source(_seeded_dropout_kernel, "place")
 # between two blocks. First it makes r0 r2 r0 r2 ... and r1 r3 r1 r3 ..., and then it takes turns
 # between these: r0 r1 r2 r3 ...
 
-lab.source(_seeded_dropout_kernel, "draw")
+lab.source(seeded_dropout_kernel, "draw")
 
 # %%
 # Does this cost anything? A thread that loads 16 bytes at once holds consecutive elements. If it
@@ -240,7 +240,7 @@ lab.source(_seeded_dropout_kernel, "draw")
 # The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU, and the
 # kernel reads it there. So the host never waits for the GPU to tell it a number.
 
-lab.source(_seeded_dropout_kernel, "decide")
+lab.source(seeded_dropout_kernel, "decide")
 
 # %%
 # The last piece compares, scales in float32 and stores. It selects with ``tl.where`` instead of
@@ -287,7 +287,7 @@ lab.check("seeded_dropout", cases())
 
 def in_blocks_of_256(x):
     y = torch.empty_like(x)
-    kernel = _seeded_dropout_kernel[(x.numel() // 256,)]
+    kernel = seeded_dropout_kernel[(x.numel() // 256,)]
     kernel(x, y, x.numel(), 2**31, 2.0, 9, BLOCK_SIZE=256, N_ROUNDS=7)
     return y
 
@@ -796,7 +796,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_seeded_kernel(
+def row_seeded_kernel(
     x_ptr, seeds_ptr, y_ptr, n_cols, threshold, scale, BLOCK_SIZE: tl.constexpr
 ):
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_SIZE
@@ -819,7 +819,7 @@ def threshold(p):
 def row_seeded_dropout(x, p, seeds, block=512):
     y = torch.empty_like(x)
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
-    _row_seeded_kernel[grid](x, seeds, y, x.shape[1], threshold(p), 1 / (1 - p), block)
+    row_seeded_kernel[grid](x, seeds, y, x.shape[1], threshold(p), 1 / (1 - p), block)
     return y
 
 
@@ -845,7 +845,7 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 
 
 @triton.jit
-def _strided_kernel(
+def strided_kernel(
     x_ptr,
     y_ptr,
     stride_row,
@@ -874,7 +874,7 @@ def strided_dropout(x, p, seed, block=512):
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
     scalars = (x.shape[1], seed, threshold(p), 1 / (1 - p), block)
-    _strided_kernel[grid](x, y, *x.stride(), *scalars)
+    strided_kernel[grid](x, y, *x.stride(), *scalars)
     return y
 
 
@@ -899,7 +899,7 @@ lab.check(
 
 
 @triton.jit
-def _project_kernel(
+def project_kernel(
     x_ptr,
     y_ptr,
     n_dims,
@@ -926,7 +926,7 @@ def _project_kernel(
 def project(x, k, s=3, seed=0):
     y = torch.empty(x.shape[0], k, device=x.device)
     grid = (x.shape[0], triton.cdiv(k, 64))
-    _project_kernel[grid](
+    project_kernel[grid](
         x, y, x.shape[1], k, seed, 2**32 // (2 * s), (s / k) ** 0.5, 32, 64
     )
     return y

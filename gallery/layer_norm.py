@@ -21,27 +21,28 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.layer_norm import (
-    _add_buffers,
+from kernelbook.ops.layer_norm import layer_norm
+from kernelbook.ops.layer_norm.backward import (
     _backward,
-    _forward,
-    _hand_over,
-    _LayerNorm,
-    _loop_fwd_kernel,
-    _merge_moments,
-    _moments_of_part,
-    _packed_row_fwd_kernel,
-    _row_bwd_kernel,
-    _row_fwd_kernel,
-    _split_bwd_kernel,
-    _split_fwd_kernel,
-    _sum_of_buffers,
     _sums,
-    _sums_of_part,
-    layer_norm,
+    row_bwd_kernel,
+    split_bwd_kernel,
+    sums_of_part,
 )
+from kernelbook.ops.layer_norm.forward import (
+    _forward,
+    loop_fwd_kernel,
+    merge_moments,
+    moments,
+    packed_row_fwd_kernel,
+    reciprocal_deviation,
+    row_fwd_kernel,
+    split_fwd_kernel,
+)
+from kernelbook.ops.layer_norm.operator import _LayerNorm
+from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
 
-lab.start("layer_norm", "kernelbook.layer_norm", "kernelbook.softmax")
+lab.start("layer_norm", "kernelbook.ops.layer_norm")
 
 # %%
 # The problem in PyTorch
@@ -317,26 +318,76 @@ lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
 #
 # **Whole rows on chip.** A program loads some rows, whole.
 
-lab.source(_row_fwd_kernel, "load")
+lab.source(row_fwd_kernel, "load")
 
 # %%
 # Then come the statistics. How often is ``x`` read? The mean needs it, the variance needs it, and
 # the result needs it: three passes. But a pass over registers is no pass over memory. The row was
 # read once. Written as a loop over blocks, each of the three loops would run exactly once.
 
-lab.source(_row_fwd_kernel, "statistics")
+lab.source(row_fwd_kernel, "statistics")
 
 # %%
-# Why ``tl.where``? The block is a power of two, and the row may be shorter. The places past the
-# end hold zeros, which is fine for the mean. But their *deviation* is not zero: it is minus the
-# mean, and its square would be added for every such place. Leave it out, and see.
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _variance_kernel(
+def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
+    tl.store(sum_ptr, tl.sum(x, axis=0))
+
+# %%
+# Most of it is in a function of its own, because wide rows will need it as well.
+
+lab.source(moments)
+
+# %%
+# What is the correction for? Floating-point addition rounds, so the mean that is made of a sum is
+# off in its last digits. That is harmless while the numbers lie around zero, because the error is
+# small beside their spread. It is not harmless for numbers that are nearly equal and far from zero:
+# then the error of the mean is as large as the deviations, and dividing by their small spread
+# enlarges it. The cure costs one more sum. Deviations from the true mean add up to zero; if ours
+# add up to something else, the mean was off by that sum over N. The variance loses the square of
+# the correction, because the deviations were measured from the uncorrected mean.
+#
+# A row of 1,000 equal numbers has no deviation at all, so its result has to be 0.
+
+row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
+total = torch.empty(1, device=runtime.DEVICE)
+sum_kernel[(1,)](row, total, 1000, 1024)
+deviation = row - total / 1000
+plain = deviation * torch.rsqrt((deviation**2).mean() + 1e-5)
+lab.table(
+    [
+        {"the mean is": name, "largest |y|": f"{y.abs().max().item():.4f}"}
+        for name, y in {
+            "the sum over N": plain,
+            "corrected": layer_norm(row, 1000),
+            "PyTorch's": F.layer_norm(row, (1000,)),
+        }.items()
+    ],
+    "A row of 1,000 times 1000.1, normalised",
+)
+
+# %%
+# The other guard is for far rows. Squares of numbers above :math:`10^{19}` overflow float32; the
+# variance is then infinite, ``rstd`` is 0, and so would be the whole row, without a word. Such a
+# row is rare, so the program looks once whether a sum is infinite, and squares the deviations again
+# only then, times a small power of two. The sign of ``m2`` says which of the two it is.
+
+lab.source(reciprocal_deviation)
+
+# %%
+# Why ``tl.where`` in ``moments``? The block is a power of two, and the row may be shorter. The
+# places past the end hold zeros, which is fine for the mean. But their *deviation* is not zero: it
+# is minus the mean, and its square would be added for every such place. Leave it out, and see.
+
+
+@triton.jit
+def variance_kernel(
     x_ptr, v_ptr, n_cols, BLOCK_COLS: tl.constexpr, WHERE: tl.constexpr
 ):
     cols = tl.arange(0, BLOCK_COLS)
@@ -358,7 +409,7 @@ for n_cols in (1024, 1000, 520):
         "true": f"{x.double().var(correction=0):.3f}",
     }
     for name, where in {"with tl.where": True, "without": False}.items():
-        _variance_kernel[(1,)](x, v, n_cols, 1024, where)
+        variance_kernel[(1,)](x, v, n_cols, 1024, where)
         row[name] = f"{v.item():.3f}"
     rows.append(row)
 lab.table(rows, "The variance of a row with mean 3")
@@ -370,13 +421,13 @@ lab.table(rows, "The variance of a row with mean 3")
 # The last piece writes the result. Weight and bias may be absent; the compiler then leaves their
 # lines out.
 
-lab.source(_row_fwd_kernel, "write")
+lab.source(row_fwd_kernel, "write")
 
 # %%
 # **In a loop.** A row of any length can be read in blocks, three times. This is the kernel that
 # needs the three passes.
 
-lab.source(_loop_fwd_kernel)
+lab.source(loop_fwd_kernel)
 
 # %%
 # **Packed.** A row of 16,384 columns, widened to float32, takes a quarter of a multiprocessor's
@@ -384,13 +435,13 @@ lab.source(_loop_fwd_kernel)
 # pairs, and a pair is one register. So a longer row stays packed, in four pieces, and is widened
 # for one step at a time.
 
-lab.source(_packed_row_fwd_kernel, "load")
+lab.source(packed_row_fwd_kernel, "load")
 
 # %%
 # What about weight and bias? Together they would take twice as many registers as the row. So the
 # last step goes piece by piece. A barrier keeps the compiler from loading all pieces first.
 
-lab.source(_packed_row_fwd_kernel, "write")
+lab.source(packed_row_fwd_kernel, "write")
 
 # %%
 # **Split.** A longer row still, or one of float32, would fill a multiprocessor's registers, or
@@ -410,27 +461,24 @@ lab.source(_packed_row_fwd_kernel, "write")
 # because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
 # the formula of Chan, Golub and LeVeque. No large squares are subtracted.
 
-lab.source(_merge_moments)
+lab.source(merge_moments)
 
 # %%
-# The pair of a part travels in one slot of 64 bits, so it arrives whole or not at all. A slot that
-# is still zero is empty. But what if mean and deviations are zero, too? A sum of squares is never
-# negative, so its sign bit is free to say "filled".
+# Why does the kernel add up how far the means are from a *pivot*, the mean of the first part, and
+# not the means themselves? Because a sum of large means would lose the digits in which they differ.
+#
+# The programs of a row tell each other their pairs by the exchange that the chapter on
+# :doc:`softmax </chapters/softmax>` explains: publish, wait, collect. If the neighbours do not
+# come, a program computes their pairs itself, which is slow but gives the same bits.
 
-lab.source(_moments_of_part)
-
-# %%
-# A program that waits for its neighbours waits a bounded time. If they do not come, it computes
-# their pairs itself: slow, and right, and the same to the last bit.
-
-lab.source(_split_fwd_kernel, "collect")
+lab.source(split_fwd_kernel, "collect")
 
 # %%
 # Weight and bias, read again for every row, are as many bytes as ``x`` and ``y``. They come from a
 # cache, but even a cache has a limit. A part of a row needs a part of them only, and so a program
 # can take its part of *two* rows and read them once for both.
 
-lab.source(_split_fwd_kernel, "write")
+lab.source(split_fwd_kernel, "write")
 
 # %%
 # The backward kernel
@@ -440,7 +488,7 @@ lab.source(_split_fwd_kernel, "write")
 # rows: as much memory as ``x`` itself. So few programs, as many as run at once, loop over the rows.
 # Their sums for ``dw`` and ``db`` live in registers all the time, in float32.
 
-lab.source(_row_bwd_kernel, "begin")
+lab.source(row_bwd_kernel, "begin")
 
 # %%
 # Where is the mask for the sums? It is not needed. Outside, ``dy`` is loaded as zero, so both terms
@@ -448,30 +496,30 @@ lab.source(_row_bwd_kernel, "begin")
 # are under way into shared memory. Most kernels leave that to other programs on the same
 # multiprocessor. Here one or two programs fill it with their sums.
 
-lab.source(_row_bwd_kernel, "add")
+lab.source(row_bwd_kernel, "add")
 
 # %%
 # The gradient of ``x`` is the formula of step 6, with its names.
 
-lab.source(_row_bwd_kernel, "row")
+lab.source(row_bwd_kernel, "row")
 
 # %%
 # At the end, a program has one row of sums to hand over.
 
-lab.source(_row_bwd_kernel, "end")
+lab.source(row_bwd_kernel, "end")
 
 # %%
 # **Partial sums.** Each program stores its row in a buffer of its own. The second kernel adds up
 # the buffers: a program takes some columns, and goes down the rows in a fixed order. Nobody waits.
 
-lab.source(_sum_of_buffers)
+lab.source(sum_of_buffers)
 
 # %%
 # **The lock.** Here programs share a few buffers, and add to them in turn. The lock is an integer:
 # 0 is free, 1 is taken. An atomic compare-and-swap looks at it and takes it in one step, so only
 # one program can succeed.
 
-lab.source(_hand_over, "acquire")
+lab.source(hand_over, "acquire")
 
 # %%
 # Is that enough? The lock says whose turn it is. It says nothing yet about *memory*. A store is
@@ -496,11 +544,11 @@ lab.source(_hand_over, "acquire")
 # A release that is read by an acquire makes everything before the one visible to everything after
 # the other. Leave out a barrier, and it holds for one thread of each program.
 
-lab.source(_hand_over, "add")
+lab.source(hand_over, "add")
 
 # %%
 
-lab.source(_hand_over, "release")
+lab.source(hand_over, "release")
 
 # %%
 # What is *not* ordered is who comes first. Floating-point addition depends on the order, so the
@@ -512,17 +560,17 @@ lab.source(_hand_over, "release")
 # Any wider, and programs share a row, as in forward. A group of them exchanges what each part adds
 # to ``c1`` and ``c2``: two float32 numbers, again one slot of 64 bits.
 
-lab.source(_sums_of_part)
+lab.source(sums_of_part)
 
 # %%
 # The wait for the neighbours is time lost, unless there is something to do. So a program asks for
 # its part of the next row first.
 
-lab.source(_split_bwd_kernel, "ahead")
+lab.source(split_bwd_kernel, "ahead")
 
 # %%
 
-lab.source(_split_bwd_kernel, "collect")
+lab.source(split_bwd_kernel, "collect")
 
 # %%
 # Autograd sees one function. It computes those gradients only that somebody needs. If gradients of
@@ -796,7 +844,7 @@ def one_program(x, w, b):
         return lab.Absent("a row of 65,536 leaves one program no registers")
     y, warps = torch.empty_like(x), max(1, n_cols // 2048)
     mean, rstd = torch.empty(2, n_rows, device=x.device)
-    kernel = _row_fwd_kernel[(n_rows,)]
+    kernel = row_fwd_kernel[(n_rows,)]
     tensors, numbers = (x, w, b, y, mean, rstd), (n_cols, n_rows, n_cols, 1e-5)
     return lambda: kernel(*tensors, *numbers, 1, n_cols, num_warps=warps)
 
@@ -1101,7 +1149,7 @@ lab.read(
 
 
 @triton.jit
-def _locked_sum_kernel(
+def locked_sum_kernel(
     x_ptr, sum_ptr, lock_ptr, BLOCK_COLS: tl.constexpr, ORDERED: tl.constexpr
 ):
     cols = tl.arange(0, BLOCK_COLS)
@@ -1127,7 +1175,7 @@ def _locked_sum_kernel(
 def locked_sum(x, ordered):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
-    compiled = _locked_sum_kernel[grid](
+    compiled = locked_sum_kernel[grid](
         x, total, lock, x.shape[1], ordered, num_warps=8
     )
     return total, compiled
@@ -1227,7 +1275,7 @@ lab.table(
 
 
 @triton.jit
-def _rms_fwd_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
+def rms_fwd_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
     w = tl.load(w_ptr + cols, mask=cols < n_cols)
@@ -1236,7 +1284,7 @@ def _rms_fwd_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def _rms_bwd_kernel(
+def rms_bwd_kernel(
     x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr
 ):
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
@@ -1255,8 +1303,8 @@ def _rms_bwd_kernel(
 x, dy = torch.randn(2, 6, 300, device=runtime.DEVICE)
 w = torch.randn(300, device=runtime.DEVICE)
 y, dx = torch.empty_like(x), torch.empty_like(x)
-_rms_fwd_kernel[(6,)](x, w, y, 300, 1e-5, 512)
-_rms_bwd_kernel[(6,)](x, w, dy, dx, 300, 1e-5, 512)
+rms_fwd_kernel[(6,)](x, w, y, 300, 1e-5, 512)
+rms_bwd_kernel[(6,)](x, w, dy, dx, 300, 1e-5, 512)
 
 
 def rms_in_torch(x, w, dy):
@@ -1291,7 +1339,7 @@ lab.check(
 
 
 @triton.jit
-def _add_norm_kernel(
+def add_norm_kernel(
     x_ptr, residual_ptr, sum_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr
 ):
     cols = tl.arange(0, BLOCK_COLS)
@@ -1310,7 +1358,7 @@ def _add_norm_kernel(
 # Solution: a fused residual, checked
 x, residual = torch.randn(2, 6, 300, device=runtime.DEVICE)
 total, y = torch.empty_like(x), torch.empty_like(x)
-_add_norm_kernel[(6,)](x, residual, total, y, 300, 1e-5, 512)
+add_norm_kernel[(6,)](x, residual, total, y, 300, 1e-5, 512)
 assert torch.equal(total, x + residual)
 theirs, truth = F.layer_norm(total, (300,)), reference.layer_norm(total, 1)
 lab.check(
@@ -1338,7 +1386,7 @@ def _merge(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
 
 
 @triton.jit
-def _welford_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+def welford_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     cols = tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
     count = tl.where(cols < n_cols, 1.0, 0.0)
@@ -1349,7 +1397,7 @@ def _welford_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
 
 x = torch.randn(100, device=runtime.DEVICE) + 1
 out = torch.empty(2, device=runtime.DEVICE)
-_welford_kernel[(1,)](x, out, 100, 128)
+welford_kernel[(1,)](x, out, 100, 128)
 theirs, truth = (torch.stack((x.mean(), x.var(correction=0))) for x in (x, x.double()))
 lab.check("One reduction", [lab.Case("100", "forward", out, theirs, truth, factor=16)])
 

@@ -19,21 +19,20 @@ speeds are those of a recorded run.
 import torch
 
 from kernelbook import lab, reference, runtime, softmax
-from kernelbook.softmax import (
-    _finite,
-    _narrow,
-    _online_fwd_kernel,
-    _packed_row_fwd_kernel,
-    _row_bwd_kernel,
-    _row_fwd_kernel,
-    _row_statistics,
-    _split_row_fwd_kernel,
-    _three_pass_fwd_kernel,
-    _wait_for_parts,
-    _widen,
+from kernelbook.ops.rows import exchange
+from kernelbook.ops.rows.packed import narrow, widen
+from kernelbook.ops.softmax.backward import row_bwd_kernel
+from kernelbook.ops.softmax.forward import (
+    finite,
+    online_fwd_kernel,
+    packed_row_fwd_kernel,
+    row_fwd_kernel,
+    row_statistics,
+    split_row_fwd_kernel,
+    three_pass_fwd_kernel,
 )
 
-lab.start("softmax")
+lab.start("softmax", "kernelbook.ops.softmax")
 
 # %%
 # The problem in PyTorch
@@ -78,7 +77,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
@@ -94,7 +93,7 @@ x = torch.randn(3, 1000, device=runtime.DEVICE)
 rows = []
 for block in (1024, 512, 256):
     wrong = torch.empty_like(x)
-    _blockwise_kernel[(3,)](x, wrong, 1000, block)
+    blockwise_kernel[(3,)](x, wrong, 1000, block)
     sums = ", ".join(f"{value:.3f}" for value in wrong.sum(-1))
     rows.append({"block": block, "sums of its three rows": sums})
 right = ", ".join(f"{value:.3f}" for value in softmax(x).sum(-1))
@@ -218,7 +217,7 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # **Whole rows on chip.** The simplest kernel is also the fastest while it lasts. A program loads
 # some rows, whole, and does everything in registers.
 
-lab.source(_row_fwd_kernel)
+lab.source(row_fwd_kernel)
 
 # %%
 # Why ``other=float("-inf")``? The block is a power of two, and a row seldom is. The places past the
@@ -231,29 +230,29 @@ lab.source(_row_fwd_kernel)
 # **Three passes.** When the row does not fit, the plain way is to read it three times: for the
 # maximum, for the sum, for the result.
 
-lab.source(_three_pass_fwd_kernel)
+lab.source(three_pass_fwd_kernel)
 
 # %%
 # **Online.** The recurrence joins the first two loops. Here it is for blocks: ``alpha`` is the
 # factor that moves the old sum to the new maximum. The second loop reads the row again to write the
 # result.
 
-lab.source(_online_fwd_kernel, "recur")
+lab.source(online_fwd_kernel, "recur")
 
 # %%
 # The same kernel works on one row or on several: ``m_i`` and ``d_i`` have an entry for each
 # row. With one row a program it is called ``online``, with four ``online_2d``.
 #
 # There is one trap. If all elements so far are minus infinity, so is the maximum, and
-# :math:`-\infty - (-\infty)` is not a number. ``_finite`` puts a zero in its place. The exponential
+# :math:`-\infty - (-\infty)` is not a number. ``finite`` puts a zero in its place. The exponential
 # of minus infinity is then 0, as it should be.
 
-lab.source(_finite)
+lab.source(finite)
 
 # %%
 # **Backward** of whole rows is as short as its formula.
 
-lab.source(_row_bwd_kernel)
+lab.source(row_bwd_kernel)
 
 # %%
 # Wide rows
@@ -267,7 +266,7 @@ lab.source(_row_bwd_kernel)
 # numbers share a register, and they are widened when they are used: for the maximum, for the sum,
 # for the result. The exponential is computed twice, and two programs fit where there was one.
 
-lab.source(_packed_row_fwd_kernel)
+lab.source(packed_row_fwd_kernel)
 
 # %%
 # What is the strange ``raw += zero``? The compiler sees that the row is widened three times. It
@@ -275,40 +274,71 @@ lab.source(_packed_row_fwd_kernel)
 # *told* a zero at run time, and the compiler cannot know that nothing was added. So it has to widen
 # again. Widening itself is a shift, or a conversion, for each half.
 
-lab.source(_widen)
+lab.source(widen)
 
 # %%
-# ``tl.interleave`` puts the halves back in their order, and ``_narrow`` does the reverse.
+# ``tl.interleave`` puts the halves back in their order, and ``narrow`` does the reverse.
 
-lab.source(_narrow)
-
-# %%
-# **Split.** A row of 65,536 columns fills a multiprocessor even when it is packed. So let several
-# programs share a row. Each keeps its part in registers and finds the pair of its part. Then they
-# exchange their pairs, and each merges all of them.
-
-lab.source(_split_row_fwd_kernel, "publish")
+lab.source(narrow)
 
 # %%
-# The pair is 64 bits, and one 64-bit store arrives whole. So no lock is needed: a slot holds either
-# the zero that it began with, or a complete pair. The exchange has no other memory to order.
+# **Split.** A row of 65,536 columns fills a multiprocessor even when it is packed, so several
+# programs share it. Each keeps its part of the row in registers and computes the pair
+# :math:`(m, d)` of that part.
 
-lab.source(_split_row_fwd_kernel, "collect")
-
-# %%
-# Can this wait for ever? A program that runs waits for others that may not have started. GPUs
-# start programs in the order of their numbers, so the neighbours are never far. But that is a
-# habit of the hardware and not a promise. So the wait is bounded: ``_wait_for_parts`` looks a
-# limited number of times.
-
-lab.source(_wait_for_parts)
+lab.source(split_row_fwd_kernel, "load")
 
 # %%
-# If the others do not come, the program reads the whole row itself, with the recurrence, one
-# element of a pair in each lane. That is slow, and right. In Triton's interpreter programs run
-# one after the other, so there it is the rule.
+# Then the programs exchange their pairs, and each merges all of them. The exchange has three steps,
+# and :doc:`layer norm </chapters/layer_norm>` uses the same three.
+#
+# *Publish.* Each part has a slot of 64 bits in memory, and a pair of float32 is 64 bits. One 64-bit
+# store arrives whole, so a reader meets either an empty slot or a complete pair, and no lock is
+# needed. Because there is no other memory to order, the store can be ``relaxed``.
 
-lab.source(_row_statistics)
+lab.source(exchange.publish)
+
+# %%
+# Which bits mean "empty"? The memory is filled with zeros, which is cheap, but two zeros are also a
+# pair that could be meant. So the pair is stored XOR the bits of two NaN that no arithmetic makes:
+# zero then stands for those, and every pair that is computed is something else.
+
+lab.source(exchange.to_slot)
+
+# %%
+# *Wait.* A program that runs waits for others that may not have started. GPUs start programs in the
+# order of their numbers, so the neighbours are never far. That is a habit of the hardware and not a
+# promise, so the wait is bounded: the loop looks a limited number of times.
+
+lab.source(exchange.wait)
+
+# %%
+# *Collect.* The number of parts is seldom a power of two, and a block must be one. What do the
+# slots beyond the last part hold? They must not change the result, so they count as the *neutral
+# element* of the merge: a maximum of minus infinity, and a sum of 0. A maximum of 0 would be wrong.
+# It wins over every row of negative numbers, and if those lie below -104, all their exponentials
+# become 0.
+
+lab.source(exchange.collect)
+
+# %%
+# The kernel puts the steps together. If the neighbours do not come, a program reads the whole row
+# itself, with the recurrence, one element of a pair in each lane. That is slow, and right. In
+# Triton's interpreter programs run one after the other, so there it is the rule.
+
+lab.source(split_row_fwd_kernel, "publish")
+
+# %%
+
+lab.source(split_row_fwd_kernel, "collect")
+
+# %%
+
+lab.source(row_statistics)
+
+# %%
+
+lab.source(split_row_fwd_kernel, "write")
 
 # %%
 # Is it right?
@@ -388,7 +418,7 @@ def one_program(x):
             "a row of 131,072 does not fit in the registers of one program"
         )
     y, warps = torch.empty_like(x), max(1, n_cols // 2048)
-    kernel = _row_fwd_kernel[(n_rows,)]
+    kernel = row_fwd_kernel[(n_rows,)]
     return lambda: kernel(x, y, n_cols, n_rows, n_cols, 1, n_cols, num_warps=warps)
 
 
@@ -599,9 +629,9 @@ facts
 
 # Reading
 registers = {(r["case"], r["kernel"]): r["registers"] for r in facts.rows}
-plain = registers.get(("4,096 columns, bfloat16", "_row_fwd_kernel"), float("nan"))
+plain = registers.get(("4,096 columns, bfloat16", "row_fwd_kernel"), float("nan"))
 packed = registers.get(
-    ("32,768 columns, bfloat16", "_packed_row_fwd_kernel"), float("nan")
+    ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
 )
 lab.read(
     f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
@@ -637,7 +667,7 @@ lab.table(
 
 
 @triton.jit
-def _padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
+def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
     cols = tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + cols, mask=cols < n_cols, other=OTHER)
     numerator = tl.exp(x - tl.max(x, axis=0))
@@ -649,7 +679,7 @@ x = torch.randn(100, device=runtime.DEVICE) - 5
 rows = []
 for other in (float("-inf"), 0.0):
     y = torch.empty_like(x)
-    _padded_kernel[(1,)](x, y, 100, 128, other)
+    padded_kernel[(1,)](x, y, 100, 128, other)
     rows.append({"other": str(other), "sum of the row": f"{y.sum():.4f}"})
 lab.table(rows, "100 elements in a block of 128")
 
@@ -704,7 +734,7 @@ lab.table(
 
 
 @triton.jit
-def _attend_kernel(
+def attend_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, n_keys, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -732,7 +762,7 @@ def _attend_kernel(
 q = torch.randn(16, 64, device=runtime.DEVICE)
 k, v = torch.randn(2, 500, 64, device=runtime.DEVICE)
 o = torch.empty_like(q)
-_attend_kernel[(1,)](q, k, v, o, 500, 64**-0.5, BLOCK_M=16, BLOCK_N=32, HEAD_DIM=64)
+attend_kernel[(1,)](q, k, v, o, 500, 64**-0.5, BLOCK_M=16, BLOCK_N=32, HEAD_DIM=64)
 
 
 def attend(q, k, v):
@@ -761,7 +791,7 @@ lab.check(
 
 
 @triton.jit
-def _log_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+def log_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf"))
@@ -772,7 +802,7 @@ def _log_softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
 
 x = 50 * torch.randn(5, 300, device=runtime.DEVICE)
 y = torch.empty_like(x)
-_log_softmax_kernel[(5,)](x, y, 300, 512)
+log_softmax_kernel[(5,)](x, y, 300, 512)
 truth = torch.log_softmax(x.double(), -1)
 lab.check(
     "Log-softmax",
@@ -790,7 +820,7 @@ lab.check(
 
 
 @triton.jit
-def _cross_entropy_kernel(
+def cross_entropy_kernel(
     x_ptr, target_ptr, loss_ptr, dx_ptr, n_cols, BLOCK_COLS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -809,7 +839,7 @@ def _cross_entropy_kernel(
 x = torch.randn(6, 1000, device=runtime.DEVICE)
 target = torch.randint(1000, (6,), device=runtime.DEVICE)
 loss, dx = torch.empty(6, device=x.device), torch.empty_like(x)
-_cross_entropy_kernel[(6,)](x, target, loss, dx, 1000, 1024)
+cross_entropy_kernel[(6,)](x, target, loss, dx, 1000, 1024)
 
 
 def in_torch(x):
@@ -844,7 +874,7 @@ def _merge(m_a, d_a, m_b, d_b):
 
 
 @triton.jit
-def _pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
+def pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, BLOCK_COLS))
     m, d = tl.reduce((x, x * 0 + 1), 0, _merge)
     tl.store(out_ptr, m)
@@ -853,7 +883,7 @@ def _pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
 
 x = 5 * torch.randn(256, device=runtime.DEVICE)
 out = torch.empty(2, device=runtime.DEVICE)
-_pair_kernel[(1,)](x, out, 256)
+pair_kernel[(1,)](x, out, 256)
 truth, theirs = torch.stack(pair(x.double())), torch.stack(pair(x))
 lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, factor=4)])
 

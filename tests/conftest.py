@@ -1,10 +1,16 @@
 """What the tests share: seeds, poisoned memory, and the one way to compare with the truth."""
 
+import sys
+import textwrap
+
+import matplotlib.pyplot as plt
 import pytest
 import torch
+from records import PROVENANCE, record
 
-from kernelbook import runtime
-from kernelbook.lab.check import FACTOR, error, tolerance
+from kernelbook import lab, runtime
+from kernelbook.lab import chapter, results
+from kernelbook.lab.check import FACTOR, ROWS, judge
 
 DEVICE = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,8 +45,62 @@ def gpu():
         pytest.skip("needs a GPU")
 
 
-def assert_close(ours, truth, torch_result, factor=FACTOR):
-    """Assert that the error of ours is within the book's tolerance: see lab.check.tolerance."""
-    measured = error(ours, truth)
-    bound = tolerance(error(torch_result, truth), ours.dtype, factor)
-    assert measured <= bound, f"error {measured:.3g} is over {bound:.3g}"
+# -- the laboratory -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module to fingerprint; call it with the source to rewrite it."""
+    path = tmp_path / "measured_module.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source):
+        path.write_text(textwrap.dedent(source))
+        return "measured_module"
+
+    write("def kernel(x):\n    return x + 1\n")
+    return write
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """An empty folder of results."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setenv("KERNELBOOK_RESULTS", str(folder))
+    monkeypatch.setattr(results, "_SHIPPED", tmp_path / "no package")
+    monkeypatch.setattr(chapter, "_running", None)
+    yield folder
+    plt.close("all")
+
+
+@pytest.fixture
+def replayed(module, root, monkeypatch):
+    """A chapter that replays the small record; the value is the line it begins with."""
+    monkeypatch.setenv("KERNELBOOK_MODE", "replay")
+    results.save(record())
+    return lab.start("tried", "measured_module")
+
+
+@pytest.fixture
+def live(module, root, monkeypatch):
+    """A chapter that measures: the clock and the GPU are stood in for, the rest is real."""
+    monkeypatch.delenv("KERNELBOOK_MODE", raising=False)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(results, "provenance", lambda: PROVENANCE)
+    bench = sys.modules["kernelbook.lab.bench"]  # kernelbook.lab.bench is the function
+    monkeypatch.setattr(bench, "_time", lambda run: ([run(), run(), run()], True))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    lab.start("tried", "measured_module")
+
+
+# -- the truth ------------------------------------------------------------------------------------
+
+
+def assert_close(ours, truth, torch_result, factor=FACTOR, rows=ROWS):
+    """Assert that each part of ours is within the book's tolerance: see lab.check.judge.
+
+    ``rows=1`` judges each row by itself: rows of a softmax or a layer norm differ in scale.
+    """
+    worst = judge(ours, torch_result, truth, factor, rows)
+    assert worst.ok, f"error {worst.error:.3g} is over {worst.tolerance:.3g}"

@@ -33,12 +33,22 @@ def records():
         raise ExtensionError(str(error)) from error
 
 
-def warn_if_stale(app, env):
-    """Warn about each result whose kernel has changed since it was measured."""
+def is_stale(app, record):
+    """Whether the code that a record measured has changed, the chapter's own kernels included."""
     from kernelbook.lab import results
 
+    return results.is_stale(record, gallery(app) / f"{record['chapter']}.py")
+
+
+def gallery(app):
+    """The folder of the chapters' scripts."""
+    return Path(app.srcdir).parent / "gallery"
+
+
+def warn_if_stale(app, env):
+    """Warn about each result whose kernel has changed since it was measured."""
     for record in records():
-        if results.is_stale(record):
+        if is_stale(app, record):
             logger.warning(
                 "results/%s/%s.json is out of date: the kernel has changed since it was measured. "
                 "Run `make html` on a GPU to measure it again.",
@@ -98,7 +108,7 @@ def table(headers, rows):
 
 
 def chapter_scripts(app):
-    scripts = Path(app.confdir, "gallery").glob("[!_]*.py")
+    scripts = gallery(app).glob("[!_]*.py")
     return sorted(scripts, key=reading_order)
 
 
@@ -118,8 +128,6 @@ class Chapters(SphinxDirective):
         return content
 
     def card(self, script):
-        from kernelbook.lab import results
-
         text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
         intro, title = extract_intro_and_title(script, text)
         card = nodes.container(classes=["kb-card"])
@@ -133,7 +141,8 @@ class Chapters(SphinxDirective):
         runs = [r for r in records() if r["chapter"] == script.stem]
         if runs:
             newest = max(runs, key=lambda r: r["provenance"]["date"])
-            made, state = newest["provenance"], " (out of date)" if results.is_stale(newest) else ""
+            made = newest["provenance"]
+            state = " (out of date)" if is_stale(self.env.app, newest) else ""
             where = f" Measured on {made['gpu']}, {made['date'][:10]}{state}."
             reach = (nodes.strong("", newest["reaches"].rstrip(".") + "."), where)
         else:
@@ -161,7 +170,7 @@ class Chapters(SphinxDirective):
 # -- the hardware page ----------------------------------------------------------------------------
 
 
-def run_rows(docname):
+def run_rows(app, docname):
     from kernelbook.lab import results
 
     headers = ("Chapter", "GPU", "Date", "Driver", "CUDA", "torch", "triton", "Commit", "State")
@@ -175,29 +184,29 @@ def run_rows(docname):
                 made["date"][:10],
                 *(made[key] for key in ("driver", "cuda", "torch", "triton")),
                 results.short_commit(made["commit"]),
-                "out of date" if results.is_stale(record) else "current",
+                "out of date" if is_stale(app, record) else "current",
             )
         )
     return headers, rows
 
 
-def file_rows(docname):
+def file_rows(app, docname):
     return ("GPU", "Raw results"), [(r["provenance"]["gpu"], raw_json(r)) for r in records()]
 
 
-def device_rows(docname):
+def device_rows(app, docname):
     headers = ("GPU", "SMs", "Memory (GiB)", "L2 (MiB)", "SM clock (MHz)", "Memory clock (MHz)")
     devices = {}
     for record in records():
         made = record["provenance"]
-        clocks = made.get("clocks") or {}
-        facts = (made.get("sm_count"), made.get("memory_gib"), made.get("l2_mib"))
+        clocks = made["clocks"]
+        facts = (made["sm_count"], made["memory_gib"], made["l2_mib"])
         facts += (clocks.get("max_sm_mhz"), clocks.get("max_memory_mhz"))
         devices[made["gpu"]] = ["not readable" if fact is None else str(fact) for fact in facts]
     return headers, [(gpu, *facts) for gpu, facts in devices.items()]
 
 
-def kernel_rows(docname):
+def kernel_rows(app, docname):
     headers = ("Kernel", "Case", "GPU", "Registers", "Spills", "Shared memory (bytes)", "Warps")
     rows = []
     for record in records():
@@ -216,7 +225,7 @@ class Recorded(SphinxDirective):
 
     def run(self):
         self.env.note_reread()
-        headers, rows = self.TABLES[self.arguments[0]](self.env.docname)
+        headers, rows = self.TABLES[self.arguments[0]](self.env.app, self.env.docname)
         return [table(headers, rows) if rows else paragraph(NOT_RECORDED)]
 
 
@@ -259,9 +268,9 @@ def show_sources(app, env):
 
     folder = Path(kernelbook.__file__).parent
     shown = env.__dict__.setdefault("_viewcode_modules", {})
-    for path in sorted(folder.glob("*/*.py")):
-        name = f"kernelbook.{path.parent.name}.{path.stem}"
-        if path.parent.name != "lab" and path.stem != "__init__" and not shown.get(name):
+    for path in sorted(folder.glob("ops/**/*.py")):
+        name = ".".join(("kernelbook", *path.relative_to(folder).with_suffix("").parts))
+        if path.stem != "__init__" and not shown.get(name):
             shown[name] = path.read_text(encoding="utf-8"), {}, {}, name
 
 

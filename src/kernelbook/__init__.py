@@ -1,10 +1,10 @@
 """Kernel Book: GPU kernels in Triton, each explained in a chapter and tested against float64."""
 
 from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
-from kernelbook.attention import attention, quantize
-from kernelbook.dropout import dropout, masked_dropout, seeded_dropout
-from kernelbook.layer_norm import layer_norm
-from kernelbook.softmax import softmax
+from kernelbook.ops.attention import attention, quantize
+from kernelbook.ops.dropout import dropout, masked_dropout, seeded_dropout
+from kernelbook.ops.layer_norm import layer_norm
+from kernelbook.ops.softmax import softmax
 
 __all__ = [
     "attention",

@@ -191,5 +191,7 @@ def _attention_weights(
         i = torch.arange(seqlen_q, device=q.device).unsqueeze(1)
         j = torch.arange(seqlen_k, device=q.device)
         scores = scores.masked_fill(j > i + seqlen_k - seqlen_q, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    return lse, torch.exp(scores - lse.clamp(min=-1e300).unsqueeze(-1))
+    p = torch.softmax(scores, -1)
+    if is_causal:  # a query that sees nothing weighs nothing
+        p = p.masked_fill((i + seqlen_k - seqlen_q < 0).expand_as(scores), 0.0)
+    return torch.logsumexp(scores, -1), p

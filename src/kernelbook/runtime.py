@@ -9,7 +9,10 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from threading import RLock
 
 import numpy
 import torch
@@ -55,26 +58,6 @@ if INTERPRETED and _OLD_TRITON and Version(numpy.__version__) >= Version("2.4"):
     )
 
 
-def require_device(**tensors: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless every tensor lies where kernels can reach it.
-
-    The first tensor named also sets the device that the others must share.
-    """
-    first = None
-    for name, tensor in tensors.items():
-        if not INTERPRETED and not tensor.is_cuda:
-            raise ValueError(
-                f"{name} is on {tensor.device}, and kernels run on the GPU: pass {name}.cuda()."
-            )
-        if first is None:
-            first = name
-        elif tensor.device != tensors[first].device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and {first} on {tensors[first].device}: "
-                "pass both on one device."
-            )
-
-
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor is handed to a kernel: its own, on a GPU.
 
@@ -88,19 +71,69 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
 _NOT_INTERPRETED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which Triton launches on the device of ``tensor``.
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x as a kernel may read it: with no negation pending, and in :func:`kernel_dtype`.
 
-    The interpreter computes in NumPy, which would warn about every NaN that belongs there.
+    PyTorch negates some views, such as the imaginary part of a conjugate, only when it reads them.
     """
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x.to(kernel_dtype(x.dtype)) if INTERPRETED else x
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """One launch at a time, because the interpreter keeps the program that it runs in globals.
+
+    It computes in NumPy, which would warn about every NaN that belongs there.
+    """
+    with _INTERPRETER, numpy.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+_INTERPRETER = RLock()
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
+    """Return a context in which Triton launches on the device of ``tensor``."""
     if INTERPRETED:
-        return numpy.errstate(all="ignore")
+        return _interpreting()
     if tensor.device.index == torch.cuda.current_device():
         return _AS_IT_IS  # switching costs microseconds, as long as a small kernel runs
     return torch.cuda.device(tensor.device)
 
 
 _AS_IT_IS = nullcontext()
+
+
+# -- the device, as the configurations of kernels ask for it. The interpreter has none of this: the
+# values that stand for it there let small tests meet several programs and tiles.
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many streaming multiprocessors the device has."""
+    return 2 if INTERPRETED else _properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the shared memory, in bytes, that one program may use."""
+    return 2**62 if INTERPRETED else _properties(device).shared_memory_per_block_optin
+
+
+def l2_cache(device: torch.device) -> int:
+    """Return the size of the L2 cache in bytes."""
+    return 2**20 if INTERPRETED else _properties(device).L2_cache_size
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the device's compute capability: (9, 0) is Hopper, and (0, 0) the interpreter."""
+    return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
+@cache
+def _properties(device: torch.device):
+    return torch.cuda.get_device_properties(device)
 
 
 def environment() -> dict:

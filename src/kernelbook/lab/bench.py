@@ -1,7 +1,8 @@
 """Benchmarks: providers timed in turn beside the machine's own limit, or replayed."""
 
 import importlib
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
@@ -9,7 +10,9 @@ import pandas
 import torch
 import triton
 
-from kernelbook.lab import chapter, results
+from kernelbook.lab import chapter, display, results
+from kernelbook.lab.fingerprint import function_fingerprint
+from kernelbook.lab.schema import UNITS, evaluate
 
 ROUNDS = 6
 """Turns that each provider gets at each point, so that a drift of clocks meets all alike."""
@@ -17,11 +20,10 @@ ROUNDS = 6
 REPEAT_MS, MOST_REPEATS = 40, 60
 """Milliseconds of measurement in each turn, and how many repetitions are enough."""
 
-PAUSE = 10**6
+PAUSE, LONGEST_PAUSE = 10**6, 2**5 * 10**6
 """Clock cycles, about half a millisecond, that the GPU waits before each run, so that the host has
-queued all of it: a kernel's time is then the GPU's, and not that of a busy host."""
-
-UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
+queued all of it: a kernel's time is then the GPU's, and not that of a busy host. Where the host
+takes longer, the pause is doubled, up to 16 milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,51 @@ class Absent:
 
 
 def peer(module: str, use: Callable) -> Callable | Absent:
-    """Return ``use(module)``, or say that the library is absent or refuses the input."""
+    """Return ``use(module)``, or say that the library is absent or refuses the input.
+
+    A refusal comes from the library's own code. A mistake in ours, a name that does not exist or
+    a call with wrong arguments, is raised, because it would leave the library out for ever.
+    """
+    library = module.partition(".")[0]
     try:
-        imported = importlib.import_module(module)
-    except ImportError:
-        return Absent(f"{module.partition('.')[0]} is not installed")
-    try:
-        run = use(imported)
+        run = use(importlib.import_module(module))
         run()
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return Absent(f"{library} cannot be imported: {_in_short(error)}")
+        missing = "is not installed" if error.name == library else f"has no module {error.name}"
+        return Absent(f"{library} {missing}")
     except Exception as error:  # what a library raises when it refuses is its own choice
-        return Absent(f"{module.partition('.')[0]} refuses some inputs ({type(error).__name__})")
+        if not _is_refusal(error, library, use):
+            raise RuntimeError(
+                f"the book's own call of {module} failed ({_in_short(error)}): it is mistaken, or "
+                f"written for another version of {library}."
+            ) from error
+        return Absent(f"{library} refuses some inputs: {_in_short(error)}")
     return run
+
+
+def _is_refusal(error: Exception, library: str, use: Callable) -> bool:
+    """Tell whether an exception comes from the library, and not from the function that calls it.
+
+    The innermost frame that is either's decides. Compiled functions have no frame; PyTorch's raise
+    RuntimeError, which Python itself does not raise for a mistake in our own line.
+    """
+    ours = getattr(use, "__module__", None)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        name = frame.f_globals.get("__name__", "")
+        if name == ours or name.partition(".")[0] == __name__.partition(".")[0]:
+            return isinstance(error, RuntimeError)
+        if name.partition(".")[0] == library:
+            return True
+    return True  # it was raised while the library was imported
+
+
+def _in_short(error: Exception) -> str:
+    """Return an exception as one short line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= 90 else f"{text[:89]}…"
 
 
 @dataclass
@@ -51,7 +87,9 @@ class Sweep:
 
     ``points`` are dicts of what varies; ``providers`` are in the order in which they are shown;
     ``milliseconds[provider][i]`` holds the 20th, 50th and
-    80th percentile of the times at point i, or nothing where the provider was absent.
+    80th percentile of the times at point i, or nothing where the provider was absent, which
+    ``skipped`` explains. ``host_included`` names the providers that the host feeds more slowly than
+    the GPU runs them: their times include the host's.
     """
 
     name: str
@@ -64,6 +102,7 @@ class Sweep:
     providers: list[str]
     milliseconds: dict[str, list[list[float]]]
     skipped: dict[str, str]
+    host_included: list[str]
     provenance: dict | None = None
     replayed: bool = False
     stale: bool = False
@@ -100,7 +139,15 @@ class Sweep:
         values = self.at(provider=provider, **where)[column].unique()
         if len(values) > 1:
             raise ValueError(f"{len(values)} points of {self.name} fit {where}: name one.")
-        return float(values[0]) if len(values) else float("nan")
+        if len(values):
+            return float(values[0])
+        if self.provenance is None or self.stale:
+            display.absences.append(display.NOT_RECORDED)
+        elif provider in self.skipped:
+            display.absences.append(f"Absent: {self.skipped[provider]}.")
+        else:
+            raise ValueError(f"no point of {self.name} fits {provider} at {where}.")
+        return float("nan")
 
     def share(self, provider: str, **where) -> float:
         """Return the provider's speed as a fraction of the limit's, at one point."""
@@ -121,11 +168,6 @@ _MEASURED = ("provider", "p20", "ms", "p80", "rate", "share")
 def plain(value):
     """Return what stands for a value in a record: the name of a dtype, or the value itself."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def evaluate(work: str, point: Mapping) -> float:
-    """Evaluate the formula of the work, in the names of the point: ``2 * elements * itemsize``."""
-    return eval(work, {"__builtins__": {}}, dict(point))
 
 
 def bench(
@@ -152,7 +194,8 @@ def bench(
         unit: ``GB/s`` or ``TFLOP/s``.
 
     Every run meets an L2 cache without its inputs and, after a pause, a queue that holds all of the
-    run: what the host takes to launch it is not measured.
+    run: what the host takes to launch it is not measured. A provider that a point lacks must be
+    :class:`Absent` there, because a page says why something is missing.
     """
     here = chapter.running()
     points = [
@@ -167,20 +210,29 @@ def bench(
         "limit": limit,
         "limit_work": limit_work or work,
     }
+    for point in points:  # a formula that fails must not cost a measurement
+        for formula in (work, description["limit_work"]):
+            evaluate(formula, point)
+    code = function_fingerprint(providers)
     if not here.live:
-        return _replay(name, points, description)
+        return _replay(name, points, description, code)
     milliseconds: dict[str, list] = {}
     skipped: dict[str, str] = {}
+    host_included: list[str] = []
     for index, point in enumerate(points):
         arguments = {key: value for key, value in point.items() if key != "itemsize"}
         if "dtype" in arguments:
             arguments["dtype"] = getattr(torch, arguments["dtype"])
         runs = providers(**arguments)
         for provider, run in runs.items():
-            milliseconds.setdefault(provider, [[]] * index)
+            if index == 0:
+                milliseconds[provider] = []
             if isinstance(run, Absent):
                 skipped[provider] = run.reason
-        times = _time_in_turn({k: run for k, run in runs.items() if not isinstance(run, Absent)})
+        present = {k: run for k, run in runs.items() if not isinstance(run, Absent)}
+        _refuse_gaps(name, index, milliseconds, runs, limit)
+        times, slowed = _time_in_turn(present)
+        host_included += [provider for provider in slowed if provider not in host_included]
         for provider in milliseconds:
             milliseconds[provider] = [*milliseconds[provider], times.get(provider, [])]
         del runs
@@ -191,13 +243,26 @@ def bench(
         "providers": list(milliseconds),
         "milliseconds": milliseconds,
         "skipped": skipped,
+        "host_included": host_included,
     }
-    chapter.keep("sweeps", name, measured)
+    chapter.keep("sweeps", name, measured | {"providers_code": code})
     return Sweep(name, **measured, provenance=results.provenance())
 
 
-def _time_in_turn(runs: dict[str, Callable]) -> dict[str, list[float]]:
-    """Return p20, p50 and p80 of the milliseconds of each run.
+def _refuse_gaps(name: str, index: int, milliseconds: dict, runs: dict, limit: str) -> None:
+    """Raise where a provider comes or goes without a word, or the limit is absent."""
+    changed = sorted(milliseconds.keys() ^ runs.keys())
+    if changed:
+        raise ValueError(
+            f"{name}: {', '.join(changed)} is not a provider of every point (see point {index}): "
+            "return lab.Absent, with the reason, where it cannot be timed."
+        )
+    if isinstance(runs.get(limit, Absent("")), Absent):
+        raise ValueError(f"{name}: the limit {limit!r} must be timed at every point.")
+
+
+def _time_in_turn(runs: dict[str, Callable]) -> tuple[dict[str, list[float]], set[str]]:
+    """Return p20, p50 and p80 of the milliseconds of each run, and those that the host slowed.
 
     The order of every round is drawn anew. A run that draws much power leaves low clocks to the
     next, so nobody should always follow the same one.
@@ -205,28 +270,50 @@ def _time_in_turn(runs: dict[str, Callable]) -> dict[str, list[float]]:
     for run in runs.values():
         run()  # compile, and choose algorithms, before anything is timed
     times = {provider: [] for provider in runs}
+    slowed = set()
     draw = numpy.random.default_rng(0)
     for _ in range(ROUNDS):
         for provider in draw.permutation(list(runs)):
-            times[provider] += _time(runs[provider])
-    return {
+            sample, queued = _time(runs[provider])
+            times[provider] += sample
+            if not queued:
+                slowed.add(str(provider))
+    quantiles = {
         provider: [round(value, 6) for value in numpy.quantile(sample, (0.2, 0.5, 0.8)).tolist()]
         for provider, sample in times.items()
     }
+    return quantiles, slowed
 
 
-def _time(run: Callable) -> list[float]:
-    """Return the milliseconds that the GPU takes for some runs, each with a cold L2 cache."""
+def _time(run: Callable) -> tuple[list[float], bool]:
+    """Return the milliseconds of some runs, each with a cold L2 cache, and whether they are the
+    GPU's alone.
+
+    After the host has queued a run, the GPU must still be pausing before it. Where it has begun,
+    the run may have waited for the host, and is made again after a pause twice as long. A run that
+    waits for the GPU itself, or fills the queue, is never queued in time.
+    """
     driver = triton.runtime.driver.active
     cache = driver.get_empty_cache_for_benchmark()
 
-    def one():
+    pause, queued = PAUSE, True
+
+    def once():
         driver.clear_cache(cache)
-        torch.cuda._sleep(PAUSE)
+        torch.cuda._sleep(pause)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
+        return start, end
+
+    def one():
+        nonlocal pause, queued
+        start, end = once()
+        while queued and start.query():
+            queued = pause < LONGEST_PAUSE
+            pause = 2 * pause if queued else PAUSE
+            start, end = once()
         return start, end
 
     def elapsed(events):
@@ -234,18 +321,22 @@ def _time(run: Callable) -> list[float]:
         return [start.elapsed_time(end) for start, end in events]
 
     estimate = min(elapsed([one() for _ in range(5)]))
-    return elapsed([one() for _ in range(max(5, min(MOST_REPEATS, int(REPEAT_MS / estimate))))])
+    times = elapsed([one() for _ in range(max(5, min(MOST_REPEATS, int(REPEAT_MS / estimate))))])
+    return times, queued
 
 
-def _replay(name: str, points: list[dict], description: dict) -> Sweep:
+def _replay(name: str, points: list[dict], description: dict, code: str | None) -> Sweep:
     """Return the recorded sweep, or one without rows where none is recorded."""
     measured = chapter.recall("sweeps", name)
     if measured is None:
         limit = description["limit"]
-        nothing = {"milliseconds": {limit: [[]] * len(points)}, "skipped": {}}
+        nothing = {"milliseconds": {limit: [[]] * len(points)}, "skipped": {}, "host_included": []}
+        display.absences.append(display.NOT_RECORDED)
         return Sweep(name, **description, points=points, providers=[limit], **nothing)
+    measured = dict(measured)
+    recorded_code = measured.pop("providers_code")
+    asked, recorded = description | {"points": points}, {k: measured[k] for k in description}
+    stale = chapter.is_stale() or asked != recorded | {"points": measured["points"]}
+    stale = stale or (code != recorded_code and None not in (code, recorded_code))
     past = chapter.running().past
-    asked, recorded = description | {"points": points}, {k: measured.get(k) for k in description}
-    stale = results.is_stale(past) or asked != recorded | {"points": measured["points"]}
-    shown = measured | description  # the formulas that are evaluated are the script's own
-    return Sweep(name, **shown, provenance=past["provenance"], replayed=True, stale=stale)
+    return Sweep(name, **measured, provenance=past["provenance"], replayed=True, stale=stale)

@@ -1,7 +1,9 @@
 """One run of a chapter: what it measures or replays, and the record that it leaves."""
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import matplotlib
@@ -10,8 +12,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kernelbook import runtime
-from kernelbook.lab import results
+from kernelbook.lab import display, results
 from kernelbook.lab.display import NOT_RECORDED, Shown, note, table
+from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
+from kernelbook.lab.schema import SCHEMA
 
 
 class Chapter:
@@ -19,12 +23,14 @@ class Chapter:
 
     ``live`` tells whether it measures. ``record`` collects what is measured; ``past`` is the
     record of an earlier run, to replay when this one does not measure. ``steps`` are the providers
-    that the chapter made itself, in the order in which they came to be drawn.
+    that the chapter made itself, in the order in which they came to be drawn. ``script`` is its
+    file; a notebook has none.
     """
 
-    def __init__(self, name: str, modules: list[str]):
+    def __init__(self, name: str, modules: list[str], script: Path | None):
         self.name = name
         self.modules = modules
+        self.script = script
         self.live = is_live()
         self.record = {"checks": {}, "sweeps": {}, "tables": {}, "kernels": []}
         self.past = None if self.live else results.find(name)
@@ -47,10 +53,15 @@ def is_live() -> bool:
 def start(name: str, *modules: str) -> Shown:
     """Open a chapter, and say where it runs and where its numbers come from.
 
-    ``modules`` are those whose kernels it measures: ``kernelbook.<name>`` unless given.
+    ``modules`` are those whose kernels it measures: ``kernelbook.ops.<name>`` unless given. What
+    they import of ``kernelbook.ops`` counts as well, and so do the kernels of the script that
+    calls this.
     """
     global _running
-    _running = Chapter(name, list(modules) or [f"kernelbook.{name}"])
+    script = Path(sys._getframe(1).f_code.co_filename).resolve()  # the site sets no __file__
+    modules = list(modules) or [f"kernelbook.ops.{name}"]
+    _running = Chapter(name, modules, script if script.is_file() else None)
+    display.absences.clear()
     torch.manual_seed(0)  # so that a script prints what the page shows
     if _running.live:
         return note(f"This page was run on {describe(results.provenance())}.")
@@ -60,7 +71,7 @@ def start(name: str, *modules: str) -> Shown:
     text = (
         f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
     )
-    if results.is_stale(_running.past):
+    if is_stale():
         return note(f"OUT OF DATE: the kernels have changed since. {text}", stale=True)
     return note(text)
 
@@ -70,6 +81,12 @@ def running() -> Chapter:
     if _running is None:
         raise RuntimeError("no chapter is running: call lab.start first.")
     return _running
+
+
+def is_stale() -> bool:
+    """Tell whether the code has changed since the record that is replayed was made."""
+    past = running().past
+    return past is not None and results.is_stale(past, _running.script)
 
 
 def describe(provenance: dict) -> str:
@@ -172,11 +189,14 @@ def _table(name: str, experiment: Callable[[], list[dict]]) -> Shown:
         keep("tables", name, {"columns": columns, "rows": values})
         where = f"Measured on {provenance['gpu']}."
     else:
-        past = recall("tables", name) or {"columns": [], "rows": []}
+        past = recall("tables", name)
+        if past is None:
+            display.absences.append(NOT_RECORDED)
+            past = {"columns": [], "rows": []}
         rows = [dict(zip(past["columns"], row, strict=True)) for row in past["rows"]]
         provenance = chapter.past["provenance"] if rows else None
         where = f"Recorded on {describe(provenance)}." if rows else NOT_RECORDED
-        if rows and results.is_stale(chapter.past):
+        if rows and is_stale():
             stale, where = True, f"OUT OF DATE: the kernels have changed since. {where}"
     shown = table(rows, f"{name}. {where}")
     shown.rows, shown.provenance = rows, provenance
@@ -204,10 +224,11 @@ def finish(reaches: str) -> Shown:
     if not chapter.record["checks"]:
         raise RuntimeError(f"{chapter.name} checked nothing: its speed is not recorded.")
     record = chapter.record | {
-        "schema": results.SCHEMA,
+        "schema": SCHEMA,
         "chapter": chapter.name,
         "modules": chapter.modules,
-        "fingerprint": results.fingerprint(chapter.modules),
+        "fingerprint": fingerprint(chapter.modules),
+        "script": script_fingerprint(chapter.script),
         "provenance": results.provenance(),
         "reaches": reaches,
     }

@@ -14,6 +14,9 @@ from pygments.lexers import PythonLexer
 
 NOT_RECORDED = "Not recorded yet: this needs a GPU."
 
+absences: list[str] = []
+"""Why numbers of the running chapter are missing, as far as it has asked for them."""
+
 
 def in_site() -> bool:
     """Tell whether the site is being built."""
@@ -98,11 +101,14 @@ def _kind(value) -> str:
 def read(text: str) -> Markdown:
     """Return a paragraph of prose whose numbers were computed; ``code`` and **bold** work.
 
-    A number that was never recorded is NaN; the paragraph then says so instead.
+    A number that was never recorded is NaN; the paragraph then says so instead. A NaN where
+    nothing is missing is a mistake: :class:`ValueError`.
     """
     text = " ".join(text.split())
     if re.search(r"\bnan\b", text):
-        text = f"A paragraph that reads the figure. {NOT_RECORDED}"
+        if not absences:
+            raise ValueError(f"a number is NaN, although every number was recorded: {text!r}")
+        text = f"A paragraph that reads the figure. {absences[-1]}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
     return Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text)

@@ -192,7 +192,14 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> No
         return
     state = "recorded" if measured.replayed else "measured"
     state = f"OUT OF DATE, {state}" if measured.stale else state
-    absent = ", ".join(getattr(measured, "skipped", {}).values())
+    remarks = [
+        f"{words}: {', '.join(named)}"
+        for words, named in (
+            ("absent", getattr(measured, "skipped", {}).values()),
+            ("the host's time included", getattr(measured, "host_included", ())),
+        )
+        if named
+    ]
     with plt.rc_context(_STYLE):
         figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.text(
@@ -201,7 +208,7 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> No
             f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
             f"triton {source['triton']},\n"
             f"commit {results.short_commit(source['commit'])}, {state} {source['date'][:10]}"
-            + (f"\nabsent: {absent}" if absent else ""),
+            + "".join(f"\n{remark}" for remark in remarks),
             fontsize=9,
             color=colour("PyTorch") if measured.stale else MUTED,
             va="top",

@@ -1,30 +1,18 @@
 """Recorded results: one JSON file a chapter and GPU, written whole or not at all."""
 
-import ast
-import hashlib
-import importlib.util
 import json
 import os
-import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kernelbook import runtime
+from kernelbook.lab import schema
+from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
+from kernelbook.lab.schema import slug
 
-SCHEMA = 1
-_REQUIRED = {
-    "chapter": str,
-    "checks": dict,
-    "fingerprint": str,
-    "kernels": list,
-    "modules": list,
-    "provenance": dict,
-    "reaches": str,
-    "sweeps": dict,
-    "tables": dict,
-}
 _PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = _PACKAGE / "_results"
 _CHECKOUT = _PACKAGE.parents[1]
 
 
@@ -32,60 +20,19 @@ class ResultsError(RuntimeError):
     """A results file cannot be trusted; the message names it."""
 
 
-def fingerprint(modules: list[str]) -> str:
-    """Return a digest of what the modules compute.
+def is_stale(record: dict, script: Path | None = None) -> bool:
+    """Tell whether the code that a record measured has changed since.
 
-    It reads syntax trees, so that comments, docstrings and layout do not count and every change
-    of code does. It does not import the modules, and it is the same in every Python from 3.11.
+    ``script`` is the chapter's, whose own kernels count as well. A notebook has none: what was
+    measured there is compared without it, and so is what is shown there.
     """
-    digest = hashlib.sha256()
-    for name in modules:
-        found = importlib.util.find_spec(name)
-        if found is None:
-            raise ModuleNotFoundError(f"no module named {name}")
-        folders = found.submodule_search_locations
-        files = sorted(Path(folders[0]).rglob("*.py")) if folders else [Path(found.origin)]
-        for file in files:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            digest.update(f"{file.name} {_canonical(tree)}".encode())
-    return digest.hexdigest()
-
-
-def _canonical(node) -> str:
-    """Write a syntax tree as text, without docstrings and what differs between Pythons."""
-    if isinstance(node, ast.AST):
-        fields = []
-        for name, value in ast.iter_fields(node):
-            if name == "body" and isinstance(value, list):
-                value = [item for item in value if not _is_bare_string(item)]
-            if value not in (None, []) and name not in ("kind", "type_comment"):
-                fields.append(f"{name}={_canonical(value)}")
-        return f"{type(node).__name__}({','.join(fields)})"
-    if isinstance(node, list):
-        return f"[{','.join(map(_canonical, node))}]"
-    return repr(node)
-
-
-def _is_bare_string(node: ast.AST) -> bool:
-    """Tell whether a statement is a string alone: a docstring, or one behind a constant."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def is_stale(record: dict) -> bool:
-    """Tell whether the code that a record measured has changed since."""
     try:
-        return fingerprint(record["modules"]) != record["fingerprint"]
+        if fingerprint(record["modules"]) != record["fingerprint"]:
+            return True
     except ModuleNotFoundError:
         return True
-
-
-def slug(gpu: str) -> str:
-    """Return the name of a GPU's results folder: ``NVIDIA H200`` becomes ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    own = script_fingerprint(script)
+    return own is not None and record["script"] not in (None, own)
 
 
 def writable_root() -> Path:
@@ -94,8 +41,19 @@ def writable_root() -> Path:
     KERNELBOOK_RESULTS names another.
     """
     if "KERNELBOOK_RESULTS" in os.environ:
-        return Path(os.environ["KERNELBOOK_RESULTS"])
+        return _named_root(os.environ["KERNELBOOK_RESULTS"])
     return _CHECKOUT / "results" if _in_checkout() else Path.cwd() / "kernel-book-results"
+
+
+def _named_root(name: str) -> Path:
+    """Return the folder that KERNELBOOK_RESULTS names, in which ~ is the home folder."""
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ResultsError(f"KERNELBOOK_RESULTS is {name!r}: {error}") from None
+    if not name.strip() or (folder.exists() and not folder.is_dir()):
+        raise ResultsError(f"KERNELBOOK_RESULTS must name a folder, got {name!r}.")
+    return folder
 
 
 def _in_checkout() -> bool:
@@ -109,8 +67,11 @@ def recorded() -> list[dict]:
     Records lie where results are written and, in an installed package, beside its code; the
     former win.
     """
+    own = writable_root()
+    if "KERNELBOOK_RESULTS" in os.environ and not own.is_dir():
+        raise ResultsError(f"KERNELBOOK_RESULTS names {own}, and there is no such folder.")
     found = {}
-    for root in (_PACKAGE / "_results", writable_root()):
+    for root in (_SHIPPED, own):
         for path in sorted(root.glob("*/*.json")):
             found[path.parent.name, path.stem] = read(path)
     return [found[key] for key in sorted(found)]
@@ -128,23 +89,14 @@ def find(chapter: str) -> dict | None:
 def read(path: Path) -> dict:
     """Read and validate a results file; raise :class:`ResultsError` where it is not one."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultsError(f"{path}: not readable as JSON ({error}). {_REMEDY}") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise ResultsError(f"{path}: not a results file of schema {SCHEMA}. {_REMEDY}")
-    for name, kind in _REQUIRED.items():
-        if not isinstance(record.get(name), kind):
-            raise ResultsError(
-                f"{path}: field {name!r} is missing or no {kind.__name__}. {_REMEDY}"
-            )
-    written_for = record["provenance"].get("slug"), record["chapter"]
-    if written_for != (path.parent.name, path.stem):
-        raise ResultsError(f"{path}: written for {'/'.join(map(str, written_for))}. {_REMEDY}")
-    for name, sweep in record["sweeps"].items():
-        for provider, times in sweep["milliseconds"].items():
-            if len(times) != len(sweep["points"]):
-                raise ResultsError(f"{path}: sweep {name!r} lacks times of {provider}. {_REMEDY}")
+        record = schema.parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"{path}: not readable as UTF-8 ({error.reason}). {_REMEDY}") from error
+    except (OSError, schema.Refused) as error:
+        raise ResultsError(f"{path}: {error}. {_REMEDY}") from error
+    written_for = f"{record['provenance']['slug']}/{record['chapter']}"
+    if written_for != f"{path.parent.name}/{path.stem}":
+        raise ResultsError(f"{path}: written for {written_for}. {_REMEDY}")
     return record
 
 
@@ -152,20 +104,33 @@ _REMEDY = "Restore it from git, or delete it and measure the chapter again on a 
 
 
 def save(record: dict) -> Path:
-    """Write a record in one step, so that no reader ever meets half of it."""
+    """Write a record in one step, so that no reader ever meets half of it.
+
+    A record that :func:`read` would refuse is not written.
+    """
+    try:
+        schema.validate(record)
+    except schema.Refused as error:
+        name = record.get("chapter") if isinstance(record, dict) else None
+        raise ResultsError(f"the record of {name}: {error}. It was not written.") from error
     path = writable_root() / record["provenance"]["slug"] / f"{record['chapter']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
-    innermost_list = re.compile(r"\[([^\[\]{}]*)\]")
-    text = innermost_list.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     scratch = path.with_suffix(".json.partial")
-    scratch.write_text(text + "\n", encoding="utf-8")
-    read_back = json.loads(scratch.read_text(encoding="utf-8"))
-    if read_back != record:
-        scratch.unlink()
-        raise ResultsError(f"{path}: the record does not survive being written as JSON.")
+    scratch.write_text(_written(record) + "\n", encoding="utf-8")
     os.replace(scratch, path)
     return path
+
+
+def _written(value: object, margin: str = "\n") -> str:
+    """Write JSON for people to compare: sorted keys, and a list of plain values on one line."""
+    deeper = f"{margin} "
+    if isinstance(value, dict) and value:
+        keys = (f"{_written(key)}: {_written(value[key], deeper)}" for key in sorted(value))
+        return f"{{{deeper}{f',{deeper}'.join(keys)}{margin}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        items = (_written(item, deeper) for item in value)
+        return f"[{deeper}{f',{deeper}'.join(items)}{margin}]"
+    return json.dumps(value, allow_nan=False)
 
 
 def short_commit(commit: str) -> str:

@@ -1,0 +1,18 @@
+"""Exact attention in tiles: softmax(scale * q k^T) v, without the matrix of scores in memory.
+
+    operator.py   the public function, what it refuses, and what autograd sees
+    forward.py    one kernel: queries stay, keys and values stream past
+    backward.py   the gradients
+    fp8.py        operands of 8 bits, forward only
+    tiles.py      what the kernels share: tensor descriptors, who sees what
+    tuned.py      how kernels are cut into tiles, by architecture
+    tiled.py      the same algorithm in plain PyTorch, to read first
+
+Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficient exact attention
+with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
+"""
+
+from kernelbook.ops.attention.fp8 import quantize
+from kernelbook.ops.attention.operator import attention
+
+__all__ = ["attention", "quantize"]

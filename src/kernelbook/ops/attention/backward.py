@@ -1,0 +1,443 @@
+"""Backward pass of attention: dq, dk and dv without a seqlen_q by seqlen_k matrix in memory.
+
+With S = scale Q K^T, P = softmax(S) and O = P V, a gradient dO of O gives
+
+    dV = P^T dO,   dP = dO V^T,   dS = P ∘ (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q,
+
+where delta = rowsum(dO ∘ O), which is rowsum(dP ∘ P), one number a query. P is recomputed tile by
+tile from the logsumexp that forward left: P = exp(S - lse).
+
+    two sweeps  dk and dv by programs that own a tile of keys, dq by programs that own a tile of
+                queries: seven products a pair of tiles, and every sum in one fixed order
+    one sweep   programs that own a tile of keys compute all three and add their part of dq into
+                float32 memory: five products, and the order of the additions differs between runs
+
+Programs that own keys compute the transposes S^T and dP^T: P^T and dS^T then come out of one
+product as the left operand of the next, and stay in registers.
+
+Source: Dao, "FlashAttention-2", arXiv:2307.08691, 2023, section 3.1.2; the transposed products and
+the additions into dq: Shah et al., "FlashAttention-3", arXiv:2407.08608, 2024.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernelbook import runtime
+from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention.tiles import (
+    LOG2E,
+    describe,
+    empty_fit,
+    head_block,
+    load_tile,
+    place,
+    visible,
+)
+
+
+@triton.jit
+def preprocess_kernel(
+    out_ptr,  # output of forward, (batch, heads, seqlen_q, head_dim), contiguous
+    do_ptr,  # its gradient, of the same shape
+    lse_ptr,  # logsumexp, natural, (batch, heads, seqlen_q), contiguous
+    dlse_ptr,  # its gradient, contiguous, or None
+    delta_ptr,  # output, (batch, heads, padded_q)
+    lse_log2_ptr,  # output, (batch, heads, padded_q)
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    heads,
+    seqlen_q,
+    padded_q,  # seqlen_q rounded up, so that no tile of queries ends past its row
+    head_dim,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
+):
+    # -- place: a tile of queries of one head
+    n_tiles = padded_q // BLOCK_M
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    queries = (tl.program_id(0) % n_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    exist = queries < seqlen_q
+    inside = exist[:, None] & (cols < head_dim)
+
+    # -- delta: one number a query
+    out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + queries[:, None] * stride_om + cols
+    do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + queries[:, None] * stride_dom + cols
+    out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(out * do, axis=1)
+    rows = batch_head * seqlen_q + queries
+    if dlse_ptr is not None:  # dS gains P * dlse, and delta enters dS as -P * delta
+        delta -= tl.load(dlse_ptr + rows, mask=exist, other=0.0)
+
+    # -- guard: exp2(s - inf) is 0, for a query that sees no key and for one past the end
+    lse = tl.load(lse_ptr + rows, mask=exist, other=float("-inf"))
+    nothing = lse == float("-inf")
+    padded_rows = batch_head * padded_q + queries
+    tl.store(delta_ptr + padded_rows, tl.where(nothing, 0.0, delta))
+    tl.store(lse_log2_ptr + padded_rows, tl.where(nothing, float("inf"), lse * LOG2E))
+
+
+@triton.jit
+def load_row(rows, row, start, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr):
+    """Read statistics of some queries of one head, by a descriptor or by pointers."""
+    if DESCRIBED:
+        return tl.reshape(rows.load([row, start]), (BLOCK_M,))
+    else:
+        return tl.load(rows + row.to(tl.int64) * padded_q + start + tl.arange(0, BLOCK_M))
+
+
+@triton.jit
+def sweep_queries(
+    dk,  # sums so far, (BLOCK_N, BLOCK_D)
+    dv,
+    k,  # keys and values, (BLOCK_N, BLOCK_D)
+    v,
+    q_desc,
+    do_desc,
+    lse_rows,
+    delta_rows,
+    dq_desc,
+    dq_ptr,
+    batch,
+    head,  # of the queries
+    row,  # batch * heads + head
+    padded_q,
+    first_query,  # a multiple of BLOCK_M
+    last_query,  # one past the last
+    start_n,  # the first key
+    shift,  # seqlen_k - seqlen_q
+    seqlen_k,
+    scale_log2,
+    IS_CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some of these queries do not see some of the keys
+    DQ: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
+    for start_m in tl.range(first_query, last_query, BLOCK_M):
+        # -- recompute: P^T = exp(S^T - lse)
+        q = load_tile(q_desc, batch, head, start_m)
+        do = load_tile(do_desc, batch, head, start_m)
+        lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        qk_t = tl.dot(k, q.T, input_precision="tf32x3")
+        p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
+        if MASKED:
+            keys = start_n + tl.arange(0, BLOCK_N)[:, None]
+            last_visible = seqlen_k - 1
+            if IS_CAUSAL:
+                last_visible = start_m + tl.arange(0, BLOCK_M)[None, :] + shift
+            p_t = tl.where(keys <= last_visible, p_t, 0.0)
+
+        # -- gradients: of values while dS is computed, then of keys. No load after the product
+        # of dv begins: a wait inside the pipeline of products would make them run one by one.
+        dp_t = tl.dot(v, do.T, input_precision="tf32x3")
+        delta = load_row(delta_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="tf32x3")
+        ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds_t, q, dk, input_precision="tf32x3")
+
+        # -- add: what these keys contribute to dq
+        if DQ != "none":
+            dq = tl.dot(ds_t.T, k, input_precision="tf32x3")
+            if DQ == "descriptor":
+                dq_desc.atomic_add([row * padded_q + start_m, 0], dq)
+            else:
+                rows = row.to(tl.int64) * padded_q + start_m + tl.arange(0, BLOCK_M)
+                cols = tl.arange(0, k.shape[1])
+                dq_ptrs = dq_ptr + rows[:, None] * k.shape[1] + cols[None, :]
+                tl.atomic_add(dq_ptrs, dq, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["heads_at_once"])
+def dkdv_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, head_dim)
+    k_desc,  # keys, (batch, heads // GROUP, seqlen_k, head_dim)
+    v_desc,  # values, as the keys
+    do_desc,  # gradient of out, as the queries
+    lse_rows,  # logsumexp in base 2, (batch * heads, padded_q): a descriptor or a pointer
+    delta_rows,  # rowsum(dO * O), likewise
+    dk_desc,  # output, as the keys
+    dv_desc,  # output, as the keys
+    dq_desc,  # sums in float32, (batch * heads * padded_q, BLOCK_D), or None
+    dq_ptr,  # the same sums, or None
+    batch_heads_k,  # batch * heads // GROUP
+    heads_k,
+    seqlen_q,
+    seqlen_k,
+    padded_q,
+    sm_scale,  # the scores are sm_scale * q k^T
+    heads_at_once,  # heads whose tiles take turns: see tuned.backward_heads_at_once
+    IS_CAUSAL: tl.constexpr,
+    DQ: tl.constexpr,  # how to add to dq: "descriptor", "pointer" or "none"
+    DESCRIBED: tl.constexpr,  # whether the statistics come by descriptors
+    GROUP: tl.constexpr,  # query heads that share a head of keys
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
+):
+    # -- place: the first keys are seen by the most queries, and come first
+    tile, batch_head_k = place(tl.cdiv(seqlen_k, BLOCK_N), batch_heads_k, heads_at_once)
+    batch, head_k = batch_head_k // heads_k, batch_head_k % heads_k
+    start_n = tile * BLOCK_N
+    k = load_tile(k_desc, batch, head_k, start_n)
+    v = load_tile(v_desc, batch, head_k, start_n)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+
+    # -- stages: no query before the first; from middle on, every query sees every key
+    shift = seqlen_k - seqlen_q
+    first, middle = 0, 0
+    all_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    if IS_CAUSAL:
+        first = tl.maximum(start_n - shift, 0) // BLOCK_M
+        middle = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - shift, 0), BLOCK_M)
+        middle = tl.minimum(middle, all_tiles)
+    elif DQ != "none":  # a key past the end must not reach dq; elsewhere it stays in its own row
+        middle = tl.where(start_n + BLOCK_N > seqlen_k, all_tiles, 0)
+
+    # -- sweep: the queries of every head that reads these keys
+    for member in range(GROUP):
+        head = head_k * GROUP + member
+        row = batch_head_k * GROUP + member
+        if IS_CAUSAL or DQ != "none":
+            dk, dv = sweep_queries(
+                dk, dv, k, v, q_desc, do_desc, lse_rows, delta_rows, dq_desc, dq_ptr,
+                batch, head, row, padded_q, first * BLOCK_M, middle * BLOCK_M,
+                start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, True, DQ, DESCRIBED, BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
+        dk, dv = sweep_queries(
+            dk, dv, k, v, q_desc, do_desc, lse_rows, delta_rows, dq_desc, dq_ptr,
+            batch, head, row, padded_q, middle * BLOCK_M, seqlen_q,
+            start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, False, DQ, DESCRIBED, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+
+    # -- write: sums, in the dtype of the gradient
+    dk = (dk * sm_scale).to(dk_desc.dtype)
+    dk_desc.store([batch, head_k, start_n, 0], tl.reshape(dk, (1, 1, BLOCK_N, BLOCK_D)))
+    dv = dv.to(dv_desc.dtype)
+    dv_desc.store([batch, head_k, start_n, 0], tl.reshape(dv, (1, 1, BLOCK_N, BLOCK_D)))
+
+
+@triton.jit
+def sweep_keys(
+    dq,  # sum so far, (BLOCK_M, BLOCK_D)
+    q,  # queries, (BLOCK_M, BLOCK_D)
+    do,  # gradient of their out
+    lse_log2,  # statistics of the queries, (BLOCK_M,)
+    delta,
+    k_desc,
+    v_desc,
+    batch,
+    head_k,
+    first_key,  # a multiple of BLOCK_N
+    last_key,  # one past the last
+    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    scale_log2,
+    MASKED: tl.constexpr,  # whether some of the queries do not see some of these keys
+    BLOCK_N: tl.constexpr,
+):
+    """Add to dq what a range of keys contributes."""
+    for start_n in tl.range(first_key, last_key, BLOCK_N):
+        k = load_tile(k_desc, batch, head_k, start_n)
+        v = load_tile(v_desc, batch, head_k, start_n)
+        qk = tl.dot(q, k.T, input_precision="tf32x3")
+        p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
+        if MASKED:
+            keys = start_n + tl.arange(0, BLOCK_N)
+            p = tl.where(keys[None, :] < n_visible[:, None], p, 0.0)
+        dp = tl.dot(do, v.T, input_precision="tf32x3")
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision="tf32x3")
+    return dq
+
+
+@triton.jit(do_not_specialize=["heads_at_once"])
+def dq_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, head_dim)
+    k_desc,  # keys, (batch, heads // group, seqlen_k, head_dim)
+    v_desc,  # values, as the keys
+    do_desc,  # gradient of out, as the queries
+    lse_ptr,  # logsumexp in base 2, (batch * heads, padded_q)
+    delta_ptr,  # rowsum(dO * O), (batch * heads, padded_q)
+    dq_desc,  # output, as the queries
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    seqlen_q,
+    seqlen_k,
+    padded_q,
+    sm_scale,  # the scores are sm_scale * q k^T
+    heads_at_once,  # heads whose tiles take turns: see tuned.backward_heads_at_once
+    IS_CAUSAL: tl.constexpr,
+    ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
+):
+    # -- place: the last queries see the most keys, and come first
+    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, batch_head = place(n_tiles, batch_heads, heads_at_once)
+    batch, head = batch_head // heads, batch_head % heads
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    rows = batch_head.to(tl.int64) * padded_q + start_m + tl.arange(0, BLOCK_M)
+    lse_log2 = tl.load(lse_ptr + rows)
+    delta = tl.load(delta_ptr + rows)
+    q = load_tile(q_desc, batch, head, start_m)
+    do = load_tile(do_desc, batch, head, start_m)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
+    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
+    whole = seen_by_all // BLOCK_N * BLOCK_N
+    dq = sweep_keys(
+        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, head // group, 0, whole, n_visible,
+        sm_scale * LOG2E, False, BLOCK_N,
+    )  # fmt: skip
+    if not ALL_WHOLE:
+        dq = sweep_keys(
+            dq, q, do, lse_log2, delta, k_desc, v_desc, batch, head // group, whole, seen_by_some,
+            n_visible, sm_scale * LOG2E, True, BLOCK_N,
+        )  # fmt: skip
+
+    # -- write: sums, in the dtype of the gradient
+    dq = (dq * sm_scale).to(dq_desc.dtype)
+    dq_desc.store([batch, head, start_m, 0], tl.reshape(dq, (1, 1, BLOCK_M, BLOCK_D)))
+
+
+PADDING = 128
+"""The statistics of a head are padded to a multiple of this, the largest block_m."""
+
+
+def _describe_rows(x: torch.Tensor, block: int) -> TensorDescriptor:
+    """Describe the statistics, (rows, padded_q), so that a tile is a part of one row."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block])
+
+
+def _preprocess(out, lse, do, dlse) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (lse_log2, delta), both float32, (batch * heads, padded_q)."""
+    # I/O: read out + read do + read lse + write lse_log2 + write delta
+    batch, heads, seqlen_q, head_dim = out.shape
+    padded_q = triton.cdiv(seqlen_q, PADDING) * PADDING
+    lse_log2, delta = torch.empty(
+        (2, batch * heads, padded_q), dtype=torch.float32, device=out.device
+    )
+    block = tuned.INTERPRETED.block_m if runtime.INTERPRETED else PADDING
+    preprocess_kernel[(batch * heads * (padded_q // block),)](
+        out, do, lse.contiguous(), None if dlse is None else dlse.contiguous(), delta, lse_log2,
+        *out.stride()[:3], *do.stride()[:3], heads, seqlen_q, padded_q, head_dim,
+        BLOCK_M=block, BLOCK_D=head_block(head_dim), num_warps=8,
+    )  # fmt: skip
+    return lse_log2, delta
+
+
+def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=None):
+    """Return (dk, dv), and add sm_scale ** -1 * dq to dq_sums where these are given."""
+    # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
+    batch, heads_k, seqlen_k, head_dim = k.shape
+    heads, seqlen_q = q.shape[1:3]
+    padded_q = delta.shape[1]
+    config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
+    dk, dv = empty_fit(k), empty_fit(v)
+    how, dq_desc, dq_ptr = "none", None, None
+    if dq_sums is not None and runtime.capability(q.device)[0] >= 9:
+        how = "descriptor"
+        dq_rows = dq_sums.view(-1, dq_sums.shape[-1])
+        dq_desc = TensorDescriptor.from_tensor(dq_rows, [config.block_m, dq_rows.shape[1]])
+    elif dq_sums is not None:
+        how, dq_ptr = "pointer", dq_sums
+    rows = lse_log2, delta
+    if config.described_rows:
+        rows = [_describe_rows(x, config.block_m) for x in rows]
+    flowing = 2 * (heads // heads_k) * seqlen_q * head_dim * q.itemsize
+    dkdv_kernel[(batch * heads_k * triton.cdiv(seqlen_k, config.block_n),)](
+        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
+        describe(do, config.block_m), *rows, describe(dk, config.block_n),
+        describe(dv, config.block_n), dq_desc, dq_ptr,
+        batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
+        tuned.backward_heads_at_once(flowing, q.device),
+        IS_CAUSAL=is_causal,
+        DQ=how,
+        DESCRIBED=config.described_rows,
+        GROUP=heads // heads_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(head_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    return dk, dv
+
+
+def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
+    """Return dq."""
+    # I/O: read q + read do + write dq, and read k + read v for each tile of queries
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    config = tuned.backward_config("dq", q)
+    dq = empty_fit(q)
+    flowing = triton.cdiv(2 * seqlen_k * head_dim * q.itemsize, heads // heads_k)
+    dq_kernel[(batch * heads * triton.cdiv(seqlen_q, config.block_m),)](
+        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
+        describe(do, config.block_m), lse_log2, delta, describe(dq, config.block_m),
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, delta.shape[1], sm_scale,
+        tuned.backward_heads_at_once(flowing, q.device),
+        IS_CAUSAL=is_causal,
+        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(head_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    return dq
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    is_causal: bool,
+    sm_scale: float,
+    deterministic: bool,
+    dlse: torch.Tensor | None = None,
+    *,
+    dq_needed: bool = True,
+    dkdv_needed: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return (dq, dk, dv) for operands that are checked, not empty, and of which descriptors fit.
+
+    ``deterministic`` chooses two sweeps; otherwise there is one, and dq is added up in float32 in
+    memory in whatever order programs come. What is not needed is None: where dq alone, or dk and dv
+    alone are needed, one of the two sweeps suffices.
+    """
+    lse_log2, delta = _preprocess(out, lse, do, dlse)
+    operands = q, k, v, do, lse_log2, delta, is_causal, sm_scale
+    if deterministic or not (dq_needed and dkdv_needed):
+        dk, dv = _keys_backward(*operands) if dkdv_needed else (None, None)
+        return _queries_backward(*operands) if dq_needed else None, dk, dv
+    batch, heads, seqlen_q, head_dim = q.shape
+    dq_sums = torch.zeros(
+        (batch, heads, delta.shape[1], head_block(head_dim)), dtype=torch.float32, device=q.device
+    )
+    dk, dv = _keys_backward(*operands, dq_sums)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    torch.mul(dq_sums[:, :, :seqlen_q, :head_dim], sm_scale, out=dq)
+    return dq, dk, dv

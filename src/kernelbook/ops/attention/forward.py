@@ -1,0 +1,193 @@
+"""The forward pass: one program computes one tile of queries, and streams all keys past it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention.tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    describe,
+    head_block,
+    load_tile,
+    place,
+    visible,
+)
+
+
+@triton.jit
+def row_max(x):
+    """Return the largest number of each row, in two steps.
+
+    What comes of a single step has the layout of the scores. To scale acc by it, Triton 3.6 would
+    carry acc through the loop twice, and the assembler would wait for each instruction of a
+    product (ptxas C7514).
+    """
+    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.max(tl.max(halves, axis=1), axis=1)
+
+
+@triton.jit
+def weigh(
+    qk,  # products of queries and keys, (BLOCK_M, BLOCK_N)
+    l_i,  # sum over keys of p so far, (BLOCK_M,)
+    m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    start_n,  # the first key
+    n_visible,  # how many keys, from the first of all, each query sees, (BLOCK_M,)
+    scale_log2,  # turns a product of q and k into an exponent of 2
+    MASKED: tl.constexpr,  # whether some query does not see some of these keys
+    P_LOG2: tl.constexpr = 0,  # the weights are times 2 to this power
+):
+    """Turn the scores of a tile into weights: return (p, alpha, l_i, m_i)."""
+    # -- mask: what a query does not see is -inf
+    if MASKED:
+        keys = start_n + tl.arange(0, qk.shape[1])
+        qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+
+    # -- rescale: alpha takes what was summed relative to the old maximum to the new one
+    m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.exp2(qk * scale_log2 - (m_new - P_LOG2)[:, None])
+    l_i = l_i * alpha + tl.sum(p, axis=1)
+    return p, alpha, l_i, m_new
+
+
+@triton.jit
+def sum_of_weights(l_i, n_visible):
+    """Return l_i, or NaN where a query sees keys and all their scores are -inf.
+
+    Softmax of nothing but -inf is not defined, and 0 would pass for a query that sees no key.
+    """
+    return tl.where((l_i == 0) & (n_visible > 0), float("nan"), l_i)
+
+
+@triton.jit
+def attend(
+    acc,  # sum over keys of p * v so far, (BLOCK_M, BLOCK_D)
+    l_i,  # sum over keys of p so far, (BLOCK_M,)
+    m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
+    q,  # queries, (BLOCK_M, BLOCK_D)
+    k_desc,
+    v_desc,
+    batch,
+    head_k,
+    first_key,  # of the keys to attend to: a multiple of BLOCK_N
+    last_key,  # one past the last
+    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    scale_log2,  # turns a product of q and k into an exponent of 2
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some query does not see some of these keys
+):
+    """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
+    for start_n in range(first_key, last_key, BLOCK_N):
+        # -- weigh: the tile that the turn before has scored
+        p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED)
+        # -- accumulate: one product
+        v = load_tile(v_desc, batch, head_k, start_n)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+        # -- score: the other product, for the next turn
+        k = load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
+        qk = tl.dot(q, k.T, input_precision="tf32x3")
+    return acc, l_i, m_i, qk
+
+
+@triton.jit
+def attention_fwd_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
+    k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
+    v_desc,  # values, as the keys
+    out_ptr,  # output, as the queries, contiguous
+    lse_ptr,  # natural logarithm of the sum of exponentials, (batch, heads, seqlen_q), contiguous
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    seqlen_q,
+    seqlen_k,
+    sm_scale,  # the scores are sm_scale * q k^T
+    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles take turns: see tuned.forward_heads_at_once
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: which tile of which head; the last queries see the most keys and come first
+    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
+    batch, head = batch_head // heads, batch_head % heads
+    head_k = head // group
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+
+    # -- load: the queries, once
+    q = load_tile(q_desc, batch, head, start_m)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    # -- begin: the scores of the first tile of keys
+    scale_log2 = sm_scale * LOG2E
+    k = load_tile(k_desc, batch, head_k, 0)
+    qk = tl.dot(q, k.T, input_precision="tf32x3")
+
+    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
+    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
+    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    acc, l_i, m_i, qk = attend(
+        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
+        scale_log2, BLOCK_N, MASKED=False,
+    )  # fmt: skip
+    if not ALL_WHOLE:
+        acc, l_i, m_i, qk = attend(
+            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
+            scale_log2, BLOCK_N, MASKED=True,
+        )  # fmt: skip
+
+    # -- end: the last tile, after which there is none to score
+    p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE)
+    v = load_tile(v_desc, batch, head_k, last)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+
+    # -- write: the average, and the logarithm from which backward finds p again
+    l_i = sum_of_weights(l_i, n_visible)
+    out = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]  # a query that sees nothing gives 0
+    first_row = batch_head.to(tl.int64) * seqlen_q + start_m
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    inside = start_m + tl.arange(0, BLOCK_M) < seqlen_q
+    out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+    tl.store(lse_ptr + rows, (m_i + tl.log2(l_i)) * LN2, mask=inside)
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, sm_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) for operands that are checked, not empty, and of which descriptors fit."""
+    # I/O: read q + read k + read v + write out + write lse
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    out = torch.empty((batch, heads, seqlen_q, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    config = tuned.forward_config(q)
+    group = heads // heads_k
+    grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
+    attention_fwd_kernel[grid](
+        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
+        out, lse, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
+        HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=is_causal,
+        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(head_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,424 @@
+"""Attention with operands of 8 bits: forward only, for GPUs with FP8 products.
+
+    value = stored * descale,   out = softmax(scale * q k^T) v
+
+stored is float8_e4m3fn or float8_e5m2, and descale one float32 a tensor or one a (batch, head).
+Either v alone has 8 bits, and q and k have 16, or all three have 8. The algorithm is that of
+forward.py, with three additions:
+
+    descales   those of q and k are part of the scale of the scores; that of v multiplies the result
+    weights    p lies in [0, 1], where e4m3 has few numbers: p * 2^8 is what is rounded. Because
+               their sum is of p * 2^8 too, the average needs no correction
+    sums       Hopper adds FP8 products up in fewer bits than float32 has. Only the sum over one
+               tile is left to it; sums over tiles are float32
+
+The 8-bit product reads its second operand with the contracted dimension contiguous. For q k^T that
+is head_dim, as k lies already; for p v it is the keys, so v has to lie with keys contiguous.
+
+Sources: the formats: Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022;
+scaled weights and transposed values: Shah et al., "FlashAttention-3", arXiv:2407.08608, 2024.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.ops import checks
+from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention.forward import sum_of_weights, weigh
+from kernelbook.ops.attention.tiles import (
+    ALIGNMENT,
+    LN2,
+    LOG2E,
+    LOWEST,
+    describe,
+    fits,
+    head_block,
+    load_tile,
+    place,
+    visible,
+)
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+P_LOG2 = tl.constexpr(8)
+"""Weights are scaled to [0, 2^8]: the next power of two is above 448, the largest e4m3 number."""
+
+TINY = tl.constexpr(2.0**-126)
+"""The smallest normal number of float32."""
+
+
+@triton.jit
+def to_e4m3(p, dtype: tl.constexpr):
+    """Round numbers from 0 to 448 to float8_e4m3fn, for a product with numbers of this dtype.
+
+    In the interpreter 8-bit numbers are held in float32, and the result is too. There, half of the
+    last place kept is 2^-4 of the power of two below p, and adding 2^23 halves rounds to it.
+    """
+    if dtype == tl.float32:
+        power = (p.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        shift = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6 or more, times 1.5 * 2^20
+        return (p + shift) - shift
+    return p.to(tl.float8e4nv)
+
+
+@triton.jit
+def load_values(v_desc, batch, head, start):
+    """Read values, (BLOCK_N, BLOCK_D), where keys are contiguous; zeros outside."""
+    tile = v_desc.load([batch, head, 0, start])
+    return tl.reshape(tile, (tile.shape[2], tile.shape[3])).T
+
+
+@triton.jit
+def load_descale(descale_ptr, index, step, SIGNED: tl.constexpr):
+    """Read the descale of a head, or 1 where there is none; step is 0 where heads share one.
+
+    One that is infinite, or not above 0 unless SIGNED, becomes NaN, and so does all of its head:
+    the host cannot look at it without waiting for the GPU.
+    """
+    descale = 1.0
+    if descale_ptr is not None:
+        descale = tl.load(descale_ptr + index * step)
+        size = tl.abs(descale) if SIGNED else descale
+        descale = tl.where((size < float("inf")) & (SIGNED | (size > 0)), descale, float("nan"))
+    return descale
+
+
+@triton.jit
+def scale_of_scores(sm_scale, q_descale, k_descale):
+    """Return what turns a product of stored q and k into an exponent of 2, in float32.
+
+    The factors are multiplied in float64, where a small one and a large one meet without loss.
+    Below the normal numbers of float32 every score is 0 anyway, if the scale itself is not.
+    """
+    scale_log2 = tl.full((), sm_scale, tl.float64) * LOG2E * q_descale * k_descale
+    return tl.where(scale_log2 < TINY, TINY, scale_log2).to(tl.float32)
+
+
+@triton.jit
+def add_values(acc, p, alpha, v, PROMOTED: tl.constexpr):
+    """Return acc * alpha + p v, where the product of a tile starts from zero if PROMOTED."""
+    p, acc = to_e4m3(p, v.dtype), acc * alpha[:, None]
+    return acc + tl.dot(p, v) if PROMOTED else tl.dot(p, v, acc)
+
+
+@triton.jit
+def attend_fp8(
+    acc,  # sum over keys of 2^8 * p * stored v so far, (BLOCK_M, BLOCK_D)
+    l_i,  # sum over keys of 2^8 * p so far, (BLOCK_M,)
+    m_i,  # largest score so far, in base 2, (BLOCK_M,)
+    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
+    q,  # queries, (BLOCK_M, BLOCK_D)
+    k_desc,
+    v_desc,
+    batch,
+    head_k,
+    first_key,  # of the keys to attend to: a multiple of BLOCK_N
+    last_key,  # one past the last
+    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    scale_log2,  # turns a product of stored q and k into an exponent of 2
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some query does not see some of these keys
+    PROMOTED: tl.constexpr,  # whether tiles are added up in float32, not by the product itself
+):
+    """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
+    for start_n in range(first_key, last_key, BLOCK_N):
+        # -- weigh: the weights come times 2^8
+        p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
+        # -- accumulate
+        v = load_values(v_desc, batch, head_k, start_n)
+        acc = add_values(acc, p, alpha, v, PROMOTED)
+        # -- score: for the next turn
+        k = load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
+        qk = tl.dot(q, k.T)
+    return acc, l_i, m_i, qk
+
+
+@triton.jit
+def attention_fp8_fwd_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
+    k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
+    v_desc,  # values, (batch, heads // group, HEAD_DIM, seqlen_k)
+    q_descale_ptr,  # one number, one for each (batch, head), or None
+    k_descale_ptr,
+    v_descale_ptr,
+    out_ptr,  # output, as the queries, contiguous
+    lse_ptr,  # natural logarithm of the sum of exponentials, (batch, heads, seqlen_q), contiguous
+    q_step,  # from the descale of one head to that of the next: 0 or 1
+    k_step,
+    v_step,
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    seqlen_q,
+    seqlen_k,
+    sm_scale,  # the scores are sm_scale * q k^T
+    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles take turns: see tuned.forward_heads_at_once
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
+    PROMOTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: which tile of which head; the last queries see the most keys and come first
+    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
+    batch, head_k = batch_head // heads, batch_head % heads // group
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+
+    # -- load: the queries, and what turns stored numbers into values
+    q = load_tile(q_desc, batch, batch_head % heads, start_m)
+    q_descale = load_descale(q_descale_ptr, batch_head, q_step, SIGNED=False)
+    k_descale = load_descale(k_descale_ptr, batch_head // group, k_step, SIGNED=False)
+    v_descale = load_descale(v_descale_ptr, batch_head // group, v_step, SIGNED=True)
+    scale_log2 = scale_of_scores(sm_scale, q_descale, k_descale)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    # -- begin: the scores of the first tile of keys
+    k = load_tile(k_desc, batch, head_k, 0)
+    qk = tl.dot(q, k.T)
+
+    # -- stages: keys that all queries of the tile see, then keys that some see, then the last tile
+    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
+    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    acc, l_i, m_i, qk = attend_fp8(
+        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
+        scale_log2, BLOCK_N, False, PROMOTED,
+    )  # fmt: skip
+    if not ALL_WHOLE:
+        acc, l_i, m_i, qk = attend_fp8(
+            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
+            scale_log2, BLOCK_N, True, PROMOTED,
+        )  # fmt: skip
+    p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, P_LOG2)
+    acc = add_values(acc, p, alpha, load_values(v_desc, batch, head_k, last), PROMOTED)
+
+    # -- write: the average, whose two sums both hold 2^8, and the logarithm of one of them
+    l_i = sum_of_weights(l_i, n_visible)
+    out = acc * (v_descale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    queries = start_m + tl.arange(0, BLOCK_M)
+    rows = batch_head.to(tl.int64) * seqlen_q + queries
+    cols = tl.arange(0, BLOCK_D)
+    inside = queries < seqlen_q
+    out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+    tl.store(lse_ptr + rows, (m_i - P_LOG2 + tl.log2(l_i)) * LN2, mask=inside)
+
+
+@triton.jit
+def transpose_kernel(
+    x_ptr,  # (batch, heads, seqlen, head_dim)
+    y_ptr,  # output, (batch, heads, head_dim, padded), contiguous
+    stride_xb,
+    stride_xh,
+    stride_xn,
+    stride_xd,
+    heads,
+    seqlen,
+    padded,  # seqlen rounded up; what is beyond seqlen becomes zero
+    head_dim,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
+):
+    n_tiles = tl.cdiv(padded, BLOCK_N)
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    keys = (tl.program_id(0) % n_tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_D)
+    x_ptrs = x_ptr + batch * stride_xb + head * stride_xh
+    x_ptrs += keys[:, None] * stride_xn + cols[None, :] * stride_xd
+    x = tl.load(x_ptrs, mask=(keys < seqlen)[:, None] & (cols < head_dim)[None, :], other=0)
+    y_ptrs = y_ptr + (batch_head * head_dim + cols[:, None]) * padded + keys[None, :]
+    tl.store(y_ptrs, x.T, mask=(cols < head_dim)[:, None] & (keys < padded)[None, :])
+
+
+def _keys_contiguous(v: torch.Tensor) -> torch.Tensor:
+    """Return v as (batch, heads, head_dim, seqlen), fit for a descriptor: a view, or a copy."""
+    if fits(v.mT):
+        return v.mT
+    batch, heads, seqlen, head_dim = v.shape
+    unit = ALIGNMENT // v.itemsize
+    padded = triton.cdiv(seqlen, unit) * unit
+    v_t = torch.empty((batch, heads, head_dim, padded), dtype=v.dtype, device=v.device)
+    # A copy does not look at what it copies, and bytes are cheaper to move than 8-bit floats.
+    x, y = (t.view(torch.uint8) if t.dtype in DTYPES else t for t in (v, v_t))
+    block_n = 32 if runtime.INTERPRETED else 128
+    transpose_kernel[(batch * heads * triton.cdiv(padded, block_n),)](
+        x, y, *x.stride(), heads, seqlen, padded, head_dim,
+        BLOCK_N=block_n, BLOCK_D=head_block(head_dim), num_warps=4,
+    )  # fmt: skip
+    return v_t[..., :seqlen]
+
+
+def attention_fp8_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    descales: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    is_causal: bool,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+    promoted: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) for operands that are checked and not empty; q and k fit a descriptor."""
+    # I/O: read q + read k + read v + write out + write lse
+    batch, heads, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    v_t = _keys_contiguous(v)
+    out = torch.empty((batch, heads, seqlen_q, head_dim), dtype=out_dtype, device=q.device)
+    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    config, columns = tuned.fp8_config(q), tuned.fp8_columns(head_dim)
+    group = heads // heads_k
+    steps = (0 if x is None or x.numel() == 1 else 1 for x in descales)
+    grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
+    attention_fp8_fwd_kernel[grid](
+        describe(q, config.block_m, columns),
+        describe(k, config.block_n, columns),
+        describe(v_t, columns, config.block_n),
+        *(None if x is None else runtime.readable(x).contiguous() for x in descales),
+        out, lse, *steps, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
+        HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=is_causal,
+        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        PROMOTED=promoted,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=columns,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    return out, lse
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    per: str = "head",
+    contiguous: str = "head_dim",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a tensor to 8 bits, so that x is about stored * descale.
+
+    descale = max(abs(x)) / max(dtype), over a head or over the tensor: the largest element becomes
+    the largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity
+    makes all that shares its descale NaN; where all is zero, descale is 1.
+
+    It reads x twice and needs memory for x in float32.
+
+    Args:
+        x: (batch, heads, seqlen, head_dim), float32, float16 or bfloat16.
+        dtype: ``torch.float8_e4m3fn``, 3 bits after the leading one and up to 448, or
+            ``torch.float8_e5m2``, 2 bits and up to 57344.
+        per: what shares a descale: "head", each (batch, head) for itself, or "tensor", all.
+        contiguous: the dimension whose elements are neighbours in memory, "head_dim" or "seqlen".
+            :func:`attention` wants "head_dim" of q and k and "seqlen" of v. Rows are padded to
+            multiples of 16 bytes.
+
+    Returns:
+        (stored, descale): stored has the shape of ``x``; descale is float32, (batch, heads), or ()
+        for "tensor". Neither is differentiable.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor, or ``dtype`` is not one of the two.
+        ValueError: ``x`` does not have four dimensions or is not where kernels run, or another
+            choice is not one of the two.
+    """
+    checks.tensor("x", x)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be {checks.either(DTYPES)} of torch, got {dtype}.")
+    if x.ndim != 4:
+        raise ValueError(
+            f"x must be (batch, heads, seqlen, head_dim), got shape {tuple(x.shape)}: add the "
+            "dimensions that are missing by unsqueeze."
+        )
+    checks.choice("per", per, ("head", "tensor"))
+    checks.choice("contiguous", contiguous, ("head_dim", "seqlen"))
+    checks.same_device(x=x)
+
+    x = x.detach().float()
+    dims = (2, 3) if per == "head" else (0, 1, 2, 3)
+    largest = torch.finfo(dtype).max
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    amax = x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(shape)
+    descale = amax / largest
+    descale = descale.masked_fill(descale == 0, 1.0)
+    scaled = (x / descale).clamp_(-largest, largest)  # no larger than a rounding error, if at all
+    inner = x.mT if contiguous == "seqlen" else x
+    padded = triton.cdiv(inner.shape[-1], ALIGNMENT) * ALIGNMENT
+    stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
+    stored = stored[..., : inner.shape[-1]]
+    stored = stored.mT if contiguous == "seqlen" else stored
+    stored.copy_(scaled)
+    return stored, descale.reshape(x.shape[:2] if per == "head" else ())
+
+
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless the dtypes of q, k and v, one of which is FP8, go together."""
+    if k.dtype != q.dtype:
+        raise TypeError(
+            f"k must have the dtype of q, {checks.spell(q.dtype)}, got {checks.spell(k.dtype)}: "
+            "pass both in float16 or bfloat16, or both in the same FP8, by quantize."
+        )
+    if v.dtype not in DTYPES:
+        raise TypeError(
+            f"v must be in FP8 where q and k are, got {checks.spell(v.dtype)}, because no product "
+            'has that pair: pass both results of quantize(v, contiguous="seqlen").'
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, *DTYPES):
+        raise TypeError(
+            f"q must be float16, bfloat16 or FP8 where v is {checks.spell(v.dtype)}, got "
+            f"{checks.spell(q.dtype)}: pass q.bfloat16() and k.bfloat16(), for example."
+        )
+    if runtime.INTERPRETED or not v.is_cuda:  # where kernels do not run is refused elsewhere
+        return
+    major, minor = runtime.capability(v.device)
+    if (major, minor) < (8, 9):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(v.device)} has compute capability {major}.{minor} and no "
+            "FP8 products, which need 8.9 or above: pass q, k and v in bfloat16."
+        )
+
+
+def check_descales(operands: dict[str, torch.Tensor], descales: dict[str, object]) -> None:
+    """Raise unless every descale is one float32, or one a head, for an operand in FP8."""
+    for of, descale in descales.items():
+        if descale is None:
+            continue
+        x, name = operands[of], f"{of}_descale"
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} goes with {of} in FP8, got it with {checks.spell(x.dtype)}: leave it out, "
+                f"or pass both results of quantize({of})."
+            )
+        checks.tensor(name, descale, (torch.float32,))
+        if descale.numel() != 1 and descale.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name} must have one element or one for each (batch, head) of {of}, "
+                f"{tuple(x.shape[:2])}, got shape {tuple(descale.shape)}."
+            )
+        if descale.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, and attention with operands in FP8 has none: pass "
+                f"{name}.detach()."
+            )
+        checks.same_device(**{of: x, name: descale})
+
+
+def result_dtype(q: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of out: what is asked for, or that of q, or bfloat16 where q has 8 bits."""
+    if out_dtype is None:
+        return torch.bfloat16 if q.dtype in DTYPES else q.dtype
+    if out_dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"out_dtype must be float16, bfloat16 or None where v is in FP8, got {out_dtype}: "
+            "convert the result."
+        )
+    return out_dtype

@@ -1,0 +1,290 @@
+"""The public function: what it refuses, what autograd sees, and what goes in which dtype."""
+
+import torch
+
+from kernelbook import runtime
+from kernelbook.ops import checks
+from kernelbook.ops.attention import fp8
+from kernelbook.ops.attention.backward import attention_backward
+from kernelbook.ops.attention.forward import attention_forward
+from kernelbook.ops.attention.fp8 import attention_fp8_forward
+from kernelbook.ops.attention.tiles import fit
+
+
+@checks.also_named(query="q", key="k", value="v")
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention, as :func:`torch.nn.functional.scaled_dot_product_attention` computes it.
+
+    out = softmax(scale * q k^T) v, a tile of keys at a time: besides inputs and outputs it needs
+    memory that grows with the length, not with its square.
+
+    A tensor is read where it lies, a transposed view of (batch, seqlen, heads, head_dim) too, if
+    its last dimension is contiguous and its address and other strides are multiples of 16 bytes.
+    Any other is copied first. PyTorch's names ``query``, ``key`` and ``value`` are accepted for q,
+    k and v.
+
+    Operands may have 8 bits, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: v alone, beside q
+    and k in float16 or bfloat16, or all three. Their values are stored * descale, as
+    :func:`quantize` returns them. The weights are rounded to float8_e4m3fn. Keys of v are read
+    contiguous, that is v.stride(2) == 1: ``quantize(v, contiguous="seqlen")``. Any other v is
+    copied into that layout first, which reads and writes it once. There is no gradient.
+
+    Args:
+        q: queries, (batch, heads, seqlen_q, head_dim), float32, float16, bfloat16 or FP8; head_dim
+            from 16 to 256, fastest at 64 and 128 and never faster than at the next power of two.
+        k: keys, (batch, heads, seqlen_k, head_dim), of the dtype of ``q``.
+        v: values, of the shape of ``k``, and of the dtype of ``q`` or FP8.
+        is_causal: whether query i sees only keys j <= i + seqlen_k - seqlen_q, so that the last
+            query sees all keys. PyTorch aligns the first query with the first key instead, which
+            differs when the lengths do.
+        scale: what the products of q and k are multiplied by, from 1.2e-38 to 2.2e38, because
+            scale * log2(e) must be a normal number of float32; ``None`` means head_dim ** -0.5.
+        enable_gqa: whether ``k`` and ``v`` may have fewer heads than ``q``, by a whole factor g:
+            query head h then reads head h // g.
+        return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
+        deterministic: whether gradients are the same bits in every run. False lets backward add
+            up the gradient of ``q`` in any order, in one sweep instead of two.
+        q_descale: with ``q`` in FP8, what its stored numbers are multiplied by: above 0, float32,
+            one element, or (batch, heads) for one a head; ``None`` means 1. What is 0, negative,
+            infinite or NaN makes its head NaN, because the host cannot look at it without waiting
+            for the GPU.
+        k_descale: the same for ``k``, and its heads.
+        v_descale: the same for ``v``; it may be 0 or negative.
+        out_dtype: with ``v`` in FP8, the dtype of the result, float16 or bfloat16; ``None`` means
+            that of ``q``, or bfloat16 where ``q`` is in FP8.
+
+    Returns:
+        out, of the shape and dtype of ``q``, contiguous; with ``return_lse`` also lse, natural
+        logarithm, float32, (batch, heads, seqlen_q). A query that sees no key has out 0, lse -inf
+        and a gradient of 0; one whose scores are all -inf has NaN. Both can be differentiated once.
+
+    Raises:
+        TypeError: an argument is of another kind or dtype.
+        ValueError: shapes do not go together, head_dim or ``scale`` is out of range, a tensor is
+            not where kernels run, a descale requires a gradient, or the device has no FP8 products.
+        RuntimeError: a gradient is asked for that there is not.
+
+    Sources: Dao et al., FlashAttention, NeurIPS 2022; Dao, FlashAttention-2, ICLR 2024. Grouped
+    heads: Ainslie et al., GQA, EMNLP 2023.
+    """
+    is_causal = checks.flag("is_causal", is_causal)
+    enable_gqa = checks.flag("enable_gqa", enable_gqa)
+    return_lse = checks.flag("return_lse", return_lse)
+    deterministic = checks.flag("deterministic", deterministic)
+    _check_operands(q, k, v, enable_gqa)
+    sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
+    descales = {"q": q_descale, "k": k_descale, "v": v_descale}
+    fp8.check_descales({"q": q, "k": k, "v": v}, descales)
+    if v.dtype in fp8.DTYPES:
+        dtype = fp8.result_dtype(q, out_dtype)
+        out, lse = _apply_fp8(q, k, v, tuple(descales.values()), is_causal, sm_scale, dtype)
+    elif out_dtype not in (None, q.dtype):
+        raise TypeError(
+            f"out_dtype must be None or the dtype of q where v is not in FP8, got {out_dtype}: "
+            "convert the result."
+        )
+    else:
+        out, lse = _apply(q, k, v, is_causal, sm_scale, deterministic)
+    return (out, lse) if return_lse else out
+
+
+# -- what is refused
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+LARGEST_SCALE = torch.finfo(torch.float32).max / 1.5
+"""Kernels compute scale * log2(e) in float32, which must be a normal number; log2(e) is 1.44."""
+
+
+def _checked_scale(scale: object) -> float:
+    """Return the scale as a float, or raise."""
+    scale = checks.number("scale", scale)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        negative = SMALLEST_SCALE <= -scale <= LARGEST_SCALE
+        what_to_pass = f"-q and scale={-scale}" if negative else "one that is, or None"
+        raise ValueError(
+            f"scale must lie in [{SMALLEST_SCALE:.3g}, {LARGEST_SCALE:.3g}], got {scale}: pass "
+            f"{what_to_pass}."
+        )
+    return scale
+
+
+def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+    """Raise unless q, k and v are tensors that go together, where kernels run."""
+    operands = {"q": q, "k": k, "v": v}
+    for name, x in operands.items():
+        checks.tensor(name, x, (*checks.FLOATS, *fp8.DTYPES))
+    if any(x.dtype in fp8.DTYPES for x in operands.values()):
+        fp8.check_operands(q, k, v)
+    else:
+        for name, x in operands.items():
+            if x.dtype != q.dtype:
+                raise TypeError(
+                    f"{name} must have the dtype of q, {checks.spell(q.dtype)}, got "
+                    f"{checks.spell(x.dtype)}: pass {name}.to(q.dtype)."
+                )
+    _check_shapes(q, k, v, enable_gqa)
+    checks.same_device(q=q, k=k, v=v)
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+    """Raise unless the shapes of q, k and v go together."""
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, seqlen, head_dim), got shape {tuple(x.shape)}: "
+                f"add the dimensions that are missing by unsqueeze, or split one by unflatten."
+            )
+    batch, heads, _, head_dim = q.shape
+    if not 16 <= head_dim <= 256:
+        instead = (
+            "pad q, k and v with zeros to 16, and pass the scale that they had"
+            if head_dim < 16
+            else "use torch.nn.functional.scaled_dot_product_attention"
+        )
+        raise ValueError(
+            f"head_dim, the last size of q, must lie in [16, 256], got {head_dim}: {instead}."
+        )
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(
+            f"k must agree with q in batch and head_dim, got k of shape {tuple(k.shape)} for q of "
+            f"shape {tuple(q.shape)}: expand the batch, or pad with zeros, where that is meant."
+        )
+    if v.shape != k.shape:
+        raise ValueError(
+            f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}: for values of "
+            "another size pad them with zeros."
+        )
+    heads_k = k.shape[1]
+    if enable_gqa:
+        if heads != heads_k and (heads_k == 0 or heads % heads_k):
+            raise ValueError(
+                f"k must have a number of heads that divides that of q, {heads}, got {heads_k}: "
+                "pass k and v with such a number."
+            )
+    elif heads != heads_k:
+        instead = (
+            "pass enable_gqa=True if query heads share keys"
+            if heads_k and heads % heads_k == 0
+            else "pass k and v with that number"
+        )
+        raise ValueError(f"k must have as many heads as q, {heads}, got {heads_k}: {instead}.")
+
+
+# -- autograd
+
+
+def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors as kernels can read them, copied where they do not lie as descriptors ask."""
+    return [fit(runtime.readable(x)) for x in tensors]
+
+
+def _of_no_key(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) where there is no query, or none that sees a key."""
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, sm_scale, deterministic):
+        ctx.set_materialize_grads(False)
+        ctx.is_causal, ctx.sm_scale, ctx.deterministic = is_causal, sm_scale, deterministic
+        if q.numel() and k.numel():
+            with runtime.launching_on(q):
+                out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
+        else:
+            out, lse = _of_no_key(q, q.dtype)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _gradients(ctx, q, k, v, out, lse, do, dlse)
+        if torch.is_grad_enabled():  # by create_graph=True
+            grads = (dx if dx is None else _Once.apply(dx, q, k, v, do, dlse) for dx in grads)
+        return *grads, None, None, None
+
+
+def _gradients(ctx, q, k, v, out, lse, do, dlse):
+    """Return dq, dk and dv, or None for what needs none.
+
+    A gradient that did not come is None, and counts as zero.
+    """
+    needed = ctx.needs_input_grad[:3]
+    if (do is None and dlse is None) or not (q.numel() and k.numel()):
+        grads = [torch.zeros_like(x) if n else None for x, n in zip((q, k, v), needed, strict=True)]
+        return tuple(grads)
+    do = torch.zeros_like(out) if do is None else do
+    dlse = None if dlse is None else runtime.readable(dlse)
+    with runtime.launching_on(q):
+        grads = attention_backward(
+            *_prepare(q, k, v, out), lse, *_prepare(do), ctx.is_causal, ctx.sm_scale,
+            ctx.deterministic, dlse, dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
+        )  # fmt: skip
+    of = zip(grads, (q, k, v), needed, strict=True)
+    return tuple(dx.to(x.dtype) if n else None for dx, x, n in of)
+
+
+class _Once(torch.autograd.Function):
+    """Hands a gradient on, and refuses to be differentiated itself."""
+
+    @staticmethod
+    def forward(ctx, grad, *operands):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "attention can be differentiated once, and its gradient was to be differentiated: use "
+            "softmax(scale * q @ k.mT) @ v where second derivatives are needed."
+        )
+
+
+@torch.compiler.disable
+def _apply(q, k, v, is_causal, sm_scale, deterministic):
+    """Run the operator; torch.compile breaks its graph here, and calls it as it is."""
+    return _Attention.apply(q, k, v, is_causal, sm_scale, deterministic)
+
+
+class _AttentionFP8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, descales, is_causal, sm_scale, out_dtype):
+        if q.numel() and k.numel():
+            with runtime.launching_on(q):
+                out, lse = attention_fp8_forward(
+                    *_prepare(q, k), runtime.readable(v), descales, is_causal,
+                    sm_scale, runtime.kernel_dtype(out_dtype),
+                )  # fmt: skip
+        else:
+            out, lse = _of_no_key(q, out_dtype)
+        return out.to(out_dtype), lse
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "attention with operands in FP8 has no gradient: pass q, k and v in bfloat16 where one "
+            "is needed, or call it under torch.no_grad()."
+        )
+
+
+@torch.compiler.disable
+def _apply_fp8(q, k, v, descales, is_causal, sm_scale, out_dtype):
+    """Run the operator on 8-bit operands; torch.compile breaks its graph here."""
+    return _AttentionFP8.apply(q, k, v, descales, is_causal, sm_scale, out_dtype)

@@ -1,0 +1,283 @@
+"""Dropout that stores no mask.
+
+    y[i] = x[i] / (1 - p)   where element i is kept, with probability 1 - p
+    y[i] = 0                elsewhere
+
+Elements are numbered in row-major order whatever the shape. Three kernels compute y: one reads a
+stored mask; one draws a random number for each element; the last draws four numbers a call. All
+three are linear in x and treat each element alone, so the backward pass is the same kernel with
+dy in the place of x.
+
+Sources: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting",
+JMLR 15, 2014. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.ops import checks
+
+BLOCK_SIZE, NUM_WARPS = 1024, 4
+"""Elements and warps a program: eight elements a thread, one 16-byte load in 16 bits and two in 32.
+On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing."""
+
+N_ROUNDS = 7
+"""Rounds of Philox. Seven pass every test of BigCrush (Salmon et al.); Triton's ten cost
+arithmetic that a 16-bit copy does not hide."""
+
+
+@triton.jit
+def masked_dropout_kernel(
+    x_ptr,  # input, n_elements
+    keep_ptr,  # mask, n_elements, bool
+    y_ptr,  # output, n_elements
+    n_elements,
+    scale,  # 1 / (1 - p)
+    BLOCK_SIZE: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=inside)
+    keep = tl.load(keep_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
+
+
+@triton.jit
+def rand_dropout_kernel(
+    x_ptr,  # input, n_elements
+    y_ptr,  # output, n_elements
+    n_elements,
+    p,  # probability of dropping an element
+    scale,  # 1 / (1 - p)
+    seed,
+    BLOCK_SIZE: tl.constexpr,
+    N_ROUNDS: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=inside)
+    keep = tl.rand(seed, offsets, N_ROUNDS) >= p
+    tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def seeded_dropout_kernel(
+    x_ptr,  # input, n_elements
+    y_ptr,  # output, n_elements
+    n_elements,
+    threshold: tl.uint32,  # p * 2**32
+    scale,  # 1 / (1 - p)
+    seed,  # an integer, or a pointer to one
+    BLOCK_SIZE: tl.constexpr,
+    N_ROUNDS: tl.constexpr,
+):
+    # -- place: which elements are mine
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = start + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=inside)
+
+    # -- draw: one call of Philox for every four elements
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
+    counter = start // 4 + tl.arange(0, BLOCK_SIZE // 4)
+    r0, r1, r2, r3 = tl.randint4x(seed, counter, N_ROUNDS)
+    random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+    # -- decide: keep, scale, store
+    keep = random >= threshold.to(tl.uint32)
+    tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
+
+
+def _launch(kernel, x: torch.Tensor, *inputs, **constants) -> torch.Tensor:
+    """Allocate y in row-major order and run ``kernel`` over all elements of x."""
+    dtype = x.dtype
+    x = runtime.readable(x).contiguous()
+    y = torch.empty_like(x)
+    n_elements = x.numel()
+    if n_elements:
+        grid = (triton.cdiv(n_elements, BLOCK_SIZE),)
+        with runtime.launching_on(x):
+            kernel[grid](x, *inputs, **constants, y_ptr=y, n_elements=n_elements,
+                         BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS)  # fmt: skip
+    return y.to(dtype)
+
+
+def _masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    # I/O: read x + read keep (1 byte an element) + write y
+    return _launch(masked_dropout_kernel, x, keep.contiguous(), scale=1 / (1 - p))
+
+
+def _rand_dropout(x: torch.Tensor, p: float, seed: int, n_rounds: int = 10) -> torch.Tensor:
+    # I/O: read x + write y
+    scale = 1 / (1 - p)
+    return _launch(rand_dropout_kernel, x, p=p, scale=scale, seed=seed, N_ROUNDS=n_rounds)
+
+
+def _seeded_dropout(
+    x: torch.Tensor, p: float, seed: int | torch.Tensor, n_rounds: int = N_ROUNDS
+) -> torch.Tensor:
+    # I/O: read x + write y
+    return _launch(
+        seeded_dropout_kernel,
+        x,
+        threshold=min(round(p * 2**32), 2**32 - 1),
+        scale=1 / (1 - p),
+        seed=seed,
+        N_ROUNDS=n_rounds,
+    )
+
+
+class _MaskedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keep, p):
+        ctx.save_for_backward(keep)
+        ctx.p = p
+        return _masked_dropout(x, keep, p)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (keep,) = ctx.saved_tensors
+        return _MaskedDropout.apply(dy, keep, ctx.p), None, None
+
+
+class _SeededDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, seed):
+        seed_is_tensor = isinstance(seed, torch.Tensor)
+        ctx.save_for_backward(*([seed] if seed_is_tensor else []))
+        ctx.seed = None if seed_is_tensor else seed
+        ctx.p = p
+        return _seeded_dropout(x, p, seed)
+
+    @staticmethod
+    def backward(ctx, dy):
+        seed = ctx.seed if ctx.seed is not None else ctx.saved_tensors[0]
+        return _SeededDropout.apply(dy, ctx.p, seed), None, None
+
+
+def _check_input(x: torch.Tensor, p: float) -> float:
+    """Return p as a float, or raise unless it is a probability below 1 and kernels take x."""
+    checks.tensor("x", x)
+    p = checks.number("p", p)
+    if not 0 <= p < 1:
+        raise ValueError(
+            f"p must be at least 0 and below 1, got {p}: pass the probability of dropping an "
+            "element, 0.5 for example."
+        )
+    checks.same_device(x=x)
+    return p
+
+
+@checks.also_named(input="x")
+def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """Drop the elements that a stored mask names, and scale the others.
+
+    y = x / (1 - p) where ``keep`` is true, 0 elsewhere (also where x is NaN or infinite).
+
+    This is the baseline: it reads the mask, one byte an element, in forward and in backward.
+
+    Args:
+        x: the input, of any shape and stride, float32, float16 or bfloat16.
+        keep: the mask, bool, of the shape and on the device of ``x``; true keeps an element.
+        p: the probability that an element was dropped when the mask was drawn, in [0, 1).
+
+    Returns:
+        y, contiguous, of the shape and dtype of ``x``. Gradients flow to ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor or of another dtype, ``keep`` is no bool tensor, ``p`` is no
+            number.
+        ValueError: ``p`` is outside [0, 1), ``keep`` has another shape or device than ``x``, or a
+            tensor is not where kernels run.
+
+    Source: Srivastava et al., JMLR 15, 2014, section 4, with the scale moved to training.
+    """
+    p = _check_input(x, p)
+    checks.tensor("keep", keep, [torch.bool])
+    if keep.shape != x.shape:
+        raise ValueError(
+            f"keep must have the shape of x, {tuple(x.shape)}, got {tuple(keep.shape)}: "
+            "pass keep.expand_as(x), for example."
+        )
+    checks.same_device(x=x, keep=keep)
+    return _MaskedDropout.apply(x, keep, p)
+
+
+@checks.also_named(input="x")
+def seeded_dropout(x: torch.Tensor, p: float, seed: int | torch.Tensor) -> torch.Tensor:
+    """Drop elements at random, with a mask that is computed and never stored.
+
+    y = x / (1 - p) where r >= p * 2**32, 0 elsewhere (also where x is NaN or infinite). For the
+    element of row-major index i, r is number i % 4 of the four 32-bit numbers that Philox4x32-7
+    makes of the counter i // 4 and the key ``seed``. The mask thus depends on ``(seed, i)`` alone:
+    not on the shape, the dtype, the block size or the device. Backward computes it again.
+
+    Args:
+        x: the input, of any shape and stride, float32, float16 or bfloat16.
+        p: the probability of dropping an element, in [0, 1), honoured to a multiple of 2**-32.
+        seed: an integer in [-2**63, 2**64), or a tensor that holds one int64 on the device of
+            ``x`` (read by the kernel, so that no transfer waits for it). Seeds that are equal
+            modulo 2**64 give one mask.
+
+    Returns:
+        y, contiguous, of the shape and dtype of ``x``. Gradients of any order flow to ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor or of another dtype, ``p`` is no number, ``seed`` is neither
+            an integer nor an int64 tensor.
+        ValueError: ``p`` or ``seed`` is out of range, ``seed`` holds more than one element or
+            lies on another device, or ``x`` is not where kernels run.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    p = _check_input(x, p)
+    if isinstance(seed, torch.Tensor):
+        checks.tensor("seed", seed, [torch.int64])
+        if seed.numel() != 1:
+            raise ValueError(
+                f"a seed tensor must hold one element, got {seed.numel()}: pass one of them."
+            )
+        checks.same_device(x=x, seed=seed)
+    else:
+        seed = checks.integer("seed", seed)
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(
+                f"seed must lie in [-2**63, 2**64), got {seed}: pass seed % 2**64, for example."
+            )
+        if seed >= 2**63:
+            seed -= 2**64  # the same 64 bits
+    return _SeededDropout.apply(x, p, seed)
+
+
+@checks.also_named(input="x")
+def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True) -> torch.Tensor:
+    """Drop elements at random, as :func:`torch.nn.functional.dropout` does, and store no mask.
+
+    The seed is drawn from torch's generator on the device of ``x``, which it advances:
+    ``torch.manual_seed`` makes the result reproducible, ``torch.utils.checkpoint`` replays it, a
+    CUDA graph draws anew at every replay, and the host never waits. See :func:`seeded_dropout`.
+
+    Args:
+        x: the input, of any shape and stride, float32, float16 or bfloat16.
+        p: the probability of dropping an element, in [0, 1). PyTorch also takes 1.
+        training: when false, ``x`` is returned as it is.
+
+    Returns:
+        y, contiguous, of the shape and dtype of ``x``, or ``x`` itself when not training.
+        Gradients flow to ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor or of another dtype, or ``p`` is no number.
+        ValueError: ``p`` is outside [0, 1), or ``x`` is not where kernels run.
+
+    Source: Srivastava et al., JMLR 15, 2014.
+    """
+    p = _check_input(x, p)
+    if not checks.flag("training", training):
+        return x
+    lowest, highest = -(2**63), 2**63 - 1
+    seed = torch.randint(lowest, highest, (), dtype=torch.int64, device=x.device)
+    return seeded_dropout(x, p, seed)

@@ -1,0 +1,438 @@
+"""The backward pass of layer norm.
+
+    wdy[j] = w[j] * dy[j],   c1 = sum of xhat[j] * wdy[j] / N,   c2 = sum of wdy[j] / N
+
+    dx[j] = (wdy[j] - (xhat[j] * c1 + c2)) * rstd
+
+A program loops over rows, because it also adds up what they contribute to the gradients of weight
+and bias; sums.py holds how programs share these sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.ops.layer_norm import tuned
+from kernelbook.ops.layer_norm.forward import (
+    PIECES,
+    afresh,
+    divide,
+    load_pairs,
+    load_parameter,
+    where_piece,
+)
+from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, hand_over
+from kernelbook.ops.rows import exchange
+from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
+from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+
+
+@triton.jit
+def load_weight(w_ptr, cols, inside):
+    """The weight or, where there is none, a one for each column."""
+    if w_ptr is None:
+        return tl.full(cols.shape, 1.0, tl.float32)
+    else:
+        return tl.load(w_ptr + cols, mask=inside, other=0.0)
+
+
+@triton.jit
+def row_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers), int32, zero; or None: a buffer for each program
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+    NUM_STAGES: tl.constexpr,  # loads of so many turns of the loop are under way at once
+):
+    # -- begin: sums that live in registers through all my rows
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    w = load_weight(w_ptr, cols, cols < n_cols)
+    w = tl.where(n_cols > 1, w, 0.0)  # y does not depend on the one element of a row: dx is 0
+    dw = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    db = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for start in tl.range(first, n_rows, step, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = (rows < n_rows) & (cols < n_cols)
+        x = tl.load(x_ptr + rows * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+
+        # -- add: these rows to the sums (dy is 0 outside, and so are both terms)
+        xhat = (x - mean) * rstd
+        dw += dy * xhat
+        db += dy
+
+        # -- row: the gradient of x
+        if dx_ptr is not None:
+            wdy = dy * w.to(tl.float32)
+            c1 = divide(tl.sum(xhat * wdy, axis=1, keep_dims=True), n_cols)
+            c2 = divide(tl.sum(wdy, axis=1, keep_dims=True), n_cols)
+            dx = (wdy - (xhat * c1 + c2)) * rstd
+            tl.store(dx_ptr + rows * n_cols + cols, dx, mask=inside)
+
+    # -- end: one row of sums for the whole program
+    cols = tl.arange(0, BLOCK_COLS)
+    dw, db = tl.sum(dw, axis=0), tl.sum(db, axis=0)
+    buffer = tl.program_id(0) % n_buffers
+    offsets = buffer.to(tl.int64) * n_cols + cols
+    hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, buffer, offsets, cols < n_cols)
+
+
+@triton.jit
+def add_both(c1, c2, other_c1, other_c2):
+    return c1 + other_c1, c2 + other_c2
+
+
+@triton.jit
+def packed_row_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols), 16 bits
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols), 16 bits
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers, PIECES), int32, zero; or None: a buffer for each program
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    zero,  # 0, which the compiler must not know
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces are the row, without a mask
+):
+    # -- begin: the sums of all columns take half of the registers
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dy_dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    INT32: tl.constexpr = tl.pointer_type(tl.int32)
+    dw, db = (), ()
+    for _ in tl.static_range(PIECES):
+        dw = dw + (tl.zeros((2 * PAIRS,), tl.float32),)
+        db = db + (tl.zeros((2 * PAIRS,), tl.float32),)
+    for turn in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row = tl.cast(turn, tl.int64)
+        x_ptrs = (x_ptr + row * stride_x).to(INT32)
+        dy_ptrs = (dy_ptr + row * stride_dy).to(INT32)
+        x, dy = (), ()
+        for piece in tl.static_range(PIECES):
+            x = x + (load_pairs(x_ptrs, piece, n_cols, PAIRS, True),)
+            dy = dy + (load_pairs(dy_ptrs, piece, n_cols, PAIRS, True),)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+
+        # -- add: this row to the sums, and its pieces to c1 and c2
+        c1 = tl.zeros((2 * PAIRS,), tl.float32)
+        c2 = tl.zeros((2 * PAIRS,), tl.float32)
+        dw_before, db_before, dw, db = dw, db, (), ()
+        for piece in tl.static_range(PIECES):
+            xhat = (widen(x[piece], dtype) - mean) * rstd
+            dy_wide = widen(dy[piece], dy_dtype)
+            dw = dw + (dw_before[piece] + dy_wide * xhat,)
+            db = db + (db_before[piece] + dy_wide,)
+            wdy = load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, True) * dy_wide
+            c1 += xhat * wdy
+            c2 += wdy
+
+        # -- row: the gradient of x, widened and weighted once more
+        if dx_ptr is not None:
+            c1, c2 = tl.reduce((c1, c2), 0, add_both)
+            c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
+            x, dy = afresh(x, zero), afresh(dy, zero)
+            dx_ptrs = (dx_ptr + row * n_cols).to(INT32)
+            for piece in tl.static_range(PIECES):
+                pairs = piece * PAIRS + tl.arange(0, PAIRS)
+                xhat = (widen(x[piece], dtype) - mean) * rstd
+                w = load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, True)
+                dx = (w * widen(dy[piece], dy_dtype) - (xhat * c1 + c2)) * rstd
+                tl.store(dx_ptrs + pairs, narrow(dx, dtype))
+
+    # -- end: one row of sums for the whole program
+    buffer = tl.program_id(0) % n_buffers
+    for piece in tl.static_range(PIECES):
+        cols, inside = where_piece(piece, n_cols, 2 * PAIRS, True)
+        offsets = buffer.to(tl.int64) * n_cols + cols
+        lock = buffer * PIECES + piece
+        hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, inside)
+
+
+@triton.jit
+def load_part(x_ptr, dy_ptr, part, n_cols, there, BLOCK_COLS: tl.constexpr):
+    """x and dy of a part of a row, as they are stored, if the row is there at all."""
+    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    inside = (cols < n_cols) & there
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0)
+    return x, tl.load(dy_ptr + cols, mask=inside, other=0.0)
+
+
+@triton.jit
+def sums_of_part(x, dy, w_ptr, mean, rstd, part, n_cols, BLOCK_COLS: tl.constexpr):
+    """xhat and wdy of a part of a row, and what it adds to c1 and to c2, times N."""
+    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    w = load_weight(w_ptr, cols, cols < n_cols)
+    xhat = (x.to(tl.float32) - mean) * rstd
+    wdy = dy.to(tl.float32) * w.to(tl.float32)
+    return xhat, wdy, tl.sum(xhat * wdy, axis=0), tl.sum(wdy, axis=0)
+
+
+@triton.jit
+def split_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers, N_PARTS), int32, zero; or None: a buffer for each group
+    slots_ptr,  # (n_rows, N_PARTS), int64, zero at first
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    max_polls,  # how often to look whether the other parts are there
+    N_PARTS: tl.constexpr,  # programs a row; so many programs are a group
+    PARTS: tl.constexpr,  # a power of two, at least N_PARTS
+    BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
+):
+    group, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
+    parts = tl.arange(0, PARTS)
+    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    dw = tl.zeros((BLOCK_COLS,), tl.float32)
+    db = tl.zeros((BLOCK_COLS,), tl.float32)
+    first = group.to(tl.int64)
+    step = (tl.num_programs(0) // N_PARTS).to(tl.int64)
+    x, dy = load_part(
+        x_ptr + first * stride_x, dy_ptr + first * stride_dy, part, n_cols, True, BLOCK_COLS
+    )
+    for row in range(first, n_rows, step):
+        # -- publish: what my part adds to c1 and c2
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+        xhat, wdy, c1, c2 = sums_of_part(x, dy, w_ptr, mean, rstd, part, n_cols, BLOCK_COLS)
+        dw += dy.to(tl.float32) * xhat
+        db += dy.to(tl.float32)
+        if dx_ptr is not None:
+            publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2))
+
+        # -- ahead: the loads of the next row are under way while this one waits
+        x_row, dy_row = x_ptr + row * stride_x, dy_ptr + row * stride_dy
+        x, dy = load_part(
+            x_row + step * stride_x, dy_row + step * stride_dy, part, n_cols, row + step < n_rows,
+            BLOCK_COLS,
+        )  # fmt: skip
+
+        # -- collect: what all parts add; if they do not come, compute each of them, mine last
+        if dx_ptr is not None:
+            slots, ready = wait(slots_ptr + row * N_PARTS + parts, parts < N_PARTS, max_polls)
+            if ready == 0:
+                for turn in range(N_PARTS):
+                    other = (part + 1 + turn) % N_PARTS
+                    x_other, dy_other = load_part(x_row, dy_row, other, n_cols, True, BLOCK_COLS)
+                    xhat, wdy, c1, c2 = sums_of_part(
+                        x_other, dy_other, w_ptr, mean, rstd, other, n_cols, BLOCK_COLS
+                    )
+                    slots = tl.where(parts == other, to_slot(c1, c2), slots)
+            c1s, c2s = collect(slots, parts < N_PARTS, 0.0, 0.0)
+            c1, c2 = divide(tl.sum(c1s, axis=0), n_cols), divide(tl.sum(c2s, axis=0), n_cols)
+            dx = (wdy - (xhat * c1 + c2)) * rstd
+            tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
+
+    buffer = group % n_buffers
+    offsets = buffer.to(tl.int64) * n_cols + cols
+    lock = buffer * N_PARTS + part
+    hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, lock, offsets, cols < n_cols)
+
+
+@triton.jit
+def loop_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous
+    stride_x,
+    stride_dy,
+    n_cols,
+    BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    dy_ptr += row * stride_dy
+    dx_ptr += row * n_cols
+    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    c1 = tl.zeros((BLOCK_COLS,), tl.float32)
+    c2 = tl.zeros((BLOCK_COLS,), tl.float32)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        wdy = dy * load_weight(w_ptr, cols, cols < n_cols).to(tl.float32)
+        c1 += (x - mean) * rstd * wdy
+        c2 += wdy
+    c1, c2 = divide(tl.sum(c1, axis=0), n_cols), divide(tl.sum(c2, axis=0), n_cols)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        wdy = dy * load_weight(w_ptr, cols, cols < n_cols).to(tl.float32)
+        dx = (wdy - ((x - mean) * rstd * c1 + c2)) * rstd
+        tl.store(dx_ptr + cols, dx, mask=cols < n_cols)
+
+
+@triton.jit
+def column_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols)
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers, number of column blocks), int32, zero; or None
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    BLOCK_COLS: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    dw = tl.zeros((BLOCK_COLS,), tl.float32)
+    db = tl.zeros((BLOCK_COLS,), tl.float32)
+    for row in range(tl.program_id(1).to(tl.int64), n_rows, tl.num_programs(1)):
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < n_cols, other=0.0)
+        dy = dy.to(tl.float32)
+        dw += dy * (x - tl.load(mean_ptr + row)) * tl.load(rstd_ptr + row)
+        db += dy
+    buffer = tl.program_id(1) % n_buffers
+    offsets = buffer.to(tl.int64) * n_cols + cols
+    lock = buffer * tl.num_programs(0) + tl.program_id(0)
+    hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, lock, offsets, cols < n_cols)
+
+
+def _backward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dy: torch.Tensor,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+    needs_dx: bool = True,
+    reduction: str = "partial",
+    n_programs: int | None = None,
+    dx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return dx, dw and db; a gradient that is not needed has no dtype here, and is None.
+
+    ``reduction`` says how programs share the sums over rows: "partial" or "lock". ``n_programs``
+    is how many loop over the rows, where a program has whole rows: as many as fit, unless given.
+    ``dx`` is where the gradient of x goes, allocated unless given.
+    """
+    if needs_dx and dx is None:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wanted = (dw_dtype, db_dtype)
+    sums = _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs)
+    return dx, *_add_buffers(sums, wanted)
+
+
+def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
+    """Fill dx, if there is one. Return the buffers of sums for dw and db, or None."""
+    arguments = (x, weight, mean, rstd, dy, dx, wanted, reduction)
+    n_cols = x.shape[1]
+    if n_cols <= tuned.BWD_ROW_COLS:
+        return _row_backward(*arguments, n_programs)
+    if n_cols == tuned.BWD_PACKED_COLS and come_in_pairs((x, dy), (weight,)):
+        return _packed_row_backward(*arguments, n_programs)
+    if n_cols <= tuned.MAX_PARTS * tuned.BWD_MAX_PART_COLS:
+        return _split_backward(*arguments)
+    return _column_backward(*arguments)
+
+
+def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
+    # I/O: read x + read dy + write dx
+    n_rows, n_cols = x.shape
+    block = 1 << (n_cols - 1).bit_length()
+    rows = max(1, tuned.BWD_TILE // block)
+    num_warps = rows * block // tuned.BWD_WARP
+    at_once = runtime.multiprocessors(x.device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
+    programs = n_programs or at_once
+    programs = min(programs, -(-n_rows // rows))
+    waiting = (tuned.BWD_STAGES - 1) * rows * block * (x.itemsize + dy.itemsize)
+    stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(x.device) else 1
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, 1)
+    row_bwd_kernel[(programs,)](
+        x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
+        n_buffers, rows, block, stages, num_warps=num_warps,
+    )  # fmt: skip
+    return sums
+
+
+def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
+    # I/O: read x + read dy + write dx
+    n_rows, n_cols = x.shape
+    programs = min(n_programs or runtime.multiprocessors(x.device), n_rows)
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, PIECES.value)
+    packed_row_bwd_kernel[(programs,)](
+        x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
+        n_buffers, 0, n_cols // (2 * PIECES.value), num_warps=16,
+    )  # fmt: skip
+    return sums
+
+
+def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
+    # I/O: read x + read dy + write dx
+    n_rows, n_cols = x.shape
+    parts, block = tuned.split(n_cols, tuned.BWD_PART_COLS)
+    num_warps = max(1, block // tuned.BWD_PART_WARP[x.itemsize])
+    at_once = max(1, tuned.BWD_PART_THREADS // (32 * num_warps))
+    programs = runtime.multiprocessors(x.device) * at_once
+    groups = min(max(1, programs // parts), n_rows)
+    slots = None
+    if dx is not None:
+        slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, groups, parts)
+    split_bwd_kernel[(groups * parts,)](
+        x, weight, mean, rstd, dy, dx, *sums, locks, slots, x.stride(0), dy.stride(0), n_rows,
+        n_cols, n_buffers, exchange.MAX_POLLS, parts, triton.next_power_of_2(parts), block,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return sums
+
+
+def _column_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
+    # I/O for dx: read x twice + read dy twice + write dx; for dw and db: read x + read dy
+    n_rows, n_cols = x.shape
+    strides = (x.stride(0), dy.stride(0))
+    if dx is not None:
+        loop_bwd_kernel[(n_rows,)](
+            x, weight, mean, rstd, dy, dx, *strides, n_cols, tuned.LOOP_COLS, num_warps=8
+        )
+    blocks = triton.cdiv(n_cols, tuned.COLUMN_COLS)
+    at_once = tuned.COLUMN_PROGRAMS * runtime.multiprocessors(x.device)
+    programs = min(max(1, at_once // blocks), n_rows)
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, blocks)
+    if sums != (None, None):
+        column_bwd_kernel[(blocks, programs)](
+            x, mean, rstd, dy, *sums, locks, *strides, n_rows, n_cols, n_buffers, tuned.COLUMN_COLS,
+            num_warps=4,
+        )  # fmt: skip
+    return sums

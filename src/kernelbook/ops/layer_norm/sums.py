@@ -1,0 +1,101 @@
+"""The gradients of weight and bias: sums over rows that lie in different programs.
+
+    dw[j] = sum over rows of dy[j] * xhat[j],   db[j] = sum over rows of dy[j]
+
+Programs share the sums in one of two ways. "partial": each program keeps the sums of its own rows
+in a buffer of its own, and a second kernel adds the buffers up, always in the same order. "lock":
+programs take turns to add to a few buffers, and the order is that in which they come.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook.ops.layer_norm import tuned
+
+
+@triton.jit
+def hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, lock, offsets, inside):
+    """Store the sums of a program in its own buffer or, under a lock, add them to a shared one."""
+    # -- acquire: one thread takes the lock; the barrier holds back the loads of the others
+    if locks_ptr is not None:
+        while tl.atomic_cas(locks_ptr + lock, 0, 1, sem="acquire") != 0:
+            pass
+        tl.debug_barrier()
+
+    # -- add: to what the holders before me have stored
+    if dw_ptr is not None:
+        if locks_ptr is not None:
+            dw += tl.load(dw_ptr + offsets, mask=inside, other=0.0)
+        tl.store(dw_ptr + offsets, dw, mask=inside)
+    if db_ptr is not None:
+        if locks_ptr is not None:
+            db += tl.load(db_ptr + offsets, mask=inside, other=0.0)
+        tl.store(db_ptr + offsets, db, mask=inside)
+
+    # -- release: the barrier waits for the stores of all threads, and then one gives the lock back
+    if locks_ptr is not None:
+        tl.debug_barrier()
+        tl.atomic_xchg(locks_ptr + lock, 0, sem="release")
+
+
+@triton.jit
+def sum_of_buffers(
+    sums_ptr, out_ptr, n_buffers, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for start in range(0, n_buffers, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        inside = (rows < n_buffers) & (cols[None, :] < n_cols)
+        total += tl.load(sums_ptr + rows * n_cols + cols[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + cols, tl.sum(total, axis=0), mask=cols < n_cols)
+
+
+@triton.jit
+def buffer_sum_kernel(
+    first_sums_ptr,  # (n_buffers, n_cols), float32
+    second_sums_ptr,  # likewise
+    first_ptr,  # a gradient, (n_cols)
+    second_ptr,  # another
+    n_buffers,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    if tl.program_id(1) == 0:
+        sum_of_buffers(first_sums_ptr, first_ptr, n_buffers, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    else:
+        sum_of_buffers(second_sums_ptr, second_ptr, n_buffers, n_cols, BLOCK_ROWS, BLOCK_COLS)
+
+
+def _buffers(x, wanted, reduction, programs, locks_a_buffer):
+    """Return the buffers for the sums of dw and of db, their locks, and how many there are.
+
+    A buffer is a row. Under "partial" each program has its own and nothing is locked.
+    """
+    n_buffers, locks, allocate = programs, None, torch.empty
+    if reduction == "lock":
+        n_buffers, allocate = min(programs, tuned.LOCK_BUFFERS), torch.zeros
+        locks = torch.zeros(n_buffers * locks_a_buffer, dtype=torch.int32, device=x.device)
+    shape = (sum(dtype is not None for dtype in wanted), n_buffers, x.shape[1])
+    of_each = iter(allocate(shape, dtype=torch.float32, device=x.device))
+    sums = (None if dtype is None else next(of_each) for dtype in wanted)
+    return tuple(sums), locks, n_buffers
+
+
+def _add_buffers(sums, wanted):
+    """Add up the rows of the buffers. Return dw and db, each None where it is not wanted."""
+    gradients = [
+        None if dtype is None else torch.empty(of.shape[1], dtype=dtype, device=of.device)
+        for of, dtype in zip(sums, wanted, strict=True)
+    ]
+    there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
+    if there:
+        (first, first_to), (second, second_to) = there[0], there[-1]
+        n_buffers, n_cols = first.shape
+        buffer_sum_kernel[(-(-n_cols // tuned.SUM_COLS), len(there))](
+            first, second, first_to, second_to, n_buffers, n_cols, tuned.SUM_ROWS,
+            tuned.SUM_COLS, num_warps=4,
+        )  # fmt: skip
+    return gradients

@@ -1,0 +1,112 @@
+"""How layer norm cuts rows into tiles, pieces and parts, with where each was measured."""
+
+from dataclasses import dataclass
+
+import triton
+
+TILE, TILE_BYTES = 4096, 32768
+"""Least bytes of a forward tile of whole rows, and most. With four warps a thread then has 32 bytes
+of x: 0.97 of a copy at 1,024 columns of float32 on an H200, against 0.96 with two warps. The loads
+of x pass by L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
+
+TILE_COLS, PACKED_COLS = 8192, 65536
+"""Longer rows of 16-bit numbers are packed two to a register. On an H200 at 16,384 columns of
+bfloat16 that gave 0.95 of a copy against 0.91 for a tile, at 32,768 0.93 against 0.69 for parts,
+and at 65,536 0.70 against 0.50."""
+
+PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
+"""Warps of a packed row and registers a thread, so that three programs, two, or one fit on a
+multiprocessor. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
+
+MAX_PARTS, MAX_PART_COLS = 64, 8192
+"""Rows that neither rule takes are split in parts. Rows too long for 64 parts get larger ones."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a program of a split row takes: ``cols`` columns of so many ``rows``."""
+
+    cols: int
+    rows: int
+    registers: int | None
+
+
+FORWARD_PARTS = {
+    (2, 2**16): Part(2048, 2, None),
+    (2, 2**31): Part(8192, 1, 128),
+    (4, 2**14): Part(2048, 2, None),
+    (4, 2**15): Part(2048, 2, 128),
+    (4, 2**16): Part(4096, 2, 128),
+    (4, 2**31): Part(2048, 2, 128),
+}
+"""Parts by the bytes of an element and the longest row. A program that takes its part of two rows
+loads weight and bias half as often: read again for each row, they are as many bytes as x and y. On
+an H200, as a share of a copy: bfloat16 at 131,072 columns 0.64, and 0.46 with 2,048 columns of two
+rows; float32 at 65,536 columns 0.90, and 0.75 without the limit of registers, because the compiler
+then takes 195 of them; at 131,072 0.86 and 0.82."""
+
+
+def forward_part(n_cols: int, itemsize: int) -> Part:
+    """Return what a program takes of a row that is split in forward."""
+    return next(
+        p for (size, up_to), p in FORWARD_PARTS.items() if size == itemsize and n_cols <= up_to
+    )
+
+
+LOOP_COLS = 4096
+"""Columns in each turn of a loop over a row that is too long even for that: 16 elements a thread
+with 8 warps, one or two loads of 16 bytes."""
+
+BWD_TILE, BWD_WARP = 2048, 512
+"""Backward works on tiles of at least 2,048 elements, with a warp for every 512. A thread has 16
+of each array: 32 registers hold its sums, and x, dy and w with what is made of them stay below
+128 registers from 1,024 columns on."""
+
+BWD_ROW_COLS = 8192
+"""Longest row for one program in backward: its tile and its sums fill a multiprocessor."""
+
+BWD_STAGES = 3
+"""Turns of the loop whose loads are under way at once, where the shared memory holds them. A
+multiprocessor with one program needs them: nobody else would load while it computes. On an H200 at
+8,192 columns of bfloat16 three gave 0.92 of a copy, one 0.69 and two 0.60."""
+
+BWD_PACKED_COLS = 16384
+"""Rows of 16-bit numbers of this one length are packed, a program to a multiprocessor: the sums of
+all columns take half of its registers, and what masks need would spill."""
+
+BWD_THREADS = 512
+"""Threads of looping programs on a multiprocessor: 128 of its 65,536 registers for each. All
+programs run from the beginning to the end, and each leaves one row of sums."""
+
+BWD_PART_COLS, BWD_MAX_PART_COLS = 2048, 4096
+"""A longer row is split in parts, for programs that exchange their share of c1 and c2. Rows too
+long for 64 such parts get larger ones."""
+
+BWD_PART_WARP = {2: 1024, 4: 512}
+"""Columns a warp of a part, by the bytes of an element. In bfloat16 at 16,384 columns, before those
+were packed, 1,024 gave 0.67 of a copy against 0.57 with 512, though some registers spill, and in
+float32 0.69 against 0.72."""
+
+BWD_PART_THREADS = 256
+"""Threads on a multiprocessor then. The next part of x and dy waits in registers, so that a thread
+needs up to 255 of them. A program that does not run yet cannot answer, so no more are started than
+run at once."""
+
+COLUMN_COLS, COLUMN_PROGRAMS = 1024, 8
+"""Rows too long for parts: a program adds up a block of 1,024 columns over its share of the rows,
+8 elements a thread with 4 warps, and 8 such programs fit on a multiprocessor."""
+
+SUM_ROWS, SUM_COLS = 128, 32
+"""Tile of the kernel that adds up the buffers. 32 columns are 128 bytes, one line of the cache, and
+so narrow a tile gives it 32 programs even for 1,024 columns; 128 rows put 32 loads of a number a
+thread in flight."""
+
+LOCK_BUFFERS = 64
+"""Buffers that programs share under "lock". More of them make a lock less contended, and are more
+to add up at the end."""
+
+
+def split(n_cols: int, part_cols: int) -> tuple[int, int]:
+    """Return into how many parts a row is split, and the columns of a part."""
+    block = max(part_cols, triton.next_power_of_2(triton.cdiv(n_cols, MAX_PARTS)))
+    return triton.cdiv(n_cols, block), block

@@ -1,0 +1,64 @@
+"""How the programs of one row tell each other two numbers: publish, wait, collect.
+
+A row that is too wide for one program is split into parts, and what a part needs of the others is
+little: a maximum and a sum, say. Each part has a slot of 64 bits in memory, zero at first:
+
+    publish   the part stores its two float32 as one 64-bit number, so that no reader ever meets
+              one number without the other
+    wait      it reads the slots of its row until none is empty, or gives up after a while
+    collect   it takes the two numbers of every part apart again; a slot beyond the last part
+              counts as the neutral element of the operation, -inf for a maximum and 0 for a sum
+
+The hardware starts programs in the order of their numbers, so the parts of a row run at the same
+time and the wait is short. Nothing promises that order, however, so a part whose neighbours do not
+come computes their numbers itself: slower, and still right.
+"""
+
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+
+MAX_POLLS = 1 if runtime.INTERPRETED else 2**14
+"""How often a part looks for the others before it gives up: some milliseconds. The interpreter runs
+programs one after the other: there, waiting is in vain."""
+
+EMPTY = tl.constexpr(0x7FC5A5A57FC5A5A5)
+"""What an empty slot stands for: two NaN that no arithmetic makes. A slot is stored XOR this, so
+that memory full of zeros is empty and every pair that is computed is not."""
+
+
+@triton.jit
+def to_slot(high, low):
+    """Return two float32 as the 64 bits of a slot."""
+    high = high.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (high | low) ^ EMPTY
+
+
+@triton.jit
+def publish(slots_ptrs, slot, there=None):
+    """Store a slot, if its row is there. Who reads it needs no other memory of this part."""
+    tl.atomic_xchg(slots_ptrs, slot, mask=there, sem="relaxed")
+
+
+@triton.jit
+def wait(slots_ptrs, exist, max_polls):
+    """Read slots until none that exists is empty, or max_polls times. Return (slots, ready)."""
+    slots = tl.zeros(slots_ptrs.shape, tl.int64)
+    ready = tl.min(slots)
+    polls = 0
+    while (ready == 0) & (polls < max_polls):
+        slots = tl.load(slots_ptrs, mask=exist, other=1, volatile=True)
+        ready = tl.min((slots != 0).to(tl.int64))
+        polls += 1
+    return slots, ready
+
+
+@triton.jit
+def collect(slots, exist, NEUTRAL_HIGH: tl.constexpr, NEUTRAL_LOW: tl.constexpr):
+    """Return the two float32 of each slot, and the neutral ones where there is no such part."""
+    bits = slots ^ EMPTY
+    high = (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    low = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(exist, high, NEUTRAL_HIGH), tl.where(exist, low, NEUTRAL_LOW)

@@ -1,0 +1,34 @@
+"""A tensor of any shape as a matrix with one row for each softmax or normalisation."""
+
+import torch
+
+from kernelbook import runtime
+
+
+def as_rows(x: torch.Tensor, n_cols: int) -> torch.Tensor:
+    """View, or where it must be copy, a tensor as a matrix whose rows are contiguous."""
+    x = runtime.readable(x)
+    if x.ndim != 2 or x.shape[1] != n_cols:
+        x = x.reshape(-1, n_cols)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def empty_rows(x: torch.Tensor, n_cols: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate a result of the shape of x with ``dim`` contiguous. Return it and its rows.
+
+    The result itself is no view, because autograd refuses to let a view that an operator returns
+    be changed in place.
+    """
+    dtype = runtime.kernel_dtype(x.dtype)
+    if x.ndim == 0 or dim in (-1, x.ndim - 1):
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
+        in_rows = x.ndim == 2 and x.shape[1] == n_cols
+        return result, result if in_rows else result.view(-1, n_cols)
+    order = [*(d for d in range(x.ndim) if d != dim % x.ndim), dim % x.ndim]
+    result = torch.empty_permuted(x.shape, order, dtype=dtype, device=x.device)
+    return result, result.permute(order).view(-1, n_cols)
+
+
+def rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a result in the dtype of its input; the interpreter's kernels may have had another."""
+    return result.to(dtype) if runtime.INTERPRETED else result

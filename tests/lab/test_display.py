@@ -1,0 +1,123 @@
+"""What a chapter shows: pieces of kernels, prose, tables and figures."""
+
+import json
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+from records import POINTS, SWEEP
+
+from kernelbook import lab
+from kernelbook.lab import display, figures
+
+
+def test_source_shows_the_piece_under_its_heading():
+    from kernelbook.ops.dropout import seeded_dropout_kernel
+
+    piece = lab.source(seeded_dropout_kernel, "draw")
+    assert "randint4x" in piece.plain
+    assert "tl.store" not in piece.plain
+    assert piece.plain.splitlines()[1].startswith("# -- draw:")
+    whole = lab.source(seeded_dropout_kernel)
+    assert "@triton.jit" in whole.plain
+    assert "highlight" in whole.html
+    assert whole.markdown.count("```") == 2
+    with pytest.raises(ValueError, match="0 pieces named 'paint'"):
+        lab.source(seeded_dropout_kernel, "paint")
+
+
+def test_prose_is_escaped():
+    assert "<code>a &lt; b</code>" in lab.read("where `a < b`, **always**").html
+    assert "<strong>always</strong>" in lab.read("where `a < b`, **always**").html
+    assert "&lt;script&gt;" in lab.table([{"<script>": 1}], "x").html
+
+
+def test_a_script_run_by_itself_prints(capsys):
+    lab.read("Some   prose.")
+    assert capsys.readouterr().out == "Some prose.\n\n"
+
+
+def test_the_link_to_the_record_is_for_the_site_alone(monkeypatch):
+    link = ("the record", "_results/x.json")
+    assert "href" not in lab.note("See", link=link).html
+    monkeypatch.setitem(sys.modules, "sphinx_gallery", json)
+    assert 'href="../_results/x.json"' in display.note("See", link=link).html
+
+
+def test_figures_say_where_they_come_from_in_both_themes(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    lab.plot(sweep, "Speed")
+    figure = plt.gcf()
+    assert figure.get_label().startswith("Speed. Lines over elements, GB/s")
+    assert figure.results == "_results/test-gpu/tried.json"
+    light = figures.to_svg(figure)
+    dark = figures.to_dark(light)
+    for text in ("Test GPU", "driver 1.2", "torch 2.13.0", "triton 3.7.1", "0123456", "2026-01-02"):
+        assert text in light
+    assert "peer refuses: ValueError" in light
+    assert figures.colour("copy") in light
+    assert figures.colour("copy") not in dark
+    lab.plot(sweep, "Speed")
+    assert light == figures.to_svg(plt.gcf())
+    lab.ladder(sweep, "Steps", ["ours"], by="dtype", where={"elements": 1000})
+    assert "ours in float16 50" in plt.gcf().get_label()
+
+
+def test_the_legend_leaves_the_title_alone(replayed):
+    lab.plot(lab.bench("forward", POINTS, None, **SWEEP), "A title that is long enough to be hit")
+    figure = plt.gcf()
+    figure.canvas.draw()
+    title = figure._suptitle.get_window_extent()
+    assert not title.overlaps(figure.axes[0].get_legend().get_window_extent())
+
+
+def test_providers_keep_their_colour(replayed):
+    names = ["Kernel Book", "PyTorch", "first step", "second step", "third step"]
+    colours = [lab.colour(name) for name in names]
+    assert len(set(colours)) == len(names)
+    assert [lab.colour(name) for name in names] == colours
+
+
+# -- numbers that are missing
+
+
+def test_a_number_that_was_never_recorded_is_said_and_not_printed(replayed):
+    missing = lab.bench("backward", POINTS, None, **SWEEP)
+    share = missing.share("ours", elements=1000)
+    shown = lab.read(f"It reaches {share:.0f} % of a copy, and a banana.")
+    assert "Not recorded yet" in shown.plain
+    assert "%" not in shown.plain
+    assert "banana" in lab.read("A banana, 7 %.").plain
+
+
+def test_a_table_that_was_never_recorded_is_said(replayed):
+    assert lab.measure("speed of light", None).rows == []
+    assert "Not recorded yet" in lab.read(f"{float('nan')} m/s").plain
+
+
+def test_a_number_that_is_absent_says_why(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    shown = lab.read(f"A peer reaches {sweep.share('peer', elements=1000):.0f} %.")
+    assert "Absent: peer refuses: ValueError." in shown.plain
+    assert "recorded" not in shown.plain
+
+
+def test_a_nan_where_every_number_was_recorded_is_our_mistake(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    assert sweep.share("ours", elements=1000) == 0.5
+    with pytest.raises(ValueError, match="NaN, although every number was recorded"):
+        lab.read(f"It reaches {float('nan'):.0f} %.")
+
+
+def test_a_provider_that_does_not_exist_is_our_mistake(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    for provider, elements in (("hours", 1000), ("ours", 3000)):
+        with pytest.raises(ValueError, match=f"no point of forward fits {provider}"):
+            sweep.share(provider, elements=elements)
+
+
+def test_a_chapter_forgets_what_the_one_before_it_missed(replayed):
+    lab.measure("speed of light", None)
+    lab.start("tried", "measured_module")
+    with pytest.raises(ValueError, match="NaN"):
+        lab.read("nan %")

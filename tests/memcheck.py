@@ -1,0 +1,280 @@
+"""Call every operator once on every path, with memory that ends where each tensor ends.
+
+    python tests/memcheck.py              run the kernels where kernels run
+    python tests/memcheck.py --sanitize   on a GPU, under compute-sanitizer: memcheck and racecheck
+
+A kernel that reads one element past the end of a parameter gives right results, because what it
+reads there is masked later, and no test of results can see it. Here it is seen:
+
+    on a GPU            PyTorch's cache of memory is off, so that every tensor is an allocation of
+                        its own, of exactly its size, and memcheck knows where that ends
+    in the interpreter  a page that may not be read follows every tensor, and the process dies
+
+Sizes are awkward: no power of two divides them. Every kernel of the package has to have run, or
+this fails and names those that have not.
+"""
+
+import os
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import math
+import mmap
+import pkgutil
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "ops")]
+
+from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, changed  # noqa: E402
+
+from kernelbook import (  # noqa: E402
+    attention,
+    dropout,
+    layer_norm,
+    masked_dropout,
+    ops,
+    quantize,
+    runtime,
+    seeded_dropout,
+    softmax,
+)
+from kernelbook.ops import dropout as dropouts  # noqa: E402
+from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E402
+from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
+from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS = 3
+
+# -- rows: (path, dtype, columns). The interpreter opens the paths to short rows.
+
+SOFTMAX = (
+    [("as it is", F16, 7), ("as it is", F32, 101), ("packed", F16, 98), ("split", F32, 101)]
+    if runtime.INTERPRETED
+    else [("as it is", BF16, n) for n in (7, 1001, 8190, 8194, 20001, 50257, 131073)]
+    + [("as it is", F32, n) for n in (7, 1001, 10001, 20001, 50257)]
+)
+LAYER_NORM = (
+    [("as it is", F16, 7), ("as it is", F32, 101), ("packed", F16, 98), ("packed", F16, 256)]
+    + [("split", F32, 101), ("split", F16, 97), ("loop", F32, 101)]
+    if runtime.INTERPRETED
+    else [("as it is", BF16, n) for n in (7, 1001, 8190, 10002, 16384, 20002, 50257, 65534)]
+    + [("as it is", F32, n) for n in (7, 1001, 10001, 50257, 524289)]
+)
+
+# -- attention: (dtype, query heads, seqlen_q, seqlen_k, head_dim)
+
+ATTENTION = (
+    [(F32, 2, 33, 45, 24), (F16, 4, 35, 7, 16)]
+    if runtime.INTERPRETED
+    else [(BF16, 2, 131, 257, 64), (F16, 4, 131, 257, 128), (BF16, 2, 67, 35, 40)]
+    + [(F32, 2, 67, 131, 40), (BF16, 2, 67, 131, 256)]
+)
+
+
+# -- memory
+
+
+def guarded(values: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of the CPU to where a page begins that may not be read when it ends."""
+    if values.device.type != "cpu" or not values.numel():
+        return values
+    span = 1 + sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+    n_bytes = span * values.itemsize
+    pages = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    after = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(after), mmap.PAGESIZE, 0):
+        raise OSError("a page after a tensor could not be protected")
+    flat = torch.frombuffer(memory, dtype=values.dtype, count=span, offset=pages - n_bytes)
+    copy = torch.empty(0, dtype=values.dtype)
+    copy.set_(flat.untyped_storage(), 0, values.shape, values.stride())
+    return copy.copy_(values)
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw numbers that want a gradient, in an allocation that ends where they do."""
+    values = torch.randn(shape, device=runtime.DEVICE).to(dtype)
+    return guarded(values).requires_grad_()
+
+
+@contextmanager
+def guarding():
+    """Give what the operators allocate a page after it as well."""
+    names = ("empty", "empty_like", "empty_permuted", "zeros", "full")
+    before = {name: getattr(torch, name) for name in names}
+
+    def wrapped(allocate):
+        return lambda *args, **kwargs: guarded(allocate(*args, **kwargs))
+
+    with changed(torch, {name: wrapped(allocate) for name, allocate in before.items()}):
+        yield
+
+
+# -- the operators
+
+
+def differentiate(what: str, results, inputs, dtypes=()) -> None:
+    """Run backward with a gradient whose memory ends where it ends, and wait for the GPU."""
+    results = results if isinstance(results, tuple) else (results,)
+    grads = [draw(*y.shape, dtype=y.dtype).detach() for y in results]
+    found = torch.autograd.grad(results, [x for x in inputs if x is not None], grads)
+    if not all(t.isfinite().all() for t in (*results, *found)):
+        raise AssertionError(f"{what} has a result that is not finite")
+    if not runtime.INTERPRETED:
+        torch.cuda.synchronize()
+    print(what, flush=True)
+
+
+def run_softmax() -> None:
+    for path, dtype, n in SOFTMAX:
+        with changed(softmax_tuned, SOFTMAX_PATHS[path]):
+            x = draw(ROWS, n, dtype=dtype)
+            differentiate(f"softmax, {n} columns, {path}", softmax(x), [x])
+    for algorithm in ("three_pass", "online", "online_2d"):
+        x = draw(ROWS + 2, 101 if runtime.INTERPRETED else 10001, dtype=F32)
+        differentiate(f"softmax, {algorithm}", softmax(x, algorithm=algorithm), [x])
+
+
+def run_layer_norm() -> None:
+    for path, dtype, n in LAYER_NORM:
+        with changed(layer_norm_tuned, LAYER_NORM_PATHS[path]):
+            x, w, b = draw(ROWS, n, dtype=dtype), draw(n, dtype=dtype), draw(n, dtype=dtype)
+            for weight, bias in ((w, b), (None, b), (w, None), (None, None)):
+                what = f"layer norm, {n} columns, {path}, {weight is w} {bias is b}"
+                differentiate(what, layer_norm(x, n, weight, bias), [x, weight, bias])
+            statistics = draw(ROWS, dtype=F32).detach(), draw(ROWS, dtype=F32).detach()
+            rows = (t.detach() for t in (x, draw(ROWS, n, dtype=dtype)))
+            x, dy = (runtime.readable(t) for t in rows)
+            layer_norm_backward._backward(x, None, *statistics, dy, F32, F32, reduction="lock")
+            print(f"layer norm, {n} columns, {path}, under a lock", flush=True)
+
+
+def run_dropout() -> None:
+    for dtype, n in ((F32, 1023), (F16, 2051)):
+        x, keep = draw(n, dtype=dtype), guarded(torch.rand(n, device=runtime.DEVICE) > 0.5)
+        differentiate(f"masked dropout, {n}", masked_dropout(x, keep, 0.5), [x])
+        differentiate(f"seeded dropout, {n}", seeded_dropout(x, 0.5, 7), [x])
+        differentiate(f"dropout, {n}", dropout(x), [x])
+        dropouts._rand_dropout(x.detach(), 0.5, 7)
+
+
+def run_attention() -> None:
+    for dtype, heads, seqlen_q, seqlen_k, head_dim in ATTENTION:
+        for is_causal in (False, True):
+            for deterministic in (False, True):
+                q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
+                k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+                results = attention(
+                    q, k, v, is_causal=is_causal, enable_gqa=True, deterministic=deterministic,
+                    return_lse=not is_causal,
+                )  # fmt: skip
+                what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
+                what += f", {is_causal=}, {deterministic=}"
+                differentiate(what, results, [q, k, v])
+
+
+def run_attention_fp8() -> None:
+    for dtype, heads, seqlen_q, seqlen_k, head_dim in ATTENTION:
+        if dtype == F32:
+            continue
+        q = draw(1, heads, seqlen_q, head_dim, dtype=dtype).detach()
+        k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype).detach() for _ in range(2))
+        small = [tuple(map(guarded, quantize(x))) for x in (q, k, v)]
+        (q8, q_descale), (k8, k_descale), (v8, v_descale) = small
+        options = {"enable_gqa": True, "v_descale": v_descale}
+        for is_causal in (False, True):
+            attention(q, k, v8, is_causal=is_causal, **options)
+            attention(
+                q8, k8, v8, is_causal=is_causal, q_descale=q_descale, k_descale=k_descale, **options
+            )
+        v8, options["v_descale"] = quantize(v, E5M2, per="tensor", contiguous="seqlen")
+        attention(q, k, guarded(v8), **options)
+        print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
+
+
+# -- what has run
+
+
+def kernels() -> dict:
+    """Return every kernel of the operators, by its module and name."""
+    found = {}
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        for name, kernel in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and kernel.fn.__module__ == module.name:
+                found[f"{module.name}.{name}"] = kernel
+    return found
+
+
+def count(all_kernels: dict) -> dict[str, int]:
+    """Count how often each kernel is launched from now on."""
+    counts = dict.fromkeys(all_kernels, 0)
+    for name, kernel in all_kernels.items():
+
+        def run(*args, name=name, run=kernel.run, **kwargs):
+            counts[name] += 1
+            return run(*args, **kwargs)
+
+        kernel.run = run
+    return counts
+
+
+def run_all() -> None:
+    faulthandler.enable()  # so that the interpreter names the kernel that read too far
+    torch.manual_seed(20)
+    counts = count(kernels())
+    with guarding():
+        for run in (run_softmax, run_layer_norm, run_dropout, run_attention, run_attention_fp8):
+            run()
+    idle = [name for name, times in counts.items() if not times]
+    if idle:
+        sys.exit(f"memcheck: no size here meets {', '.join(idle)}: add one that does.")
+    print(f"memcheck: {sum(counts.values())} launches of {len(counts)} kernels.")
+
+
+# -- compute-sanitizer
+
+
+def sanitize() -> int:
+    """Run this file under compute-sanitizer, or say why not. Return what failed."""
+    tool = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+    )
+    if runtime.INTERPRETED or tool is None:
+        why = "no GPU was found" if runtime.INTERPRETED else "compute-sanitizer was not found"
+        print(f"memcheck: {why}, so kernels run without compute-sanitizer.", file=sys.stderr)
+        if os.environ.get("MEMCHECK_REQUIRED"):
+            print("memcheck: MEMCHECK_REQUIRED is set, so this is a failure.", file=sys.stderr)
+            return 1
+        return subprocess.run([sys.executable, __file__], check=False).returncode
+    for check in (["memcheck", "--padding", "512"], ["racecheck"]):
+        command = [tool, "--tool", *check, "--error-exitcode", "9", sys.executable, __file__]
+        print("memcheck:", *command, flush=True)
+        if code := subprocess.run(command, check=False).returncode:
+            return code
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sanitize", action="store_true", help="under compute-sanitizer")
+    if parser.parse_args().sanitize:
+        return sanitize()
+    run_all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

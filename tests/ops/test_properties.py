@@ -1,0 +1,746 @@
+"""Every operator against float64 truth, on whatever Hypothesis draws.
+
+Each property takes a case of :mod:`strategies`, whose numbers are huge or tiny, far from zero,
+partly infinite, and lie in memory in every way that PyTorch knows. A finding becomes an example.
+
+**What may differ.** Every element has a bound of its own, made of the truth and of the roundings
+that an operator cannot avoid. It reads what is stored, so that neither a shift nor a magnitude of x
+is an excuse by itself:
+
+    computing in float32   FEW units in the last place of each term that is added
+    rounding the result    half a unit in the last place of the dtype, or of its smallest number
+    what is kept           y of softmax, out of attention and its weights are rounded to the dtype
+                           before they are used again, and so PyTorch does
+    the mean               of layer norm is a float32: x - mean errs by MEAN units of the mean
+
+A bound of that kind is zero where the truth is and small where the truth is small, so that no row
+hides behind a larger one. Second gradients of composed functions have too many roundings to count:
+those are compared with PyTorch's own error in the same dtype.
+"""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+
+from kernelbook import (
+    attention,
+    dropout,
+    layer_norm,
+    masked_dropout,
+    quantize,
+    reference,
+    runtime,
+    seeded_dropout,
+    softmax,
+)
+from kernelbook.ops.layer_norm import tuned as layer_norm_tuned
+from kernelbook.ops.softmax import tuned as softmax_tuned
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import strategies as draw
+from strategies import Attention, Composed, Dropout, LayerNorm, Numbers, Quantize, Softmax
+
+EPS = torch.finfo(torch.float32).eps
+
+FEW = 16
+"""Units in the last place of float32 that a sum may lose, over all its terms, and an exponential, a
+division and the products around it. A tree of a million terms loses 20 half units at worst."""
+
+MEAN = 0.5
+"""Units in the last place of the mean that x - mean may lose: what rounding it once costs."""
+
+
+def mixed(seed: int, shape, dtype: torch.dtype, mean: float = 1.0) -> torch.Tensor:
+    """Draw normal numbers around a mean: without one, a sum that loses a part hardly changes."""
+    generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
+    draw = {"dtype": torch.float64, "device": runtime.DEVICE, "generator": generator}
+    return (torch.randn(tuple(shape), **draw) + mean).to(dtype)
+
+
+def rounding(truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What storing a number in a dtype may change: half a unit in the last place.
+
+    The hardware's exponential gives zero for what float32 holds with fewer bits.
+    """
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps if dtype == torch.float16 else info.smallest_normal
+    return (truth.abs() * (info.eps / 2) + smallest).nan_to_num(posinf=0.0)
+
+
+def assert_within(what: str, ours: torch.Tensor, truth: torch.Tensor, bound: torch.Tensor) -> None:
+    """Assert |ours - truth| <= bound and the rounding, element by element.
+
+    NaN and infinities are where the truth has them, or where it is too large for the dtype.
+    """
+    assert ours.shape == truth.shape, f"{what} has shape {tuple(ours.shape)}"
+    assert ours.device == truth.device
+    dtype, ours = ours.dtype, ours.detach().double()
+    bound = (bound + rounding(truth, dtype)).expand(truth.shape)
+    wrong = ~((ours - truth).abs() <= bound)
+    wrong &= (ours != truth) & ~(ours.isnan() & truth.isnan())
+    wrong &= ~(ours.isinf() & (truth.abs() + bound > torch.finfo(dtype).max) & (ours * truth > 0))
+    if wrong.any():
+        excess = ((ours - truth).abs() / bound).nan_to_num(nan=torch.inf)
+        worst = torch.where(wrong, excess, -1.0).argmax()
+        at = tuple(int(i) for i in torch.unravel_index(worst, truth.shape))
+        raise AssertionError(
+            f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} places: at {at} it is "
+            f"{ours[at]:.9g}, the truth {truth[at]:.9g}, and the bound on the error {bound[at]:.3g}"
+        )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def noise(terms: torch.Tensor, errors: torch.Tensor, dim: int, keepdim: bool = True):
+    """What a sum over ``dim`` loses when each term is rounded by itself.
+
+    Roundings of equal terms are equal, and those of different ones independent: then the sum of
+    their squares counts, and six times its root is as good as never.
+    """
+    together = (errors / terms.abs().clamp(min=1e-300)).amax(dim, keepdim=True).clamp(max=1.0)
+    together = together * terms.sum(dim, keepdim=True).abs()
+    apart = 6 * errors.square().sum(dim, keepdim=True).sqrt()
+    return together + apart if keepdim else (together + apart).squeeze(dim)
+
+
+@contextmanager
+def changed(module, constants: dict):
+    """Give constants of a module other values for a while."""
+    before = {name: getattr(module, name) for name in constants}
+    try:
+        for name, value in constants.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+SOFTMAX_PATHS = {
+    "as it is": {},
+    "packed": {"TILE_COLS": 31},
+    "split": {"TILE_COLS": 31, "WIDE_BYTES": 127, "PART_COLS": (32, 32)},
+}
+LAYER_NORM_PATHS = {"as it is": {}}
+LAYER_NORM_PATHS["packed"] = {"TILE_COLS": 31, "BWD_ROW_COLS": 31, "BWD_PACKED_COLS": 256}
+LAYER_NORM_PATHS["split"] = LAYER_NORM_PATHS["packed"] | {
+    "TILE_BYTES": 127,
+    "PACKED_COLS": 0,
+    "PART_COLS": 32,
+    "BWD_PACKED_COLS": 0,
+    "BWD_PART_COLS": 32,
+}
+LAYER_NORM_PATHS["loop"] = LAYER_NORM_PATHS["split"] | {
+    "MAX_PARTS": 0,
+    "LOOP_COLS": 32,
+    "COLUMN_COLS": 32,
+}
+
+
+def on_path(case):
+    """Open the case's way through the dispatch to its short rows."""
+    if isinstance(case, Softmax) or (isinstance(case, Composed) and case.how in TWICE["softmax"]):
+        return changed(softmax_tuned, SOFTMAX_PATHS[case.path])
+    return changed(layer_norm_tuned, LAYER_NORM_PATHS[case.path])
+
+
+# -- softmax
+
+
+def check_softmax(case: Softmax) -> None:
+    x = case.x.make(dim=case.dim).detach().requires_grad_()
+    before = x.detach().clone()
+    dy = case.dy.make(dim=case.dim) if case.dy else mixed(1, x.shape, x.dtype)
+    dim = case.dim
+    with on_path(case):
+        y = softmax(x, dim, algorithm=case.algorithm)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        (dx_once_more,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    assert same_bits(x.detach(), before), "x was changed"
+    assert y.dtype == dx.dtype == dx_once_more.dtype == x.dtype
+
+    # An exponent x - max errs by its own last place, and so does what is made of it.
+    true = reference.softmax(x, dim)
+    if not x.numel():
+        assert y.shape == dx.shape == dx_once_more.shape == x.shape
+        return
+    stored = x.detach().double()
+    below = (stored.amax(dim, keepdim=True) - stored).nan_to_num(nan=0.0, posinf=0.0)
+    assert_within("y", y, true, true * EPS * (FEW + 4 * below))
+
+    dy = dy.double()
+    error = rounding(true, x.dtype) + true * EPS * FEW
+    terms = true * dy
+    total = terms.sum(dim, keepdim=True)
+    lost = noise(terms, error * dy.abs(), dim)
+    lost = lost + EPS * FEW * terms.abs().sum(dim, keepdim=True)
+    bound = error * (dy - total).abs() + true * lost + EPS * FEW * true * (dy.abs() + total.abs())
+    true_dx = reference.softmax_backward(x, dy, dim)
+    assert_within("dx", dx, true_dx, bound)
+    assert_within("dx under create_graph", dx_once_more, true_dx, bound)
+    assert_as_precise(dx_once_more, dx, true_dx)
+
+
+def assert_as_precise(under_graph, plain, truth) -> None:
+    """Assert that 16 bits are not what a gradient is computed in because it will be differentiated.
+
+    Then its errors are larger on the average, though each is within its bound.
+    """
+    finite = truth.isfinite() & plain.isfinite()
+    if plain.dtype == torch.float32 or finite.sum() < 200:
+        return  # of fewer numbers, the mean of their errors is chance
+    ours, theirs = ((dx.double() - truth)[finite].norm() for dx in (under_graph, plain))
+    assert ours <= 1.15 * theirs, f"under create_graph dx errs by {ours:.3g}, else by {theirs:.3g}"
+
+
+# -- layer norm
+
+
+def check_layer_norm(case: LayerNorm) -> None:
+    n_dims, eps = case.n_dims, case.eps
+    drawn = (case.x.make(n_dims), *(n and n.make() for n in (case.weight, case.bias)))
+    x, weight, bias = (
+        t if t is None else t.detach().requires_grad_(need)
+        for t, need in zip(drawn, case.needs, strict=True)
+    )
+    given = [t for t in (x, weight, bias) if t is not None]
+    before = [t.detach().clone() for t in given]
+    dy = case.dy.make(n_dims) if case.dy else mixed(1, x.shape, x.dtype)
+    shape = x.shape[x.ndim - n_dims :]
+    with on_path(case):
+        y = layer_norm(x, shape, weight, bias, eps)
+        wanted = [t for t in given if t.requires_grad]
+        grads = torch.autograd.grad(y, wanted, dy, retain_graph=True) if wanted else ()
+        again = torch.autograd.grad(y, wanted, dy, create_graph=True) if wanted else ()
+    assert all(same_bits(t.detach(), b) for t, b in zip(given, before, strict=True))
+    dtypes = [t.dtype for t in wanted]
+    assert [g.dtype for g in grads] == [g.dtype for g in again] == dtypes
+    assert y.dtype == x.dtype
+
+    if not x.numel():
+        assert y.shape == x.shape
+        assert not any(g.any() for g in (*grads, *again))
+        return
+    last = tuple(range(-n_dims, 0))
+    w = torch.ones((), dtype=torch.float64, device=x.device) if weight is None else weight.double()
+    w = w.detach()
+    stored = x.detach().double()
+    largest = stored.amax(last, keepdim=True)
+    constant = (largest == stored.amin(last, keepdim=True)) & largest.isfinite()
+    true = reference.layer_norm(x, n_dims, weight, bias, eps)
+    mean = stored.mean(last, keepdim=True)
+    deviation = torch.where(constant, 0.0, stored - mean)
+    rstd = (deviation.square().mean(last, keepdim=True) + eps).rsqrt()
+    xhat = deviation * rstd
+    # Where float32 cannot tell the mean from its neighbours, as measured by the spread, no digit of
+    # xhat is certain; a row of equal numbers must be zero nonetheless.
+    off = MEAN * EPS * mean.abs() * rstd
+    off = torch.where(constant, EPS * off, torch.where(off > 0.1, torch.inf, off))
+    off = off + EPS * FEW * (deviation.abs().mean(last, keepdim=True) * rstd)
+    rstd_off = off.square() + EPS * FEW
+    xhat_off = off + xhat.abs() * rstd_off
+    offset = torch.zeros_like(w) if bias is None else bias.detach().double()
+    true = torch.where(constant, offset, true)  # float64 has its own rounding to hide
+    bound = w.abs() * xhat_off + EPS * 4 * (offset.abs() + (w * xhat).abs())
+    assert_within("y", y, true, torch.where(constant, 0.0, bound))
+
+    dy = dy.double()
+    wdy = w * dy
+    c1 = (xhat * wdy).mean(last, keepdim=True)
+    c2 = wdy.mean(last, keepdim=True)
+    c1_off = (wdy.abs() * (xhat_off + EPS * FEW * xhat.abs())).mean(last, keepdim=True)
+    c2_off = EPS * FEW * wdy.abs().mean(last, keepdim=True)
+    inner_off = xhat_off * c1.abs() + xhat.abs() * c1_off + c2_off
+    inner_off = inner_off + EPS * 4 * (wdy.abs() + (xhat * c1).abs() + c2.abs())
+    true_dx = (wdy - c2 - xhat * c1) * rstd
+    truth = {"dx": (true_dx, rstd * inner_off + true_dx.abs() * rstd_off)}
+    dw_off = dy.abs() * (xhat_off + EPS * FEW * xhat.abs())
+    if weight is not None:
+        truth["dw"] = over_rows(dy * xhat, n_dims), over_rows(dw_off, n_dims)
+    if bias is not None:
+        truth["db"] = over_rows(dy, n_dims), EPS * FEW * over_rows(dy.abs(), n_dims)
+    truth = {
+        name: pair for (name, pair), t in zip(truth.items(), given, strict=True) if t.requires_grad
+    }
+    for suffix, found in (("", grads), (" under create_graph", again)):
+        for ours, (name, (true, bound)) in zip(found, truth.items(), strict=True):
+            bound = torch.where(bound.isnan() & ~true.isnan(), torch.inf, bound)
+            assert_within(name + suffix, ours, true, bound)
+
+
+def over_rows(x: torch.Tensor, n_dims: int) -> torch.Tensor:
+    """Sum over all dimensions but the last, of which there may be none."""
+    return x.sum(tuple(range(x.ndim - n_dims))) if x.ndim > n_dims else x
+
+
+# -- functions of functions
+
+
+def _weight_of(x):
+    return x.mean(tuple(range(x.ndim - 1))) + 1
+
+
+TWICE = {
+    "softmax": {
+        "softmax": lambda op, x: op(x, -1),
+        "softmax of softmax": lambda op, x: op(8 * op(x, -1), 0),
+        "softmax times x": lambda op, x: op(x, -1) * x,
+        "softmax of sin": lambda op, x: op(3 * x.sin(), -1),
+    },
+    "layer_norm": {
+        "layer norm": lambda op, x: op(x, x.shape[-1:]),
+        "weight from x": lambda op, x: op(x, x.shape[-1:], _weight_of(x)),
+        "bias from x": lambda op, x: op(x, x.shape[-1:], None, _weight_of(x)),
+        "both from x": lambda op, x: op(x, x.shape[-1:], _weight_of(x), _weight_of(x).sin()),
+        "layer norm of layer norm": lambda op, x: op(op(x, x.shape[-1:]).sin(), x.shape[-2:]),
+    },
+}
+
+
+def layer_norm_in_torch(x, shape, weight=None, bias=None):
+    """PyTorch's, with a weight: without one, but with a bias, it has no second gradient."""
+    weight = torch.ones(shape, dtype=x.dtype, device=x.device) if weight is None else weight
+    return F.layer_norm(x, shape, weight, bias)
+
+
+OPERATORS = {"softmax": (softmax, torch.softmax), "layer_norm": (layer_norm, layer_norm_in_torch)}
+
+
+def derivatives(function, leaf, hooked):
+    """The value, the gradient and the second gradient of a function, and what hooks on x saw."""
+    seen = []
+
+    def fresh():
+        x = leaf.detach().requires_grad_()
+        if not hooked:
+            return x, x
+        between = x * 1
+        between.retain_grad()
+        between.register_hook(lambda dx: seen.append(dx.detach()) or None)
+        return x, between
+
+    start, x = fresh()
+    y = function(x)
+    weights = mixed(1, y.shape, y.dtype, mean=0.0)
+    (dx,) = torch.autograd.grad(y, start, weights, create_graph=True)
+    (ddx,) = torch.autograd.grad((dx * mixed(2, x.shape, x.dtype, mean=0.0)).sum(), start)
+    start, x = fresh()
+    function(x).backward(weights)
+    kept = [x.grad.detach()] if hooked else []
+    return [y.detach(), dx.detach(), ddx, start.grad.detach(), *kept, *seen]
+
+
+def check_composed(case: Composed) -> None:
+    operator = "softmax" if case.how in TWICE["softmax"] else "layer_norm"
+    ours, theirs = OPERATORS[operator]
+    compose = TWICE[operator][case.how]
+    x = case.x.make()
+    with on_path(case):
+        got = derivatives(lambda x: compose(ours, x), x, case.hooked)
+    truth = derivatives(lambda x: compose(theirs, x), x.double(), case.hooked)
+    in_torch = derivatives(lambda x: compose(theirs, x), x, case.hooked)
+    assert len(got) == len(truth), "a hook on x was not called as often as PyTorch calls it"
+    for index, (result, true, their) in enumerate(zip(got, truth, in_torch, strict=True)):
+        what = ("y", "dx", "ddx", "dx of backward", "what a hook saw")[min(index, 4)]
+        assert result.dtype == x.dtype
+        # A line has the largest element near it as its unit. A gradient in which all cancels is
+        # judged by the tensor's, less the digits that float32 has more.
+        unit = true.abs().amax(-1, keepdim=True)
+        unit = torch.maximum(unit, true.abs().amax() * 2**-6)
+        error = (their.double() - true).abs() / unit
+        error = torch.where(error.isfinite(), error, 0.0).amax()  # PyTorch overflows in float16
+        assert_within(what, result, true, TWICE_FACTOR * unit * torch.clamp(
+            error, min=torch.finfo(x.dtype).eps))  # fmt: skip
+
+
+TWICE_FACTOR = 8
+"""A second gradient may err by eight times PyTorch's own error, in units of the row: between dx and
+ddx stand a dozen roundings in either, in another order."""
+
+
+# -- attention
+
+
+def check_attention(case: Attention) -> None:
+    operands = [n.make().detach().requires_grad_(need)
+                for n, need in zip((case.q, case.k, case.v), case.needs, strict=True)]  # fmt: skip
+    q, k, v = operands
+    before = [t.detach().clone() for t in operands]
+    options = {"is_causal": case.is_causal, "scale": case.scale}
+    out, lse = attention(
+        q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=case.deterministic
+    )
+    do = mixed(case.seed, out.shape, out.dtype)
+    dlse = mixed(case.seed + 1, lse.shape, lse.dtype)
+    wanted = [t for t, need in zip(operands, case.needs, strict=True) if need]
+    grads = iter(torch.autograd.grad((out, lse), wanted, (do, dlse)) if wanted else ())
+    grads = [next(grads) if need else None for need in case.needs]
+    assert all(same_bits(t.detach(), b) for t, b in zip(operands, before, strict=True))
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    for (name, (true, bound)), ours in zip(attention_truth(case, q, k, v, do, dlse).items(),
+                                           (out, lse, *grads), strict=True):  # fmt: skip
+        if ours is not None:
+            assert_within(name, ours, true, bound)
+
+
+def attention_truth(case, q, k, v, do, dlse):
+    """Results of attention in float64, each with what its roundings may change, element by element.
+
+    s = scale q k^T, p = softmax(s), dp = do v^T, ds = p (dp - delta + dlse).
+    """
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5 if case.scale is None else case.scale
+    group = q.shape[1] // k.shape[1]
+    half = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
+    q, k, v, do, dlse = (t.detach().double() for t in (q, k, v, do, dlse))
+    true_out, true_lse = reference.attention(q, k, v, case.is_causal, case.scale)
+    true_grads = [torch.zeros_like(t) for t in (q, k, v)]
+    if q.numel() and k.numel():
+        true_grads = reference.attention_backward(q, k, v, do, case.is_causal, case.scale, dlse)
+
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    s = scale * q @ k.mT
+    hidden = torch.zeros_like(s, dtype=torch.bool)
+    if case.is_causal:
+        hidden = torch.ones_like(hidden).triu(1 + k.shape[2] - q.shape[2])
+    p = (s - true_lse.clamp(min=-1e300).unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+
+    # A score errs by the last places of its products; its exponential errs by as much relatively,
+    # and the weights of a row by twice the worst of them. In 16 bits each weight is rounded, beside
+    # a largest one of about 1; float16 has no numbers below 2**-24, and float32 few below 2**-126.
+    s_off = EPS * FEW * (scale * q.abs() @ k.mT.abs() + s.abs() + 1)
+    keyless = s.new_zeros((*s.shape[:-1], 1))
+    row_off = s_off.masked_fill(hidden, 0.0).amax(-1, keepdim=True) if s.shape[-1] else keyless
+    largest = p.amax(-1, keepdim=True) if s.shape[-1] else keyless
+    p_off = 2 * torch.expm1(2 * row_off.clamp(max=300)).clamp(max=1e3)
+    lost = torch.finfo(torch.float32).smallest_normal
+    tiny = (2.0**-24 if dtype == torch.float16 else lost) * ~hidden
+    p_round = half * p + tiny * largest
+    weighted = p @ v.abs()
+    out_off = p_off * weighted + half * true_out.abs() + EPS * FEW * weighted
+    out_off = out_off + 6 * (p_round.square() @ v.square()).sqrt()
+    lse_off = row_off.squeeze(-1) + EPS * FEW * (1 + true_lse.abs().nan_to_num(posinf=0.0))
+    truth = {"out": (true_out, out_off), "lse": (true_lse, lse_off)}
+
+    dp = do @ v.mT
+    delta = (do * true_out).sum(-1, keepdim=True)
+    inner = dp - delta + dlse.unsqueeze(-1)
+    size = dp.abs() + delta.abs() + dlse.abs().unsqueeze(-1)
+    out_round = half * true_out.abs() + out_off + rounding(true_out, dtype)
+    inner_off = EPS * FEW * (do.abs() @ v.abs().mT + (do * true_out).abs().sum(-1, keepdim=True))
+    inner_off = inner_off + (do.abs() * out_round).sum(-1, keepdim=True) + EPS * FEW * size
+    ds = p * inner
+    ds_off = p * inner_off + p_off * p * inner.abs() + lost * size
+    ds_round = half * ds.abs() + tiny
+    dq_off = ds_off @ k.abs() + 6 * (ds_round.square() @ k.square()).sqrt()
+    dq_off = dq_off + half * (ds @ k).abs() + EPS * FEW * ds.abs() @ k.abs()
+    dk_off = ds_off.mT @ q.abs() + 6 * (ds_round.square().mT @ q.square()).sqrt()
+    dk_off = dk_off + half * (ds.mT @ q).abs() + EPS * FEW * ds.abs().mT @ q.abs()
+    dv_off = (p_off * p).mT @ do.abs() + 6 * (p_round.square().mT @ do.square()).sqrt()
+    dv_off = dv_off + half * (p.mT @ do).abs() + EPS * FEW * p.mT @ do.abs()
+    bounds = (scale * dq_off, scale * dk_off, dv_off)
+    for name, true, bound in zip(("dq", "dk", "dv"), true_grads, bounds, strict=True):
+        if name != "dq":  # query heads of a group share keys
+            bound = bound.unflatten(1, (-1, group)).sum(2)
+        truth[name] = true, bound
+    return truth
+
+
+# -- dropout
+
+
+def check_dropout(case: Dropout) -> None:
+    x = case.x.make().detach().requires_grad_()
+    before = x.detach().clone()
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    keep = reference.keep_mask(index, case.p, case.seed, 7)
+    seed = case.seed
+    if case.in_tensor:
+        seed = torch.tensor(seed, device=x.device)
+    true = reference.masked_dropout(x.detach(), keep, case.p)
+    slack = EPS * 2 * true.abs().nan_to_num(posinf=0.0)
+    seeded, masked = seeded_dropout(x, case.p, seed), masked_dropout(x, keep, case.p)
+    for y in (seeded, masked):
+        assert y.dtype == x.dtype
+        assert_within("y", y, true, slack)
+    # One mask for forward, for its gradient, and for the gradient of that.
+    dy = mixed(1, x.shape, x.dtype).requires_grad_()
+    for y in (seeded, masked):
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        (ddy,) = torch.autograd.grad(dx, dy, torch.ones_like(dx))
+        for what, ours, of in (("dx", dx, dy.detach()), ("ddy", ddy, torch.ones_like(dx))):
+            true = reference.masked_dropout(of, keep, case.p)
+            assert_within(what, ours, true, EPS * 2 * true.abs())
+    assert same_bits(x.detach(), before), "x was changed"
+
+
+def check_dropout_by_generator(case: Dropout) -> None:
+    """dropout draws its seed from torch's generator, and backward has the mask of forward."""
+    x = case.x.make().detach()
+    x = torch.where(x.isfinite() & (x != 0), x, 1.0).requires_grad_()
+    results = []
+    for _ in range(2):
+        torch.manual_seed(case.seed % 2**63)
+        results.append(dropout(x, case.p))
+    assert same_bits(*results)
+    assert dropout(x, case.p, training=False) is x
+    y = results[0]
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    kept = dx != 0
+    true = reference.masked_dropout(x.detach(), kept, case.p)
+    assert_within("y", y, true, EPS * 2 * true.abs())
+    assert_within("dx", dx, reference.masked_dropout(torch.ones_like(x), kept, case.p), 0 * true)
+    # The number that is kept is binomial: eight times its deviation is as good as never.
+    deviation = (x.numel() * case.p * (1 - case.p)) ** 0.5
+    assert abs(int(kept.sum()) - x.numel() * (1 - case.p)) <= 8 * deviation + 1
+
+
+# -- quantize
+
+BITS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}
+"""Bits after the leading one, and the exponent of the smallest number that has them all."""
+
+
+def check_quantize(case: Quantize) -> None:
+    x = case.x.make()
+    before = x.clone()
+    dtype = getattr(torch, case.dtype)
+    stored, descale = quantize(x, dtype, per=case.per, contiguous=case.contiguous)
+    assert same_bits(x, before), "x was changed"
+    assert stored.shape == x.shape
+    assert stored.dtype == dtype
+    assert descale.dtype == torch.float32
+    assert descale.shape == (x.shape[:2] if case.per == "head" else ())
+    if not x.numel():
+        return
+    x, factor = x.double(), descale.double().view(*descale.shape, *[1] * (4 - descale.ndim))
+    dims = (2, 3) if case.per == "head" else (0, 1, 2, 3)
+    finite = x.isfinite().all(3, keepdim=True).all(2, keepdim=True)
+    finite = finite if case.per == "head" else finite.all()
+    largest = x.abs().amax(dims, keepdim=True)
+    result = stored.double() * factor
+    assert (result.isnan() | finite).all(), "a NaN or an infinity is lost"
+    assert ((stored.double() == 0) & (factor == 1) | (largest != 0)).all()
+    # Rounded to so many bits, or to a multiple of the smallest number; and the division in float32.
+    bits, exponent = BITS[case.dtype]
+    bound = torch.maximum(x.abs() * 2.0 ** -(bits + 1), factor * 2.0 ** (exponent - bits - 1))
+    assert (((result - x).abs() <= bound * (1 + 8 * EPS)) | ~finite).all()
+    reached = (stored.double().abs().amax(dims, keepdim=True) == torch.finfo(dtype).max) | ~finite
+    assert (reached | (largest == 0)).all(), "the largest number of the dtype is not used"
+
+
+# -- subsets of gradients, and users that change the result in place
+
+
+def check_in_place(case: LayerNorm | Softmax | Dropout) -> None:
+    """A result changed in place gives, bit by bit, what it gives changed into a new tensor.
+
+    Autograd may refuse, where it refuses the same change to PyTorch's own result.
+    """
+    changes = ((torch.relu_, torch.relu), (lambda y: y.mul_(2), lambda y: y * 2))
+    for change_in_place, change in changes:
+        ours, theirs, x = in_place_functions(case)
+        truth = gradient_of(change, ours, x)
+        try:
+            found = gradient_of(change_in_place, ours, x)
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradient_of(change_in_place, theirs, x)
+        else:
+            assert all(map(same_bits, found, truth))
+
+
+def gradient_of(change, function, x):
+    x = x.detach().requires_grad_()
+    y = change(function(x))
+    (dx,) = torch.autograd.grad(y, x, mixed(1, y.shape, y.dtype))
+    return y.detach(), dx
+
+
+def in_place_functions(case):
+    """Return an operator, the one that PyTorch has in its place, and x."""
+    if isinstance(case, Softmax):
+        x = case.x.make(dim=case.dim)
+        return (lambda x: softmax(x, case.dim)), (lambda x: torch.softmax(x, case.dim)), x
+    if isinstance(case, Dropout):
+        x = case.x.make()
+        return (lambda x: seeded_dropout(x, case.p, case.seed)), (lambda x: F.dropout(x)), x
+    x = case.x.make(case.n_dims)
+    shape = x.shape[x.ndim - case.n_dims :]
+    return (lambda x: layer_norm(x, shape)), (lambda x: F.layer_norm(x, shape)), x
+
+
+# -- the tests. In CI they are the same every time; tests/fuzz.py draws the others.
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    max_examples=15,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("ci")
+
+PROPERTIES = {
+    "softmax": (draw.softmax(), check_softmax),
+    "softmax_composed": (draw.composed("softmax", tuple(TWICE["softmax"])), check_composed),
+    "layer_norm": (draw.layer_norm(), check_layer_norm),
+    "layer_norm_composed": (
+        draw.composed("layer_norm", tuple(TWICE["layer_norm"])),
+        check_composed,
+    ),
+    "attention": (draw.attention(), check_attention),
+    "seeded_and_masked_dropout": (draw.dropout(), check_dropout),
+    "dropout": (draw.dropout(), check_dropout_by_generator),
+    "quantize": (draw.quantize(), check_quantize),
+    "in_place": (draw.softmax() | draw.layer_norm() | draw.dropout(), check_in_place),
+}
+"""What is drawn for each property, and the property."""
+
+
+@given(PROPERTIES["softmax"][0])
+def test_softmax(case):
+    check_softmax(case)
+
+
+@given(PROPERTIES["softmax_composed"][0])
+def test_functions_of_softmax(case):
+    check_composed(case)
+
+
+@given(PROPERTIES["layer_norm"][0])
+def test_layer_norm(case):
+    check_layer_norm(case)
+
+
+@given(PROPERTIES["layer_norm_composed"][0])
+def test_functions_of_layer_norm(case):
+    check_composed(case)
+
+
+@given(PROPERTIES["attention"][0])
+def test_attention(case):
+    check_attention(case)
+
+
+@given(PROPERTIES["seeded_and_masked_dropout"][0])
+def test_seeded_and_masked_dropout(case):
+    check_dropout(case)
+
+
+@given(PROPERTIES["dropout"][0])
+def test_dropout(case):
+    check_dropout_by_generator(case)
+
+
+@given(PROPERTIES["quantize"][0])
+def test_quantize(case):
+    check_quantize(case)
+
+
+@given(PROPERTIES["in_place"][0])
+def test_results_may_be_changed_in_place(case):
+    check_in_place(case)
+
+
+# -- what was found once: seeds and sizes as they failed, or the smallest that do
+
+INF, NAN = torch.inf, torch.nan
+FOUND = {
+    "no columns": ("softmax", Softmax(Numbers((2, 3, 0)))),
+    "nothing": ("softmax", Softmax(Numbers((0,)), 0)),
+    "no columns, and rows after them": ("softmax", Softmax(Numbers((2, 0, 3)), 1)),
+    "a scalar": ("softmax", Softmax(Numbers(()))),
+    "far below zero, in parts": ("softmax", Softmax(Numbers((3, 90), shift=-200.0), path="split")),
+    "far below zero, in parts, float16": (
+        "softmax",
+        Softmax(Numbers((3, 90), "float16", shift=-100.0), path="split"),
+    ),
+    "far below zero, in parts, bfloat16": (
+        "softmax",
+        Softmax(Numbers((3, 90), "bfloat16", shift=-200.0), path="split"),
+    ),
+    "a part of nothing but -inf": (
+        "softmax",
+        Softmax(Numbers((2, 128), shift=-150.0, marks=((0, 32, 64, -INF),)), path="split"),
+    ),
+    "a first part of nothing but -inf": (
+        "softmax",
+        Softmax(Numbers((2, 128), shift=-150.0, marks=((1, 0, 32, -INF),)), path="split"),
+    ),
+    "a row of NaN": ("softmax", Softmax(Numbers((1,), marks=((0, 0, 1, NAN),)), 0)),
+    "a pending negation": ("softmax", Softmax(Numbers((3, 7), layout="negative"))),
+    "create_graph in float16": ("softmax", Softmax(Numbers((4, 256), "float16"))),
+    "create_graph in bfloat16": ("softmax", Softmax(Numbers((4, 256), "bfloat16"))),
+    "equal numbers": ("layer_norm", LayerNorm(Numbers((1, 1000), magnitude=0.0, shift=1000.1))),
+    "equal numbers, in parts": (
+        "layer_norm",
+        LayerNorm(Numbers((3, 300), magnitude=0.0, shift=1000.1), path="split"),
+    ),
+    "one number, and dw under create_graph": (
+        "layer_norm",
+        LayerNorm(Numbers((1,)), weight=Numbers((1,))),
+    ),
+    "far from zero": ("layer_norm", LayerNorm(Numbers((16, 300), shift=1000.0))),
+    "far from zero, in parts": (
+        "layer_norm",
+        LayerNorm(Numbers((5, 300), shift=1000.0), path="split"),
+    ),
+    "far from zero, in a loop": (
+        "layer_norm",
+        LayerNorm(Numbers((16, 300), shift=1000.0), path="loop"),
+    ),
+    "a variance too large": ("layer_norm", LayerNorm(Numbers((2, 100), magnitude=1e20))),
+    "a variance too large, bfloat16": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 100), "bfloat16", magnitude=1e20), path="packed"),
+    ),
+    "a variance too large, in parts": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 100), magnitude=1e20), path="split"),
+    ),
+    "a variance too large, in a loop": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 100), magnitude=1e20), path="loop"),
+    ),
+    "parameters with a pending negation": (
+        "layer_norm",
+        LayerNorm(Numbers((3, 7)), 1, *[Numbers((7,), layout="negative")] * 2),
+    ),
+    "a weight made of x": ("layer_norm_composed", Composed("weight from x", Numbers((5, 20)))),
+    "a bias made of x": ("layer_norm_composed", Composed("bias from x", Numbers((5, 20)))),
+    "a hook on x": ("layer_norm_composed", Composed("layer norm", Numbers((5, 20)), hooked=True)),
+    "relu_ of three dimensions": ("in_place", LayerNorm(Numbers((2, 3, 20)))),
+    "relu_ of rows that are not last": ("in_place", Softmax(Numbers((2, 20, 3)), 1)),
+    "dropout of a pending negation": (
+        "seeded_and_masked_dropout",
+        Dropout(Numbers((9,), layout="negative")),
+    ),
+    "attention of pending negations": (
+        "attention",
+        Attention(*[Numbers((1, 2, 5, 16), layout="negative")] * 3),
+    ),
+    "no keys": ("attention", Attention(Numbers((1, 2, 3, 16)), *[Numbers((1, 2, 0, 16))] * 2)),
+    "weights that float32 holds in few bits": (
+        "attention",
+        Attention(
+            Numbers((2, 2, 1, 16), magnitude=1000.0),
+            Numbers((2, 2, 31, 16), magnitude=0.01),
+            Numbers((2, 2, 31, 16), magnitude=1000.0),
+            scale=1.0,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), FOUND.values(), ids=FOUND)
+def test_what_was_found_once(name, case):
+    PROPERTIES[name][1](case)

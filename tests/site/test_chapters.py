@@ -1,0 +1,273 @@
+"""The chapters: what a reader downloads runs by itself, and what must stop a build stops it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from records import PROVENANCE, record
+
+ROOT = Path(__file__).parents[2]
+DOWNLOADS = ROOT / "build" / "html" / "downloads"
+CHAPTERS = sorted(p.stem for p in (ROOT / "gallery").glob("[!_]*.py"))
+LEFTOVERS = {
+    "directive": r"(?m)^\s*\.\. [\w-]+::",
+    "comment or target": r"(?m)^\s*\.\. ",
+    "role": r":[a-z:]+:`",
+    "literal block mark": r"(?m)::\s*$",
+    "link": r"`_+(\W|$)",
+    "double backquotes": r"(?<!`)``(?!`)",
+    "heading underline": r"(?m)^([=\-~^\"])\1{3,}$",
+    "HTML": r"(?i)</?(div|span|p|img|table|details|br|h\d)\b",
+}
+
+
+# -- what is downloaded ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """kernel-book.zip, unpacked as a reader would."""
+    folder = tmp_path_factory.mktemp("download")
+    with zipfile.ZipFile(DOWNLOADS / "kernel-book.zip") as archive:
+        archive.extractall(folder)
+    return folder / "kernel-book"
+
+
+@pytest.fixture(scope="module")
+def environment(book, tmp_path_factory):
+    """Environment variables under which the only kernelbook is the shipped wheel."""
+    installed = tmp_path_factory.mktemp("installed")
+    [wheel] = book.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", installed, wheel], check=True)
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("KERNELBOOK")}
+    variables |= {"PYTHONPATH": str(installed), "KERNELBOOK_MODE": "replay", "MPLBACKEND": "agg"}
+    where = "import kernelbook; print(kernelbook.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where],
+        env=variables,
+        cwd=installed.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(found.stdout.splitlines()[-1]).is_relative_to(installed)
+    return variables
+
+
+def test_zip_holds_the_whole_book(book):
+    files = {p.relative_to(book).as_posix() for p in book.rglob("*") if p.is_file()}
+    wheels = {name for name in files if name.endswith(".whl")}
+    results = {p.relative_to(ROOT).as_posix() for p in (ROOT / "results").rglob("*.json")}
+    chapters = {f"{stem}.{kind}" for stem in CHAPTERS for kind in ("py", "ipynb")}
+    assert len(wheels) == 1
+    assert files == wheels | results | chapters | {"README.txt"}
+    assert wheels.pop() in (book / "README.txt").read_text(encoding="utf-8")
+
+
+def test_wheel_holds_the_package_and_the_results(book):
+    [wheel] = book.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = ROOT / "src"
+    assert {p.relative_to(source).as_posix() for p in source.rglob("*.py")} <= names
+    for file in (ROOT / "results").rglob("*.json"):
+        assert f"kernelbook/_results/{file.relative_to(ROOT / 'results').as_posix()}" in names
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+@pytest.mark.parametrize("stem", CHAPTERS)
+def test_script_runs_with_the_wheel_alone(stem, book, environment, tmp_path):
+    script = (book / f"{stem}.py").read_bytes()
+    (tmp_path / f"{stem}.py").write_bytes(script)
+    done = subprocess.run(
+        [sys.executable, f"{stem}.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.filterwarnings("ignore")  # Jupyter's own
+@pytest.mark.parametrize("stem", CHAPTERS)
+def test_notebook_runs_with_the_wheel_alone(stem, book, environment, tmp_path):
+    notebook = nbformat.read(book / f"{stem}.ipynb", as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3", resources=where)
+    client.execute(env=environment)
+    shown = [o for c in notebook.cells for o in c.get("outputs", ()) if o.output_type != "stream"]
+    assert shown
+
+
+@pytest.mark.parametrize("stem", CHAPTERS)
+def test_notebook_is_clean(stem, book):
+    notebook = nbformat.read(book / f"{stem}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert_no_markup_left(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert "sphinx_gallery_" not in cell.source
+            solution = cell.source.startswith("# Solution:")
+            assert not solution or cell.metadata["jupyter"]["source_hidden"]
+
+
+def assert_no_markup_left(notebook):
+    """No prose of the notebook holds reStructuredText or HTML."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"(?s)```.*?```|\(data:[^)]*\)", "", cell.source)
+            for kind, pattern in LEFTOVERS.items():
+                assert not re.search(pattern, prose), f"{kind} left in: {prose}"
+
+
+# -- what stops a build ---------------------------------------------------------------------------
+
+PROSE = '''r"""
+Trial
+=====
+
+Does :math:`a + b` survive, and :func:`kernelbook.dropout`, and ``code``?
+"""
+print("first cell")
+
+# %%
+# A section
+# ---------
+#
+# .. math::
+#    :label: sum
+#
+#    a &= b \\\\
+#    c &= d
+#
+# .. tip:: A `link <https://example.org>`_ in **bold**, and :doc:`/index`.
+#
+# .. list-table::
+#    :header-rows: 1
+#
+#    * - name
+#      - value
+#    * - x|y
+#      - 1
+#
+# 1. One
+#
+#    - nested
+# 2. Two
+#
+# .. code-block:: python
+#
+#    1 + 1
+
+# Solution: add
+print("solved")
+
+# %%
+
+# Reading
+from kernelbook import lab
+
+lab.read("Two is **more** than one.")
+'''
+FAILING = '''"""
+Trial
+=====
+"""
+import torch
+
+from kernelbook import lab
+
+lab.start("dropout")
+one = torch.ones(4, dtype=torch.float64)
+lab.check("wrong", [lab.Case("(4,)", "forward", 2 * one.float(), one.float(), one)])
+'''
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A function that builds a book of one chapter with the real configuration."""
+
+    def run(chapter, record=None, builder="dummy"):
+        for folder in ("docs", "gallery", "results/a-gpu"):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "docs/index.rst").write_text(
+            "Trial book\n==========\n\n.. toctree::\n\n   chapters/trial\n"
+        )
+        (tmp_path / "gallery/README.md").write_text("# Chapters\n")
+        (tmp_path / "gallery/trial.py").write_text(chapter)
+        if record is not None:
+            (tmp_path / "results/a-gpu/trial.json").write_text(record)
+        command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", builder]
+        variables = {"KERNELBOOK_RESULTS": str(tmp_path / "results"), "KERNELBOOK_MODE": "replay"}
+        return subprocess.run(
+            [*command, "-c", ROOT, tmp_path / "docs", tmp_path / "out"],
+            cwd=tmp_path,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def record_of(**changes):
+    """A results file for the chapter `trial`, measured at the code at hand unless changed."""
+    provenance = PROVENANCE | {"gpu": "A GPU", "slug": "a-gpu"}
+    about = {"chapter": "trial", "provenance": provenance, "tables": {}, "sweeps": {}}
+    return json.dumps(record(["kernelbook.ops.dropout"], **about | changes))
+
+
+def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
+    done = build(PROSE, record_of(), builder="html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    notebook = nbformat.read(tmp_path / "out/downloads/trial.ipynb", as_version=4)
+    assert_no_markup_left(notebook)
+    prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    for words in (
+        "# Trial",
+        "Does $a + b$ survive, and `kernelbook.dropout()`, and `code`?",
+        "## A section",
+        r"\begin{aligned}",
+        "[link](https://example.org) in **bold**, and Trial book",
+        "| name | value |\n| --- | --- |\n| x\\|y | 1 |",
+        "1. One\n\n   - nested\n2. Two",
+        "```python\n1 + 1\n```",
+    ):
+        assert words in prose
+    hidden = [c.source for c in notebook.cells if "jupyter" in c.metadata]
+    assert [source.split("\n")[0] for source in hidden] == ["# Solution: add", "# Reading"]
+    page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
+    assert '<details class="kb-solution"><summary>Solution: add</summary>' in page
+    assert page.index('<div class="kb-read">') < page.index('<details class="kb-code">')
+
+
+def test_failing_check_stops_the_build(build):
+    done = build(FAILING)
+    assert done.returncode != 0
+    assert "CheckFailed" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("where", ["fingerprint", "script"])
+def test_edited_kernel_stops_the_build(where, build):
+    done = build(PROSE, record_of(**{where: "0" * 64}))
+    assert done.returncode != 0
+    assert "a-gpu/trial.json is out of date" in done.stderr
+
+
+def test_truncated_results_stop_the_build(build):
+    done = build(PROSE, record_of()[:-20])
+    assert done.returncode != 0
+    assert "a-gpu/trial.json" in done.stderr

@@ -1,0 +1,255 @@
+"""The built site, opened in Chromium with every other host blocked.
+
+Chromium is Debian's package ``chromium``. Where it is missing these tests are skipped by name,
+except in CI, where they fail.
+"""
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+SITE = Path(__file__).parents[2] / "build" / "html"
+FILES = (p.relative_to(SITE).as_posix() for p in SITE.rglob("*.html"))
+PAGES = sorted(path for path in FILES if not path.startswith("_static/"))
+CHAPTERS = [path for path in PAGES if path.startswith("chapters/")]
+THEMES = ("light", "dark")
+PROSE = """() => {  // what a reader sees of the page's text, outside code
+    const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+    let text = "";
+    while (walker.nextNode())
+        if (!walker.currentNode.parentElement.closest("pre, code, script, mjx-container"))
+            text += walker.currentNode.data;
+    return text;
+}"""
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--headless=new",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The address of the built site, served on loopback."""
+    assert PAGES, "build/html has no pages: run `make html` first"
+    handler = functools.partial(_Handler, directory=SITE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's Chromium, driven by Playwright."""
+    executable = shutil.which("chromium")
+    if executable is None:
+        if os.environ.get("CI"):
+            pytest.fail("Chromium is missing: install the Debian package chromium")
+        pytest.skip("Chromium is missing: install the Debian package chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
+
+
+class _Visit:
+    """One page in its own browser context, and everything that went wrong while it loaded."""
+
+    def __init__(self, browser, address, width, theme):
+        self.address, self.problems = address, []
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce"
+        )
+        self.context.route("**/*", self._allow_own_host_only)
+        self.page = self.context.new_page()
+        self.page.on("console", self._note_console)
+        self.page.on("pageerror", lambda error: self.problems.append(f"script error: {error}"))
+        self.page.on("requestfailed", lambda r: self.problems.append(f"failed: {r.url}"))
+        self.page.on("response", self._note_response)
+
+    def _allow_own_host_only(self, route):
+        if route.request.url.startswith((self.address, "data:")):
+            route.continue_()
+        else:
+            route.abort()
+
+    def _note_console(self, message):
+        if message.type in ("error", "warning"):
+            self.problems.append(f"console: {message.text}")
+
+    def _note_response(self, response):
+        if response.status >= 400:
+            self.problems.append(f"status {response.status}: {response.url}")
+
+    def open(self, path):
+        self.page.goto(self.address + path)
+        self.page.evaluate("() => window.MathJax?.startup?.promise")
+        return self.page
+
+
+@pytest.fixture
+def visit(browser, address):
+    """A function that starts a visit of a given width and theme."""
+    visits = []
+
+    def start(width=1280, theme="light"):
+        visits.append(_Visit(browser, address, width, theme))
+        return visits[-1]
+
+    yield start
+    for visit in visits:
+        visit.context.close()
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("path", PAGES)
+def test_page(visit, path, theme):
+    """Loads cleanly from its own host, fits a phone, is accessible, and shows its mathematics."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    phone = visit(width=375, theme=theme)
+    page = phone.open(path)
+    assert page.evaluate("document.documentElement.dataset.theme") == theme
+    overflow = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert overflow <= 0, f"the page scrolls sideways by {overflow} px on a phone"
+    assert not re.search(r"\\[(\[a-z]", page.evaluate(PROSE)), "raw TeX is visible"
+    assert page.locator("mjx-merror").count() == 0, "MathJax could not read a formula"
+    broken = page.evaluate(
+        "[...document.images].filter(i => i.checkVisibility() && !i.naturalWidth).map(i => i.src)"
+    )
+    assert broken == []
+    if page.locator("details").count():
+        page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        page.wait_for_timeout(400)  # the theme waits as long before it looks at what scrolls
+    seen = page.evaluate("[...document.images].filter(i => i.checkVisibility()).length")
+    assert seen == page.locator(f"img.only-{theme}").count()
+    found = Axe().run(page, options={"preload": False}).response["violations"]
+    assert [
+        f"{v['id']} ({v['impact']}): {node['html'][:160]} {node['failureSummary']}"
+        for v in found
+        for node in v["nodes"]
+    ] == []
+    assert phone.problems == []
+
+
+def test_theme_switch(visit):
+    """The theme's own button turns the page dark, and the figures with it."""
+    page = visit(theme="light").open((CHAPTERS or ["index.html"])[0])
+    sources = "images => images.filter(i => i.checkVisibility()).map(i => i.src)"
+    before = page.locator("main img").evaluate_all(sources)
+    page.locator(".theme-switch-button:visible").click()
+    page.locator(".theme-change-button[data-mode=dark]:visible").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    after = page.locator("main img").evaluate_all(sources)
+    assert len(before) == len(after)
+    assert not set(before) & set(after)
+
+
+def test_search_finds_a_term(visit):
+    desktop = visit()
+    page = desktop.open("search.html?q=Philox")
+    page.wait_for_selector("#search-results li a")
+    links = page.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
+    assert any("glossary.html" in link for link in links)
+    assert desktop.problems == []
+
+
+def test_solutions_are_folded_and_readings_are_prose(visit):
+    if not CHAPTERS:
+        pytest.skip("no chapter has been written yet")
+    page = visit().open(CHAPTERS[0])
+    solutions = page.locator("details.kb-solution")
+    assert solutions.count() > 0
+    assert page.locator("details.kb-solution[open]").count() == 0
+    assert not solutions.first.locator(".highlight").first.is_visible()
+    assert page.locator("div.kb-read").first.is_visible()
+
+
+class _Links(HTMLParser):
+    """The links, images and anchors of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.links, self.images, self.anchors = [], [], set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.anchors |= {attrs[key] for key in ("id", "name") if attrs.get(key)}
+        if tag == "img":
+            self.images.append(attrs)
+        for key in ("href", "src"):
+            if tag in ("a", "img", "link", "script", "source") and attrs.get(key):
+                self.links.append((tag, attrs[key]))
+
+
+@functools.cache
+def _parsed(path):
+    return _Links((SITE / path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links_and_images(path):
+    """Every link within the book resolves, nothing is loaded from elsewhere, images have alt."""
+    page, problems = _parsed(path), []
+    for tag, link in page.links:
+        parts = urlsplit(link)
+        if parts.scheme in ("http", "https"):
+            if tag != "a":
+                problems.append(f"loads {link}")
+            continue
+        if parts.scheme:
+            continue
+        target = unquote(urlsplit(urljoin(path, link)).path) or path
+        target = path if not parts.path else target
+        if not (SITE / target).is_file():
+            problems.append(f"{link} leads nowhere")
+        elif parts.fragment and target.endswith(".html") and tag == "a":
+            anchor = unquote(parts.fragment)
+            if anchor not in _parsed(target).anchors:
+                problems.append(f"{link}: no such place")
+    for image in page.images:
+        alt = (image.get("alt") or "").strip()
+        stem = Path(urlsplit(image.get("src", "")).path).stem
+        if len(alt) < 10 or alt in (image.get("src"), stem) or re.search(r"\.(svg|png)$", alt):
+            problems.append(f"{image.get('src')} has no real alt text: {alt!r}")
+    assert problems == []
+
+
+def test_every_figure_has_a_dark_twin():
+    for path in PAGES:
+        images = _parsed(path).images
+        light = [i["alt"] for i in images if "only-light" in i.get("class", "")]
+        dark = [i["alt"] for i in images if "only-dark" in i.get("class", "")]
+        assert light == dark
+        assert len(light) + len(dark) == len(images)
+
+
+def test_recorded_results_are_linked_files():
+    """Each recorded result is in the site as it is in the repository."""
+    root = SITE.parents[1] / "results"
+    for file in root.rglob("*.json"):
+        assert (SITE / "_results" / file.relative_to(root)).read_bytes() == file.read_bytes()
