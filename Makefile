@@ -4,6 +4,8 @@
 VENV ?= .venv
 PORT ?= 8000
 SPHINXOPTS ?=
+MINUTES ?= 10
+ONLY ?=
 
 ifeq ($(strip $(VENV)),)
 PYTHON := python3
@@ -22,7 +24,7 @@ SOURCES = $(shell find conf.py pyproject.toml src docs gallery results -type f \
 	-not -path 'docs/_dark/*' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help html test lint serve clean
+.PHONY: help html test fuzz memcheck lint serve clean
 
 help:  ## show this list
 	@echo "Kernel Book"
@@ -30,6 +32,8 @@ help:  ## show this list
 	@echo
 	@echo "  VENV=           use the active python3 and install nothing"
 	@echo "  SPHINXOPTS=-W   pass options to sphinx-build"
+	@echo "  ONLY=ops        test one room: ops, lab or site"
+	@echo "  MINUTES=10      how long to fuzz"
 	@echo "  KERNELBOOK_MODE=live|replay   measure, or redraw what is recorded"
 
 html: $(READY)  ## build the book into build/html, running every chapter
@@ -37,8 +41,14 @@ html: $(READY)  ## build the book into build/html, running every chapter
 	$(PYTHON) -m sphinx -b html -c . -d build/doctrees $(SPHINXOPTS) docs $(SITE)
 	@touch $(BUILT)
 
-test: $(READY) $(BUILT)  ## run every test, building the book first if it is out of date
-	$(PYTHON) -m pytest -n 2
+test: $(READY) $(if $(filter ops lab,$(ONLY)),,$(BUILT))  ## run every test, or those of one room: ONLY=ops
+	$(PYTHON) -m pytest -n 2 tests/$(ONLY)
+
+fuzz: $(READY)  ## explore what the property tests do not, for MINUTES=10
+	$(PYTHON) tests/fuzz.py --minutes $(MINUTES)
+
+memcheck: $(READY)  ## run every kernel with memory that ends where its tensors end
+	$(PYTHON) tests/memcheck.py --sanitize
 
 lint: $(READY)  ## check the style of the code
 	$(PYTHON) -m ruff check .

@@ -22,7 +22,6 @@ import argparse
 import ctypes
 import faulthandler
 import importlib
-import math
 import mmap
 import pkgutil
 import shutil

@@ -133,7 +133,9 @@ LAYER_NORM_PATHS["packed"] = {"TILE_COLS": 31, "BWD_ROW_COLS": 31, "BWD_PACKED_C
 LAYER_NORM_PATHS["split"] = LAYER_NORM_PATHS["packed"] | {
     "TILE_BYTES": 127,
     "PACKED_COLS": 0,
-    "PART_COLS": 32,
+    "FORWARD_PARTS": {
+        (size, 2**31): layer_norm_tuned.Part(cols=32, rows=2, registers=None) for size in (2, 4)
+    },
     "BWD_PACKED_COLS": 0,
     "BWD_PART_COLS": 32,
 }

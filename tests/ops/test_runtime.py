@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernelbook import runtime
+from kernelbook.ops import checks
 
 
 def run(code, **environment):
@@ -46,9 +47,9 @@ def test_triton_imported_first_is_an_error_that_says_what_to_do():
 
 def test_devices_that_differ_are_named():
     here = torch.ones(1, device=runtime.DEVICE)
-    runtime.require_device(x=here, y=here)
+    checks.same_device(x=here, y=here, z=None)
     with pytest.raises(ValueError, match="y is on meta"):
-        runtime.require_device(x=here, y=here.to("meta"))
+        checks.same_device(x=here, y=here.to("meta"))
 
 
 def test_the_environment_names_its_software():
