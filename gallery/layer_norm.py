@@ -38,6 +38,7 @@ from kernelbook.ops.layer_norm.forward import (
     reciprocal_deviation,
     row_fwd_kernel,
     split_fwd_kernel,
+    square,
 )
 from kernelbook.ops.layer_norm.operator import _LayerNorm
 from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
@@ -374,11 +375,25 @@ lab.table(
 
 # %%
 # The other guard is for far rows. Squares of numbers above :math:`10^{19}` overflow float32; the
-# variance is then infinite, ``rstd`` is 0, and so would be the whole row, without a word. Such a
-# row is rare, so the program looks once whether a sum is infinite, and squares the deviations again
-# only then, times a small power of two. The sign of ``m2`` says which of the two it is.
+# variance is then infinite, ``rstd`` is 0, and so would be the whole row, without a word. So the
+# deviations are squared twice, as they are and times a small power of two, and the second sum
+# counts where the first is infinite. The sign of ``m2`` says which of the two it is.
+#
+# Such a row is rare. Why not look whether there is one, and square again only then? Because to
+# look costs more: the warps of a program would have to agree on the answer, which takes a barrier.
+# One more sum takes none. ``three_sums`` is a single ``tl.reduce`` of three numbers, for which the
+# warps that share a row meet once.
 
 lab.source(reciprocal_deviation)
+
+# %%
+# Short rows need one more precaution. In a row that is no longer than the program has threads, a
+# thread holds one number, and its square would go straight into the sum of two lanes: the compiler
+# makes one instruction of both, a fused multiply-add that does not round the product. One lane
+# fuses its own square, the other fuses *its* own, and their sums differ in the last bit. Which of
+# the two is then stored as ``rstd`` is a race. ``square`` rounds before anything is added.
+
+lab.source(square)
 
 # %%
 # Why ``tl.where`` in ``moments``? The block is a power of two, and the row may be shorter. The
@@ -469,7 +484,7 @@ lab.source(merge_moments)
 #
 # The programs of a row tell each other their pairs by the exchange that the chapter on
 # :doc:`softmax </chapters/softmax>` explains: publish, wait, collect. If the neighbours do not
-# come, a program computes their pairs itself, which is slow but gives the same bits.
+# come, a program computes their pairs itself, which is slow, and right as well.
 
 lab.source(split_fwd_kernel, "collect")
 

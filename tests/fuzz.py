@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "ops")]
@@ -63,6 +63,9 @@ def explore(name: str, start: int, until: float) -> tuple[int, str | None]:
         examples += 1
         try:
             check(case)
+        except torch.OutOfMemoryError:  # somebody else has the memory: it says nothing of the case
+            torch.cuda.empty_cache()
+            reject()
         except REFUTED:
             failing, shrinking = case, True
             raise
@@ -83,6 +86,8 @@ def explore(name: str, start: int, until: float) -> tuple[int, str | None]:
         return examples, None
     except REFUTED as error:
         line = f"python {Path(__file__).relative_to(Path.cwd())}" if _inside() else "python fuzz.py"
+        while isinstance(error, ExceptionGroup):  # it failed once, and not again
+            error = error.exceptions[0]
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         case = repr(failing).replace('"', "'")
         return examples, f'{name} failed: {said}\n    {line} --case {name} "{case}"'

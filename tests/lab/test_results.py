@@ -28,7 +28,9 @@ def test_what_is_written_can_be_compared_by_people(module, root):
     assert '"ours": [\n     [1.0, 2.0, 3.0],\n' in text
 
 
-@pytest.mark.parametrize("value", [float("nan"), (1, 2), b"x", object()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [float("nan"), (1, 2), b"x", object()], ids=lambda value: type(value).__name__
+)
 def test_a_record_that_would_be_refused_leaves_the_old_one(module, root, value):
     path = results.save(record())
     with pytest.raises(results.ResultsError, match="the record of tried: field"):

@@ -259,7 +259,7 @@ def check_layer_norm(case: LayerNorm) -> None:
     c2 = wdy.mean(last, keepdim=True)
     c1_off = (wdy.abs() * (xhat_off + EPS * FEW * xhat.abs())).mean(last, keepdim=True)
     c2_off = EPS * FEW * wdy.abs().mean(last, keepdim=True)
-    inner_off = xhat_off * c1.abs() + xhat.abs() * c1_off + c2_off
+    inner_off = xhat_off * c1.abs() + (xhat.abs() + xhat_off) * c1_off + c2_off
     inner_off = inner_off + EPS * 4 * (wdy.abs() + (xhat * c1).abs() + c2.abs())
     true_dx = (wdy - c2 - xhat * c1) * rstd
     truth = {"dx": (true_dx, rstd * inner_off + true_dx.abs() * rstd_off)}
@@ -692,6 +692,14 @@ FOUND = {
         LayerNorm(Numbers((1,)), weight=Numbers((1,))),
     ),
     "far from zero": ("layer_norm", LayerNorm(Numbers((16, 300), shift=1000.0))),
+    "a few units apart, far from zero, in parts": (
+        "layer_norm",
+        LayerNorm(
+            Numbers((127,), magnitude=0.001, shift=1000.0, seed=70),
+            dy=Numbers((127,), magnitude=0.001, shift=1.0),
+            path="split",
+        ),
+    ),
     "far from zero, in parts": (
         "layer_norm",
         LayerNorm(Numbers((5, 300), shift=1000.0), path="split"),

@@ -26,6 +26,7 @@ from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, hand_over
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.sums import two_sums
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def row_bwd_kernel(
         # -- row: the gradient of x
         if dx_ptr is not None:
             wdy = dy * w.to(tl.float32)
-            c1 = divide(tl.sum(xhat * wdy, axis=1, keep_dims=True), n_cols)
-            c2 = divide(tl.sum(wdy, axis=1, keep_dims=True), n_cols)
+            c1, c2 = two_sums(xhat * wdy, wdy, 1, True)
+            c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + rows * n_cols + cols, dx, mask=inside)
 
@@ -92,11 +93,6 @@ def row_bwd_kernel(
     buffer = tl.program_id(0) % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
     hand_over(dw, db, dw_ptr, db_ptr, locks_ptr, buffer, offsets, cols < n_cols)
-
-
-@triton.jit
-def add_both(c1, c2, other_c1, other_c2):
-    return c1 + other_c1, c2 + other_c2
 
 
 @triton.jit
@@ -151,7 +147,7 @@ def packed_row_bwd_kernel(
 
         # -- row: the gradient of x, widened and weighted once more
         if dx_ptr is not None:
-            c1, c2 = tl.reduce((c1, c2), 0, add_both)
+            c1, c2 = two_sums(c1, c2, 0)
             c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
             x, dy = afresh(x, zero), afresh(dy, zero)
             dx_ptrs = (dx_ptr + row * n_cols).to(INT32)
@@ -187,7 +183,8 @@ def sums_of_part(x, dy, w_ptr, mean, rstd, part, n_cols, BLOCK_COLS: tl.constexp
     w = load_weight(w_ptr, cols, cols < n_cols)
     xhat = (x.to(tl.float32) - mean) * rstd
     wdy = dy.to(tl.float32) * w.to(tl.float32)
-    return xhat, wdy, tl.sum(xhat * wdy, axis=0), tl.sum(wdy, axis=0)
+    c1, c2 = two_sums(xhat * wdy, wdy, 0)
+    return xhat, wdy, c1, c2
 
 
 @triton.jit
@@ -250,7 +247,8 @@ def split_bwd_kernel(
                     )
                     slots = tl.where(parts == other, to_slot(c1, c2), slots)
             c1s, c2s = collect(slots, parts < N_PARTS, 0.0, 0.0)
-            c1, c2 = divide(tl.sum(c1s, axis=0), n_cols), divide(tl.sum(c2s, axis=0), n_cols)
+            c1, c2 = two_sums(c1s, c2s, 0)
+            c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
 
@@ -287,7 +285,8 @@ def loop_bwd_kernel(
         wdy = dy * load_weight(w_ptr, cols, cols < n_cols).to(tl.float32)
         c1 += (x - mean) * rstd * wdy
         c2 += wdy
-    c1, c2 = divide(tl.sum(c1, axis=0), n_cols), divide(tl.sum(c2, axis=0), n_cols)
+    c1, c2 = two_sums(c1, c2, 0)
+    c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)

@@ -11,8 +11,8 @@ difference of two large means, and three things keep it right far from zero:
                 it. The deviations from it then sum to something else than 0: what they sum to
                 corrects the mean. For equal numbers the corrected mean is that number, exactly
     pivot       parts of a row are merged by how far their means are from that of the first part
-    far rows    squares of numbers above 1e19 overflow float32. Where they do, the deviations are
-                squared once more, times a small power of two
+    far rows    squares of numbers above 1e19 overflow float32, so the deviations are also squared
+                times a small power of two, which counts where the others are infinite
 
 Sources: Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, 2016. Chan, Golub, LeVeque,
 "Updating formulae and a pairwise algorithm for computing sample variances", COMPSTAT 1982 (the
@@ -27,6 +27,7 @@ from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.sums import three_sums, two_sums
 
 PIECES = tl.constexpr(4)
 
@@ -37,6 +38,9 @@ overflow. To multiply by a power of two costs no digit."""
 TINY = tl.constexpr(2.0**-84)
 """The same for deviations that are squared: the square of the largest float32 times this is 2**88,
 and the sum of 2**31 of them is still finite."""
+
+LANES_AND_WARPS = tl.constexpr(128)
+"""Threads of a program with four warps: a row that is no longer may be one number a thread."""
 
 RESCUE_COLS = tl.constexpr(512)
 """Columns that a packed row is read again at a time: few, because the registers of this path count
@@ -61,6 +65,24 @@ def mean_of(x, count):
 
 
 @triton.jit
+def without(m2, correction, count):
+    """The sum of squared deviations from the corrected mean."""
+    corrected = m2 - count * correction * correction
+    return tl.where(corrected < 0, 0.0, corrected)
+
+
+@triton.jit
+def square(x, inside):
+    """x * x, rounded before it is added up where a thread may hold one number of a row.
+
+    The compiler would fuse the product with the sum. Then the lanes of a row, which add the same
+    two numbers, round different ones of them, and disagree in the last bit of the sum.
+    """
+    squared = x * x
+    return tl.where(inside, squared, 0.0) if x.shape[1] <= LANES_AND_WARPS else squared
+
+
+@triton.jit
 def moments(x, inside, count):
     """The mean of each row, and m2, the sum of squared deviations from it.
 
@@ -69,17 +91,18 @@ def moments(x, inside, count):
     """
     mean = mean_of(x.to(tl.float32), count)
     deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
-    m2 = tl.sum(deviation * deviation, axis=1, keep_dims=True)
-    if x.dtype == tl.float32:  # up to 8,192 equal numbers of 16 bits add up exactly
-        correction = mean_of(deviation, count)
-        corrected = m2 - count * correction * correction
+    near, tiny = square(deviation, inside), square(deviation * TINY, inside)
+    if x.dtype == tl.float16:  # whose squares do not overflow
+        m2, far = tl.sum(near, 1, True), 0.0
+    elif x.dtype == tl.bfloat16:  # up to 8,192 equal numbers of 16 bits add up exactly
+        m2, far = two_sums(near, tiny, 1, True)
+    else:
+        m2, far, residue = three_sums(near, tiny, deviation * SMALL, 1, True)
+        correction = divide(residue, count) / SMALL
         mean += correction
-        m2 = tl.where(m2 < float("inf"), tl.where(corrected < 0, 0.0, corrected), m2)
-    if (x.dtype != tl.float16) and (tl.max(m2) == float("inf")):  # no float16 has such a square
-        tiny = tl.where(inside, (x.to(tl.float32) - mean) * TINY, 0.0)
-        far = -tl.sum(tiny * tiny, axis=1, keep_dims=True)
-        m2 = tl.where(m2 == float("inf"), far, m2)
-    return mean, m2
+        m2 = tl.where(m2 < float("inf"), without(m2, correction, count), m2)
+        far = without(far, correction * TINY, count)
+    return mean, tl.where(m2 == float("inf"), -far, m2)
 
 
 @triton.jit
@@ -359,13 +382,13 @@ def loop_fwd_kernel(
         deviation = tl.where(cols < n_cols, x - mean, 0.0)
         residue += deviation * (SMALL * SMALL)
         m2 += deviation * deviation
-        far -= (deviation * TINY) * (deviation * TINY)
+        far += (deviation * TINY) * (deviation * TINY)
     correction = divide(tl.sum(residue, axis=0), n_cols) / (SMALL * SMALL)
     mean += correction
     m2 = tl.sum(m2, axis=0)
-    corrected = m2 - n_cols * correction * correction
-    near = tl.where(corrected < 0, 0.0, corrected)
-    m2 = tl.where(m2 < float("inf"), near, tl.where(m2 == m2, tl.sum(far, axis=0), m2))
+    near = without(m2, correction, n_cols)
+    far = -without(tl.sum(far, axis=0), correction * TINY, n_cols)
+    m2 = tl.where(m2 < float("inf"), near, tl.where(m2 == m2, far, m2))
     rstd = reciprocal_deviation(m2, n_cols, eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)

@@ -46,11 +46,11 @@ def publish(slots_ptrs, slot, there=None):
 def wait(slots_ptrs, exist, max_polls):
     """Read slots until none that exists is empty, or max_polls times. Return (slots, ready)."""
     slots = tl.zeros(slots_ptrs.shape, tl.int64)
-    ready = tl.min(slots)
+    ready = tl.min((slots != 0).to(tl.int32))
     polls = 0
     while (ready == 0) & (polls < max_polls):
         slots = tl.load(slots_ptrs, mask=exist, other=1, volatile=True)
-        ready = tl.min((slots != 0).to(tl.int64))
+        ready = tl.min((slots != 0).to(tl.int32))
         polls += 1
     return slots, ready
 
