@@ -214,8 +214,8 @@ def round_to_8_bits(x, dtype, dims):
 # What shares a descale? The whole tensor, or each head for itself. Heads of a model differ in size.
 # Here are three heads, each a thousand times smaller than the one before.
 
-sizes = torch.tensor([1.0, 1e-3, 1e-6]).view(1, 3, 1, 1)
-x = torch.randn(1, 3, 200, 64) * sizes
+sizes = torch.tensor([1.0, 1e-3, 1e-6], device=runtime.DEVICE).view(1, 3, 1, 1)
+x = torch.randn(1, 3, 200, 64, device=runtime.DEVICE) * sizes
 rows = []
 for name, dims in {"tensor": (0, 1, 2, 3), "head": (2, 3)}.items():
     stored, descale = round_to_8_bits(x, E4M3, dims)
@@ -236,7 +236,7 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 #
 # The package's ``quantize`` does the same, and takes care of tensors that are zero, or hold NaN.
 
-x = torch.randn(1, 4, 20, 32)
+x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
 x[0, 2] *= 1e30
 x[0, 3, 5, 7] = float("nan")

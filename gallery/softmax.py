@@ -313,11 +313,20 @@ lab.source(exchange.to_slot)
 lab.source(exchange.wait)
 
 # %%
-# *Collect.* The number of parts is seldom a power of two, and a block must be one. What do the
-# slots beyond the last part hold? They must not change the result, so they count as the *neutral
-# element* of the merge: a maximum of minus infinity, and a sum of 0. A maximum of 0 would be wrong.
-# It wins over every row of negative numbers, and if those lie below -104, all their exponentials
-# become 0.
+# Sixteen parts have sixteen slots. Why does a program of 64 threads read 64? Because a block of
+# sixteen numbers, in a program of 64 threads, is held by four threads each. For all other loads
+# that makes no difference. But these slots change while they are read, and a volatile load asks the
+# memory for each thread: one may find a slot filled that its twin, a moment before, found empty.
+# The program would go on, and some of its threads would compute with a number that was never
+# there. So every thread looks for itself, and the program goes on when all have seen all.
+
+lab.source(exchange.looks)
+
+# %%
+# *Collect.* Every slot was read at least once, and what lies beyond the last part are copies. They
+# must not change the result, so they count as the *neutral element* of the merge: a maximum of
+# minus infinity, and a sum of 0. A maximum of 0 would be wrong. It wins over every row of negative
+# numbers, and if those lie below -104, all their exponentials become 0.
 
 lab.source(exchange.collect)
 

@@ -120,6 +120,11 @@ def multiprocessors(device: torch.device) -> int:
     return 2 if INTERPRETED else _properties(device).multi_processor_count
 
 
+def warp_size(device: torch.device) -> int:
+    """Return how many threads a warp has: 32, and 64 on some GPUs of AMD."""
+    return 32 if INTERPRETED else _properties(device).warp_size
+
+
 def shared_memory(device: torch.device) -> int:
     """Return the shared memory, in bytes, that one program may use."""
     return 2**62 if INTERPRETED else _properties(device).shared_memory_per_block_optin

@@ -206,11 +206,11 @@ def split_bwd_kernel(
     n_buffers,
     max_polls,  # how often to look whether the other parts are there
     N_PARTS: tl.constexpr,  # programs a row; so many programs are a group
-    PARTS: tl.constexpr,  # a power of two, at least N_PARTS
+    LOOKS: tl.constexpr,  # at the slots of a row: exchange.looks
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
 ):
     group, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
-    parts = tl.arange(0, PARTS)
+    parts = tl.arange(0, LOOKS)
     cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     dw = tl.zeros((BLOCK_COLS,), tl.float32)
     db = tl.zeros((BLOCK_COLS,), tl.float32)
@@ -237,7 +237,7 @@ def split_bwd_kernel(
 
         # -- collect: what all parts add; if they do not come, compute each of them, mine last
         if dx_ptr is not None:
-            slots, ready = wait(slots_ptr + row * N_PARTS + parts, parts < N_PARTS, max_polls)
+            slots, ready = wait(slots_ptr + row * N_PARTS + parts % N_PARTS, None, max_polls)
             if ready == 0:
                 for turn in range(N_PARTS):
                     other = (part + 1 + turn) % N_PARTS
@@ -411,8 +411,8 @@ def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     sums, locks, n_buffers = _buffers(x, wanted, reduction, groups, parts)
     split_bwd_kernel[(groups * parts,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, slots, x.stride(0), dy.stride(0), n_rows,
-        n_cols, n_buffers, exchange.MAX_POLLS, parts, triton.next_power_of_2(parts), block,
-        num_warps=num_warps,
+        n_cols, n_buffers, exchange.MAX_POLLS, parts,
+        exchange.looks(parts, num_warps, x.device), block, num_warps=num_warps,
     )  # fmt: skip
     return sums
 

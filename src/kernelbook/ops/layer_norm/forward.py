@@ -297,8 +297,8 @@ def merge_moments(means, m2s, parts, n_cols, BLOCK_COLS: tl.constexpr):
     tiny = apart * TINY
     near = tl.where(m2s < 0, float("inf"), m2s) + counts * apart * apart
     far = tl.where(m2s < 0, m2s, -m2s * TINY * TINY) - counts * tiny * tiny
-    m2 = tl.sum(tl.where(counts > 0, near, 0.0), axis=1, keep_dims=True)
-    m2_far = tl.sum(tl.where(counts > 0, far, 0.0), axis=1, keep_dims=True)
+    near, far = tl.where(counts > 0, near, 0.0), tl.where(counts > 0, far, 0.0)
+    m2, m2_far = two_sums(near, far, 1, True)
     return pivot + shift, tl.where(m2 == float("inf"), m2_far, m2)
 
 
@@ -318,7 +318,7 @@ def split_fwd_kernel(
     max_polls,  # how often to look whether the other parts are there
     BLOCK_ROWS: tl.constexpr,
     N_PARTS: tl.constexpr,  # programs for BLOCK_ROWS rows
-    PARTS: tl.constexpr,  # a power of two, at least N_PARTS
+    LOOKS: tl.constexpr,  # at the slots of each row: exchange.looks
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
 ):
     # -- publish: the moments of my part, which stays in registers
@@ -330,15 +330,14 @@ def split_fwd_kernel(
     publish(slots_ptrs + part, slot, there)
 
     # -- collect: those of all parts; if they do not come, compute each of them, mine last
-    parts = tl.arange(0, PARTS)[None, :]
-    exist = there & (parts < N_PARTS)
-    slots, ready = wait(slots_ptrs + parts, exist, max_polls)
+    parts = tl.arange(0, LOOKS)[None, :]
+    slots, ready = wait(slots_ptrs + parts % N_PARTS, there, max_polls)
     if ready == 0:
         for turn in range(N_PARTS):
             other = (part + 1 + turn) % N_PARTS
             x, slot = moments_of_part(x_ptrs, there, other, n_cols, BLOCK_COLS)
             slots = tl.where(parts == other, slot, slots)
-    means, m2s = collect(slots, exist, 0.0, 0.0)
+    means, m2s = collect(slots, there & (parts < N_PARTS), 0.0, 0.0)
     mean, m2 = merge_moments(means, m2s, parts, n_cols, BLOCK_COLS)
     rstd = reciprocal_deviation(m2, n_cols, eps)
     if mean_ptr is not None:
@@ -438,10 +437,11 @@ def _forward(
         part = tuned.forward_part(n_cols, x.itemsize)
         parts, block = tuned.split(n_cols, part.cols)
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
+        num_warps = max(1, part.rows * block // 2048)
+        looks = exchange.looks(parts, num_warps, x.device, part.rows)
         split_fwd_kernel[(triton.cdiv(n_rows, part.rows) * parts,)](
             *tensors, slots, stride, n_rows, n_cols, eps, exchange.MAX_POLLS, part.rows, parts,
-            triton.next_power_of_2(parts), block,
-            num_warps=max(1, part.rows * block // 2048), maxnreg=part.registers,
+            looks, block, num_warps=num_warps, maxnreg=part.registers,
         )  # fmt: skip
     else:
         rows = max(1, tuned.TILE // (block * x.itemsize))

@@ -5,15 +5,16 @@ little: a maximum and a sum, say. Each part has a slot of 64 bits in memory, zer
 
     publish   the part stores its two float32 as one 64-bit number, so that no reader ever meets
               one number without the other
-    wait      it reads the slots of its row until none is empty, or gives up after a while
-    collect   it takes the two numbers of every part apart again; a slot beyond the last part
-              counts as the neutral element of the operation, -inf for a maximum and 0 for a sum
+    wait      each of its threads reads slots of the row until none is empty, or gives up
+    collect   it takes the two numbers of every part apart again; what was read beyond the last
+              part counts as the neutral element of the operation, -inf for a maximum, 0 for a sum
 
 The hardware starts programs in the order of their numbers, so the parts of a row run at the same
 time and the wait is short. Nothing promises that order, however, so a part whose neighbours do not
 come computes their numbers itself: slower, and still right.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -26,6 +27,15 @@ programs one after the other: there, waiting is in vain."""
 EMPTY = tl.constexpr(0x7FC5A5A57FC5A5A5)
 """What an empty slot stands for: two NaN that no arithmetic makes. A slot is stored XOR this, so
 that memory full of zeros is empty and every pair that is computed is not."""
+
+
+def looks(n_parts: int, num_warps: int, device: torch.device, rows: int = 1) -> int:
+    """Return how many slots of each row a program reads: all of them, and one for each thread.
+
+    Then no two threads hold the same number, and all agree on whether a slot was empty.
+    """
+    threads = num_warps * runtime.warp_size(device)
+    return max(triton.next_power_of_2(n_parts), triton.cdiv(threads, rows))
 
 
 @triton.jit
@@ -43,13 +53,21 @@ def publish(slots_ptrs, slot, there=None):
 
 
 @triton.jit
-def wait(slots_ptrs, exist, max_polls):
-    """Read slots until none that exists is empty, or max_polls times. Return (slots, ready)."""
+def wait(slots_ptrs, there, max_polls):
+    """Read slots until none is empty, or max_polls times. Return (slots, ready).
+
+    There are as many pointers as :func:`looks` says, and every slot is read several times. A block
+    of fewer numbers than the program has threads is held by several threads, of which each gets an
+    answer of its own from a volatile load: one sees a slot filled, and its twin sees it empty.
+    """
     slots = tl.zeros(slots_ptrs.shape, tl.int64)
     ready = tl.min((slots != 0).to(tl.int32))
     polls = 0
     while (ready == 0) & (polls < max_polls):
-        slots = tl.load(slots_ptrs, mask=exist, other=1, volatile=True)
+        if there is None:
+            slots = tl.load(slots_ptrs, volatile=True)
+        else:
+            slots = tl.load(slots_ptrs, mask=there, other=1, volatile=True)
         ready = tl.min((slots != 0).to(tl.int32))
         polls += 1
     return slots, ready
@@ -57,7 +75,7 @@ def wait(slots_ptrs, exist, max_polls):
 
 @triton.jit
 def collect(slots, exist, NEUTRAL_HIGH: tl.constexpr, NEUTRAL_LOW: tl.constexpr):
-    """Return the two float32 of each slot, and the neutral ones where there is no such part."""
+    """Return the two float32 of each slot, and the neutral ones beyond the last part."""
     bits = slots ^ EMPTY
     high = (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     low = bits.to(tl.int32).to(tl.float32, bitcast=True)
