@@ -1,7 +1,12 @@
 """What the tests share: seeds, poisoned memory, and the one way to compare with the truth."""
 
+import os
 import sys
 import textwrap
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # workers share the cores; read when torch is imported
 
 import matplotlib.pyplot as plt
 import pytest

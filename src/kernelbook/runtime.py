@@ -62,6 +62,34 @@ if INTERPRETED and _OLD_TRITON and Version(numpy.__version__) >= Version("2.4"):
     )
 
 
+def _look_once_for_builtins() -> None:
+    """Halve the time of Triton's interpreter.
+
+    Whenever a kernel calls a function, the interpreter goes through all members of triton.language
+    to replace its builtins. Inside a kernel they are replaced already, and nothing is left to do.
+    """
+    from triton.runtime import interpreter
+
+    replace = getattr(interpreter, "_patch_builtin", None)
+    is_builtin = triton.language.core.is_builtin
+    names = {}
+
+    def replace_what_is_left(namespace, *rest):
+        if namespace not in names:
+            names[namespace] = [
+                name for name in dir(namespace) if is_builtin(getattr(namespace, name))
+            ]
+        if any(is_builtin(getattr(namespace, name)) for name in names[namespace]):
+            replace(namespace, *rest)
+
+    if replace is not None:  # it is Triton's own, and another version may do without it
+        interpreter._patch_builtin = replace_what_is_left
+
+
+if INTERPRETED:
+    _look_once_for_builtins()
+
+
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor is handed to a kernel: its own, on a GPU.
 
