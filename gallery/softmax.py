@@ -313,12 +313,12 @@ lab.source(exchange.to_slot)
 lab.source(exchange.wait)
 
 # %%
-# Sixteen parts have sixteen slots. Why does a program of 64 threads read 64? Because a block of
-# sixteen numbers, in a program of 64 threads, is held by four threads each. For all other loads
-# that makes no difference. But these slots change while they are read, and a volatile load asks the
-# memory for each thread: one may find a slot filled that its twin, a moment before, found empty.
-# The program would go on, and some of its threads would compute with a number that was never
-# there. So every thread looks for itself, and the program goes on when all have seen all.
+# Sixteen parts have sixteen slots. Why does a program of 64 threads read 64? Because in such a
+# program each number of a block of sixteen is held by four threads. For other loads that makes no
+# difference. But these slots change while they are read, and a volatile load asks the memory for
+# each thread: one may find a slot filled that its twin, a moment before, found empty. The program
+# would go on, and some of its threads would compute with a number that was never there. So every
+# thread looks for itself, and the program goes on when all have seen all.
 
 lab.source(exchange.looks)
 
