@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "ops")]
+sys.path[:0] = [str(HERE), str(HERE / "ops"), str(HERE.parent / "src")]
 
 import strategies  # noqa: E402
 from test_properties import PROPERTIES  # noqa: E402

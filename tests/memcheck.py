@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "ops")]
+sys.path[:0] = [str(HERE), str(HERE / "ops"), str(HERE.parent / "src")]
 
 from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, changed  # noqa: E402
 
