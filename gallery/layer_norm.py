@@ -379,10 +379,10 @@ lab.table(
 # deviations are squared twice, as they are and times a small power of two, and the second sum
 # counts where the first is infinite. The sign of ``m2`` says which of the two it is.
 #
-# Such a row is rare. Why not look whether there is one, and square again only then? Because to
-# look costs more: the warps of a program would have to agree on the answer, which takes a barrier.
-# One more sum takes none. ``three_sums`` is a single ``tl.reduce`` of three numbers, for which the
-# warps that share a row meet once.
+# Such a row is rare. Why not look whether there is one, and square again only then? The rows of a
+# program lie in different warps, which would have to agree on the answer at a barrier. One more sum
+# needs none: ``three_sums`` is a single ``tl.reduce`` of three numbers, for which the warps that
+# share a row meet once.
 
 lab.source(reciprocal_deviation)
 

@@ -4,12 +4,12 @@ import os
 import sys
 import textwrap
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # workers share the cores; read when torch is imported
+# Workers share the cores. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import matplotlib.pyplot as plt
 import pytest
+import strategies
 import torch
 from records import PROVENANCE, record
 
@@ -28,19 +28,8 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
-    """Fill what torch allocates without a value with NaN, so that an unwritten output shows."""
-
-    def poison(allocate):
-        def poisoned(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if tensor.is_floating_point() and not tensor.requires_grad:
-                tensor.fill_(float("nan"))
-            return tensor
-
-        return poisoned
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, strategies.poison(getattr(torch, name)))
 
 
 @pytest.fixture

@@ -36,18 +36,6 @@ class TimeIsUp(BaseException):
     """Leaves the middle of a round."""
 
 
-def poison(allocate):
-    """Fill what torch allocates without a value with NaN, so that an unwritten output shows."""
-
-    def poisoned(*args, **kwargs):
-        tensor = allocate(*args, **kwargs)
-        if tensor.is_floating_point() and not tensor.requires_grad:
-            tensor.fill_(math.nan)
-        return tensor
-
-    return poisoned
-
-
 REFUTED = (Exception, pytest.fail.Exception)  # what pytest.raises raises is no Exception
 
 
@@ -108,7 +96,7 @@ def main() -> int:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1 if runtime.INTERPRETED else torch.get_num_threads())  # small tensors
-    torch.empty, torch.empty_like = poison(torch.empty), poison(torch.empty_like)
+    torch.empty, torch.empty_like = map(strategies.poison, (torch.empty, torch.empty_like))
     if options.case:
         name, text = options.case
         names = {**vars(strategies), "nan": math.nan, "inf": math.inf}

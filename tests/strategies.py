@@ -47,6 +47,18 @@ class Described:
         return f"{type(self).__name__}({', '.join(said)})"
 
 
+def poison(allocate):
+    """Fill what torch allocates without a value with NaN, so that an unwritten output shows."""
+
+    def poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            tensor.fill_(nan)
+        return tensor
+
+    return poisoned
+
+
 # -- numbers, and how they lie in memory
 
 

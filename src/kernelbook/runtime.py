@@ -41,9 +41,9 @@ def _choose_interpreter() -> bool:
     return True
 
 
+# A product and a sum are one instruction on a GPU. That is the default of every Triton up to 3.9,
+# which warns whoever does not ask for it, because 3.10 will have another.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# A product and a sum are one instruction on a GPU. That is Triton's default to this day, but Triton
-# 3.9 warns whoever does not ask for it, because it will be another in 3.10.
 
 INTERPRETED = _choose_interpreter()
 """True when kernels run in Triton's interpreter, on the CPU."""
@@ -63,7 +63,7 @@ if INTERPRETED and _OLD_TRITON and Version(numpy.__version__) >= Version("2.4"):
 
 
 def _look_once_for_builtins() -> None:
-    """Halve the time of Triton's interpreter.
+    """Spare Triton's interpreter most of what a function costs that a kernel calls.
 
     Whenever a kernel calls a function, the interpreter goes through all members of triton.language
     to replace its builtins. Inside a kernel they are replaced already, and nothing is left to do.

@@ -474,7 +474,7 @@ def test_both_reductions_are_the_truth(monkeypatch, reduction, dtype):
     assert_close(db, true_db, their_db, SUMS_FACTOR)
 
 
-@pytest.mark.usefixtures("gpu", "_path")  # one program at a time has one order
+@pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("n_cols", [256, 500])
 def test_two_runs_of_backward_are_equal_bit_by_bit(n_cols):
     x, dy = draw(300, n_cols, dtype=torch.float16), draw(300, n_cols, dtype=torch.float16)
