@@ -27,15 +27,14 @@ from kernelbook.ops.layer_norm.backward import (
     _sums,
     row_bwd_kernel,
     split_bwd_kernel,
-    sums_of_part,
 )
 from kernelbook.ops.layer_norm.forward import (
     _forward,
+    far_rstd,
     loop_fwd_kernel,
     merge_moments,
     moments,
     packed_row_fwd_kernel,
-    reciprocal_deviation,
     row_fwd_kernel,
     split_fwd_kernel,
     square,
@@ -340,6 +339,7 @@ def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
     tl.store(sum_ptr, tl.sum(x, axis=0))
 
+
 # %%
 # Most of it is in a function of its own, because wide rows will need it as well.
 
@@ -374,24 +374,11 @@ lab.table(
 )
 
 # %%
-# The other guard is for far rows. Squares of numbers above :math:`10^{19}` overflow float32; the
-# variance is then infinite, ``rstd`` is 0, and so would be the whole row, without a word. So the
-# deviations are squared twice, as they are and times a small power of two, and the second sum
-# counts where the first is infinite. The sign of ``m2`` says which of the two it is.
-#
-# Such a row is rare. Why not look whether there is one, and square again only then? The rows of a
-# program lie in different warps, which would have to agree on the answer at a barrier. One more sum
-# needs none: ``three_sums`` is a single ``tl.reduce`` of three numbers, for which the warps that
-# share a row meet once.
-
-lab.source(reciprocal_deviation)
-
-# %%
-# Short rows need one more precaution. In a row that is no longer than the program has threads, a
-# thread holds one number, and its square would go straight into the sum of two lanes: the compiler
-# makes one instruction of both, a fused multiply-add that does not round the product. One lane
-# fuses its own square, the other fuses *its* own, and their sums differ in the last bit. Which of
-# the two is then stored as ``rstd`` is a race. ``square`` rounds before anything is added.
+# Short rows need one more precaution. In a row that is no longer than a warp has lanes, a lane
+# holds one number, and its square would go straight into the sum of two lanes: the compiler makes
+# one instruction of both, a fused multiply-add that does not round the product. One lane fuses its
+# own square, the other fuses *its* own, and their sums differ in the last bit. Which of the two is
+# then stored as ``rstd`` is a race. ``square`` rounds before anything is added.
 
 lab.source(square)
 
@@ -433,10 +420,26 @@ lab.table(rows, "The variance of a row with mean 3")
 # With 1,024 columns nothing is wrong, and that is how the mistake survives a careless test. It also
 # hides when the mean is zero, as it is in most random tests.
 #
-# The last piece writes the result. Weight and bias may be absent; the compiler then leaves their
+# The next piece writes the result. Weight and bias may be absent; the compiler then leaves their
 # lines out.
 
 lab.source(row_fwd_kernel, "write")
+
+# %%
+# Is that all? Not for *far rows*. Squares of numbers above :math:`10^{19}` overflow float32; the
+# variance is then infinite, ``rstd`` is 0, and so is the whole row, without a word. So a row whose
+# sum of squares is infinite is read once more, and its deviations are multiplied by a small power
+# of two before they are squared.
+
+lab.source(far_rstd)
+
+# %%
+# Why does the kernel ask so late, when it has already written a wrong result? The rows of a program
+# may lie in different warps, and an ``if`` is for the whole program, so the warps meet at a barrier
+# to agree on the answer. In the middle of the kernel every row would pay for that. At its end
+# nothing is left that could have been done meanwhile.
+
+lab.source(row_fwd_kernel, "far")
 
 # %%
 # **In a loop.** A row of any length can be read in blocks, three times. This is the kernel that
@@ -575,15 +578,19 @@ lab.source(hand_over, "release")
 # Any wider, and programs share a row, as in forward. A group of them exchanges what each part adds
 # to ``c1`` and ``c2``: two float32 numbers, again one slot of 64 bits.
 
-lab.source(sums_of_part)
+lab.source(split_bwd_kernel, "publish")
 
 # %%
-# The wait for the neighbours is time lost, unless there is something to do. So a program asks for
-# its part of the next row first.
+# Now it would have to wait for its neighbours, whose numbers come by way of L2. A program does
+# something else meanwhile. It asks for its part of the next row.
 
 lab.source(split_bwd_kernel, "ahead")
 
 # %%
+# And then it does not collect the numbers of this row at all, but those of the row *before*. All
+# parts had a whole turn of the loop to publish those, so they are there already. Three rows are
+# under way at any time: one is being loaded, one is published, and one is finished. The price is
+# registers, in which ``x`` and ``dy`` of a row stay a turn longer.
 
 lab.source(split_bwd_kernel, "collect")
 
@@ -1190,9 +1197,7 @@ def locked_sum_kernel(
 def locked_sum(x, ordered):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
-    compiled = locked_sum_kernel[grid](
-        x, total, lock, x.shape[1], ordered, num_warps=8
-    )
+    compiled = locked_sum_kernel[grid](x, total, lock, x.shape[1], ordered, num_warps=8)
     return total, compiled
 
 
@@ -1299,9 +1304,7 @@ def rms_fwd_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def rms_bwd_kernel(
-    x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr
-):
+def rms_bwd_kernel(x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
     dy = tl.load(dy_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)

@@ -313,12 +313,14 @@ lab.source(exchange.to_slot)
 lab.source(exchange.wait)
 
 # %%
-# Sixteen parts have sixteen slots. Why does a program of 64 threads read 64? Because in such a
-# program each number of a block of sixteen is held by four threads. For other loads that makes no
-# difference. But these slots change while they are read, and a volatile load asks the memory for
-# each thread: one may find a slot filled that its twin, a moment before, found empty. The program
-# would go on, and some of its threads would compute with a number that was never there. So every
-# thread looks for itself, and the program goes on when all have seen all.
+# Sixteen parts have sixteen slots. Why does a program read 32? Because in a warp each number of a
+# block of sixteen would be held by two lanes. For other loads that makes no difference. But these
+# slots change while they are read, and a volatile load asks the memory for each lane: one may find
+# a slot filled that its twin, a moment before, found empty. Half of the warp would go on, and the
+# other half compute with a number that was never there. So every lane of a warp looks for itself,
+# and the warp goes on when all of its lanes have seen all slots. The other warps look as well, and
+# each goes on when it can: what they find is the same, only later. Just to give up is a decision
+# that the warps take together, at a barrier.
 
 lab.source(exchange.looks)
 

@@ -313,10 +313,11 @@ def attention(draw):
     dtype = (draw(st.sampled_from(DTYPES)),)
     size_q = (batch, heads_k * group, seqlen_q, head_dim)
     size_k = (batch, heads_k, seqlen_k, head_dim)
-    # Products of q and k reach a million where both are at a thousand.
-    magnitudes, shifts = (1.0, 1e-6, 1e-2, 10.0, 1e3), (0.0, 1.0, -1.0, 10.0)
+    # The largest scores stay below 2**27: attention says what it promises of those above 2**20.
+    magnitudes, shifts = (1.0, 1e-6, 1e-2, 10.0, 200.0), (0.0, 1.0, -1.0, 10.0)
     q = draw(numbers(size_q, head_dim, magnitudes, shifts, dtypes=dtype))
     k = draw(numbers(size_k, head_dim, magnitudes, shifts, dtypes=dtype))
+    q, k = (replace(x, shift=min(x.shift, 200.0)) for x in (q, k))
     v = draw(numbers(size_k, head_dim, (1.0, 1e-3, 1e3), (0.0, 1.0), dtypes=dtype))
     return Attention(
         q,

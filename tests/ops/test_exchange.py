@@ -51,13 +51,15 @@ def test_a_slot_holds_every_pair_and_none_is_empty():
     assert (back[64:] == torch.tensor([-torch.inf, 0.0], device=DEVICE)).all()
 
 
-@pytest.mark.parametrize("parts", [1, 2, 13, 64, 128])
+@pytest.mark.parametrize("parts", [1, 2, 13, 32, 64, 128])
 @pytest.mark.parametrize("num_warps", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_every_slot_is_read_and_every_thread_looks(parts, num_warps, rows):
-    looks = exchange.looks(parts, num_warps, DEVICE, rows)
+def test_no_slot_is_held_by_two_threads_of_those_that_read_it_together(parts, num_warps, rows):
+    looks, threads = exchange.looks(parts, num_warps, DEVICE, rows)
+    lanes = runtime.warp_size(DEVICE)
     assert looks >= parts
-    assert rows * looks >= runtime.warp_size(DEVICE) * num_warps
+    assert threads == num_warps * lanes
+    assert rows * looks == lanes or rows * looks >= threads
     assert looks & (looks - 1) == 0
 
 
@@ -74,7 +76,12 @@ def test_kernels_look_as_often_as_they_should(name, monkeypatch):
     monkeypatch.setattr(kernel, "run", seen)
     part = layer_norm_tuned.Part(cols=64, rows=2, registers=None)
     monkeypatch.setattr(layer_norm_tuned, "FORWARD_PARTS", {(4, 2**31): part})
-    constants = {"TILE_BYTES": 0, "BWD_ROW_COLS": 0, "BWD_PART_COLS": 64, "BWD_PART_WARP": {4: 16}}
+    constants = {
+        "TILE_BYTES": 0,
+        "BWD_ROW_COLS": 0,
+        "BWD_PART_COLS": {4: 64},
+        "BWD_PART_WARP": {4: 16},
+    }
     for constant, value in constants.items():
         monkeypatch.setattr(layer_norm_tuned, constant, value)
     constants = {"WIDE_BYTES": 0, "PART_COLS": (64, 64), "PART_WARP": 16, "UNALIGNED_PART_WARP": 16}
@@ -85,8 +92,8 @@ def test_kernels_look_as_often_as_they_should(name, monkeypatch):
     y.backward(torch.randn_like(y))
     (given,) = launches
     assert given["N_PARTS"] == 4
-    threads = runtime.warp_size(DEVICE) * given["num_warps"]
-    assert given["LOOKS"] * given.get("BLOCK_ROWS", 1) >= threads
+    looks = exchange.looks(4, given["num_warps"], DEVICE, given.get("BLOCK_ROWS", 1))
+    assert (given["LOOKS"], given["THREADS"]) == looks
 
 
 @pytest.mark.usefixtures("gpu")

@@ -11,7 +11,8 @@ is an excuse by itself:
     rounding the result    half a unit in the last place of the dtype, or of its smallest number
     what is kept           y of softmax, out of attention and its weights are rounded to the dtype
                            before they are used again, and so PyTorch does
-    the mean               of layer norm is a float32: x - mean errs by MEAN units of the mean
+    the mean               of layer norm is a float32: x - mean errs by MEAN units of the mean, and
+                           by as much again where the means of a row's parts are rounded before
 
 A bound of that kind is zero where the truth is and small where the truth is small, so that no row
 hides behind a larger one. Second gradients of composed functions have too many roundings to count:
@@ -137,7 +138,7 @@ LAYER_NORM_PATHS["split"] = LAYER_NORM_PATHS["packed"] | {
         (size, 2**31): layer_norm_tuned.Part(cols=32, rows=2, registers=None) for size in (2, 4)
     },
     "BWD_PACKED_COLS": 0,
-    "BWD_PART_COLS": 32,
+    "BWD_PART_COLS": {2: 32, 4: 32},
 }
 LAYER_NORM_PATHS["loop"] = LAYER_NORM_PATHS["split"] | {
     "MAX_PARTS": 0,
@@ -217,6 +218,7 @@ def check_layer_norm(case: LayerNorm) -> None:
     dy = case.dy.make(n_dims) if case.dy else mixed(1, x.shape, x.dtype)
     shape = x.shape[x.ndim - n_dims :]
     with on_path(case):
+        mean_off = MEAN * roundings_of_the_mean(x, n_dims) * EPS
         y = layer_norm(x, shape, weight, bias, eps)
         wanted = [t for t in given if t.requires_grad]
         grads = torch.autograd.grad(y, wanted, dy, retain_graph=True) if wanted else ()
@@ -243,7 +245,7 @@ def check_layer_norm(case: LayerNorm) -> None:
     xhat = deviation * rstd
     # Where float32 cannot tell the mean from its neighbours, as measured by the spread, no digit of
     # xhat is certain; a row of equal numbers must be zero nonetheless.
-    off = MEAN * EPS * mean.abs() * rstd
+    off = mean_off * mean.abs() * rstd
     off = torch.where(constant, EPS * off, torch.where(off > 0.1, torch.inf, off))
     off = off + EPS * FEW * (deviation.abs().mean(last, keepdim=True) * rstd)
     rstd_off = off.square() + EPS * FEW
@@ -275,6 +277,12 @@ def check_layer_norm(case: LayerNorm) -> None:
         for ours, (name, (true, bound)) in zip(found, truth.items(), strict=True):
             bound = torch.where(bound.isnan() & ~true.isnan(), torch.inf, bound)
             assert_within(name + suffix, ours, true, bound)
+
+
+def roundings_of_the_mean(x: torch.Tensor, n_dims: int) -> int:
+    n_cols = x.shape[x.ndim - n_dims :].numel()
+    in_parts = n_cols <= layer_norm_tuned.MAX_PARTS * layer_norm_tuned.MAX_PART_COLS
+    return 1 + (in_parts and n_cols * x.itemsize > layer_norm_tuned.TILE_BYTES)
 
 
 def over_rows(x: torch.Tensor, n_dims: int) -> torch.Tensor:
@@ -720,6 +728,29 @@ FOUND = {
     "a variance too large, in a loop": (
         "layer_norm",
         LayerNorm(Numbers((2, 100), magnitude=1e20), path="loop"),
+    ),
+    "a few units apart, in parts": (
+        "layer_norm",
+        LayerNorm(Numbers((1, 5, 100), magnitude=1e-6, shift=1.0, seed=1), path="split"),
+    ),
+    "large equal numbers": ("layer_norm", LayerNorm(Numbers((2, 127), magnitude=0.0, shift=1e8))),
+    "equal numbers too large to square": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 127), magnitude=0.0, shift=1.1e30)),
+    ),
+    "equal numbers too large to square, in parts": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 127), magnitude=0.0, shift=1.1e30), path="split"),
+    ),
+    "equal numbers too large to square, in a loop": (
+        "layer_norm",
+        LayerNorm(Numbers((2, 127), magnitude=0.0, shift=1.1e30), path="loop"),
+    ),
+    "some variances too large, of many short rows": (
+        "layer_norm",
+        LayerNorm(
+            Numbers((20, 7), "bfloat16", marks=((3, 1, 4, 1e25), (4, 0, 2, NAN), (19, 0, 1, -3e20)))
+        ),
     ),
     "parameters with a pending negation": (
         "layer_norm",

@@ -37,6 +37,9 @@ def attention(
     Any other is copied first. PyTorch's names ``query``, ``key`` and ``value`` are accepted for q,
     k and v.
 
+    Scores, scale * q k^T, are float32. Above a million they are known to a tenth at best, and with
+    them the logarithms of the weights; above 2**27, gradients in float16 may overflow.
+
     Operands may have 8 bits, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: v alone, beside q
     and k in float16 or bfloat16, or all three. Their values are stored * descale, as
     :func:`quantize` returns them. The weights are rounded to float8_e4m3fn. Keys of v are read

@@ -168,23 +168,21 @@ def packed_row_bwd_kernel(
 
 
 @triton.jit
-def load_part(x_ptr, dy_ptr, part, n_cols, there, BLOCK_COLS: tl.constexpr):
-    """x and dy of a part of a row, as they are stored, if the row is there at all."""
-    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+def load_part(row_of, row, n_rows, cols, n_cols):
+    """Columns of x and dy as they are stored, and mean and rstd; zeros past the last row."""
+    x_ptr, stride_x, dy_ptr, stride_dy, mean_ptr, rstd_ptr = row_of
+    there = row < n_rows
     inside = (cols < n_cols) & there
-    x = tl.load(x_ptr + cols, mask=inside, other=0.0)
-    return x, tl.load(dy_ptr + cols, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0)
+    mean = tl.load(mean_ptr + row, mask=there, other=0.0)
+    return x, dy, mean, tl.load(rstd_ptr + row, mask=there, other=0.0)
 
 
 @triton.jit
-def sums_of_part(x, dy, w_ptr, mean, rstd, part, n_cols, BLOCK_COLS: tl.constexpr):
-    """xhat and wdy of a part of a row, and what it adds to c1 and to c2, times N."""
-    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    w = load_weight(w_ptr, cols, cols < n_cols)
-    xhat = (x.to(tl.float32) - mean) * rstd
-    wdy = dy.to(tl.float32) * w.to(tl.float32)
-    c1, c2 = two_sums(xhat * wdy, wdy, 0)
-    return xhat, wdy, c1, c2
+def terms(x, dy, mean, rstd, w):
+    """xhat and wdy, of which c1 and c2 are made."""
+    return (x.to(tl.float32) - mean) * rstd, dy.to(tl.float32) * w.to(tl.float32)
 
 
 @triton.jit
@@ -207,50 +205,54 @@ def split_bwd_kernel(
     max_polls,  # how often to look whether the other parts are there
     N_PARTS: tl.constexpr,  # programs a row; so many programs are a group
     LOOKS: tl.constexpr,  # at the slots of a row: exchange.looks
+    THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
 ):
     group, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
-    parts = tl.arange(0, LOOKS)
-    cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    parts, of_part = tl.arange(0, LOOKS), tl.arange(0, BLOCK_COLS)
+    cols = part * BLOCK_COLS + of_part
+    w = load_weight(w_ptr, cols, cols < n_cols)
     dw = tl.zeros((BLOCK_COLS,), tl.float32)
     db = tl.zeros((BLOCK_COLS,), tl.float32)
     first = group.to(tl.int64)
     step = (tl.num_programs(0) // N_PARTS).to(tl.int64)
-    x, dy = load_part(
-        x_ptr + first * stride_x, dy_ptr + first * stride_dy, part, n_cols, True, BLOCK_COLS
-    )
-    for row in range(first, n_rows, step):
+    row_of = (x_ptr, stride_x, dy_ptr, stride_dy, mean_ptr, rstd_ptr)
+    x, dy, mean, rstd = load_part(row_of, first, n_rows, cols, n_cols)
+    # Not x: Triton 3.6 and 3.7 take a name that begins as x, and is x again, for unchanged.
+    x_before, dy_before = tl.zeros_like(x), tl.zeros_like(dy)
+    mean_before, rstd_before = tl.zeros_like(mean), tl.zeros_like(rstd)
+    for row in range(first, n_rows + step, step):  # and a turn that only collects
         # -- publish: what my part adds to c1 and c2
-        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-        xhat, wdy, c1, c2 = sums_of_part(x, dy, w_ptr, mean, rstd, part, n_cols, BLOCK_COLS)
+        xhat, wdy = terms(x, dy, mean, rstd, w)
         dw += dy.to(tl.float32) * xhat
         db += dy.to(tl.float32)
         if dx_ptr is not None:
-            publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2))
+            c1, c2 = two_sums(xhat * wdy, wdy, 0)
+            publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2), row < n_rows)
 
-        # -- ahead: the loads of the next row are under way while this one waits
-        x_row, dy_row = x_ptr + row * stride_x, dy_ptr + row * stride_dy
-        x, dy = load_part(
-            x_row + step * stride_x, dy_row + step * stride_dy, part, n_cols, row + step < n_rows,
-            BLOCK_COLS,
-        )  # fmt: skip
+        # -- ahead: the loads of the next row are under way during the rest of this turn
+        x_next, dy_next, mean_next, rstd_next = load_part(row_of, row + step, n_rows, cols, n_cols)
 
-        # -- collect: what all parts add; if they do not come, compute each of them, mine last
-        if dx_ptr is not None:
-            slots, ready = wait(slots_ptr + row * N_PARTS + parts % N_PARTS, None, max_polls)
-            if ready == 0:
-                for turn in range(N_PARTS):
-                    other = (part + 1 + turn) % N_PARTS
-                    x_other, dy_other = load_part(x_row, dy_row, other, n_cols, True, BLOCK_COLS)
-                    xhat, wdy, c1, c2 = sums_of_part(
-                        x_other, dy_other, w_ptr, mean, rstd, other, n_cols, BLOCK_COLS
-                    )
+        # -- collect: the row before, whose slots all parts had a turn to fill: hardly a wait
+        if (dx_ptr is not None) and (row > first):
+            before = row - step
+            slots_ptrs = slots_ptr + before * N_PARTS + parts % N_PARTS
+            slots, ready = wait(slots_ptrs, None, max_polls, THREADS)
+            if ready == 0:  # they do not come: compute all of them
+                for other in range(N_PARTS):
+                    others = other * BLOCK_COLS + of_part
+                    loaded = load_part(row_of, before, n_rows, others, n_cols)
+                    xhat, wdy = terms(*loaded, load_weight(w_ptr, others, others < n_cols))
+                    c1, c2 = two_sums(xhat * wdy, wdy, 0)
                     slots = tl.where(parts == other, to_slot(c1, c2), slots)
             c1s, c2s = collect(slots, parts < N_PARTS, 0.0, 0.0)
             c1, c2 = two_sums(c1s, c2s, 0)
             c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
-            dx = (wdy - (xhat * c1 + c2)) * rstd
-            tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
+            xhat, wdy = terms(x_before, dy_before, mean_before, rstd_before, w)
+            dx = (wdy - (xhat * c1 + c2)) * rstd_before
+            tl.store(dx_ptr + before * n_cols + cols, dx, mask=cols < n_cols)
+        x_before, dy_before, mean_before, rstd_before = x, dy, mean, rstd
+        x, dy, mean, rstd = x_next, dy_next, mean_next, rstd_next
 
     buffer = group % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
@@ -400,7 +402,7 @@ def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_pro
 def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
-    parts, block = tuned.split(n_cols, tuned.BWD_PART_COLS)
+    parts, block = tuned.split(n_cols, tuned.BWD_PART_COLS[x.itemsize])
     num_warps = max(1, block // tuned.BWD_PART_WARP[x.itemsize])
     at_once = max(1, tuned.BWD_PART_THREADS // (32 * num_warps))
     programs = runtime.multiprocessors(x.device) * at_once
@@ -412,7 +414,7 @@ def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     split_bwd_kernel[(groups * parts,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, slots, x.stride(0), dy.stride(0), n_rows,
         n_cols, n_buffers, exchange.MAX_POLLS, parts,
-        exchange.looks(parts, num_warps, x.device), block, num_warps=num_warps,
+        *exchange.looks(parts, num_warps, x.device), block, num_warps=num_warps,
     )  # fmt: skip
     return sums
 

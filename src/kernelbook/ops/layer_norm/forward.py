@@ -11,8 +11,8 @@ difference of two large means, and three things keep it right far from zero:
                 it. The deviations from it then sum to something else than 0: what they sum to
                 corrects the mean. For equal numbers the corrected mean is that number, exactly
     pivot       parts of a row are merged by how far their means are from that of the first part
-    far rows    squares of numbers above 1e19 overflow float32, so the deviations are also squared
-                times a small power of two, which counts where the others are infinite
+    far rows    squares of numbers above 1e19 overflow float32. Where their sum is infinite, the row
+                is read again, and its deviations are squared times a small power of two
 
 Sources: Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, 2016. Chan, Golub, LeVeque,
 "Updating formulae and a pairwise algorithm for computing sample variances", COMPSTAT 1982 (the
@@ -27,7 +27,7 @@ from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
-from kernelbook.ops.rows.sums import three_sums, two_sums
+from kernelbook.ops.rows.sums import INTERPRETED, two_sums
 
 PIECES = tl.constexpr(4)
 
@@ -39,11 +39,14 @@ TINY = tl.constexpr(2.0**-84)
 """The same for deviations that are squared: the square of the largest float32 times this is 2**88,
 and the sum of 2**31 of them is still finite."""
 
-LANES_AND_WARPS = tl.constexpr(128)
-"""Threads of a program with four warps: a row that is no longer may be one number a thread."""
+ROUNDING = tl.constexpr(2.0**-20)
+"""What a sum of squares may be off by, as a share of it."""
 
-RESCUE_COLS = tl.constexpr(512)
-"""Columns that a packed row is read again at a time: few, because the registers of this path count
+SHORT = tl.constexpr(64)
+"""Lanes of a warp on any GPU, at most: a row that is no longer may be one number a lane."""
+
+FAR_COLS = tl.constexpr(128)
+"""Numbers of far rows that are read again at a time: few, because the registers of this path count
 even if it is never taken."""
 
 
@@ -54,7 +57,7 @@ def divide(total, count):
     ``/`` on a GPU may be off by an ulp, and the exact division costs dozens of registers.
     """
     count = 1.0 * count
-    quotient = total / count
+    quotient = total / count if INTERPRETED else total * (1 / count)
     return tl.fma(tl.fma(-quotient, count, total), 1 / count, quotient)
 
 
@@ -66,51 +69,55 @@ def mean_of(x, count):
 
 @triton.jit
 def without(m2, correction, count):
-    """The sum of squared deviations from the corrected mean."""
-    corrected = m2 - count * correction * correction
-    return tl.where(corrected < 0, 0.0, corrected)
+    """The sum of squared deviations from the corrected mean, which an infinite one stays.
+
+    Of a row of equal numbers, all that is left is rounding: that is a deviation of 0.
+    """
+    left = m2 - count * correction * correction
+    return tl.where(m2 < float("inf"), tl.where(left < m2 * ROUNDING, 0.0, left), m2)
 
 
 @triton.jit
 def square(x, inside):
-    """x * x, rounded before it is added up where a thread may hold one number of a row.
+    """x * x, rounded before it is added up where a lane may hold one number of a row.
 
     The compiler would fuse the product with the sum. Then the lanes of a row, which add the same
     two numbers, round different ones of them, and disagree in the last bit of the sum.
     """
     squared = x * x
-    return tl.where(inside, squared, 0.0) if x.shape[1] <= LANES_AND_WARPS else squared
+    return tl.where(inside, squared, 0.0) if x.shape[1] <= SHORT else squared
 
 
 @triton.jit
 def moments(x, inside, count):
-    """The mean of each row, and m2, the sum of squared deviations from it.
-
-    A sum of squares is never negative. So a negative m2 stands for a far row, whose squares
-    overflow: it is minus the sum of the squares of the deviations times TINY.
-    """
+    """The mean of each row, and m2, the sum of squared deviations from it; infinite if far."""
     mean = mean_of(x.to(tl.float32), count)
     deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
-    near, tiny = square(deviation, inside), square(deviation * TINY, inside)
-    if x.dtype == tl.float16:  # whose squares do not overflow
-        m2, far = tl.sum(near, 1, True), 0.0
-    elif x.dtype == tl.bfloat16:  # up to 8,192 equal numbers of 16 bits add up exactly
-        m2, far = two_sums(near, tiny, 1, True)
-    else:
-        m2, far, residue = three_sums(near, tiny, deviation * SMALL, 1, True)
+    squared = square(deviation, inside)
+    if x.dtype == tl.float32:
+        m2, residue = two_sums(squared, deviation * SMALL, 1, True)
         correction = divide(residue, count) / SMALL
-        mean += correction
-        m2 = tl.where(m2 < float("inf"), without(m2, correction, count), m2)
-        far = without(far, correction * TINY, count)
-    return mean, tl.where(m2 == float("inf"), -far, m2)
+        return mean + correction, without(m2, correction, count)
+    else:  # up to 8,192 equal numbers of 16 bits add up exactly
+        return mean, tl.sum(squared, axis=1, keep_dims=True)
 
 
 @triton.jit
-def reciprocal_deviation(m2, n_cols, eps):
-    """1 / sqrt(variance + eps) from the sum of squared deviations, of a far row as well."""
-    variance = m2 / n_cols
-    far = variance < 0
-    return tl.rsqrt(tl.where(far, -variance, variance + eps)) * tl.where(far, TINY, 1.0)
+def far_rstd(x_ptrs, far, mean, n_cols, eps, COLS: tl.constexpr):
+    """1 / sqrt(variance + eps) of far rows, which are read again for it.
+
+    A variance of 0 is that of equal numbers. Beside any other, eps is nothing.
+    """
+    first = tl.arange(0, COLS)[None, :]
+    m2 = tl.zeros((mean + first).shape, tl.float32)
+    for start in range(0, n_cols, COLS):
+        cols = start + first
+        inside = far & (cols < n_cols)
+        x = tl.load(x_ptrs + cols, mask=inside, other=0.0).to(tl.float32)
+        tiny = tl.where(inside, (x - mean) * TINY, 0.0)
+        m2 += tiny * tiny
+    variance = tl.sum(m2, axis=1, keep_dims=True) / n_cols
+    return tl.where(variance == 0, tl.rsqrt(variance + eps), tl.rsqrt(variance) * TINY)
 
 
 @triton.jit
@@ -147,7 +154,7 @@ def row_fwd_kernel(
 
     # -- statistics: mean and reciprocal standard deviation, one of each for a row
     mean, m2 = moments(x, inside, n_cols)
-    rstd = reciprocal_deviation(m2, n_cols, eps)
+    rstd = tl.rsqrt(m2 / n_cols + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
         tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
@@ -155,6 +162,22 @@ def row_fwd_kernel(
     # -- write: normalise, scale and shift
     y = scale_and_shift((x.to(tl.float32) - mean) * rstd, w_ptr, b_ptr, cols, cols < n_cols)
     tl.store(y_ptr + rows * n_cols + cols, y, mask=inside)
+
+    # -- far: such rows once more. Asked last, because warps may wait for each other to ask
+    far = m2 == float("inf")
+    if (x.dtype != tl.float16) and tl.max(tl.max(far.to(tl.int32), axis=0), axis=0):
+        COLS: tl.constexpr = max(1, min(BLOCK_COLS, FAR_COLS // BLOCK_ROWS))
+        x_ptrs, y_ptrs = x_ptr + rows * stride_row, y_ptr + rows * n_cols
+        rstd = far_rstd(x_ptrs, far, mean, n_cols, eps, COLS)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + rows, rstd, mask=far)
+        for start in range(0, n_cols, COLS):
+            far_cols = start + tl.arange(0, COLS)[None, :]
+            far_inside = far & (far_cols < n_cols)
+            far_x = tl.load(x_ptrs + far_cols, mask=far_inside, other=0.0).to(tl.float32)
+            xhat = (far_x - mean) * rstd
+            far_y = scale_and_shift(xhat, w_ptr, b_ptr, far_cols, far_cols < n_cols)
+            tl.store(y_ptrs + far_cols, far_y, mask=far_inside)
 
 
 @triton.jit
@@ -210,18 +233,6 @@ def mean_of_pairs(total, n_cols, dtype: tl.constexpr):
 
 
 @triton.jit
-def far_deviation(x_ptr, mean, n_cols):
-    """1 / sqrt(variance) of a row whose squares overflow, which is read again for it."""
-    m2 = tl.zeros((RESCUE_COLS,), tl.float32)
-    for start in range(0, n_cols, RESCUE_COLS):
-        cols = start + tl.arange(0, RESCUE_COLS)
-        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        tiny = tl.where(cols < n_cols, (x - mean) * TINY, 0.0)
-        m2 += tiny * tiny
-    return tl.rsqrt(tl.sum(m2, axis=0) / n_cols) * TINY
-
-
-@triton.jit
 def packed_row_fwd_kernel(
     x_ptr,  # input, (n_rows, n_cols), 16 bits
     w_ptr,  # weight, (n_cols), or None
@@ -258,8 +269,8 @@ def packed_row_fwd_kernel(
         m2 += deviation * deviation
     m2 = tl.sum(m2, axis=0)
     rstd = tl.rsqrt(m2 / n_cols + eps)
-    if (dtype == tl.bfloat16) and (m2 == float("inf")):  # no square of a float16 overflows
-        rstd = far_deviation(x_ptr + row * stride_row, mean, n_cols)
+    if (dtype != tl.float16) and (m2 == float("inf")):
+        rstd = tl.sum(far_rstd(x_ptr + row * stride_row, True, mean, n_cols, eps, FAR_COLS))
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
@@ -294,12 +305,8 @@ def merge_moments(means, m2s, parts, n_cols, BLOCK_COLS: tl.constexpr):
     apart = tl.where(counts > 0, means - pivot, 0.0)
     shift = tl.sum(apart * (counts / n_cols), axis=1, keep_dims=True)
     apart -= shift
-    tiny = apart * TINY
-    near = tl.where(m2s < 0, float("inf"), m2s) + counts * apart * apart
-    far = tl.where(m2s < 0, m2s, -m2s * TINY * TINY) - counts * tiny * tiny
-    near, far = tl.where(counts > 0, near, 0.0), tl.where(counts > 0, far, 0.0)
-    m2, m2_far = two_sums(near, far, 1, True)
-    return pivot + shift, tl.where(m2 == float("inf"), m2_far, m2)
+    m2 = tl.sum(m2s + counts * apart * apart, axis=1, keep_dims=True)
+    return pivot + shift, m2
 
 
 @triton.jit
@@ -319,6 +326,7 @@ def split_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     N_PARTS: tl.constexpr,  # programs for BLOCK_ROWS rows
     LOOKS: tl.constexpr,  # at the slots of each row: exchange.looks
+    THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
 ):
     # -- publish: the moments of my part, which stays in registers
@@ -331,7 +339,7 @@ def split_fwd_kernel(
 
     # -- collect: those of all parts; if they do not come, compute each of them, mine last
     parts = tl.arange(0, LOOKS)[None, :]
-    slots, ready = wait(slots_ptrs + parts % N_PARTS, there, max_polls)
+    slots, ready = wait(slots_ptrs + parts % N_PARTS, there, max_polls, THREADS)
     if ready == 0:
         for turn in range(N_PARTS):
             other = (part + 1 + turn) % N_PARTS
@@ -339,7 +347,10 @@ def split_fwd_kernel(
             slots = tl.where(parts == other, slot, slots)
     means, m2s = collect(slots, there & (parts < N_PARTS), 0.0, 0.0)
     mean, m2 = merge_moments(means, m2s, parts, n_cols, BLOCK_COLS)
-    rstd = reciprocal_deviation(m2, n_cols, eps)
+    rstd = tl.rsqrt(m2 / n_cols + eps)
+    far = m2 == float("inf")
+    if (x_ptr.dtype.element_ty != tl.float16) and (tl.max(far.to(tl.int32)) != 0):
+        rstd = tl.where(far, far_rstd(x_ptrs, far, mean, n_cols, eps, FAR_COLS), rstd)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=there & (part == 0))
         tl.store(rstd_ptr + rows, rstd, mask=there & (part == 0))
@@ -362,6 +373,8 @@ def loop_fwd_kernel(
     n_cols,
     eps,
     BLOCK_COLS: tl.constexpr,
+    FULL: tl.constexpr,  # whether blocks cover a row exactly, so that nothing is masked
+    CORRECTED: tl.constexpr,  # whether the mean is
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_row
@@ -369,34 +382,39 @@ def loop_fwd_kernel(
     total = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
-        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        inside = FULL | (cols < n_cols)
+        x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         total += x * (SMALL * SMALL)
     mean = divide(tl.sum(total, axis=0), n_cols) / (SMALL * SMALL)
     residue = tl.zeros((BLOCK_COLS,), tl.float32)
     m2 = tl.zeros((BLOCK_COLS,), tl.float32)
-    far = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
-        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        deviation = tl.where(cols < n_cols, x - mean, 0.0)
-        residue += deviation * (SMALL * SMALL)
+        inside = FULL | (cols < n_cols)
+        x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        deviation = tl.where(inside, x - mean, 0.0)
         m2 += deviation * deviation
-        far += (deviation * TINY) * (deviation * TINY)
-    correction = divide(tl.sum(residue, axis=0), n_cols) / (SMALL * SMALL)
-    mean += correction
-    m2 = tl.sum(m2, axis=0)
-    near = without(m2, correction, n_cols)
-    far = -without(tl.sum(far, axis=0), correction * TINY, n_cols)
-    m2 = tl.where(m2 < float("inf"), near, tl.where(m2 == m2, far, m2))
-    rstd = reciprocal_deviation(m2, n_cols, eps)
+        if CORRECTED:
+            residue += deviation * (SMALL * SMALL)
+    if CORRECTED:
+        m2, residue = two_sums(m2, residue, 0)
+        correction = divide(residue, n_cols) / (SMALL * SMALL)
+        mean += correction
+        m2 = without(m2, correction, n_cols)
+    else:
+        m2 = tl.sum(m2, axis=0)
+    rstd = tl.rsqrt(m2 / n_cols + eps)
+    if m2 == float("inf"):
+        rstd = tl.sum(far_rstd(x_ptr, True, mean, n_cols, eps, FAR_COLS))
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
-        x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        y = scale_and_shift((x - mean) * rstd, w_ptr, b_ptr, cols, cols < n_cols)
-        tl.store(y_ptr + cols, y, mask=cols < n_cols)
+        inside = FULL | (cols < n_cols)
+        x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        y = scale_and_shift((x - mean) * rstd, w_ptr, b_ptr, cols, inside)
+        tl.store(y_ptr + cols, y, mask=inside)
 
 
 def _forward(
@@ -426,7 +444,10 @@ def _forward(
     block = triton.next_power_of_2(n_cols)
     if looping or n_cols > tuned.MAX_PARTS * tuned.MAX_PART_COLS:
         block = min(block, tuned.LOOP_COLS)
-        loop_fwd_kernel[(n_rows,)](*tensors, stride, n_cols, eps, block, num_warps=8)
+        corrected = x.itemsize == 4 or n_cols > tuned.TILE_COLS
+        loop_fwd_kernel[(n_rows,)](
+            *tensors, stride, n_cols, eps, block, n_cols % block == 0, corrected, num_warps=8
+        )
     elif tuned.TILE_COLS < n_cols <= tuned.PACKED_COLS and come_in_pairs((x,), (weight, bias)):
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
         packed_row_fwd_kernel[(n_rows,)](
@@ -438,15 +459,15 @@ def _forward(
         parts, block = tuned.split(n_cols, part.cols)
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
         num_warps = max(1, part.rows * block // 2048)
-        looks = exchange.looks(parts, num_warps, x.device, part.rows)
         split_fwd_kernel[(triton.cdiv(n_rows, part.rows) * parts,)](
             *tensors, slots, stride, n_rows, n_cols, eps, exchange.MAX_POLLS, part.rows, parts,
-            looks, block, num_warps=num_warps, maxnreg=part.registers,
+            *exchange.looks(parts, num_warps, x.device, part.rows), block, num_warps=num_warps,
+            maxnreg=part.registers,
         )  # fmt: skip
     else:
-        rows = max(1, tuned.TILE // (block * x.itemsize))
+        row_bytes = block * x.itemsize
+        rows, num_warps = max(1, tuned.TILE // row_bytes), min(4, max(1, row_bytes // tuned.WARP))
         grid = (triton.cdiv(n_rows, rows),)
-        num_warps = max(4, block // 2048)
         row_fwd_kernel[grid](
             *tensors, stride, n_rows, n_cols, eps, rows, block, num_warps=num_warps
         )

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import triton
 
-TILE, TILE_BYTES = 4096, 32768
-"""Least bytes of a forward tile of whole rows, and most. With four warps a thread then has 32 bytes
-of x: 0.97 of a copy at 1,024 columns of float32 on an H200, against 0.96 with two warps. The loads
-of x pass by L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
+TILE, TILE_BYTES, WARP = 2048, 32768, 1024
+"""Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
+four warps. A row that one warp holds is added up without a barrier: on an H200 rows of 512 columns
+of bfloat16 gave 0.98 of a copy, and 0.83 in tiles of 4,096 bytes with four warps. The loads of x
+pass by L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
 
 TILE_COLS, PACKED_COLS = 8192, 65536
 """Longer rows of 16-bit numbers are packed two to a register. On an H200 at 16,384 columns of
@@ -34,7 +35,6 @@ class Part:
 FORWARD_PARTS = {
     (2, 2**16): Part(2048, 2, None),
     (2, 2**31): Part(8192, 1, 128),
-    (4, 2**14): Part(2048, 2, None),
     (4, 2**15): Part(2048, 2, 128),
     (4, 2**16): Part(4096, 2, 128),
     (4, 2**31): Part(2048, 2, 128),
@@ -78,19 +78,20 @@ BWD_THREADS = 512
 """Threads of looping programs on a multiprocessor: 128 of its 65,536 registers for each. All
 programs run from the beginning to the end, and each leaves one row of sums."""
 
-BWD_PART_COLS, BWD_MAX_PART_COLS = 2048, 4096
-"""A longer row is split in parts, for programs that exchange their share of c1 and c2. Rows too
-long for 64 such parts get larger ones."""
+BWD_PART_COLS, BWD_MAX_PART_COLS = {2: 2048, 4: 1024}, 4096
+"""A longer row is split in parts, for programs that exchange their share of c1 and c2; columns by
+the bytes of an element. In float32 at 32,768 columns parts of 1,024 gave 0.77 of a copy on an H200,
+parts of 2,048 0.74. Rows too long for 64 such parts get larger ones."""
 
 BWD_PART_WARP = {2: 1024, 4: 512}
-"""Columns a warp of a part, by the bytes of an element. In bfloat16 at 16,384 columns, before those
-were packed, 1,024 gave 0.67 of a copy against 0.57 with 512, though some registers spill, and in
-float32 0.69 against 0.72."""
+"""Columns a warp of a part: a thread then has 64 bytes of x in either case, and what it loads ahead
+is what keeps the memory busy. With 512 columns bfloat16 fell from 0.64 of a copy to 0.46 at 32,768
+columns, though some registers spill with 1,024."""
 
 BWD_PART_THREADS = 256
-"""Threads on a multiprocessor then. The next part of x and dy waits in registers, so that a thread
-needs up to 255 of them. A program that does not run yet cannot answer, so no more are started than
-run at once."""
+"""Threads on a multiprocessor then. The row before and the next one wait in registers, so that a
+thread needs up to 255 of them; 384 threads gave 0.57 there. A program that does not run yet cannot
+answer, so no more are started than run at once."""
 
 COLUMN_COLS, COLUMN_PROGRAMS = 1024, 8
 """Rows too long for parts: a program adds up a block of 1,024 columns over its share of the rows,

@@ -29,13 +29,15 @@ EMPTY = tl.constexpr(0x7FC5A5A57FC5A5A5)
 that memory full of zeros is empty and every pair that is computed is not."""
 
 
-def looks(n_parts: int, num_warps: int, device: torch.device, rows: int = 1) -> int:
-    """Return how many slots of each row a program reads: all of them, and one for each thread.
+def looks(n_parts: int, num_warps: int, device: torch.device, rows: int = 1) -> tuple[int, int]:
+    """Return how many slots of each row a program reads, some several times, and its threads.
 
-    Then no two threads hold the same number, and all agree on whether a slot was empty.
+    A block of fewer numbers than threads is held by several threads, and a volatile load answers
+    each of them for itself: one sees a slot filled, and its twin sees it empty. So either a warp
+    reads as many slots as it has lanes, and each warp all of them; or each thread reads another.
     """
-    threads = num_warps * runtime.warp_size(device)
-    return max(triton.next_power_of_2(n_parts), triton.cdiv(threads, rows))
+    lanes, slots = runtime.warp_size(device), rows * triton.next_power_of_2(n_parts)
+    return (lanes if slots <= lanes else max(slots, num_warps * lanes)) // rows, num_warps * lanes
 
 
 @triton.jit
@@ -53,12 +55,11 @@ def publish(slots_ptrs, slot, there=None):
 
 
 @triton.jit
-def wait(slots_ptrs, there, max_polls):
+def wait(slots_ptrs, there, max_polls, THREADS: tl.constexpr):
     """Read slots until none is empty, or max_polls times. Return (slots, ready).
 
-    There are as many pointers as :func:`looks` says, and every slot is read several times. A block
-    of fewer numbers than the program has threads is held by several threads, of which each gets an
-    answer of its own from a volatile load: one sees a slot filled, and its twin sees it empty.
+    There are as many pointers as :func:`looks` says. Warps that each read all of the slots need not
+    wait for each other to go on, only to give up, which all of them do or none.
     """
     slots = tl.zeros(slots_ptrs.shape, tl.int64)
     ready = tl.min((slots != 0).to(tl.int32))
@@ -70,7 +71,7 @@ def wait(slots_ptrs, there, max_polls):
             slots = tl.load(slots_ptrs, mask=there, other=1, volatile=True)
         ready = tl.min((slots != 0).to(tl.int32))
         polls += 1
-    return slots, ready
+    return slots, tl.min(tl.zeros((THREADS,), tl.int32) + ready)
 
 
 @triton.jit

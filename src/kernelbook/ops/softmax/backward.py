@@ -57,6 +57,7 @@ def split_row_bwd_kernel(
     max_polls,  # how often to look whether the other parts are there
     N_PARTS: tl.constexpr,  # programs a row
     LOOKS: tl.constexpr,  # at the slots of a row: exchange.looks
+    THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
     LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
 ):
@@ -74,7 +75,7 @@ def split_row_bwd_kernel(
 
     # -- collect: those of all parts; if they do not come, read the whole row instead
     parts = tl.arange(0, LOOKS)
-    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls)
+    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls, THREADS)
     shares, _ = collect(slots, parts < N_PARTS, 0.0, 0.0)
     delta = tl.sum(shares, axis=0)
     if ready == 0:
@@ -118,7 +119,7 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=y.device)
         split_row_bwd_kernel[(n_rows * parts,)](
             y, dy, dx, slots, stride, n_cols, exchange.MAX_POLLS, parts,
-            exchange.looks(parts, num_warps, y.device), block, tuned.LOOP_COLS * num_warps,
+            *exchange.looks(parts, num_warps, y.device), block, tuned.LOOP_COLS * num_warps,
             num_warps=num_warps,
         )  # fmt: skip
     else:

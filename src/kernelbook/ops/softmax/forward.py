@@ -113,6 +113,7 @@ def split_row_fwd_kernel(
     max_polls,  # how often to look whether the other parts are there
     N_PARTS: tl.constexpr,  # programs a row
     LOOKS: tl.constexpr,  # at the slots of a row: exchange.looks
+    THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
     LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
 ):
@@ -131,7 +132,7 @@ def split_row_fwd_kernel(
 
     # -- collect: those of all parts; if they do not come, read the whole row instead
     parts = tl.arange(0, LOOKS)
-    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls)
+    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls, THREADS)
     m_parts, d_parts = collect(slots, parts < N_PARTS, float("-inf"), 0.0)
     m_row = finite(tl.max(m_parts, axis=0))
     d_row = tl.sum(d_parts * exp(m_parts - m_row), axis=0)
@@ -241,7 +242,7 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
         split_row_fwd_kernel[(n_rows * parts,)](
             x, y, slots, stride, n_cols, exchange.MAX_POLLS, parts,
-            exchange.looks(parts, num_warps, x.device), block, tuned.LOOP_COLS * num_warps,
+            *exchange.looks(parts, num_warps, x.device), block, tuned.LOOP_COLS * num_warps,
             num_warps=num_warps,
         )  # fmt: skip
     elif n_cols > tuned.TILE_COLS and come_in_pairs((x,)):
