@@ -57,8 +57,11 @@ MEAN = 0.5
 
 
 def mixed(seed: int, shape, dtype: torch.dtype, mean: float = 1.0) -> torch.Tensor:
-    """Draw normal numbers around a mean: without one, a sum that loses a part hardly changes."""
-    generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
+    """Draw normal numbers around a mean: without one, a sum that loses a part hardly changes.
+
+    They are others than those of :class:`Numbers` with the same seed.
+    """
+    generator = torch.Generator(runtime.DEVICE).manual_seed(2**31 + seed)
     draw = {"dtype": torch.float64, "device": runtime.DEVICE, "generator": generator}
     return (torch.randn(tuple(shape), **draw) + mean).to(dtype)
 
