@@ -113,3 +113,17 @@ def test_a_thousand_runs_agree_on_a_busy_gpu(operator, n_cols, dtype):
         for a, b in zip(first, (y, *torch.autograd.grad(y, x, dy)), strict=True):
             wrong += (a != b).any()
     assert not wrong
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("n_cols", [32768, 65536, 131072])
+@pytest.mark.parametrize("operator", [softmax, layer_norm_of])
+def test_the_warps_of_a_program_give_up_together(operator, n_cols, monkeypatch):
+    """With so little patience some warps have seen all slots when others have not."""
+    x = torch.randn(40, n_cols, device=DEVICE, requires_grad=True)
+    dy = torch.randn_like(x)
+    truth = [(y := operator(x)), *torch.autograd.grad(y, x, dy)]
+    for polls in (1, 2, 3, 4, 6, 8, 12, 16) * 4:
+        monkeypatch.setattr(exchange, "MAX_POLLS", polls)
+        for a, b in zip(truth, ((y := operator(x)), *torch.autograd.grad(y, x, dy)), strict=True):
+            assert (a - b).abs().max() <= 1e-4 * a.abs().max()  # in another order, and no more
