@@ -350,7 +350,7 @@ def z_scores(draw, p, seed):
     }
 
 
-n = 2**15 if runtime.INTERPRETED else 2**28
+n = 2**13 if runtime.INTERPRETED else 2**28
 ones = torch.ones(n, device=runtime.DEVICE, dtype=torch.float16)
 rows = []
 for p in (0.5, 0.1):
