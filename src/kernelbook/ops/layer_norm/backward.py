@@ -254,6 +254,7 @@ def split_bwd_kernel(
         x_before, dy_before, mean_before, rstd_before = x, dy, mean, rstd
         x, dy, mean, rstd = x_next, dy_next, mean_next, rstd_next
 
+    # -- end: one row of sums for the whole group
     buffer = group % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
     lock = buffer * N_PARTS + part

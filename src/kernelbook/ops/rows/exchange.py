@@ -5,7 +5,7 @@ little: a maximum and a sum, say. Each part has a slot of 64 bits in memory, zer
 
     publish   the part stores its two float32 as one 64-bit number, so that no reader ever meets
               one number without the other
-    wait      each of its threads reads slots of the row until none is empty, or gives up
+    wait      each of its warps reads the slots of the row until none is empty, or all give up
     collect   it takes the two numbers of every part apart again; what was read beyond the last
               part counts as the neutral element of the operation, -inf for a maximum, 0 for a sum
 
