@@ -362,7 +362,7 @@ lab.source(split_row_fwd_kernel, "write")
 
 def cases():
     shapes = (
-        ((7, 129), (2, 9001))
+        ((7, 129), (2, 16401))
         if runtime.INTERPRETED
         else ((7, 129), (64, 4096), (9, 70001))
     )

@@ -54,7 +54,8 @@ even if it is never taken."""
 def divide(total, count):
     """total / count, and the last bit as well: the mean of equal numbers is that number.
 
-    ``/`` on a GPU may be off by an ulp, and the exact division costs dozens of registers.
+    ``/`` on a GPU may be off by an ulp, and the exact division costs dozens of registers. In the
+    interpreter ``/`` is exact, and its fma rounds twice.
     """
     count = 1.0 * count
     quotient = total / count if INTERPRETED else total * (1 / count)

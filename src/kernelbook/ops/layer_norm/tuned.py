@@ -41,9 +41,8 @@ FORWARD_PARTS = {
 }
 """Parts by the bytes of an element and the longest row. A program that takes its part of two rows
 loads weight and bias half as often: read again for each row, they are as many bytes as x and y. On
-an H200, as a share of a copy: bfloat16 at 131,072 columns 0.64, and 0.46 with 2,048 columns of two
-rows; float32 at 65,536 columns 0.90, and 0.75 without the limit of registers, because the compiler
-then takes 195 of them; at 131,072 0.86 and 0.82."""
+an H200, as a share of a copy: bfloat16 at 131,072 columns 0.70, and 0.60 with 8,192 columns of two
+rows; float32 at 32,768 columns 0.96, and 0.93 without the limit of registers."""
 
 
 def forward_part(n_cols: int, itemsize: int) -> Part:
@@ -90,8 +89,8 @@ columns, though some registers spill with 1,024."""
 
 BWD_PART_THREADS = 256
 """Threads on a multiprocessor then. The row before and the next one wait in registers, so that a
-thread needs up to 255 of them; 384 threads gave 0.57 there. A program that does not run yet cannot
-answer, so no more are started than run at once."""
+thread needs up to 255 of them; in bfloat16 at 32,768 columns 384 threads gave 0.57. A program that
+does not run yet cannot answer, so no more are started than run at once."""
 
 COLUMN_COLS, COLUMN_PROGRAMS = 1024, 8
 """Rows too long for parts: a program adds up a block of 1,024 columns over its share of the rows,
