@@ -1,5 +1,6 @@
 """Attention against float64 truth, by property, and at every length where a rule changes."""
 
+import gc
 import math
 import threading
 
@@ -866,6 +867,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     used = []
     for length in (4096, 8192, 16384):
         q, k, v = draw(1, 8, 8, length, length, 64, dtype=torch.bfloat16)
+        gc.collect()  # what other tests left must not be freed between the two readings
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
