@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import attention, forward, tuned
 from kernelbook.ops.attention.tiled import key_tiles, tiled_attention, tiled_forward
-from kernelbook.ops.attention.tiles import describe, fit, load_tile, visible
+from kernelbook.ops.attention.tiles import describe, fit, head_of, load_tile, visible
 
 lab.start("attention_forward", "kernelbook.ops.attention")
 
@@ -846,10 +846,18 @@ lab.source(describe)
 # registers, and every thread asks for its part. With a descriptor, one thread names a tile by its
 # coordinates. The copy engine of the GPU computes the addresses, watches the bounds, fills with
 # zeros what is outside, and puts the tile in shared memory, where the matrix instructions read it.
-# GPUs before Hopper have no such engine; there Triton turns a descriptor into addresses and masks
-# again.
 
 lab.source(load_tile)
+
+# %%
+# And on other GPUs? Those before Hopper have no copy engine, and the matrix instructions of a
+# GeForce read registers, so that a tile in shared memory is not yet where it is needed. Triton
+# would turn a descriptor into addresses and masks again, but into bad ones: it has to know that
+# neighbours in a row are neighbours in memory before a thread may load 16 bytes at once, and a
+# descriptor that comes from the host does not say so while the kernel is compiled. It would load 2
+# bytes at a time. So there the kernel gets the address of a head, and the last stride is a plain 1.
+
+lab.source(head_of)
 
 # %%
 # **Why four dimensions?** All heads lie one after the other. So why not describe a matrix of
@@ -978,11 +986,14 @@ lab.source(forward.attention_fwd_kernel, "stages")
 # stands in a table of the package:
 
 rows = []
-for (head_dim, itemsize), config in tuned.FORWARD.items():
+for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
+    if kernel != "forward":
+        continue
     row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
     row |= {"queries": config.block_m, "keys": config.block_n}
     row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
-    rows.append(row | {"registers at most": config.maxnreg or 255})
+    row |= {"registers at most": config.maxnreg or 255}
+    rows.append(row | {"shared memory, bytes": f"{config.shared:,}"})
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
@@ -1157,7 +1168,7 @@ lab.source(forward.attention_fwd_kernel, "write")
 
 # %%
 # **Grouped heads.** Several query heads may share one head of keys. Then head :math:`h` reads keys
-# of head :math:`h / g`, rounded down: that is ``head_k`` in the kernel. Nothing is copied.
+# of head :math:`h / g`, rounded down: that is ``head // group`` in the kernel. Nothing is copied.
 #
 # **Strides.** A model often has its tensors as (batch, length, heads, head_dim), and transposes
 # them. A descriptor takes any strides, as long as the last dimension is contiguous and the others
@@ -1352,17 +1363,19 @@ def _described_kernel(
     n_visible, by_all, by_some = visible(
         start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
     )
+    k_head = head_of(k_desc, 0, head, BLOCK_N, HEAD_DIM)
+    v_head = head_of(v_desc, 0, head, BLOCK_N, HEAD_DIM)
     whole = by_all // BLOCK_N * BLOCK_N
     for start_n in range(0, whole, BLOCK_N):
-        k = load_tile(k_desc, 0, head, start_n)
+        k = load_tile(k_head, start_n)
         qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-        v = load_tile(v_desc, 0, head, start_n)
+        v = load_tile(v_head, start_n)
         acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
     for start_n in range(whole, by_some, BLOCK_N):
-        k = load_tile(k_desc, 0, head, start_n)
+        k = load_tile(k_head, start_n)
         qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
         seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
-        v = load_tile(v_desc, 0, head, start_n)
+        v = load_tile(v_head, start_n)
         acc, l_i, m_i = _update(acc, l_i, m_i, tl.where(seen, qk, float("-inf")), v)
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
@@ -1762,7 +1775,7 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 
 def greedy():
     q = draw(1024, 1, 4, 128, torch.bfloat16)[0]
-    config = tuned.Config(128, 128, num_warps=8, num_stages=5)
+    config = tuned.by_descriptor(128, 128, num_warps=8, num_stages=5, shared=0)
     try:
         with mock.patch.object(tuned, "forward_config", return_value=config):
             attention(q, q, q)
@@ -1775,17 +1788,14 @@ def greedy():
 lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
-# So the package asks the device first, and takes the first configuration that fits. If none does,
+# So the package knows what each configuration needs, and takes the first that fits. If none does,
 # it says what to change. Here a device is made up that has only 8 KiB.
 
-with mock.patch.object(runtime, "shared_memory", return_value=8192):
+made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
+made_up["shared_memory"] = lambda device: 8192
+with mock.patch.multiple(runtime, **made_up):
     try:
-        tuned.largest_that_fits(
-            tuned.FORWARD_ELSEWHERE,
-            lambda config: (config.block_m + 2 * config.block_n) * 256,
-            torch.device("cuda:0"),
-            "head_dim 128",
-        )
+        tuned.forward_config(torch.empty(1, 1, 1, 128, dtype=torch.float16))
     except ValueError as error:
         message = str(error)
 lines = textwrap.wrap(f"ValueError: {message}", 56)

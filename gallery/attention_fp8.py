@@ -618,13 +618,13 @@ lab.source(fp8.attend_fp8, "weigh")
 lab.source(weigh, "rescale")
 
 # %%
-# The values come from a descriptor of (batch, heads, head_dim, length). The tile is transposed only
-# in name: ``.T`` says which dimension is which, and moves nothing.
+# The values are described as (batch, heads, head_dim, length). The tile is transposed only in name:
+# ``.T`` says which dimension is which, and moves nothing.
 
-lab.source(fp8.load_values)
+lab.source(fp8.attend_fp8, "accumulate")
 
 # %%
-# Then the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
+# And the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
 # ``PROMOTED`` is the next section.
 
 lab.source(fp8.add_values)

@@ -163,6 +163,11 @@ def l2_cache(device: torch.device) -> int:
     return 2**20 if INTERPRETED else _properties(device).L2_cache_size
 
 
+def register_limit(registers: int | None) -> dict[str, int]:
+    """Return the option of a launch that limits the registers of a thread, where there is one."""
+    return {} if registers is None or torch.version.hip else {"maxnreg": registers}
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the device's compute capability: (9, 0) is Hopper, and (0, 0) the interpreter."""
     return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)

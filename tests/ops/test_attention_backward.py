@@ -8,7 +8,7 @@ from kernelbook import reference, runtime
 from kernelbook.lab.check import error
 from kernelbook.ops.attention import backward as module
 from kernelbook.ops.attention import tuned
-from kernelbook.ops.attention.tiles import fit, head_block
+from kernelbook.ops.attention.tiles import fit
 from kernelbook.ops.attention.tuned import Config
 
 DETERMINISTIC = pytest.mark.parametrize("deterministic", [True, False], ids=["two", "one"])
@@ -278,23 +278,23 @@ def test_heads_that_take_turns_all_get_their_turn(monkeypatch, at_once, is_causa
     check(*draw(2, 2, 1, 40, 40, 16), is_causal, deterministic)
 
 
-@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 @pytest.mark.parametrize("sweep", ["dkdv", "dq", "all"])
-def test_a_configuration_fits_every_gpu(monkeypatch, sweep, head_dim, dtype, kib):
-    major = 9 if kib == 227 else 8
+def test_every_gpu_has_a_configuration(monkeypatch, sweep, head_dim, dtype, capability):
+    kib = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99)
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     monkeypatch.setattr(runtime, "shared_memory", lambda _: kib * 1024)
-    monkeypatch.setattr(runtime, "capability", lambda _: (major, 0))
+    monkeypatch.setattr(runtime, "capability", lambda _: capability)
     q = torch.ones(1, 1, 1, head_dim, dtype=dtype, device=DEVICE)
     if (sweep, head_dim, dtype, kib) == ("all", 256, torch.float32, 99):
+        assert tuned.config(sweep, q) is None  # and two sweeps take its place
         with pytest.raises(ValueError, match="pass a smaller head_dim or a 16-bit dtype"):
             tuned.backward_config(sweep, q)
         return
     config = tuned.backward_config(sweep, q)
-    needed = tuned.bytes_of_sweep(sweep, config, head_block(head_dim), dtype.itemsize)
-    assert needed <= kib * 1024
+    assert config.shared <= kib * 1024
     assert module.PADDING % config.block_m == 0
 
 
@@ -325,20 +325,14 @@ def test_a_thousand_runs_give_the_same_bits(head_dim, is_causal):
 @pytest.mark.usefixtures("gpu")
 @CAUSAL
 @DETERMINISTIC
-@pytest.mark.parametrize("config", tuned.BACKWARD_SMALLER, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_smaller_configurations(monkeypatch, head_dim, config, is_causal, deterministic):
-    monkeypatch.setattr(tuned, "backward_config", lambda *_: config)
-    check(*draw(1, 2, 1, 200, 150, head_dim, torch.float16), is_causal, deterministic)
-
-
-@pytest.mark.usefixtures("gpu")
-@CAUSAL
-@DETERMINISTIC
-@pytest.mark.parametrize("config", tuned.BACKWARD_FLOAT32, ids=str)
-def test_smaller_configurations_in_float32(monkeypatch, config, is_causal, deterministic):
-    monkeypatch.setattr(tuned, "backward_config", lambda *_: config)
-    check(*draw(1, 2, 1, 200, 150, 64), is_causal, deterministic)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_configurations_of_other_gpus(
+    monkeypatch, head_dim, dtype, capability, is_causal, deterministic
+):
+    monkeypatch.setattr(runtime, "capability", lambda _: capability)
+    check(*draw(1, 2, 1, 200, 150, head_dim, dtype), is_causal, deterministic)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -28,11 +28,14 @@ from kernelbook import runtime
 from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.tiles import (
     LOG2E,
+    PRECISION,
     describe,
     empty_fit,
     head_block,
+    head_of,
     load_tile,
     place,
+    store_tile,
     visible,
 )
 
@@ -100,14 +103,12 @@ def sweep_queries(
     dv,
     k,  # keys and values, (BLOCK_N, BLOCK_D)
     v,
-    q_desc,
-    do_desc,
+    q_head,  # queries of one head, and the gradient of their out: see head_of
+    do_head,
     lse_rows,
     delta_rows,
     dq_desc,
     dq_ptr,
-    batch,
-    head,  # of the queries
     row,  # batch * heads + head
     padded_q,
     first_query,  # a multiple of BLOCK_M
@@ -126,10 +127,10 @@ def sweep_queries(
     """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
     for start_m in tl.range(first_query, last_query, BLOCK_M):
         # -- recompute: P^T = exp(S^T - lse)
-        q = load_tile(q_desc, batch, head, start_m)
-        do = load_tile(do_desc, batch, head, start_m)
+        q = load_tile(q_head, start_m)
+        do = load_tile(do_head, start_m)
         lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
-        qk_t = tl.dot(k, q.T, input_precision="tf32x3")
+        qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
         if MASKED:
             keys = start_n + tl.arange(0, BLOCK_N)[:, None]
@@ -140,15 +141,15 @@ def sweep_queries(
 
         # -- gradients: of values while dS is computed, then of keys. No load after the product
         # of dv begins: a wait inside the pipeline of products would make them run one by one.
-        dp_t = tl.dot(v, do.T, input_precision="tf32x3")
+        dp_t = tl.dot(v, do.T, input_precision=PRECISION)
         delta = load_row(delta_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="tf32x3")
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds_t, q, dk, input_precision="tf32x3")
+        dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
 
         # -- add: what these keys contribute to dq
         if DQ != "none":
-            dq = tl.dot(ds_t.T, k, input_precision="tf32x3")
+            dq = tl.dot(ds_t.T, k, input_precision=PRECISION)
             if DQ == "descriptor":
                 dq_desc.atomic_add([row * padded_q + start_m, 0], dq)
             else:
@@ -161,7 +162,7 @@ def sweep_queries(
 
 @triton.jit(do_not_specialize=["heads_at_once"])
 def dkdv_kernel(
-    q_desc,  # queries, (batch, heads, seqlen_q, head_dim)
+    q_desc,  # queries, (batch, heads, seqlen_q, head_dim), as describe describes them
     k_desc,  # keys, (batch, heads // GROUP, seqlen_k, head_dim)
     v_desc,  # values, as the keys
     do_desc,  # gradient of out, as the queries
@@ -190,8 +191,8 @@ def dkdv_kernel(
     tile, batch_head_k = place(tl.cdiv(seqlen_k, BLOCK_N), batch_heads_k, heads_at_once)
     batch, head_k = batch_head_k // heads_k, batch_head_k % heads_k
     start_n = tile * BLOCK_N
-    k = load_tile(k_desc, batch, head_k, start_n)
-    v = load_tile(v_desc, batch, head_k, start_n)
+    k = load_tile(head_of(k_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n)
+    v = load_tile(head_of(v_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
 
@@ -208,27 +209,26 @@ def dkdv_kernel(
 
     # -- sweep: the queries of every head that reads these keys
     for member in range(GROUP):
-        head = head_k * GROUP + member
+        q_head = head_of(q_desc, batch, head_k * GROUP + member, BLOCK_M, BLOCK_D)
+        do_head = head_of(do_desc, batch, head_k * GROUP + member, BLOCK_M, BLOCK_D)
         row = batch_head_k * GROUP + member
         if IS_CAUSAL or DQ != "none":
             dk, dv = sweep_queries(
-                dk, dv, k, v, q_desc, do_desc, lse_rows, delta_rows, dq_desc, dq_ptr,
-                batch, head, row, padded_q, first * BLOCK_M, middle * BLOCK_M,
+                dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, dq_desc, dq_ptr,
+                row, padded_q, first * BLOCK_M, middle * BLOCK_M,
                 start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, True, DQ, DESCRIBED, BLOCK_M,
                 BLOCK_N,
             )  # fmt: skip
         dk, dv = sweep_queries(
-            dk, dv, k, v, q_desc, do_desc, lse_rows, delta_rows, dq_desc, dq_ptr,
-            batch, head, row, padded_q, middle * BLOCK_M, seqlen_q,
+            dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, dq_desc, dq_ptr,
+            row, padded_q, middle * BLOCK_M, seqlen_q,
             start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, False, DQ, DESCRIBED, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
 
     # -- write: sums, in the dtype of the gradient
-    dk = (dk * sm_scale).to(dk_desc.dtype)
-    dk_desc.store([batch, head_k, start_n, 0], tl.reshape(dk, (1, 1, BLOCK_N, BLOCK_D)))
-    dv = dv.to(dv_desc.dtype)
-    dv_desc.store([batch, head_k, start_n, 0], tl.reshape(dv, (1, 1, BLOCK_N, BLOCK_D)))
+    store_tile(head_of(dk_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n, dk * sm_scale)
+    store_tile(head_of(dv_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n, dv)
 
 
 @triton.jit
@@ -238,10 +238,8 @@ def sweep_keys(
     do,  # gradient of their out
     lse_log2,  # statistics of the queries, (BLOCK_M,)
     delta,
-    k_desc,
-    v_desc,
-    batch,
-    head_k,
+    k_head,  # keys and values of one head: see head_of
+    v_head,
     first_key,  # a multiple of BLOCK_N
     last_key,  # one past the last
     n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
@@ -251,22 +249,22 @@ def sweep_keys(
 ):
     """Add to dq what a range of keys contributes."""
     for start_n in tl.range(first_key, last_key, BLOCK_N):
-        k = load_tile(k_desc, batch, head_k, start_n)
-        v = load_tile(v_desc, batch, head_k, start_n)
-        qk = tl.dot(q, k.T, input_precision="tf32x3")
+        k = load_tile(k_head, start_n)
+        v = load_tile(v_head, start_n)
+        qk = tl.dot(q, k.T, input_precision=PRECISION)
         p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
         if MASKED:
             keys = start_n + tl.arange(0, BLOCK_N)
             p = tl.where(keys[None, :] < n_visible[:, None], p, 0.0)
-        dp = tl.dot(do, v.T, input_precision="tf32x3")
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision="tf32x3")
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=["heads_at_once"])
 def dq_kernel(
-    q_desc,  # queries, (batch, heads, seqlen_q, head_dim)
+    q_desc,  # queries, (batch, heads, seqlen_q, head_dim), as describe describes them
     k_desc,  # keys, (batch, heads // group, seqlen_k, head_dim)
     v_desc,  # values, as the keys
     do_desc,  # gradient of out, as the queries
@@ -295,26 +293,27 @@ def dq_kernel(
     rows = batch_head.to(tl.int64) * padded_q + start_m + tl.arange(0, BLOCK_M)
     lse_log2 = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
-    q = load_tile(q_desc, batch, head, start_m)
-    do = load_tile(do_desc, batch, head, start_m)
+    q = load_tile(head_of(q_desc, batch, head, BLOCK_M, BLOCK_D), start_m)
+    do = load_tile(head_of(do_desc, batch, head, BLOCK_M, BLOCK_D), start_m)
+    k_head = head_of(k_desc, batch, head // group, BLOCK_N, BLOCK_D)
+    v_head = head_of(v_desc, batch, head // group, BLOCK_N, BLOCK_D)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- stages: keys that all queries of the tile see, then keys that some see, and no others
     n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
     whole = seen_by_all // BLOCK_N * BLOCK_N
     dq = sweep_keys(
-        dq, q, do, lse_log2, delta, k_desc, v_desc, batch, head // group, 0, whole, n_visible,
-        sm_scale * LOG2E, False, BLOCK_N,
+        dq, q, do, lse_log2, delta, k_head, v_head, 0, whole, n_visible, sm_scale * LOG2E, False,
+        BLOCK_N,
     )  # fmt: skip
     if not ALL_WHOLE:
         dq = sweep_keys(
-            dq, q, do, lse_log2, delta, k_desc, v_desc, batch, head // group, whole, seen_by_some,
-            n_visible, sm_scale * LOG2E, True, BLOCK_N,
+            dq, q, do, lse_log2, delta, k_head, v_head, whole, seen_by_some, n_visible,
+            sm_scale * LOG2E, True, BLOCK_N,
         )  # fmt: skip
 
     # -- write: sums, in the dtype of the gradient
-    dq = (dq * sm_scale).to(dq_desc.dtype)
-    dq_desc.store([batch, head, start_m, 0], tl.reshape(dq, (1, 1, BLOCK_M, BLOCK_D)))
+    store_tile(head_of(dq_desc, batch, head, BLOCK_M, BLOCK_D), start_m, dq * sm_scale)
 
 
 PADDING = 128
@@ -352,32 +351,32 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=No
     config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
     dk, dv = empty_fit(k), empty_fit(v)
     how, dq_desc, dq_ptr = "none", None, None
-    if dq_sums is not None and runtime.capability(q.device)[0] >= 9:
+    if dq_sums is not None and config.described and not runtime.INTERPRETED:
         how = "descriptor"
         dq_rows = dq_sums.view(-1, dq_sums.shape[-1])
         dq_desc = TensorDescriptor.from_tensor(dq_rows, [config.block_m, dq_rows.shape[1]])
     elif dq_sums is not None:
         how, dq_ptr = "pointer", dq_sums
     rows = lse_log2, delta
-    if config.described_rows:
+    if config.described and config.described_rows:
         rows = [_describe_rows(x, config.block_m) for x in rows]
     flowing = 2 * (heads // heads_k) * seqlen_q * head_dim * q.itemsize
+    heads_at_once = tuned.backward_heads_at_once(flowing, q.device)
+    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
+    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
+    to = [describe(x, config.block_n, described=config.described) for x in (dk, dv)]
     dkdv_kernel[(batch * heads_k * triton.cdiv(seqlen_k, config.block_n),)](
-        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
-        describe(do, config.block_m), *rows, describe(dk, config.block_n),
-        describe(dv, config.block_n), dq_desc, dq_ptr,
+        q, k, v, do, *rows, *to, dq_desc, dq_ptr,
         batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
-        tuned.backward_heads_at_once(flowing, q.device),
+        heads_at_once,
         IS_CAUSAL=is_causal,
         DQ=how,
-        DESCRIBED=config.described_rows,
+        DESCRIBED=config.described and config.described_rows,
         GROUP=heads // heads_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.maxnreg,
+        **config.options,
     )  # fmt: skip
     return dk, dv
 
@@ -390,19 +389,19 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
     config = tuned.backward_config("dq", q)
     dq = empty_fit(q)
     flowing = triton.cdiv(2 * seqlen_k * head_dim * q.itemsize, heads // heads_k)
+    heads_at_once = tuned.backward_heads_at_once(flowing, q.device)
+    q, do, to = (describe(x, config.block_m, described=config.described) for x in (q, do, dq))
+    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
     dq_kernel[(batch * heads * triton.cdiv(seqlen_q, config.block_m),)](
-        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
-        describe(do, config.block_m), lse_log2, delta, describe(dq, config.block_m),
+        q, k, v, do, lse_log2, delta, to,
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, delta.shape[1], sm_scale,
-        tuned.backward_heads_at_once(flowing, q.device),
+        heads_at_once,
         IS_CAUSAL=is_causal,
         ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.maxnreg,
+        **config.options,
     )  # fmt: skip
     return dq
 
@@ -430,7 +429,8 @@ def attention_backward(
     """
     lse_log2, delta = _preprocess(out, lse, do, dlse)
     operands = q, k, v, do, lse_log2, delta, is_causal, sm_scale
-    if deterministic or not (dq_needed and dkdv_needed):
+    one_sweep = dq_needed and dkdv_needed and not deterministic
+    if not one_sweep or tuned.config("all", q) is None:  # it needs the most shared memory
         dk, dv = _keys_backward(*operands) if dkdv_needed else (None, None)
         return _queries_backward(*operands) if dq_needed else None, dk, dv
     batch, heads, seqlen_q, head_dim = q.shape

@@ -9,8 +9,10 @@ from kernelbook.ops.attention.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    PRECISION,
     describe,
     head_block,
+    head_of,
     load_tile,
     place,
     visible,
@@ -70,10 +72,8 @@ def attend(
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
     qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
-    k_desc,
-    v_desc,
-    batch,
-    head_k,
+    k_head,  # keys and values of one head: see head_of
+    v_head,
     first_key,  # of the keys to attend to: a multiple of BLOCK_N
     last_key,  # one past the last
     n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
@@ -86,17 +86,17 @@ def attend(
         # -- weigh: the tile that the turn before has scored
         p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED)
         # -- accumulate: one product
-        v = load_tile(v_desc, batch, head_k, start_n)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+        v = load_tile(v_head, start_n)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         # -- score: the other product, for the next turn
-        k = load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
-        qk = tl.dot(q, k.T, input_precision="tf32x3")
+        k = load_tile(k_head, start_n + BLOCK_N)
+        qk = tl.dot(q, k.T, input_precision=PRECISION)
     return acc, l_i, m_i, qk
 
 
 @triton.jit
 def attention_fwd_kernel(
-    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
+    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), as describe describes them
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
     v_desc,  # values, as the keys
     out_ptr,  # output, as the queries, contiguous
@@ -119,38 +119,38 @@ def attention_fwd_kernel(
     n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
     batch, head = batch_head // heads, batch_head % heads
-    head_k = head // group
+    k_head = head_of(k_desc, batch, head // group, BLOCK_N, BLOCK_D)
+    v_head = head_of(v_desc, batch, head // group, BLOCK_N, BLOCK_D)
     start_m = (n_tiles - 1 - tile) * BLOCK_M
 
     # -- load: the queries, once
-    q = load_tile(q_desc, batch, head, start_m)
+    q = load_tile(head_of(q_desc, batch, head, BLOCK_M, BLOCK_D), start_m)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- begin: the scores of the first tile of keys
     scale_log2 = sm_scale * LOG2E
-    k = load_tile(k_desc, batch, head_k, 0)
-    qk = tl.dot(q, k.T, input_precision="tf32x3")
+    k = load_tile(k_head, 0)
+    qk = tl.dot(q, k.T, input_precision=PRECISION)
 
     # -- stages: keys that all queries of the tile see, then keys that some see, and no others
     n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
     last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
     cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
     acc, l_i, m_i, qk = attend(
-        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
-        scale_log2, BLOCK_N, MASKED=False,
+        acc, l_i, m_i, qk, q, k_head, v_head, 0, cut, n_visible, scale_log2, BLOCK_N, MASKED=False,
     )  # fmt: skip
     if not ALL_WHOLE:
         acc, l_i, m_i, qk = attend(
-            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
-            scale_log2, BLOCK_N, MASKED=True,
+            acc, l_i, m_i, qk, q, k_head, v_head, cut, last, n_visible, scale_log2, BLOCK_N,
+            MASKED=True,
         )  # fmt: skip
 
     # -- end: the last tile, after which there is none to score
     p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE)
-    v = load_tile(v_desc, batch, head_k, last)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+    v = load_tile(v_head, last)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     # -- write: the average, and the logarithm from which backward finds p again
     l_i = sum_of_weights(l_i, n_visible)
@@ -177,7 +177,9 @@ def attention_forward(
     group = heads // heads_k
     grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
     attention_fwd_kernel[grid](
-        describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
+        describe(q, config.block_m, described=config.described),
+        describe(k, config.block_n, described=config.described),
+        describe(v, config.block_n, described=config.described),
         out, lse, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
         HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
         HEAD_DIM=head_dim,
@@ -186,8 +188,6 @@ def attention_forward(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.maxnreg,
+        **config.options,
     )  # fmt: skip
     return out, lse

@@ -35,6 +35,7 @@ from kernelbook.ops.attention.tiles import (
     describe,
     fits,
     head_block,
+    head_of,
     load_tile,
     place,
     visible,
@@ -61,13 +62,6 @@ def to_e4m3(p, dtype: tl.constexpr):
         shift = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6 or more, times 1.5 * 2^20
         return (p + shift) - shift
     return p.to(tl.float8e4nv)
-
-
-@triton.jit
-def load_values(v_desc, batch, head, start):
-    """Read values, (BLOCK_N, BLOCK_D), where keys are contiguous; zeros outside."""
-    tile = v_desc.load([batch, head, 0, start])
-    return tl.reshape(tile, (tile.shape[2], tile.shape[3])).T
 
 
 @triton.jit
@@ -110,10 +104,8 @@ def attend_fp8(
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
     qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
-    k_desc,
-    v_desc,
-    batch,
-    head_k,
+    k_head,  # keys of one head, and its values with keys contiguous: see head_of
+    v_head,
     first_key,  # of the keys to attend to: a multiple of BLOCK_N
     last_key,  # one past the last
     n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
@@ -127,10 +119,10 @@ def attend_fp8(
         # -- weigh: the weights come times 2^8
         p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
         # -- accumulate
-        v = load_values(v_desc, batch, head_k, start_n)
+        v = load_tile(v_head, 0, start_n).T
         acc = add_values(acc, p, alpha, v, PROMOTED)
         # -- score: for the next turn
-        k = load_tile(k_desc, batch, head_k, start_n + BLOCK_N)
+        k = load_tile(k_head, start_n + BLOCK_N)
         qk = tl.dot(q, k.T)
     return acc, l_i, m_i, qk
 
@@ -166,11 +158,13 @@ def attention_fp8_fwd_kernel(
     # -- place: which tile of which head; the last queries see the most keys and come first
     n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
-    batch, head_k = batch_head // heads, batch_head % heads // group
+    batch, head = batch_head // heads, batch_head % heads
+    k_head = head_of(k_desc, batch, head // group, BLOCK_N, BLOCK_D)
+    v_head = head_of(v_desc, batch, head // group, BLOCK_D, BLOCK_N)
     start_m = (n_tiles - 1 - tile) * BLOCK_M
 
     # -- load: the queries, and what turns stored numbers into values
-    q = load_tile(q_desc, batch, batch_head % heads, start_m)
+    q = load_tile(head_of(q_desc, batch, head, BLOCK_M, BLOCK_D), start_m)
     q_descale = load_descale(q_descale_ptr, batch_head, q_step, SIGNED=False)
     k_descale = load_descale(k_descale_ptr, batch_head // group, k_step, SIGNED=False)
     v_descale = load_descale(v_descale_ptr, batch_head // group, v_step, SIGNED=True)
@@ -180,7 +174,7 @@ def attention_fp8_fwd_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- begin: the scores of the first tile of keys
-    k = load_tile(k_desc, batch, head_k, 0)
+    k = load_tile(k_head, 0)
     qk = tl.dot(q, k.T)
 
     # -- stages: keys that all queries of the tile see, then keys that some see, then the last tile
@@ -188,16 +182,16 @@ def attention_fp8_fwd_kernel(
     last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
     cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
     acc, l_i, m_i, qk = attend_fp8(
-        acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, 0, cut, n_visible,
-        scale_log2, BLOCK_N, False, PROMOTED,
+        acc, l_i, m_i, qk, q, k_head, v_head, 0, cut, n_visible, scale_log2, BLOCK_N, False,
+        PROMOTED,
     )  # fmt: skip
     if not ALL_WHOLE:
         acc, l_i, m_i, qk = attend_fp8(
-            acc, l_i, m_i, qk, q, k_desc, v_desc, batch, head_k, cut, last, n_visible,
-            scale_log2, BLOCK_N, True, PROMOTED,
+            acc, l_i, m_i, qk, q, k_head, v_head, cut, last, n_visible, scale_log2, BLOCK_N, True,
+            PROMOTED,
         )  # fmt: skip
     p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, P_LOG2)
-    acc = add_values(acc, p, alpha, load_values(v_desc, batch, head_k, last), PROMOTED)
+    acc = add_values(acc, p, alpha, load_tile(v_head, 0, last).T, PROMOTED)
 
     # -- write: the average, whose two sums both hold 2^8, and the logarithm of one of them
     l_i = sum_of_weights(l_i, n_visible)
@@ -243,7 +237,7 @@ def _keys_contiguous(v: torch.Tensor) -> torch.Tensor:
     if fits(v.mT):
         return v.mT
     batch, heads, seqlen, head_dim = v.shape
-    unit = ALIGNMENT // v.itemsize
+    unit = ALIGNMENT.value // v.itemsize
     padded = triton.cdiv(seqlen, unit) * unit
     v_t = torch.empty((batch, heads, head_dim, padded), dtype=v.dtype, device=v.device)
     # A copy does not look at what it copies, and bytes are cheaper to move than 8-bit floats.
@@ -278,9 +272,9 @@ def attention_fp8_forward(
     steps = (0 if x is None or x.numel() == 1 else 1 for x in descales)
     grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
     attention_fp8_fwd_kernel[grid](
-        describe(q, config.block_m, columns),
-        describe(k, config.block_n, columns),
-        describe(v_t, columns, config.block_n),
+        describe(q, config.block_m, columns, config.described),
+        describe(k, config.block_n, columns, config.described),
+        describe(v_t, columns, config.block_n, config.described),
         *(None if x is None else runtime.readable(x).contiguous() for x in descales),
         out, lse, *steps, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
         HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
@@ -291,9 +285,7 @@ def attention_fp8_forward(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=columns,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.maxnreg,
+        **config.options,
     )  # fmt: skip
     return out, lse
 
@@ -352,7 +344,7 @@ def quantize(
     descale = descale.masked_fill(descale == 0, 1.0)
     scaled = (x / descale).clamp_(-largest, largest)  # no larger than a rounding error, if at all
     inner = x.mT if contiguous == "seqlen" else x
-    padded = triton.cdiv(inner.shape[-1], ALIGNMENT) * ALIGNMENT
+    padded = triton.cdiv(inner.shape[-1], ALIGNMENT.value) * ALIGNMENT.value
     stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
     stored = stored[..., : inner.shape[-1]]
     stored = stored.mT if contiguous == "seqlen" else stored
@@ -377,7 +369,7 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"q must be float16, bfloat16 or FP8 where v is {checks.spell(v.dtype)}, got "
             f"{checks.spell(q.dtype)}: pass q.bfloat16() and k.bfloat16(), for example."
         )
-    if runtime.INTERPRETED or not v.is_cuda:  # where kernels do not run is refused elsewhere
+    if runtime.INTERPRETED or v.device.type != runtime.DEVICE.type:  # that is refused elsewhere
         return
     major, minor = runtime.capability(v.device)
     if (major, minor) < (8, 9):

@@ -8,19 +8,65 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+"""How float32 is multiplied: in three products of tensor cores, or where Triton has no such, one by
+one."""
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest number of float32, from which a maximum starts: -inf - LOWEST is still -inf, where
 -inf - (-inf) would be NaN for a query that has met nothing but -inf so far."""
 
-ALIGNMENT = 16
+ALIGNMENT = tl.constexpr(16)
 """Bytes: what the copy engine asks of a tensor's address and of every stride but the last."""
 
 
 @triton.jit
-def load_tile(desc, batch, head, start):
+def head_of(x, batch, head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One head of what :func:`describe` describes, as :func:`load_tile` takes it, in such tiles.
+
+    It is a descriptor, and where the head lies in it; or the address of the head, and its shape.
+    """
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        return x, batch, head
+    else:
+        ptr, n_rows, n_columns, step_batch, step_head, step_row = x
+        UNIT: tl.constexpr = ALIGNMENT // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+        start = tl.cast(batch, tl.int64) * step_batch + tl.cast(head, tl.int64) * step_head
+        rows = tl.arange(0, ROWS)[:, None]
+        columns = tl.arange(0, COLUMNS)[None, :]
+        return ptr + start * UNIT, step_row * UNIT, rows, columns, n_rows, n_columns
+
+
+@triton.jit
+def inside(of_head, row, column):
+    """Addresses of a tile, and which of them are there: for a head without a descriptor."""
+    ptr, stride, rows, columns, n_rows, n_columns = of_head
+    there = (rows < n_rows - row) & (columns < n_columns - column)
+    return ptr + (tl.cast(row, tl.int64) * stride + column) + (rows * stride + columns), there
+
+
+@triton.jit
+def load_tile(of_head, row, column=0):
     """Read rows of one head as a matrix; rows and columns beyond the tensor read as zeros."""
-    tile = desc.load([batch, head, start, 0])
-    return tl.reshape(tile, (tile.shape[2], tile.shape[3]))
+    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
+        desc, batch, head = of_head
+        tile = desc.load([batch, head, row, column])
+        return tl.reshape(tile, (tile.shape[2], tile.shape[3]))
+    else:
+        ptrs, there = inside(of_head, row, column)
+        return tl.load(ptrs, mask=there, other=0.0)
+
+
+@triton.jit
+def store_tile(of_head, row, tile):
+    """Write rows of one head, in its dtype; what lies beyond the tensor is left out."""
+    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
+        desc, batch, head = of_head
+        tile = tl.reshape(tile.to(desc.dtype), (1, 1, tile.shape[0], tile.shape[1]))
+        desc.store([batch, head, row, 0], tile)
+    else:
+        ptrs, there = inside(of_head, row, 0)
+        tl.store(ptrs, tile, mask=there)
 
 
 @triton.jit
@@ -55,8 +101,8 @@ def fits(x: torch.Tensor) -> bool:
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
     return (
         x.stride(-1) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(stride * x.itemsize % ALIGNMENT == 0 for stride in strides)
+        and x.data_ptr() % ALIGNMENT.value == 0
+        and all(stride * x.itemsize % ALIGNMENT.value == 0 for stride in strides)
     )
 
 
@@ -69,22 +115,33 @@ def fit(x: torch.Tensor) -> torch.Tensor:
 
 def empty_fit(x: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor like x: contiguous, but for the padding that a descriptor may ask for."""
-    row = triton.cdiv(x.shape[-1] * x.itemsize, ALIGNMENT) * ALIGNMENT // x.itemsize
+    unit = ALIGNMENT.value // x.itemsize
+    row = triton.cdiv(x.shape[-1], unit) * unit
     shape = (*x.shape[:-1], row)
     return torch.empty(shape, dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
 
 
-def describe(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def describe(
+    x: torch.Tensor, rows: int, columns: int | None = None, described: bool = True
+) -> TensorDescriptor | tuple:
     """Describe (batch, heads, seqlen, head_dim) so that a tile is ``rows`` rows of one head.
 
     A tile has ``columns`` columns, by default a power of two that holds head_dim.
 
+    A product that reads shared memory takes its tiles from a descriptor, by way of a copy engine.
+    Where products read registers, or there is no such engine, ``described`` is false, and the
+    kernel gets address, shape and strides instead: Triton would make addresses of a descriptor, and
+    not know that the last dimension is contiguous.
+
     The descriptor keeps the four dimensions apart. Flattened to (batch * heads * seqlen, head_dim)
     it would be simpler, and the last tile of a head would read the first rows of the next.
     """
+    unit = ALIGNMENT.value // x.itemsize
     strides = [
-        stride if size > 1 else ALIGNMENT // x.itemsize  # any will do, if it is aligned
+        stride if size > 1 else unit  # any will do, if it is aligned
         for stride, size in zip(x.stride()[:-1], x.shape, strict=False)
     ]
+    if not described:
+        return x, x.shape[2], tl.constexpr(x.shape[3]), *(stride // unit for stride in strides)
     columns = columns or head_block(x.shape[-1])
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])

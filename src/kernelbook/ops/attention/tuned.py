@@ -1,6 +1,9 @@
-"""How the kernels of attention are cut into tiles, by architecture, and where each was measured."""
+"""How the kernels of attention are cut into tiles, by architecture, and where each was measured.
 
-from collections.abc import Callable, Iterable
+Every row says how much shared memory the kernel needs as it was compiled, not as it was reckoned:
+`make compile` compiles all of them again and compares.
+"""
+
 from dataclasses import dataclass
 
 import torch
@@ -20,75 +23,205 @@ class Config:
     num_warps: int
     num_stages: int
     """Tiles on their way or in use at a time."""
+    shared: int = 0
+    """Bytes of shared memory that a program needs, at most, as compiled."""
     maxnreg: int | None = None
     """The most registers that a thread may have, so that so many programs run at once."""
-    described_rows: bool = True
-    """Whether backward reads statistics by descriptors, or by pointers."""
+    described: bool = False
+    """Whether tiles come by descriptors, or by addresses: see :func:`tiles.describe`."""
+    described_rows: bool = False
+    """Whether backward reads statistics by descriptors as well."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch is told."""
+        limit = runtime.register_limit(self.maxnreg)
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | limit
 
 
-INTERPRETED = Config(32, 32, 1, 1)
+INTERPRETED = Config(32, 32, 1, 1, described=True)
 """Tiles for the interpreter: small, so that small tests meet several."""
 
 
-def largest_that_fits(
-    configs: Iterable[Config], bytes_of: Callable[[Config], int], device: torch.device, what: str
-) -> Config:
-    """Return the first configuration whose shared memory the device has."""
-    available = runtime.shared_memory(device)
-    for config in configs:
-        if bytes_of(config) <= available:
-            return config
-    raise ValueError(
-        f"{what} needs {bytes_of(config):,} bytes of shared memory at least, and {device} has "
-        f"{available:,}: pass a smaller head_dim or a 16-bit dtype."
-    )
+def by_descriptor(m, n, num_warps, num_stages, shared, maxnreg=None, described_rows=True):
+    """A configuration whose tiles come by descriptors."""
+    return Config(m, n, num_warps, num_stages, shared, maxnreg, True, described_rows)
 
 
-# -- forward
+# Keys of the tables: the kernel, the largest head_dim, and the bytes of an element of q. "dkdv" and
+# "dq" are the two sweeps of backward, "all" is the one sweep that adds to dq in memory.
 
-FORWARD = {
-    (32, 2): Config(64, 128, 4, 2, maxnreg=128),
-    (64, 2): Config(128, 128, 8, 2, maxnreg=128),
-    (128, 2): Config(128, 64, 8, 2, maxnreg=128),
-    (256, 2): Config(128, 64, 8, 2),
-    (64, 4): Config(64, 64, 4, 2),
-    (128, 4): Config(64, 32, 4, 1),
-    (256, 4): Config(64, 32, 4, 1),
+HOPPER = {
+    ("forward", 32, 2): by_descriptor(64, 128, 4, 2, 37_376, 128),
+    ("forward", 64, 2): by_descriptor(128, 128, 8, 2, 82_944, 128),
+    ("forward", 128, 2): by_descriptor(128, 64, 8, 2, 98_336, 128),
+    ("forward", 256, 2): by_descriptor(128, 64, 8, 2, 196_640),
+    ("forward", 64, 4): by_descriptor(64, 64, 4, 2, 65_560),
+    ("forward", 128, 4): by_descriptor(64, 32, 4, 1, 32_776),
+    ("forward", 256, 4): by_descriptor(64, 32, 4, 1, 65_544),
+    ("dkdv", 64, 2): by_descriptor(64, 64, 4, 2, 50_176),
+    ("dkdv", 128, 2): by_descriptor(64, 64, 4, 2, 99_328, described_rows=False),
+    ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 131_368),
+    ("dq", 64, 2): by_descriptor(128, 64, 8, 3, 82_944),
+    ("dq", 128, 2): by_descriptor(128, 64, 8, 3, 164_864),
+    ("dq", 256, 2): by_descriptor(64, 64, 8, 2, 197_632),
+    ("all", 64, 2): by_descriptor(64, 64, 4, 3, 92_160),
+    ("all", 128, 2): by_descriptor(64, 128, 8, 2, 180_776),
+    ("all", 256, 2): by_descriptor(32, 64, 8, 2, 168_232),
+    ("dkdv", 64, 4): Config(32, 32, 8, 1, 40_960),
+    ("dkdv", 128, 4): Config(16, 32, 8, 1, 73_728),
+    ("dkdv", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("dq", 64, 4): Config(64, 32, 8, 1, 81_920),
+    ("dq", 128, 4): Config(32, 16, 8, 1, 73_728),
+    ("dq", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("all", 64, 4): Config(32, 32, 8, 1, 57_344),
+    ("all", 128, 4): Config(32, 16, 8, 1, 65_536),
+    ("all", 256, 4): Config(16, 16, 8, 1, 114_688),
+    ("fp8", 64, 1): by_descriptor(64, 128, 4, 2, 37_376, 128),
+    ("fp8", 128, 1): by_descriptor(64, 128, 4, 2, 74_752, 168),
+    ("fp8", 256, 1): by_descriptor(64, 64, 4, 1, 32_776),
+    ("fp8", 64, 2): by_descriptor(64, 128, 4, 2, 58_368, 128),
+    ("fp8", 128, 2): by_descriptor(64, 128, 4, 2, 115_712, 168),
+    ("fp8", 256, 2): by_descriptor(128, 64, 8, 2, 163_872),
 }
-"""Tiles on Hopper, by the largest head_dim that they are for and the bytes of an element, in
-ascending order. With 128 registers a thread two programs of eight warps run on a multiprocessor:
+"""For Hopper; 16 bits and FP8 were measured on an H200.
+
+**Forward.** With 128 registers a thread two programs of eight warps run on a multiprocessor:
 while one waits for a product, the other computes exponentials. On an H200, causal, with 16,384
 tokens in bfloat16, that gave 531 TFLOP/s at head_dim 64, and 637 at 128. Three programs of 64
 queries, four warps and 168 registers gave 494 and 564: they read keys and values twice as often.
 One program of 128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32,
 with 4,096 tokens, four programs of four warps gave 309, and two of eight 272. Specialized warps
-(``warp_specialize``) gave wrong results with Triton 3.6."""
+(``warp_specialize``) gave wrong results with Triton 3.6.
 
-FORWARD_ELSEWHERE = (
-    Config(128, 32, 8, 2),
-    Config(64, 32, 4, 1),
-    Config(32, 32, 4, 1),
-    Config(16, 16, 4, 1),
-)
-"""Tiles for other devices, and where the above ask for more shared memory than there is. Without
-tensor descriptors in hardware every element has its own address, and large tiles do not fit."""
+**Backward.** Of 84 on an H200 these were the fastest, in bfloat16 at 4,096 and causal at 16,384
+tokens: "dkdv" ran at 629 and 620 TFLOP/s of real work for head_dim 128, and at 587 and 615 if the
+statistics came by descriptors. Programs of 4 warps, two on a multiprocessor, beat one of 8, whose
+two groups of warps wait for each other: 488 and 558. For head_dim 64, pointers lost 15 % in the
+causal case. float32 is split into three products of registers: by addresses nothing spills but a
+few hundred bytes at head_dim 256, by descriptors up to 19.8 KB did.
+
+**FP8.** Three or four programs fit on a multiprocessor, and while one waits for its product the
+others compute exponentials. At head_dim 128 and 16,384 tokens on an H200, causal, the limit of 168
+registers gave 923 TFLOP/s against 867 without it, and 867 with three stages. At head_dim 256 tiles
+of 64 queries gave 457 with 4,096 tokens, and 128 queries, which spill, 404. Keys in another order
+would save the conversion of p, and gained nothing at head_dim 128."""
+
+BLACKWELL = {
+    ("forward", 64, 2): by_descriptor(128, 64, 8, 3, 66_560),
+    ("forward", 128, 2): by_descriptor(128, 64, 8, 3, 132_096),
+    ("forward", 256, 2): by_descriptor(128, 64, 8, 2, 197_184),
+    ("forward", 64, 4): by_descriptor(64, 32, 8, 2, 65_576),
+    ("forward", 128, 4): by_descriptor(64, 32, 8, 1, 98_312),
+    ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("dkdv", 64, 2): by_descriptor(64, 128, 8, 2, 82_944),
+    ("dkdv", 128, 2): by_descriptor(64, 64, 8, 2, 132_096),
+    ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 164_864),
+    ("dq", 64, 2): by_descriptor(128, 64, 8, 3, 91_136),
+    ("dq", 128, 2): by_descriptor(64, 64, 8, 2, 115_712),
+    ("dq", 256, 2): by_descriptor(64, 32, 8, 2, 148_480),
+    ("all", 64, 2): by_descriptor(64, 64, 8, 2, 91_136),
+    ("all", 128, 2): by_descriptor(32, 64, 8, 2, 86_312),
+    ("all", 256, 2): by_descriptor(32, 64, 8, 2, 135_464),
+    ("dkdv", 64, 4): Config(32, 32, 8, 1, 40_960),
+    ("dkdv", 128, 4): Config(16, 32, 8, 1, 73_728),
+    ("dkdv", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("dq", 64, 4): Config(32, 32, 8, 1, 40_960),
+    ("dq", 128, 4): Config(32, 16, 8, 1, 73_728),
+    ("dq", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("all", 64, 4): Config(32, 32, 8, 1, 57_344),
+    ("all", 128, 4): Config(32, 16, 8, 1, 65_536),
+    ("all", 256, 4): Config(16, 16, 8, 1, 114_688),
+    ("fp8", 64, 1): by_descriptor(128, 64, 8, 2, 33_344),
+    ("fp8", 128, 1): by_descriptor(128, 64, 8, 2, 57_920),
+    ("fp8", 256, 1): by_descriptor(128, 64, 8, 2, 107_072),
+    ("fp8", 64, 2): by_descriptor(128, 64, 8, 2, 49_728),
+    ("fp8", 128, 2): by_descriptor(128, 64, 8, 2, 90_688),
+    ("fp8", 256, 2): by_descriptor(128, 64, 8, 2, 172_608),
+}
+"""For Blackwell in data centers (B200), compiled only: nothing spills but a few bytes, and the sums
+stay in 512 columns of tensor memory."""
+
+AMPERE = {
+    ("forward", 64, 2): Config(128, 64, 4, 3, 49_152),
+    ("forward", 128, 2): Config(128, 32, 4, 3, 65_536),
+    ("forward", 256, 2): Config(64, 32, 8, 3, 98_304),
+    ("forward", 64, 4): Config(64, 16, 4, 2, 16_384),
+    ("forward", 128, 4): Config(16, 32, 8, 1, 16_384),
+    ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("dkdv", 64, 2): Config(64, 64, 4, 2, 33_280),
+    ("dkdv", 128, 2): Config(64, 64, 8, 2, 74_240),
+    ("dkdv", 256, 2): Config(32, 64, 8, 2, 102_656),
+    ("dq", 64, 2): Config(64, 64, 4, 2, 32_768),
+    ("dq", 128, 2): Config(64, 64, 8, 2, 73_728),
+    ("dq", 256, 2): Config(64, 32, 8, 2, 102_400),
+    ("all", 64, 2): Config(64, 64, 4, 2, 49_664),
+    ("all", 128, 2): Config(64, 64, 8, 2, 74_240),
+    ("all", 256, 2): Config(32, 64, 8, 2, 114_944),
+    ("dkdv", 64, 4): Config(32, 32, 8, 1, 40_960),
+    ("dkdv", 128, 4): Config(16, 32, 8, 1, 73_728),
+    ("dkdv", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("dq", 64, 4): Config(32, 32, 8, 1, 40_960),
+    ("dq", 128, 4): Config(32, 16, 8, 1, 73_728),
+    ("dq", 256, 4): Config(16, 16, 8, 1, 81_920),
+    ("all", 64, 4): Config(32, 32, 8, 1, 57_344),
+    ("all", 128, 4): Config(32, 16, 8, 1, 65_536),
+    ("all", 256, 4): Config(16, 16, 8, 1, 114_688),
+}
+"""For the A100, compiled only. Four warps of 32 queries each read keys and values from shared
+memory half as often as eight of 16, and there the two take as long as the products do."""
+
+SMALL = AMPERE | {
+    ("forward", 128, 2): Config(128, 32, 4, 2, 49_152),
+    ("forward", 256, 2): Config(128, 32, 8, 2, 98_304),
+    ("dkdv", 256, 2): Config(32, 32, 8, 2, 67_840),
+    ("dq", 256, 2): Config(32, 32, 8, 2, 67_584),
+    ("all", 256, 2): Config(32, 32, 8, 2, 82_176),
+    ("fp8", 64, 1): Config(128, 32, 4, 2, 12_288),
+    ("fp8", 128, 1): Config(128, 32, 4, 2, 24_576),
+    ("fp8", 256, 1): Config(64, 32, 4, 1, 24_576),
+    ("fp8", 64, 2): Config(128, 32, 4, 2, 22_528),
+    ("fp8", 128, 2): Config(128, 32, 4, 2, 45_056),
+    ("fp8", 256, 2): Config(64, 32, 4, 1, 49_152),
+}
+"""For what has 99 KB, the RTX 30, 40 and 50 and their relatives, compiled only."""
+
+
+def config(kernel: str, q: torch.Tensor, columns: int | None = None) -> Config | None:
+    """Return how a kernel is cut for these queries, or None where it fits in no way."""
+    if runtime.INTERPRETED:
+        return INTERPRETED
+    columns = columns or head_block(q.shape[-1])
+    available = runtime.shared_memory(q.device)
+    for table in _tables(*runtime.capability(q.device)):
+        fitting = (
+            row
+            for (of, d, itemsize), row in table.items()
+            if of == kernel and itemsize == q.itemsize and columns <= d and row.shared <= available
+        )
+        if row := next(fitting, None):
+            return row
+    return None
+
+
+def _tables(major: int, minor: int) -> tuple[dict, ...]:
+    """Return the tables for a compute capability, the best first."""
+    if torch.version.hip is None and major in (9, 10):
+        return HOPPER if major == 9 else BLACKWELL, SMALL
+    return (AMPERE, SMALL) if (major, minor) == (8, 0) else (SMALL,)
+
+
+def _refuse(what: str, q: torch.Tensor) -> None:
+    raise ValueError(
+        f"{what} head_dim {q.shape[-1]} in {q.dtype} needs more than the "
+        f"{runtime.shared_memory(q.device):,} bytes of shared memory that {q.device} has: pass a "
+        "smaller head_dim or a 16-bit dtype."
+    )
 
 
 def forward_config(q: torch.Tensor) -> Config:
     """Return how the forward kernel is cut for these queries on their device."""
-    if runtime.INTERPRETED:
-        return INTERPRETED
-    columns = head_block(q.shape[-1])
-    configs = FORWARD_ELSEWHERE
-    if runtime.capability(q.device)[0] == 9:
-        ours = (c for (d, size), c in FORWARD.items() if size == q.itemsize and columns <= d)
-        configs = next(ours), *FORWARD_ELSEWHERE
-
-    def bytes_of(config: Config) -> int:
-        rows = config.block_m + 2 * config.block_n * config.num_stages
-        return rows * columns * q.itemsize + 1024  # and a few for barriers
-
-    return largest_that_fits(configs, bytes_of, q.device, f"head_dim {q.shape[-1]} in {q.dtype}")
+    return config("forward", q) or _refuse("attention of", q)
 
 
 def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
@@ -105,65 +238,9 @@ def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
     return min(64, 2 ** (fitting.bit_length() - 1))
 
 
-# -- backward
-
-BACKWARD: dict[tuple[str, int], Config] = {
-    ("dkdv", 64): Config(64, 64, 4, 2),
-    ("dkdv", 128): Config(64, 64, 4, 2, described_rows=False),
-    ("dkdv", 256): Config(32, 64, 8, 2),
-    ("dq", 64): Config(128, 64, 8, 3),
-    ("dq", 128): Config(128, 64, 8, 3),
-    ("dq", 256): Config(64, 64, 8, 2),
-    ("all", 64): Config(64, 64, 4, 3),
-    ("all", 128): Config(64, 128, 8, 2),
-    ("all", 256): Config(32, 64, 8, 2),
-}
-"""Tiles on Hopper for 16 bits, by the sweep and the largest head_dim. A sweep over queries for each
-tile of keys gives "dkdv" or, with dq added in memory, "all"; one over keys for queries gives "dq".
-Of 84 on an H200 these were the fastest, in bfloat16 at 4,096 and causal at 16,384 tokens: "dkdv"
-ran at 629 and 620 TFLOP/s of real work for head_dim 128, and at 587 and 615 if the statistics came
-by descriptors. Programs of 4 warps, two on a multiprocessor, beat one of 8, whose two groups of
-warps wait for each other: 488 and 558. For head_dim 64, pointers lost 15 % in the causal case."""
-
-BACKWARD_SMALLER = (
-    Config(64, 64, 8, 2),
-    Config(32, 64, 8, 2),
-    Config(32, 32, 4, 1),
-    Config(16, 32, 4, 1),
-    Config(16, 16, 4, 1),
-)
-"""What is tried in turn where the above asks for more shared memory than there is."""
-
-BACKWARD_FLOAT32 = (Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 4, 1))
-"""The same for float32: each operand is split into three, and registers run short."""
-
-
 def backward_config(sweep: str, q: torch.Tensor) -> Config:
     """Return how the kernel of a sweep is cut for these queries on their device."""
-    if runtime.INTERPRETED:
-        return INTERPRETED
-    columns = head_block(q.shape[-1])
-    if runtime.capability(q.device)[0] == 9 and q.itemsize == 2:
-        configs = (BACKWARD[sweep, max(columns, 64)], *BACKWARD_SMALLER)
-    else:
-        configs = BACKWARD_SMALLER if q.itemsize == 2 else BACKWARD_FLOAT32
-
-    def bytes_of(config: Config) -> int:
-        return bytes_of_sweep(sweep, config, columns, q.itemsize)
-
-    what = f"the gradient of head_dim {q.shape[-1]} in {q.dtype}"
-    return largest_that_fits(configs, bytes_of, q.device, what)
-
-
-def bytes_of_sweep(sweep: str, config: Config, columns: int, itemsize: int) -> int:
-    """Return the bytes of shared memory that a program of a sweep needs at most."""
-    m, n = config.block_m, config.block_n
-    if itemsize == 4:  # operands are rearranged for products of float32 where there is no wgmma
-        return (7 if sweep == "all" else 5) * max(m, n) * columns * itemsize + 1024
-    stays, flows = (m, n) if sweep == "dq" else (n, m)
-    tiles = (2 * stays + 2 * flows * config.num_stages) * columns * itemsize
-    sums = m * columns * 4 + m * n * itemsize if sweep == "all" else 0
-    return tiles + sums + 8 * m * config.num_stages + 1024  # statistics, and barriers
+    return config(sweep, q) or _refuse("the gradient of attention of", q)
 
 
 def backward_heads_at_once(bytes_a_head: int, device: torch.device) -> int:
@@ -175,27 +252,6 @@ def backward_heads_at_once(bytes_a_head: int, device: torch.device) -> int:
     return max(1, runtime.l2_cache(device) // 2 // bytes_a_head)
 
 
-# -- operands of 8 bits
-
-FP8 = {
-    (64, 1): Config(64, 128, 4, 2, 128),
-    (128, 1): Config(64, 128, 4, 2, 168),
-    (256, 1): Config(64, 64, 4, 1),
-    (64, 2): Config(64, 128, 4, 2, 128),
-    (128, 2): Config(64, 128, 4, 2, 168),
-    (256, 2): Config(128, 64, 8, 2),
-}
-"""Tiles on Hopper, by the largest head_dim that they are for and the bytes of an element of q.
-Three or four programs fit on a multiprocessor, and while one waits for its product the others
-compute exponentials. At head_dim 128 and 16,384 tokens on an H200, causal, the limit of 168
-registers gave 923 TFLOP/s against 867 without it, and 867 with three stages. At head_dim 256 tiles
-of 64 queries gave 457 with 4,096 tokens, and 128 queries, which spill, 404. Keys in another order
-would save the conversion of p, and gained nothing at head_dim 128."""
-
-FP8_ELSEWHERE = Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(16, 32, 4, 1)
-"""Tiles for other devices, and where the above ask for more shared memory than there is."""
-
-
 def fp8_columns(head_dim: int) -> int:
     """Return the columns of a tile: no 8-bit product contracts fewer than 32."""
     return max(32, head_block(head_dim))
@@ -203,15 +259,4 @@ def fp8_columns(head_dim: int) -> int:
 
 def fp8_config(q: torch.Tensor) -> Config:
     """Return how the kernel of 8-bit operands is cut for these queries on their device."""
-    if runtime.INTERPRETED:
-        return INTERPRETED
-    columns = fp8_columns(q.shape[-1])
-    configs = FP8_ELSEWHERE
-    if runtime.capability(q.device)[0] == 9:
-        configs = FP8[max(columns, 64), q.itemsize], *FP8_ELSEWHERE
-
-    def bytes_of(config: Config) -> int:
-        keys_and_values = config.block_n * config.num_stages * (q.itemsize + 1)
-        return (config.block_m * q.itemsize + keys_and_values) * columns + 2048
-
-    return largest_that_fits(configs, bytes_of, q.device, f"head_dim {q.shape[-1]} in {q.dtype}")
+    return config("fp8", q, fp8_columns(q.shape[-1])) or _refuse("attention in FP8 of", q)

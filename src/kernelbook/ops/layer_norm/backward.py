@@ -196,7 +196,7 @@ def split_bwd_kernel(
     dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
     db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
     locks_ptr,  # (n_buffers, N_PARTS), int32, zero; or None: a buffer for each group
-    slots_ptr,  # (n_rows, N_PARTS), int64, zero at first
+    slots_ptr,  # (n_rows and one for each group, N_PARTS), int64, zero at first
     stride_x,
     stride_dy,
     n_rows,
@@ -228,7 +228,7 @@ def split_bwd_kernel(
         db += dy.to(tl.float32)
         if dx_ptr is not None:
             c1, c2 = two_sums(xhat * wdy, wdy, 0)
-            publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2), row < n_rows)
+            publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2))
 
         # -- ahead: the loads of the next row are under way during the rest of this turn
         x_next, dy_next, mean_next, rstd_next = load_part(row_of, row + step, n_rows, cols, n_cols)
@@ -237,7 +237,7 @@ def split_bwd_kernel(
         if (dx_ptr is not None) and (row > first):
             before = row - step
             slots_ptrs = slots_ptr + before * N_PARTS + parts % N_PARTS
-            slots, ready = wait(slots_ptrs, None, max_polls, THREADS)
+            slots, ready = wait(slots_ptrs, max_polls, THREADS)
             if ready == 0:  # they do not come: compute all of them
                 for other in range(N_PARTS):
                     others = other * BLOCK_COLS + of_part
@@ -410,7 +410,7 @@ def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     groups = min(max(1, programs // parts), n_rows)
     slots = None
     if dx is not None:
-        slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
+        slots = torch.zeros((n_rows + groups, parts), dtype=torch.int64, device=x.device)
     sums, locks, n_buffers = _buffers(x, wanted, reduction, groups, parts)
     split_bwd_kernel[(groups * parts,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, slots, x.stride(0), dy.stride(0), n_rows,

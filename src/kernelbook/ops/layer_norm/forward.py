@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernelbook import runtime
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
@@ -318,7 +319,7 @@ def split_fwd_kernel(
     y_ptr,  # output, (n_rows, n_cols), contiguous
     mean_ptr,  # (n_rows), float32, or None
     rstd_ptr,  # (n_rows), float32, or None
-    slots_ptr,  # (n_rows, N_PARTS), int64, zero at first
+    slots_ptr,  # (n_rows or one more, N_PARTS), int64, zero at first
     stride_row,  # of x
     n_rows,
     n_cols,
@@ -336,11 +337,11 @@ def split_fwd_kernel(
     there = rows < n_rows
     x_ptrs, slots_ptrs = x_ptr + rows * stride_row, slots_ptr + rows * N_PARTS
     x, slot = moments_of_part(x_ptrs, there, part, n_cols, BLOCK_COLS)
-    publish(slots_ptrs + part, slot, there)
+    publish(slots_ptrs + part, slot)
 
     # -- collect: those of all parts; if they do not come, compute each of them, mine last
     parts = tl.arange(0, LOOKS)[None, :]
-    slots, ready = wait(slots_ptrs + parts % N_PARTS, there, max_polls, THREADS)
+    slots, ready = wait(slots_ptrs + parts % N_PARTS, max_polls, THREADS)
     if ready == 0:
         for turn in range(N_PARTS):
             other = (part + 1 + turn) % N_PARTS
@@ -453,17 +454,18 @@ def _forward(
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
         packed_row_fwd_kernel[(n_rows,)](
             *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value), block == n_cols,
-            num_warps=num_warps, maxnreg=registers,
+            num_warps=num_warps, **runtime.register_limit(registers),
         )  # fmt: skip
     elif n_cols * x.itemsize > tuned.TILE_BYTES:
         part = tuned.forward_part(n_cols, x.itemsize)
         parts, block = tuned.split(n_cols, part.cols)
-        slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
+        groups = triton.cdiv(n_rows, part.rows)
+        slots = torch.zeros((groups * part.rows, parts), dtype=torch.int64, device=x.device)
         num_warps = max(1, part.rows * block // 2048)
-        split_fwd_kernel[(triton.cdiv(n_rows, part.rows) * parts,)](
+        split_fwd_kernel[(groups * parts,)](
             *tensors, slots, stride, n_rows, n_cols, eps, exchange.MAX_POLLS, part.rows, parts,
             *exchange.looks(parts, num_warps, x.device, part.rows), block, num_warps=num_warps,
-            maxnreg=part.registers,
+            **runtime.register_limit(part.registers),
         )  # fmt: skip
     else:
         row_bytes = block * x.itemsize

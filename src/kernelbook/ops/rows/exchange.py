@@ -49,13 +49,13 @@ def to_slot(high, low):
 
 
 @triton.jit
-def publish(slots_ptrs, slot, there=None):
-    """Store a slot, if its row is there. Who reads it needs no other memory of this part."""
-    tl.atomic_xchg(slots_ptrs, slot, mask=there, sem="relaxed")
+def publish(slots_ptrs, slot):
+    """Store a slot. Who reads it needs no other memory of this part."""
+    tl.atomic_xchg(slots_ptrs, slot, sem="relaxed")
 
 
 @triton.jit
-def wait(slots_ptrs, there, max_polls, THREADS: tl.constexpr):
+def wait(slots_ptrs, max_polls, THREADS: tl.constexpr):
     """Read slots until none is empty, or max_polls times. Return (slots, ready).
 
     There are as many pointers as :func:`looks` says. Warps that each read all of the slots need not
@@ -65,10 +65,7 @@ def wait(slots_ptrs, there, max_polls, THREADS: tl.constexpr):
     ready = tl.min((slots != 0).to(tl.int32))
     polls = 0
     while (ready == 0) & (polls < max_polls):
-        if there is None:
-            slots = tl.load(slots_ptrs, volatile=True)
-        else:
-            slots = tl.load(slots_ptrs, mask=there, other=1, volatile=True)
+        slots = tl.load(slots_ptrs, volatile=True)
         ready = tl.min((slots != 0).to(tl.int32))
         polls += 1
     return slots, tl.min(tl.zeros((THREADS,), tl.int32) + ready)

@@ -75,7 +75,7 @@ def split_row_bwd_kernel(
 
     # -- collect: those of all parts; if they do not come, read the whole row instead
     parts = tl.arange(0, LOOKS)
-    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls, THREADS)
+    slots, ready = wait(slots_ptr + parts % N_PARTS, max_polls, THREADS)
     shares, _ = collect(slots, parts < N_PARTS, 0.0, 0.0)
     delta = tl.sum(shares, axis=0)
     if ready == 0:

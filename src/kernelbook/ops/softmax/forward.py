@@ -132,7 +132,7 @@ def split_row_fwd_kernel(
 
     # -- collect: those of all parts; if they do not come, read the whole row instead
     parts = tl.arange(0, LOOKS)
-    slots, ready = wait(slots_ptr + parts % N_PARTS, None, max_polls, THREADS)
+    slots, ready = wait(slots_ptr + parts % N_PARTS, max_polls, THREADS)
     m_parts, d_parts = collect(slots, parts < N_PARTS, float("-inf"), 0.0)
     m_row = finite(tl.max(m_parts, axis=0))
     d_row = tl.sum(d_parts * exp(m_parts - m_row), axis=0)

@@ -1,0 +1,342 @@
+"""Compile what the operators would launch, for GPUs that are not there.
+
+    python tests/compiling.py --gpu sm_86            every case for one GPU, as lines of JSON
+    python tests/compiling.py --gpu sm_86 --only "attention bfloat16 128"
+
+The host code of the operators runs as it is, on tensors of the CPU, and believes that it meets a
+certain GPU: its capability, its multiprocessors, its shared memory. Triton compiles each kernel for
+that GPU, with the assembler that it brings, and nothing is launched. Results are never looked at.
+
+What is said of each kernel is read from the binary: registers, bytes of stack, which is where
+registers spill to, shared memory and, on Blackwell, columns of tensor memory; and from PTX, how
+many bits its loads from global memory have.
+
+What is private to Triton and torch is in this file: a driver that names the GPU instead of finding
+it, and JITFunction.run, which is made to compile without a launch.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = Path(__file__).resolve().parent
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What host code and compiler ask of a GPU. Shared memory is what one program may have."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_cache: int
+    shared_memory: int
+    warp_size: int = 32
+    backend: str = "cuda"
+    arch: int | str = 0
+
+
+def _nvidia(name, major, minor, multiprocessors, l2_mib, shared_kib):
+    arch = 10 * major + minor
+    return Gpu(name, (major, minor), multiprocessors, l2_mib * MIB, shared_kib * KIB, arch=arch)
+
+
+GPUS = {
+    "sm_75": _nvidia("Tesla T4", 7, 5, 40, 4, 64),
+    "sm_80": _nvidia("NVIDIA A100", 8, 0, 108, 40, 163),
+    "sm_86": _nvidia("NVIDIA GeForce RTX 3090", 8, 6, 82, 6, 99),
+    "sm_89": _nvidia("NVIDIA GeForce RTX 4090", 8, 9, 128, 72, 99),
+    "sm_90": _nvidia("NVIDIA H200", 9, 0, 132, 60, 227),
+    "sm_100": _nvidia("NVIDIA B200", 10, 0, 148, 126, 227),
+    "sm_120": _nvidia("NVIDIA GeForce RTX 5090", 12, 0, 170, 96, 99),
+    "gfx942": Gpu(
+        "AMD Instinct MI300X", (9, 4), 304, 4 * MIB, 64 * KIB, 64, backend="hip", arch="gfx942"
+    ),
+}
+"""One GPU for each architecture that Triton compiles for and readers own."""
+
+TENSOR_MEMORY = 512
+"""Columns of tensor memory that a program may have on sm_100."""
+
+
+# -- a GPU that is not there
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.gpu.backend, self.gpu.arch, self.gpu.warp_size)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        import torch
+
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+    @staticmethod
+    def is_active():
+        return True
+
+
+def pretend(gpu: Gpu) -> list[dict]:
+    """Make kernelbook believe in a GPU. Return the list to which compiled kernels will be added."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path[:0] = [str(HERE.parent / "src")]
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.version.hip = "6.4" if gpu.backend == "hip" else None
+    from kernelbook import runtime
+    from kernelbook.ops import checks
+
+    torch.cuda.is_available = lambda: False
+    torch.cuda.get_device_name = lambda device=None: gpu.name
+    runtime.DEVICE = torch.device("cpu")
+    runtime.launching_on = lambda tensor: contextlib.nullcontext()
+    runtime.capability = lambda device: gpu.capability
+    runtime._properties = lambda device: SimpleNamespace(
+        multi_processor_count=gpu.multiprocessors,
+        warp_size=gpu.warp_size,
+        shared_memory_per_block_optin=gpu.shared_memory,
+        L2_cache_size=gpu.l2_cache,
+    )
+    checks.same_device = lambda **tensors: None
+
+    from triton.runtime import driver, jit
+
+    driver.set_active(_Driver(gpu))
+    compiled, launch, seen = [], jit.JITFunction.run, set()
+
+    def run(self, *args, grid, warmup, **kwargs):
+        name = self.fn.__module__.removeprefix("kernelbook.ops.") + "." + self.fn.__name__
+        try:
+            kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:
+            compiled.append({"kernel": name, "error": _reason(error)})
+        else:
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                compiled.append({"kernel": name, **facts(kernel)})
+
+    jit.JITFunction.run = run
+    return compiled
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, and of what it came from."""
+    lines = []
+    while error is not None:
+        text = str(error).strip().splitlines()
+        lines.append(f"{type(error).__name__}: {text[-1] if text else ''}"[:300])
+        error = error.__cause__
+    return " <- ".join(lines)
+
+
+# -- what came of it
+
+
+def facts(kernel) -> dict:
+    """Return what a compiled kernel needs, and how wide its loads are."""
+    metadata = kernel.metadata
+    found = {"warps": metadata.num_warps, "shared": metadata.shared}
+    if "amdgcn" in kernel.asm:
+        assembly = kernel.asm["amdgcn"]
+        for name, field in {"registers": "vgpr_count", "spilled": "vgpr_spill_count"}.items():
+            found[name] = int(re.findall(rf"\.{field}:\s+(\d+)", assembly)[-1])
+        return found
+    if tensor_memory := getattr(metadata, "tmem_size", None):
+        found["tensor_memory"] = tensor_memory
+    return found | _resources(kernel.asm["cubin"]) | _loads(kernel.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> dict:
+    """Return registers and bytes of stack, as the binary states them."""
+    from triton.backends.nvidia import compiler
+
+    tool = Path(compiler.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def _loads(ptx: str) -> dict:
+    """Return how many loads from global memory have how many bits, and what copies for them."""
+    found = {}
+    widths = Counter(
+        int(vector or 1) * int(bits)
+        for vector, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bu](\d+)\b", ptx)
+    )
+    if widths:
+        found["loads"] = {str(width): widths[width] for width in sorted(widths)}
+    if copies := Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+|\d+)", ptx)):
+        found["copies"] = {str(8 * int(size, 0)): n for size, n in sorted(copies.items())}
+    if "cp.async.bulk.tensor" in ptx:
+        found["engine"] = True
+    return found
+
+
+# -- the cases: what the public functions launch
+
+
+def cases() -> dict:
+    """Return, by name, functions that call an operator as a user would, each with its sizes."""
+    import torch
+
+    import kernelbook
+
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+    def spell(dtype):
+        return str(dtype).removeprefix("torch.").removesuffix("fn")
+
+    def differentiate(y, *inputs):
+        torch.autograd.grad(y, inputs, torch.empty_like(y))
+
+    def new(*shape, dtype, grad=True):
+        return torch.empty(shape, dtype=dtype).requires_grad_(grad and dtype.itemsize > 1)
+
+    def dropout(dtype):
+        for n in (2**16, 1001):
+            x = new(n, dtype=dtype)
+            differentiate(kernelbook.seeded_dropout(x, 0.25, 17), x)
+            differentiate(kernelbook.masked_dropout(x, torch.empty(n, dtype=torch.bool), 0.25), x)
+        kernelbook.ops.dropout._rand_dropout(x.detach(), 0.25, 17)
+
+    def softmax(dtype, n, algorithm="auto"):
+        x = new(64, n, dtype=dtype)
+        differentiate(kernelbook.softmax(x, algorithm=algorithm), x)
+
+    def layer_norm(dtype, n, parameters=None):
+        x = new(256, n, dtype=dtype)
+        w, b = (new(n, dtype=parameters or dtype) for _ in range(2))
+        differentiate(kernelbook.layer_norm(x, n, w, b), x, w, b)
+
+    def attention(dtype, head_dim, is_causal, seqlen=1024, group=1):
+        for deterministic in (True, False):
+            q = new(1, 2 * group, seqlen, head_dim, dtype=dtype)
+            k, v = (new(1, 2, seqlen, head_dim, dtype=dtype) for _ in range(2))
+            options = {"deterministic": deterministic, "enable_gqa": group > 1}
+            differentiate(kernelbook.attention(q, k, v, is_causal=is_causal, **options), q, k, v)
+
+    def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True):
+        q, k = (new(1, 2, 1024, head_dim, dtype=dtype, grad=False) for _ in range(2))
+        v = new(1, 2, head_dim, 1024, dtype=v_dtype).mT if in_place else new(
+            1, 2, 1024, head_dim, dtype=v_dtype
+        )  # fmt: skip
+        one = torch.ones(1, 2)
+        descales = {"q_descale": one, "k_descale": one} if dtype.itemsize == 1 else {}
+        kernelbook.attention(q, k, v, is_causal=is_causal, v_descale=one, **descales)
+
+    found = {}
+
+    def add(name, function, *args):
+        found[name] = lambda: function(*args)
+
+    for dtype in (f32, bf16, f16):
+        add(f"dropout {spell(dtype)}", dropout, dtype)
+    for dtype in (f32, bf16):
+        for n in (1001, 1024, 8192, 16384, 32768, 65536, 131072):
+            add(f"softmax {spell(dtype)} {n}", softmax, dtype, n)
+            add(f"layer norm {spell(dtype)} {n}", layer_norm, dtype, n)
+        for algorithm in ("three_pass", "online", "online_2d"):
+            add(f"softmax {spell(dtype)} 8192 {algorithm}", softmax, dtype, 8192, algorithm)
+        add(f"layer norm {spell(dtype)} 600000", layer_norm, dtype, 600_000)
+    add("layer norm bfloat16 8192 float32 parameters", layer_norm, bf16, 8192, f32)
+    for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (16, 64, 80, 128, 256))):
+        for head_dim in head_dims:
+            for mask in ("causal", "full"):
+                name = f"attention {spell(dtype)} {head_dim} {mask}"
+                add(name, attention, dtype, head_dim, mask == "causal")
+    add("attention float16 128 causal", attention, f16, 128, True)
+    add("attention bfloat16 128 full 1001", attention, bf16, 128, False, 1001)
+    add("attention bfloat16 128 causal gqa", attention, bf16, 128, True, 1024, 4)
+    for head_dim in (64, 80, 128, 256):
+        for dtype in (e4m3, bf16):
+            name = f"fp8 {spell(dtype)} {head_dim} causal"
+            add(name, fp8, dtype, e4m3, head_dim, True)
+    add("fp8 float8_e4m3 128 full", fp8, e4m3, e4m3, 128, False)
+    add("fp8 float8_e5m2 128 causal", fp8, e5m2, e5m2, 128, True)
+    add("fp8 float8_e4m3 128 causal, v transposed", fp8, e4m3, e4m3, 128, True, False)
+    return found
+
+
+# -- one after the other
+
+
+def compile_cases(gpu: str, only: str = "", seconds: int = 300) -> Iterator[dict]:
+    """Yield what became of each kernel: a case runs in a child, because LLVM may end its process.
+
+    A record names the gpu, the case and the kernel, and holds what :func:`facts` says or an error.
+    """
+    compiled = pretend(GPUS[gpu])
+    for name, call in cases().items():
+        if only not in name:
+            continue
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reader)
+            signal.alarm(seconds)
+            with contextlib.redirect_stdout(sys.stderr):
+                try:
+                    call()
+                except Exception as error:
+                    compiled.append({"kernel": "host", "error": _reason(error)})
+            with open(writer, "w") as pipe:
+                json.dump(compiled, pipe)
+                pipe.flush()
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as pipe:
+            said = pipe.read()
+        _, status = os.waitpid(child, 0)
+        records = json.loads(said) if said else []
+        if status:
+            records.append({"kernel": "the compiler", "error": f"its process ended with {status}"})
+        for record in records:
+            yield {"gpu": gpu, "case": name, **record}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", choices=GPUS, required=True)
+    parser.add_argument("--only", default="", help="what the name of a case contains")
+    options = parser.parse_args()
+    for record in compile_cases(options.gpu, options.only):
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
