@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import matplotlib.pyplot as plt
 import pytest
 import strategies
+import tested
 import torch
 from records import PROVENANCE, record
 
@@ -19,6 +20,17 @@ from kernelbook.lab.check import FACTOR, ROWS, judge
 
 DEVICE = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record-tested", action="store_true", help="add the outcome to tested.json")
+
+
+def pytest_configure(config):
+    if config.getoption("--record-tested") and not hasattr(config, "workerinput"):
+        if runtime.INTERPRETED:
+            raise pytest.UsageError("--record-tested needs a GPU: kernels are interpreted here.")
+        config.pluginmanager.register(tested.Recorder())
 
 
 @pytest.fixture(autouse=True)
