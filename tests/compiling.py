@@ -1,14 +1,15 @@
 """Compile what the operators would launch, for GPUs that are not there.
 
-    python tests/compiling.py --gpu sm_86            every case for one GPU, as lines of JSON
-    python tests/compiling.py --gpu sm_86 --only "attention bfloat16 128"
+    python tests/compiling.py --check                every case for every GPU, against compiled.json
+    python tests/compiling.py --record               write what is new or better to compiled.json
+    python tests/compiling.py --gpu sm_86 --only "attention bfloat16 128"     as lines of JSON
 
 The host code of the operators runs as it is, on tensors of the CPU, and believes that it meets a
 certain GPU: its capability, its multiprocessors, its shared memory. Triton compiles each kernel for
 that GPU, with the assembler that it brings, and nothing is launched. Results are never looked at.
 
-What is said of each kernel is read from the binary: registers, bytes of stack, which is where
-registers spill to, shared memory and, on Blackwell, columns of tensor memory; and from PTX, how
+What is said of each kernel is read from the binary: registers, the bytes to which registers spill,
+shared memory and, on Blackwell, columns of tensor memory; and from PTX, how
 many bits its loads from global memory have.
 
 What is private to Triton and torch is in this file: a driver that names the GPU instead of finding
@@ -26,6 +27,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,8 +169,11 @@ def facts(kernel) -> dict:
     found = {"warps": metadata.num_warps, "shared": metadata.shared}
     if "amdgcn" in kernel.asm:
         assembly = kernel.asm["amdgcn"]
-        for name, field in {"registers": "vgpr_count", "spilled": "vgpr_spill_count"}.items():
-            found[name] = int(re.findall(rf"\.{field}:\s+(\d+)", assembly)[-1])
+        for name, field, bytes_each in (
+            ("registers", "vgpr_count", 1),
+            ("spilled", "vgpr_spill_count", 4),
+        ):
+            found[name] = bytes_each * int(re.findall(rf"\.{field}:\s+(\d+)", assembly)[-1])
         return found
     if tensor_memory := getattr(metadata, "tmem_size", None):
         found["tensor_memory"] = tensor_memory
@@ -187,7 +192,7 @@ def _resources(cubin: bytes) -> dict:
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+    return {"registers": int(registers), "spilled": int(stack)}
 
 
 def _loads(ptx: str) -> dict:
@@ -329,14 +334,123 @@ def compile_cases(gpu: str, only: str = "", seconds: int = 300) -> Iterator[dict
             yield {"gpu": gpu, "case": name, **record}
 
 
-def main() -> None:
+# -- against what is recorded
+
+
+FILE = HERE / "compiled.json"
+"""By GPU and case: what the kernels need at most, and by kernel the bytes that spill and how many
+loads have fewer than 128 bits; or why there is none. It only gets better."""
+
+FAULTS = {
+    "spilled": "spills {now:,} bytes, and {before:,} are recorded",
+    "narrow": "has {now} loads of fewer than 128 bits, and {before} are recorded",
+}
+
+
+def recorded() -> dict:
+    """Return what the file holds."""
+    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+
+
+def summary(records: list[dict]) -> dict:
+    """Return what the file keeps of the kernels of one case."""
+    found = {"kernels": len(records)}
+    for record in records:
+        if "error" in record:
+            return {"refused" if record["kernel"] == "host" else "fails": record["error"]}
+        for need in ("shared", "tensor_memory"):
+            if record.get(need):
+                found[need] = max(record[need], found.get(need, 0))
+        narrow = sum(n for bits, n in record.get("loads", {}).items() if int(bits) < 128)
+        for fault, amount in (("spilled", record["spilled"]), ("narrow", narrow)):
+            if amount:
+                kernels = found.setdefault(fault, {})
+                kernels[record["kernel"]] = max(amount, kernels.get(record["kernel"], 0))
+    return found
+
+
+def complaints(gpu: Gpu, now: dict, before: dict | None, same_compiler: bool = True) -> list[str]:
+    """Return what of a case does not fit the GPU, and what was better before.
+
+    ``before`` is None where nothing was. Another compiler spills other values, so that only what
+    fits is judged.
+    """
+    for outcome in ("fails", "refused"):
+        if outcome in now:
+            same = before is not None and before.get(outcome) == now[outcome]
+            return [] if same or (before is None and outcome == "refused") else [now[outcome]]
+    limits = {"shared": gpu.shared_memory, "tensor_memory": TENSOR_MEMORY}
+    wrong = [
+        f"needs {now[need]:,} of {most:,} of {need.replace('_', ' ')}"
+        for need, most in limits.items()
+        if now.get(need, 0) > most
+    ]
+    if before is None or not same_compiler:
+        return wrong
+    for fault, words in FAULTS.items():
+        past = before.get(fault, {})
+        wrong += [
+            f"{kernel} {words.format(now=amount, before=past.get(kernel, 0))}"
+            for kernel, amount in now.get(fault, {}).items()
+            if amount > past.get(kernel, 0)
+        ]
+    return wrong
+
+
+def compare(gpu: str, only: str = "") -> tuple[list[str], dict]:
+    """Compile for a GPU, in a process of its own. Return what is wrong, and what to record."""
+    import triton
+
+    command = [sys.executable, __file__, "--gpu", gpu, "--only", only]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    cases: dict[str, list[dict]] = {}
+    for line in said.splitlines():
+        record = json.loads(line)
+        cases.setdefault(record["case"], []).append(record)
+    past = recorded().get(gpu, {"cases": {}})
+    same_compiler = past.get("triton") in (None, triton.__version__)
+    wrong, kept = [], dict(past["cases"]) if only else {}
+    for name, records in cases.items():
+        now, before = summary(records), past["cases"].get(name)
+        found = complaints(GPUS[gpu], now, before, same_compiler)
+        wrong += [f"{gpu}, {name}: {what}" for what in found]
+        kept[name] = before if found and before else now
+    return wrong, {"gpu": GPUS[gpu].name, "triton": triton.__version__, "cases": kept}
+
+
+def compare_all(gpus: list[str], only: str, record: bool) -> int:
+    """Compare GPUs, as many at a time as there are cores. Return how many things are wrong."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(gpus, pool.map(lambda gpu: compare(gpu, only), gpus), strict=True))
+    wrong = [line for lines, _ in found.values() for line in lines]
+    known = recorded()
+    for gpu, (_, kept) in found.items():
+        unknown = kept["cases"].keys() ^ known.get(gpu, {"cases": {}})["cases"].keys()
+        if unknown and not record:
+            wrong.append(f"{gpu}: not as recorded, so record them: {', '.join(sorted(unknown))}")
+    if record:
+        known |= {gpu: kept for gpu, (_, kept) in found.items()}
+        FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(*wrong, f"{len(wrong)} complaints about {', '.join(gpus)}.", sep="\n")
+    return len(wrong)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", choices=GPUS, required=True)
+    parser.add_argument("--gpu", choices=GPUS, help="one GPU, and not all of them")
     parser.add_argument("--only", default="", help="what the name of a case contains")
+    parser.add_argument("--check", action="store_true", help="against compiled.json")
+    parser.add_argument("--record", action="store_true", help="to compiled.json")
     options = parser.parse_args()
+    if options.check or options.record:
+        gpus = [options.gpu] if options.gpu else list(GPUS)
+        return min(1, compare_all(gpus, options.only, options.record))
+    if not options.gpu:
+        parser.error("name a --gpu, or --check or --record all of them")
     for record in compile_cases(options.gpu, options.only):
         print(json.dumps(record), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,7 +33,7 @@ def add(outcomes: Counter, file: Path = FILE) -> None:
     for chapter, (tests, module) in CHAPTERS.items():
         counts = {kind: outcomes[tests, kind] for kind in ("passed", "failed", "skipped")}
         if counts["passed"] + counts["failed"]:
-            code = {"fingerprint": fingerprint.fingerprint([module])}
+            code = {"module": module, "fingerprint": fingerprint.fingerprint([module])}
             chapters[chapter] = run | counts | code
     file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

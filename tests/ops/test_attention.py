@@ -791,7 +791,8 @@ def test_a_device_with_little_shared_memory_gets_a_smaller_configuration(monkeyp
     )
     assert chosen[0] != chosen[-1]
     monkeypatch.setattr(runtime, "shared_memory", lambda _: 10_000)
-    with pytest.raises(ValueError, match="bytes of shared memory.*pass a smaller head_dim"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A small GPU")
+    with pytest.raises(ValueError, match="bytes of shared memory.*A small GPU: pass a smaller"):
         tuned.forward_config(q)
 
 

@@ -573,7 +573,8 @@ def test_a_device_with_little_shared_memory_gets_a_smaller_configuration(monkeyp
         tiles.append(tuned.fp8_config(q).block_m * tuned.fp8_config(q).block_n)
     assert tiles == sorted(set(tiles), reverse=True)
     monkeypatch.setattr(runtime, "shared_memory", lambda _: 5_000)
-    with pytest.raises(ValueError, match="bytes of shared memory.*pass a smaller head_dim"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A small GPU")
+    with pytest.raises(ValueError, match="bytes of shared memory.*A small GPU: pass a smaller"):
         tuned.fp8_config(q)
 
 

@@ -186,6 +186,46 @@ SMALL = AMPERE | {
 }
 """For what has 99 KB, the RTX 30, 40 and 50 and their relatives, compiled only."""
 
+TURING = {
+    ("forward", 64, 2): Config(32, 32, 8, 1, 16_384),
+    ("forward", 128, 2): Config(32, 32, 8, 1, 32_768),
+    ("forward", 256, 2): Config(16, 16, 8, 1, 32_768),
+    ("forward", 64, 4): Config(64, 16, 4, 1, 24_576),
+    ("forward", 128, 4): Config(16, 32, 8, 1, 26_688),
+    ("forward", 256, 4): Config(16, 16, 8, 1, 33_856),
+    ("dkdv", 64, 2): Config(32, 32, 8, 1, 24_576),
+    ("dkdv", 128, 2): Config(16, 32, 8, 1, 40_960),
+    ("dkdv", 256, 2): Config(16, 16, 8, 1, 49_152),
+    ("dq", 64, 2): Config(32, 32, 8, 1, 24_576),
+    ("dq", 128, 2): Config(16, 32, 8, 1, 32_768),
+    ("dq", 256, 2): Config(16, 16, 8, 1, 49_152),
+    ("all", 64, 2): Config(32, 32, 8, 1, 24_576),
+    ("dkdv", 64, 4): Config(32, 32, 8, 1, 36_864),
+    ("dkdv", 128, 4): Config(16, 16, 8, 1, 33_792),
+    ("dq", 64, 4): Config(32, 32, 8, 1, 32_768),
+    ("dq", 128, 4): Config(16, 16, 8, 1, 32_768),
+    ("all", 64, 4): Config(32, 32, 8, 1, 36_864),
+}
+"""For the T4 and its relatives, compiled only. Triton has no products of matrices for them and
+multiplies number by number, in float32: small tiles, or thousands of bytes spill. The gradient in
+float32 above head_dim 128 needs 66,560 of its 65,536 bytes, and is refused."""
+
+CDNA = SMALL | {
+    ("forward", 64, 2): Config(128, 32, 4, 1, 16_384),
+    ("forward", 128, 2): Config(64, 32, 8, 1, 24_576),
+    ("forward", 256, 2): Config(64, 32, 8, 1, 49_152),
+    ("dkdv", 128, 2): Config(32, 32, 8, 1, 8_192),
+    ("dkdv", 256, 2): Config(16, 32, 8, 1, 16_384),
+    ("dq", 128, 2): Config(32, 32, 8, 1, 8_192),
+    ("dq", 256, 2): Config(32, 16, 8, 1, 16_384),
+    ("all", 64, 2): Config(32, 64, 4, 1, 8_192),
+    ("dkdv", 128, 4): Config(16, 16, 8, 1, 8_192),
+    ("dkdv", 256, 4): Config(16, 16, 8, 1, 16_384),
+    ("dq", 128, 4): Config(16, 16, 8, 1, 8_192),
+    ("dq", 256, 4): Config(16, 16, 8, 1, 16_384),
+}
+"""For AMD's MI300X, compiled only. Nothing of this book has been run on a GPU of AMD's."""
+
 
 def config(kernel: str, q: torch.Tensor, columns: int | None = None) -> Config | None:
     """Return how a kernel is cut for these queries, or None where it fits in no way."""
@@ -206,16 +246,20 @@ def config(kernel: str, q: torch.Tensor, columns: int | None = None) -> Config |
 
 def _tables(major: int, minor: int) -> tuple[dict, ...]:
     """Return the tables for a compute capability, the best first."""
-    if torch.version.hip is None and major in (9, 10):
-        return HOPPER if major == 9 else BLACKWELL, SMALL
-    return (AMPERE, SMALL) if (major, minor) == (8, 0) else (SMALL,)
+    if torch.version.hip:
+        return (CDNA,)
+    if major == 7:
+        return (TURING,)
+    if (major, minor) == (8, 0):
+        return AMPERE, SMALL
+    return {9: (HOPPER, SMALL), 10: (BLACKWELL, SMALL)}.get(major, (SMALL,))
 
 
 def _refuse(what: str, q: torch.Tensor) -> None:
     raise ValueError(
         f"{what} head_dim {q.shape[-1]} in {q.dtype} needs more than the "
-        f"{runtime.shared_memory(q.device):,} bytes of shared memory that {q.device} has: pass a "
-        "smaller head_dim or a 16-bit dtype."
+        f"{runtime.shared_memory(q.device):,} bytes of shared memory that a program has on "
+        f"{torch.cuda.get_device_name(q.device)}: pass a smaller head_dim or a 16-bit dtype."
     )
 
 

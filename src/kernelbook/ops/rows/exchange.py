@@ -50,8 +50,12 @@ def to_slot(high, low):
 
 @triton.jit
 def publish(slots_ptrs, slot):
-    """Store a slot. Who reads it needs no other memory of this part."""
-    tl.atomic_xchg(slots_ptrs, slot, sem="relaxed")
+    """Fill a slot, which is zero. Who reads it needs no other memory of this part.
+
+    An atomic stores all 64 bits at once. It is an "or", because AMD's backend has no exchange of a
+    tensor of 64 bits.
+    """
+    tl.atomic_or(slots_ptrs, slot, sem="relaxed")
 
 
 @triton.jit

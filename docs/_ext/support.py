@@ -1,0 +1,142 @@
+"""What runs where: by GPU, Triton and chapter, from records, tests and compiled kernels.
+
+Records are those of ``results/``. Tests on a GPU are kept in ``tests/tested.json``, what Triton made
+of all kernels for GPUs that are not there in ``tests/compiled.json``.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from chapters import reading_order
+from docutils import nodes
+from recorded import chapter_scripts, is_stale, link, paragraph, records, table
+from sphinx.util.docutils import SphinxDirective
+
+OPERATORS = {
+    "dropout": ("dropout",),
+    "softmax": ("softmax",),
+    "layer norm": ("layer_norm",),
+    "attention": ("attention_forward", "attention_backward"),
+    "fp8": ("attention_fp8",),
+}
+"""The chapters of a compiled case, by how its name begins."""
+
+REASONS = ("refused", "fails")
+
+
+def read(app, name):
+    """What `tests/<name>.json` holds, or nothing where the site is built without the tests."""
+    path = Path(app.confdir, "tests", f"{name}.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def tested(app):
+    """Yield (gpu, triton, chapter, what the tests found, whether the code has changed since)."""
+    from kernelbook.lab.fingerprint import fingerprint
+
+    for gpu, versions in read(app, "tested").items():
+        for triton, found in versions.items():
+            for chapter, run in found.items():
+                stale = fingerprint([run["module"]]) != run["fingerprint"]
+                yield gpu, triton, chapter, run, stale
+
+
+def compiled(app):
+    """Yield (gpu, triton, chapter, name of the case, what became of it)."""
+    for arch in read(app, "compiled").values():
+        for case, found in arch["cases"].items():
+            [chapters] = [c for start, c in OPERATORS.items() if case.startswith(start)]
+            for chapter in chapters:
+                yield arch["gpu"], arch["triton"], chapter, case, found
+
+
+def concerns(chapter, reason):
+    """Whether a reason that ends a case is one of this chapter: a gradient's is not forward's."""
+    return chapter != "attention_forward" or "gradient" not in reason
+
+
+def reason_of(found, chapter):
+    """(outcome, reason) where a case has no kernel for this chapter, or None."""
+    outcomes = ((outcome, found[outcome]) for outcome in REASONS if outcome in found)
+    return next((pair for pair in outcomes if concerns(chapter, pair[1])), None)
+
+
+def words(app):
+    """What is known, in a word or two, by (gpu, triton) and chapter."""
+    cells = defaultdict(lambda: defaultdict(list))
+    for record in records():
+        made = record["provenance"]
+        word = "measured, older code" if is_stale(app, record) else "measured"
+        cells[made["gpu"], made["triton"]][record["chapter"]].append(word)
+    for gpu, triton, chapter, run, stale in tested(app):
+        word = f"{run['failed']} tests fail" if run["failed"] else "tested"
+        cells[gpu, triton][chapter].append(f"{word}, older code" if stale else word)
+    outcomes = defaultdict(list)
+    for gpu, triton, chapter, _, found in compiled(app):
+        outcomes[gpu, triton, chapter].append(reason_of(found, chapter))
+    for (gpu, triton, chapter), reasons in outcomes.items():
+        word = "compiled"
+        if all(reasons):
+            word = reasons[0][0]
+        elif any(reasons):
+            word = "compiled in part"
+        cells[gpu, triton][chapter].append(word)
+    return cells
+
+
+def tested_with(app, chapter):
+    """One sentence: on what a chapter's kernels were tested, and for how many GPUs compiled."""
+    where = defaultdict(set)
+    for gpu, triton, name, run, stale in tested(app):
+        if name == chapter and not stale and not run["failed"]:
+            where[gpu].add(triton)
+    for record in records():
+        if record["chapter"] == chapter and not is_stale(app, record):
+            where[record["provenance"]["gpu"]].add(record["provenance"]["triton"])
+    ran = "; ".join(f"{gpu} with triton {', '.join(sorted(where[gpu]))}" for gpu in sorted(where))
+    gpus = {gpu for gpu, _, name, _, found in compiled(app) if name == chapter
+            and not reason_of(found, chapter)}  # fmt: skip
+    text = f"Run and checked on {ran}." if ran else "Not run on any GPU since its code changed."
+    return f"{text} Compiled for {len(gpus)} kinds of GPU." if gpus else text
+
+
+class Support(SphinxDirective):
+    """The table of what runs where, or the reasons why something does not."""
+
+    required_arguments = 1
+
+    def run(self):
+        self.env.note_reread()
+        return {"table": self.table, "reasons": self.reasons}[self.arguments[0]]()
+
+    def table(self):
+        app, cells = self.env.app, words(self.env.app)
+        chapters = [path.stem for path in sorted(chapter_scripts(app), key=reading_order)]
+        head = ["GPU", "Triton", *(link(self.env.docname, f"chapters/{c}", c) for c in chapters)]
+        first = {gpu: place for place, (gpu, _) in enumerate(reversed(cells))}  # as first met
+        rows = [
+            (gpu, triton, *("; ".join(cells[gpu, triton][chapter]) for chapter in chapters))
+            for gpu, triton in sorted(cells, key=lambda key: (-first[key[0]], key[1]))
+        ]
+        return [table(head, rows)] if rows else [paragraph("Nothing was run or compiled yet.")]
+
+    def reasons(self):
+        found = defaultdict(lambda: defaultdict(list))
+        for gpu, _, chapter, case, outcome in compiled(self.env.app):
+            if reason := reason_of(outcome, chapter):
+                cases = found[gpu][reason]
+                cases += [case] if case not in cases else []
+        listing = nodes.definition_list()
+        for gpu, reasons in found.items():
+            body = nodes.definition()
+            for (outcome, reason), cases in reasons.items():
+                sentence = reason.split(": ", 1)[-1] if outcome == "refused" else reason
+                body += paragraph(f"{'; '.join(cases)}: ", nodes.literal("", sentence))
+            listing += nodes.definition_list_item("", nodes.term("", gpu), body)
+        return [listing] if found else [paragraph("Nothing is refused.")]
+
+
+def setup(app):
+    app.add_directive("support", Support)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
