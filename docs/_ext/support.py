@@ -1,7 +1,7 @@
 """What runs where: by GPU, Triton and chapter, from records, tests and compiled kernels.
 
-Records are those of ``results/``. Tests on a GPU are kept in ``tests/tested.json``, what Triton made
-of all kernels for GPUs that are not there in ``tests/compiled.json``.
+Records are those of ``results/``. What tests found on a GPU is kept in ``tests/tested.json``, and
+what Triton made of all kernels for GPUs that are not there in ``tests/compiled.json``.
 """
 
 import json

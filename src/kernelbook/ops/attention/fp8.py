@@ -118,7 +118,7 @@ def attend_fp8(
     for start_n in range(first_key, last_key, BLOCK_N):
         # -- weigh: the weights come times 2^8
         p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
-        # -- accumulate
+        # -- accumulate: one product, of weights and values
         v = load_tile(v_head, 0, start_n).T
         acc = add_values(acc, p, alpha, v, PROMOTED)
         # -- score: for the next turn
