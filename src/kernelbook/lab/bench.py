@@ -1,6 +1,7 @@
 """Benchmarks: providers timed in turn beside the machine's own limit, or replayed."""
 
 import importlib
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,8 +76,9 @@ def _is_refusal(error: Exception, library: str, use: Callable) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """Return an exception as one short line."""
+    """Return an exception as one short line, without the folders of this machine."""
     first = next(iter(str(error).strip().splitlines()), "")
+    first = re.sub(r"(?<![\w.])(/[^\s/:'\"]+)+/(?=[^\s/])", "", first)
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= 90 else f"{text[:89]}…"
 
