@@ -257,10 +257,12 @@ def _pressed(page):
     return page.locator(".kb-gpus button[aria-pressed=true]").all_inner_texts()
 
 
-def test_one_button_switches_every_figure_and_the_page_stays(browser, several_gpus):
+@pytest.mark.parametrize("anchoring", ["auto", "none"])  # some browsers keep the place themselves
+def test_one_button_switches_every_figure_and_the_page_stays(browser, several_gpus, anchoring):
     with contextlib.closing(_Visit(browser, several_gpus, 390, "light").context) as context:
         page = context.pages[0]
         page.goto(several_gpus + "one.html")
+        page.add_style_tag(content=f"html {{ overflow-anchor: {anchoring} }}")
         assert _shown_gpus(page) == _pressed(page) == ["H200"] * 4
         last = page.get_by_role("group", name="GPU").last.get_by_role("button", name="H100")
         last.focus()
