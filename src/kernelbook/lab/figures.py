@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import pandas
@@ -241,7 +242,7 @@ def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Fi
             f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
             f"triton {source['triton']},\n"
             f"commit {results.short_commit(source['commit'])}, {state} {source['date'][:10]}"
-            + "".join(f"\n{remark}" for remark in remarks),
+            + "".join(f"\n{fill(remark, 80)}" for remark in remarks),  # or the figure would shrink
             fontsize=9,
             color=colour("PyTorch") if measured.mark else MUTED,
             va="top",
