@@ -88,7 +88,8 @@ def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None)
     classes = "kb-run kb-stale" if stale else "kb-run"
     html = escape(text)
     if link:
-        html += f' <a href="../{link[1]}">{link[0]}</a>' if in_site() else f" {link[0]}"
+        name = escape(link[0])
+        html += f' <a href="../{link[1]}">{name}</a>' if in_site() else f" {name}"
         text += f" {link[0]}"
     return show(Shown(f'<div class="{classes}">{html}</div>', text))
 
