@@ -96,7 +96,7 @@ html_sidebars = {"**": []}
 html_theme_options = {
     "logo": {"text": "Kernel Book"},
     "navbar_align": "left",
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "footer_start": ["copyright"],
     "footer_end": [],

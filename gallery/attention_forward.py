@@ -159,25 +159,25 @@ memory
 
 # %%
 
+
 # Drawing
-title = "Memory beyond inputs and output"
-ends = memory.rows[-1] if memory.rows else {}
-alt = f"Two lines over the length. At the last, {ends}."
-with lab.canvas(memory, title, alt) as axes:
+def ends(rows):
+    return f"Two lines over the length. At the last, {rows[-1]}."
+
+
+def two_lines(axes, rows):
     for name, marker in (("PyTorch", "o"), ("Kernel Book", "s")):
-        found = [(r["length"], r[f"{name}, MiB"]) for r in memory.rows]
+        found = [(r["length"], r[f"{name}, MiB"]) for r in rows]
         found = [(x, y) for x, y in found if not isinstance(y, str)]
-        if found:
-            axes.plot(
-                *zip(*found, strict=True),
-                color=lab.colour(name),
-                marker=marker,
-                label=name,
-            )
-    if memory.rows:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        axes.plot(
+            *zip(*found, strict=True), color=lab.colour(name), marker=marker, label=name
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
     axes.set(xlabel="length", ylabel="MiB")
+
+
+lab.draw(memory, "Memory beyond inputs and output", ends, two_lines)
 
 # %%
 

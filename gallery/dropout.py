@@ -389,15 +389,21 @@ rounds
 
 # %%
 
+
 # Drawing
-worst = {
-    row["rounds"]: max(z for k, z in row.items() if k != "rounds")
-    for row in rounds.rows
-}
-alt = (
-    "Worst |z| by rounds: " + ", ".join(f"{r}: {z:.3g}" for r, z in worst.items()) + "."
-)
-with lab.canvas(rounds, "How many rounds make a fair coin?", alt) as axes:
+def worst_by_rounds(rows):
+    return {
+        row["rounds"]: max(z for k, z in row.items() if k != "rounds") for row in rows
+    }
+
+
+def in_words(rows):
+    found = (f"{r}: {z:.3g}" for r, z in worst_by_rounds(rows).items())
+    return f"Worst |z| by rounds: {', '.join(found)}."
+
+
+def curve(axes, rows):
+    worst = worst_by_rounds(rows)
     axes.semilogy(worst.keys(), worst.values(), "o-", color=lab.colour("Kernel Book"))
     axes.axhline(5, linestyle="--", color=lab.colour("copy"))
     axes.annotate(
@@ -405,9 +411,13 @@ with lab.canvas(rounds, "How many rounds make a fair coin?", alt) as axes:
     )
     axes.set(xlabel="rounds of Philox", ylabel="worst |z|", xticks=list(worst))
 
+
+lab.draw(rounds, "How many rounds make a fair coin?", in_words, curve)
+
 # %%
 
 # Reading
+worst = worst_by_rounds(rounds.rows)
 fewest = min(
     (r for r in worst if all(worst[s] < 5 for s in worst if s >= r)), default=None
 )

@@ -48,10 +48,10 @@ def save_figures(block, block_vars, gallery_conf):
     """Save the open matplotlib figures as SVG; the label of a figure is its alt text."""
     import matplotlib.pyplot as plt
 
-    from kernelbook.lab import figures
+    from kernelbook.lab import display, figures
 
-    rst = []
-    for number, path in zip(plt.get_fignums(), block_vars["image_path_iterator"], strict=False):
+    rst, own = [], None
+    for number in plt.get_fignums():
         figure = plt.figure(number)
         alt = " ".join(figure.get_label().split())
         if not alt:
@@ -59,13 +59,20 @@ def save_figures(block, block_vars, gallery_conf):
                 f"{block_vars['src_file']}, line {block.lineno}: a figure has no alt text; "
                 "describe it with figure.set_label(...)"
             )
-        path = Path(path).with_suffix(".svg")
+        if variant := getattr(figure, "variant", ""):  # uncounted: thumbnails go by number
+            path = own.with_stem(f"{own.stem}_{variant}")
+        else:
+            path = own = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
         path.write_text(figures.to_svg(figure), encoding="utf-8")
         uri = path.relative_to(gallery_conf["src_dir"]).as_posix()
-        rst.append(f".. image:: /{uri}\n   :alt: {alt}\n   :class: kb-figure\n")
+        shown = f".. image:: /{uri}\n   :alt: {alt}\n   :class: kb-figure\n"
         if address := getattr(figure, "results", None):
             link = f'<p class="kb-raw"><a href="../{address}">Raw data of this figure</a></p>'
-            rst.append(f".. raw:: html\n\n   {link}\n")
+            shown += f"\n.. raw:: html\n\n   {link}\n"
+        if gpu := getattr(figure, "gpu", None):
+            opening, closing = display.of_gpu(gpu, "|").split("|")
+            shown = f".. raw:: html\n\n   {opening}\n\n{shown}\n.. raw:: html\n\n   {closing}\n"
+        rst.append(shown)
     plt.close("all")
     return "\n".join(rst)
 

@@ -28,7 +28,8 @@ measurements that they draw when there is no GPU.
 
 This needs Linux and Python 3.11 or newer. pip brings torch and triton with it: some
 gigabytes if torch comes with CUDA. Without a GPU the kernels run in Triton's
-interpreter, and figures show recorded results.
+interpreter, and figures show recorded results. With one, each chapter writes what it
+measured to kernel-book-results/.
 """
 
 

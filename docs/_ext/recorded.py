@@ -24,7 +24,7 @@ NOT_RECORDED = "Not recorded yet: no GPU has run this book."
 
 
 def records():
-    """Every recorded result; a file that is corrupt stops the build."""
+    """Every recorded result, the primary GPU's first; a file that is corrupt stops the build."""
     from kernelbook.lab import results
 
     try:
@@ -40,18 +40,32 @@ def is_stale(app, record):
     return results.is_stale(record, gallery(app) / f"{record['chapter']}.py")
 
 
+def is_primary(record):
+    """Whether a record is of the GPU whose numbers the text reads."""
+    from kernelbook.lab import results
+
+    return record["provenance"]["slug"] == results.PRIMARY
+
+
+def state(app, record):
+    """Whether a record was made with the code at hand; only the primary's has to be."""
+    if not is_stale(app, record):
+        return "current"
+    return "out of date" if is_primary(record) else "older kernel"
+
+
 def gallery(app):
     """The folder of the chapters' scripts."""
     return Path(app.srcdir).parent / "gallery"
 
 
 def warn_if_stale(app, env):
-    """Warn about each result whose kernel has changed since it was measured."""
+    """Warn about each result of the primary GPU whose kernel has changed since it was measured."""
     for record in records():
-        if is_stale(app, record):
+        if is_primary(record) and is_stale(app, record):
             logger.warning(
                 "results/%s/%s.json is out of date: the kernel has changed since it was measured. "
-                "Run `make html` on a GPU to measure it again.",
+                "Run `make html` on this GPU to measure it again.",
                 record["provenance"]["slug"],
                 record["chapter"],
                 type="kernelbook",
@@ -113,7 +127,7 @@ def chapter_scripts(app):
 
 
 class Chapters(SphinxDirective):
-    """One card a chapter: its figure, its question, and what it reaches on the newest GPU run."""
+    """One card a chapter: its figure, its question, and what it reaches on the primary GPU."""
 
     def run(self):
         self.env.note_reread()
@@ -140,11 +154,11 @@ class Chapters(SphinxDirective):
         card += paragraph(intro)
         runs = [r for r in records() if r["chapter"] == script.stem]
         if runs:
-            newest = max(runs, key=lambda r: r["provenance"]["date"])
-            made = newest["provenance"]
-            state = " (out of date)" if is_stale(self.env.app, newest) else ""
-            where = f" Measured on {made['gpu']}, {made['date'][:10]}{state}."
-            reach = (nodes.strong("", newest["reaches"].rstrip(".") + "."), where)
+            run = runs[0]  # the primary's, where there is one
+            made, found = run["provenance"], state(self.env.app, run)
+            remark = "" if found == "current" else f" ({found})"
+            where = f" Measured on {made['gpu']}, {made['date'][:10]}{remark}."
+            reach = (nodes.strong("", run["reaches"].rstrip(".") + "."), where)
         else:
             reach = ("Not recorded yet.",)
         card += paragraph(*reach, classes=["kb-reaches"])
@@ -184,7 +198,7 @@ def run_rows(app, docname):
                 made["date"][:10],
                 *(made[key] for key in ("driver", "cuda", "torch", "triton")),
                 results.short_commit(made["commit"]),
-                "out of date" if is_stale(app, record) else "current",
+                state(app, record),
             )
         )
     return headers, rows

@@ -11,3 +11,68 @@ function reachFormulas() {
 window.addEventListener("load", () => window.MathJax?.startup.promise.then(reachFormulas));
 window.addEventListener("resize", reachFormulas);
 document.addEventListener("toggle", () => window.dispatchEvent(new Event("resize")), true);
+
+// Several GPUs ran some figures and tables. They stand in the page one after another; here each such
+// group becomes one, with buttons that choose the GPU for the whole page, and for the next one.
+
+const CHOSEN_GPU = "kernel-book-gpu";
+
+function groupsOfGpus() {
+  const groups = [];
+  for (const variant of document.querySelectorAll(".kb-gpu")) {
+    const group = groups.at(-1);
+    const follows = group?.at(-1) === variant.previousElementSibling;
+    if (follows && group.every((other) => other.dataset.gpu !== variant.dataset.gpu)) {
+      group.push(variant);
+    } else {
+      groups.push([variant]);
+    }
+  }
+  return groups;
+}
+
+function showGpu(gpu) {
+  for (const buttons of document.querySelectorAll(".kb-gpus")) {
+    const choices = [...buttons.querySelectorAll("button")];
+    const chosen = choices.find((button) => button.textContent === gpu) ?? choices[0];
+    for (const button of choices) {
+      button.setAttribute("aria-pressed", button === chosen);
+      button.variant.hidden = button !== chosen;
+    }
+  }
+  window.dispatchEvent(new Event("resize")); // what scrolls sideways may have come or gone
+}
+
+function chooseGpu(button) {
+  const before = button.getBoundingClientRect().top;
+  showGpu(button.textContent);
+  const moved = button.getBoundingClientRect().top - before;
+  window.scrollBy({ top: moved, behavior: "instant" });
+  try {
+    localStorage.setItem(CHOSEN_GPU, button.textContent);
+  } catch {} // the browser keeps nothing for this site: the choice ends with the page
+}
+
+function addGpuSwitches() {
+  for (const group of groupsOfGpus()) {
+    const buttons = document.createElement("div");
+    buttons.className = "kb-gpus";
+    buttons.setAttribute("role", "group");
+    buttons.setAttribute("aria-label", "GPU");
+    buttons.append(Object.assign(document.createElement("span"), { textContent: "GPU" }));
+    for (const variant of group) {
+      const button = document.createElement("button");
+      Object.assign(button, { type: "button", textContent: variant.dataset.gpu, variant });
+      button.addEventListener("click", () => chooseGpu(button));
+      buttons.append(button);
+    }
+    group[0].before(buttons);
+  }
+  let chosen = null;
+  try {
+    chosen = localStorage.getItem(CHOSEN_GPU);
+  } catch {}
+  showGpu(chosen);
+}
+
+document.addEventListener("DOMContentLoaded", addGpuSwitches);

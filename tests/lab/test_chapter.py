@@ -16,7 +16,7 @@ def test_replay_says_what_is_recorded_and_measures_nothing(replayed, root):
     assert "2026-01-02" in replayed.plain
     sweep = lab.bench("forward", POINTS, lambda **_: pytest.fail("measured"), **SWEEP)
     assert sweep.replayed
-    assert not sweep.stale
+    assert not sweep.mark
     assert sweep.share("ours", elements=1000) == 0.5
     assert sweep.rate("copy", elements=2000, dtype=torch.float16) == pytest.approx(4e-3)
     assert sweep.milliseconds_at("peer", elements=1000) != sweep.milliseconds_at(
@@ -42,13 +42,13 @@ def test_the_limit_may_do_other_work(replayed, module, root):
         work="3 * elements * itemsize",
         limit_work="2 * elements * itemsize",
     )
-    assert not sweep.stale
+    assert not sweep.mark
     assert sweep.share("copy", elements=1000) == 1
     assert sweep.share("ours", elements=1000) == pytest.approx(0.75)  # 3 in 2 ms, against 2 in 1
 
 
 def test_other_points_than_recorded_are_out_of_date(replayed):
-    assert lab.bench("forward", POINTS[:1], None, **SWEEP).stale
+    assert lab.bench("forward", POINTS[:1], None, **SWEEP).mark
 
 
 def test_what_was_never_recorded_says_so(replayed):
@@ -58,9 +58,7 @@ def test_what_was_never_recorded_says_so(replayed):
     assert "Not recorded yet" in lab.ladder(sweep, "Steps", [], by="dtype", where={}).plain
     missing = lab.measure("speed of light", None)
     assert "Not recorded yet" in missing.plain
-    with lab.canvas(missing, "Light", "A line.") as axes:
-        axes.plot([1], [1])
-    assert "Not recorded yet" in axes.figure.get_label()
+    assert "Not recorded yet" in lab.draw(missing, "Light", pytest.fail, pytest.fail).plain
 
 
 def test_a_point_must_be_named_in_full(replayed):

@@ -48,7 +48,7 @@ def test_an_edited_kernel_makes_results_stale(module, root, monkeypatch):
     results.save(before)
     assert "OUT OF DATE" in lab.start("tried", "measured_module").plain
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
-    assert sweep.stale
+    assert sweep.mark
     assert "OUT OF DATE" in lab.measure("memory", None).plain
     lab.plot(sweep, "Speed")
     assert "OUT OF DATE" in plt.gcf().get_label()
@@ -315,5 +315,5 @@ def test_other_providers_than_recorded_are_out_of_date(replayed):
         recorded["sweeps"]["forward"]["providers_code"] = digest
         results.save(recorded)
         lab.start("tried", "measured_module")
-        assert lab.bench("forward", POINTS, helped, **SWEEP).stale is stale
-        assert not lab.bench("forward", POINTS, None, **SWEEP).stale
+        assert bool(lab.bench("forward", POINTS, helped, **SWEEP).mark) is stale
+        assert not lab.bench("forward", POINTS, None, **SWEEP).mark

@@ -6,9 +6,8 @@ import random
 import re
 
 import pytest
-from records import PROVENANCE, record
+from records import record
 
-from kernelbook import runtime
 from kernelbook.lab import results, schema
 
 FILE = "test-gpu/tried.json"
@@ -323,14 +322,3 @@ def test_a_tilde_is_the_home_folder(module, root, monkeypatch, tmp_path):
     monkeypatch.setenv("KERNELBOOK_RESULTS", "~/mine")
     assert results.save(record()) == tmp_path / "mine" / FILE  # writing makes the folder
     assert [found["chapter"] for found in results.recorded()] == ["tried"]
-
-
-def test_the_gpu_at_hand_wins_then_the_newest(module, root, monkeypatch):
-    old = PROVENANCE | {"slug": "old-gpu", "gpu": "Old GPU", "date": "2020-01-01T00:00:00Z"}
-    results.save(record())
-    results.save(record(provenance=old))
-    monkeypatch.setattr(runtime, "environment", dict)
-    assert results.find("tried")["provenance"]["slug"] == "test-gpu"
-    monkeypatch.setattr(runtime, "environment", lambda: {"gpu": "Old GPU"})
-    assert results.find("tried")["provenance"]["slug"] == "old-gpu"
-    assert results.find("another") is None

@@ -181,6 +181,29 @@ from kernelbook import lab
 
 lab.read("Two is **more** than one.")
 '''
+SEVERAL_GPUS = '''"""
+Trial
+=====
+"""
+import torch
+
+from kernelbook import lab
+
+lab.start("trial", "kernelbook.ops.dropout")
+
+# %%
+
+# Drawing
+points = [{"elements": n, "dtype": torch.float16} for n in (1000, 2000)]
+speed = lab.bench("forward", points, None, limit="copy", work="2 * elements * itemsize")
+lab.plot(speed, "Speed")
+lab.plot(speed, "Share", share=True)
+
+# %%
+# A table.
+
+lab.measure("memory", None)
+'''
 FAILING = '''"""
 Trial
 =====
@@ -199,16 +222,17 @@ lab.check("wrong", [lab.Case("(4,)", "forward", 2 * one.float(), one.float(), on
 def build(tmp_path):
     """A function that builds a book of one chapter with the real configuration."""
 
-    def run(chapter, record=None, builder="dummy"):
-        for folder in ("docs", "gallery", "results/a-gpu"):
+    def run(chapter, record=None, other=None, builder="dummy"):
+        for folder in ("docs", "gallery", "results/nvidia-h200", "results/a-gpu"):
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "docs/index.rst").write_text(
             "Trial book\n==========\n\n.. toctree::\n\n   chapters/trial\n"
         )
         (tmp_path / "gallery/README.md").write_text("# Chapters\n")
         (tmp_path / "gallery/trial.py").write_text(chapter)
-        if record is not None:
-            (tmp_path / "results/a-gpu/trial.json").write_text(record)
+        for slug, text in (("nvidia-h200", record), ("a-gpu", other)):
+            if text is not None:
+                (tmp_path / f"results/{slug}/trial.json").write_text(text)
         command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", builder]
         variables = {"KERNELBOOK_RESULTS": str(tmp_path / "results"), "KERNELBOOK_MODE": "replay"}
         return subprocess.run(
@@ -223,10 +247,10 @@ def build(tmp_path):
     return run
 
 
-def record_of(**changes):
+def record_of(gpu="NVIDIA H200", **changes):
     """A results file for the chapter `trial`, measured at the code at hand unless changed."""
-    provenance = PROVENANCE | {"gpu": "A GPU", "slug": "a-gpu"}
-    about = {"chapter": "trial", "provenance": provenance, "tables": {}, "sweeps": {}}
+    provenance = PROVENANCE | {"gpu": gpu, "slug": gpu.lower().replace(" ", "-")}
+    about = {"chapter": "trial", "provenance": provenance}
     return json.dumps(record(["kernelbook.ops.dropout"], **about | changes))
 
 
@@ -264,10 +288,41 @@ def test_failing_check_stops_the_build(build):
 def test_edited_kernel_stops_the_build(where, build):
     done = build(PROSE, record_of(**{where: "0" * 64}))
     assert done.returncode != 0
-    assert "a-gpu/trial.json is out of date" in done.stderr
+    assert "nvidia-h200/trial.json is out of date" in done.stderr
+
+
+def test_figures_and_tables_of_another_gpu_stand_behind_a_switch(build, tmp_path):
+    other = record_of("A GPU", fingerprint="0" * 64)  # an older kernel, which stops nothing there
+    done = build(SEVERAL_GPUS, record_of(), other, builder="html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
+    before, *variants = page.split('<div class="kb-gpu" data-gpu="')
+    gpus = [variant.split('"')[0] for variant in variants]
+    assert gpus == ["NVIDIA H200", "A GPU"] * 3  # two figures and a table
+    for number, variant in enumerate(variants[:4]):
+        inside = variant.split("</div>")[0]
+        slug = ["nvidia-h200", "a-gpu"][number % 2]
+        assert inside.count("<img") == 2  # one for each theme
+        assert f'href="../_results/{slug}/trial.json">Raw data of this figure' in inside
+    assert '<details class="kb-code">' not in before
+    assert variants[3].index("</div>") < variants[3].index('<details class="kb-code">')
+    assert ["older kernel" in variant for variant in variants] == [False, True] * 3
+    assert "OUT OF DATE" not in page
+    images = sorted(path.name for path in (tmp_path / "docs/chapters/images").glob("*.svg"))
+    numbered = [
+        f"sphx_glr_trial_00{number}{end}.svg" for number in (1, 2) for end in ("", "_a-gpu")
+    ]
+    assert images == numbered  # thumbnails are chosen by number
+
+
+def test_a_page_whose_text_reads_old_numbers_stops_the_build(build):
+    done = build(SEVERAL_GPUS, record_of(fingerprint="0" * 64), record_of("A GPU"))
+    assert done.returncode != 0
+    assert "trial.rst: WARNING: shows recorded numbers that are out of date" in done.stderr
+    assert "a-gpu/trial.json" not in done.stderr
 
 
 def test_truncated_results_stop_the_build(build):
     done = build(PROSE, record_of()[:-20])
     assert done.returncode != 0
-    assert "a-gpu/trial.json" in done.stderr
+    assert "nvidia-h200/trial.json" in done.stderr

@@ -4,6 +4,7 @@ Chromium is Debian's package ``chromium``. Where it is missing these tests are s
 except in CI, where they fail.
 """
 
+import contextlib
 import functools
 import http.server
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+
+from kernelbook.lab import display
 
 SITE = Path(__file__).parents[2] / "build" / "html"
 FILES = (p.relative_to(SITE).as_posix() for p in SITE.rglob("*.html"))
@@ -58,17 +61,24 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def address():
-    """The address of the built site, served on loopback."""
-    assert PAGES, "build/html has no pages: run `make html` first"
-    handler = functools.partial(_Handler, directory=SITE)
+@contextlib.contextmanager
+def _served(folder):
+    """Serve a folder on loopback; the value is its address."""
+    handler = functools.partial(_Handler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The address of the built site."""
+    assert PAGES, "build/html has no pages: run `make html` first"
+    with _served(SITE) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +164,8 @@ def test_page(visit, path):
         shown = "[...document.images].filter(i => i.checkVisibility())"
         page.wait_for_function(f"{shown}.every(i => i.complete)")
         assert page.evaluate(f"{shown}.filter(i => !i.naturalWidth).map(i => i.src)") == []
-        assert page.evaluate(f"{shown}.length") == page.locator(f"img.only-{theme}").count()
+        wanted = page.locator(f"img.only-{theme}:not([hidden] *)")  # other GPUs' are hidden
+        assert page.evaluate(f"{shown}.length") == wanted.count()
         found = Axe().run(page, options=options).response["violations"]
         assert [
             f"{theme}: {v['id']} ({v['impact']}): {node['html'][:160]} {node['failureSummary']}"
@@ -203,6 +214,81 @@ def test_solutions_are_folded_and_readings_are_prose(visit):
     assert page.locator("details.kb-solution[open]").count() == 0
     assert not solutions.first.locator(".highlight").first.is_visible()
     assert page.locator("div.kb-read").first.is_visible()
+
+
+# -- the switch between GPUs, on a page of its own -------------------------------------------------
+
+
+def _several_gpus():
+    """A page with four groups of figures; those of the second GPU are taller."""
+    groups = [("H200", "H100"), ("H200", "H100"), ("H200", "L40"), ("H200", "H100")]
+    body = ""
+    for number, gpus in enumerate(groups):
+        for gpu in gpus:
+            height = 900 if gpu == "H100" else 300
+            figure = f'<p style="height:{height}px">{gpu}, figure {number}</p>'
+            body += display.of_gpu(gpu, figure)
+        body += "<p>Prose.</p>" if number != 1 else ""  # the second and third are neighbours
+    return (
+        '<!doctype html><html lang="en"><title>Trial</title><meta name="viewport" '
+        'content="width=device-width"><link rel="stylesheet" href="book.css">'
+        f'<script src="book.js"></script><main>{body}</main></html>'
+    )
+
+
+@pytest.fixture(scope="module")
+def several_gpus(tmp_path_factory):
+    """The address of a folder with that page, twice."""
+    folder = tmp_path_factory.mktemp("several")
+    for file in ("book.css", "book.js"):
+        shutil.copy(SITE.parents[1] / "docs" / "_static" / file, folder)
+    for name in ("one.html", "two.html"):
+        (folder / name).write_text(_several_gpus(), encoding="utf-8")
+    (folder / "favicon.ico").touch()
+    with _served(folder) as address:
+        yield address
+
+
+def _shown_gpus(page):
+    return page.locator(".kb-gpu:visible").evaluate_all("all => all.map(v => v.dataset.gpu)")
+
+
+def _pressed(page):
+    return page.locator(".kb-gpus button[aria-pressed=true]").all_inner_texts()
+
+
+@pytest.mark.parametrize("anchoring", ["auto", "none"])  # some browsers keep the place themselves
+def test_one_button_switches_every_figure_and_the_page_stays(browser, several_gpus, anchoring):
+    with contextlib.closing(_Visit(browser, several_gpus, 390, "light").context) as context:
+        page = context.pages[0]
+        page.goto(several_gpus + "one.html")
+        page.add_style_tag(content=f"html {{ overflow-anchor: {anchoring} }}")
+        assert _shown_gpus(page) == _pressed(page) == ["H200"] * 4
+        last = page.get_by_role("group", name="GPU").last.get_by_role("button", name="H100")
+        last.focus()
+        before = last.bounding_box()["y"]
+        page.keyboard.press("Enter")
+        page.wait_for_timeout(100)
+        assert _shown_gpus(page) == _pressed(page) == ["H100", "H100", "H200", "H100"]
+        assert last.bounding_box()["y"] == pytest.approx(before, abs=1)
+        assert page.evaluate("scrollY") > 1000  # two taller figures above it
+        assert last.evaluate("button => button === document.activeElement")
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        page.goto(several_gpus + "two.html")
+        assert _shown_gpus(page) == _pressed(page) == ["H100", "H100", "H200", "H100"]
+        page.emulate_media(media="print")
+        assert _shown_gpus(page) == ["H100", "H100", "H200", "H100"]
+        assert page.locator(".kb-gpus:visible").count() == 0
+
+
+def test_without_javascript_every_gpu_is_shown_under_its_name(browser, several_gpus):
+    with contextlib.closing(browser.new_context(java_script_enabled=False)) as context:
+        page = context.new_page()
+        page.goto(several_gpus + "one.html")
+        variants = page.locator(".kb-gpu:visible")
+        assert variants.count() == 8
+        names = "all => all.map(v => getComputedStyle(v, '::before').content)"
+        assert variants.evaluate_all(names)[:2] == ['"H200"', '"H100"']
 
 
 class _Links(HTMLParser):

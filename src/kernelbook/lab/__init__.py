@@ -4,7 +4,7 @@ from kernelbook.lab.bench import Absent, Sweep, bench, peer
 from kernelbook.lab.chapter import compiled_by, facts, finish, measure, start
 from kernelbook.lab.check import Case, CheckFailed, check
 from kernelbook.lab.display import note, read, source, table
-from kernelbook.lab.figures import canvas, colour, ladder, plot
+from kernelbook.lab.figures import colour, draw, ladder, plot
 from kernelbook.lab.results import ResultsError
 
 __all__ = [
@@ -14,10 +14,10 @@ __all__ = [
     "ResultsError",
     "Sweep",
     "bench",
-    "canvas",
     "check",
     "colour",
     "compiled_by",
+    "draw",
     "facts",
     "finish",
     "ladder",

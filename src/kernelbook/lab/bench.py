@@ -1,6 +1,7 @@
 """Benchmarks: providers timed in turn beside the machine's own limit, or replayed."""
 
 import importlib
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,8 +76,9 @@ def _is_refusal(error: Exception, library: str, use: Callable) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """Return an exception as one short line."""
+    """Return an exception as one short line, without the folders of this machine."""
     first = next(iter(str(error).strip().splitlines()), "")
+    first = re.sub(r"(?<![\w.])(/[^\s/:'\"]+)+/(?=[^\s/])", "", first)
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= 90 else f"{text[:89]}…"
 
@@ -89,7 +91,8 @@ class Sweep:
     ``milliseconds[provider][i]`` holds the 20th, 50th and
     80th percentile of the times at point i, or nothing where the provider was absent, which
     ``skipped`` explains. ``host_included`` names the providers that the host feeds more slowly than
-    the GPU runs them: their times include the host's.
+    the GPU runs them: their times include the host's. ``mark`` says that the code has changed
+    since, and ``elsewhere`` holds the sweeps of this name that other GPUs recorded.
     """
 
     name: str
@@ -105,7 +108,8 @@ class Sweep:
     host_included: list[str]
     provenance: dict | None = None
     replayed: bool = False
-    stale: bool = False
+    mark: str = ""
+    elsewhere: list["Sweep"] = field(default_factory=list, repr=False)
     frame: pandas.DataFrame = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -141,7 +145,7 @@ class Sweep:
             raise ValueError(f"{len(values)} points of {self.name} fit {where}: name one.")
         if len(values):
             return float(values[0])
-        if self.provenance is None or self.stale:
+        if self.provenance is None or self.mark:
             display.absences.append(display.NOT_RECORDED)
         elif provider in self.skipped:
             display.absences.append(f"Absent: {self.skipped[provider]}.")
@@ -160,6 +164,31 @@ class Sweep:
     def milliseconds_at(self, provider: str, **where) -> float:
         """Return the provider's median time at one point."""
         return self._one("ms", provider, where)
+
+    def beside_the_book(self) -> dict | None:
+        """Return a row that compares this GPU with the book's primary, at the last point of both.
+
+        None where the book's own kernel was not timed on both.
+        """
+        for book in self.elsewhere:
+            if book.provenance["slug"] != results.PRIMARY:
+                continue
+            for point in reversed([point for point in self.points if point in book.points]):
+                shares = [s.at(provider="Kernel Book", **point)["share"] for s in (self, book)]
+                if any(share.empty for share in shares):
+                    continue
+                here, there = (round(100 * share.iloc[0]) for share in shares)
+                there = f"{there}, older kernel" if book.mark else there
+                words = {key: value for key, value in point.items() if isinstance(value, str)}
+                at = [f"{self.axis} {point[self.axis]:,}", *(f"{k} {v}" for k, v in words.items())]
+                return {
+                    "sweep": self.name,
+                    "at": ", ".join(at),
+                    "limit": self.limit,
+                    "here, %": here,
+                    f"{book.provenance['gpu']}, %": there,
+                }
+        return None
 
 
 _MEASURED = ("provider", "p20", "ms", "p80", "rate", "share")
@@ -213,9 +242,10 @@ def bench(
     for point in points:  # a formula that fails must not cost a measurement
         for formula in (work, description["limit_work"]):
             evaluate(formula, point)
+    asked = description | {"points": points}
     code = function_fingerprint(providers)
     if not here.live:
-        return _replay(name, points, description, code)
+        return _replay(name, asked, code)
     milliseconds: dict[str, list] = {}
     skipped: dict[str, str] = {}
     host_included: list[str] = []
@@ -238,15 +268,17 @@ def bench(
         del runs
         torch.compiler.reset()  # or torch.compile would answer a new size with a general kernel
         torch.cuda.empty_cache()
-    measured = description | {
-        "points": points,
+    measured = asked | {
         "providers": list(milliseconds),
         "milliseconds": milliseconds,
         "skipped": skipped,
         "host_included": host_included,
     }
     chapter.keep("sweeps", name, measured | {"providers_code": code})
-    return Sweep(name, **measured, provenance=results.provenance())
+    elsewhere = _elsewhere(name, asked, code)
+    sweep = Sweep(name, **measured, provenance=results.provenance(), elsewhere=elsewhere)
+    here.sweeps.append(sweep)
+    return sweep
 
 
 def _refuse_gaps(name: str, index: int, milliseconds: dict, runs: dict, limit: str) -> None:
@@ -325,18 +357,31 @@ def _time(run: Callable) -> tuple[list[float], bool]:
     return times, queued
 
 
-def _replay(name: str, points: list[dict], description: dict, code: str | None) -> Sweep:
+def _replay(name: str, asked: dict, code: str | None) -> Sweep:
     """Return the recorded sweep, or one without rows where none is recorded."""
-    measured = chapter.recall("sweeps", name)
-    if measured is None:
-        limit = description["limit"]
-        nothing = {"milliseconds": {limit: [[]] * len(points)}, "skipped": {}, "host_included": []}
-        display.absences.append(display.NOT_RECORDED)
-        return Sweep(name, **description, points=points, providers=[limit], **nothing)
-    measured = dict(measured)
-    recorded_code = measured.pop("providers_code")
-    asked, recorded = description | {"points": points}, {k: measured[k] for k in description}
-    stale = chapter.is_stale() or asked != recorded | {"points": measured["points"]}
-    stale = stale or (code != recorded_code and None not in (code, recorded_code))
     past = chapter.running().past
-    return Sweep(name, **measured, provenance=past["provenance"], replayed=True, stale=stale)
+    if past is None or name not in past["sweeps"]:
+        limit = asked["limit"]
+        times = {limit: [[]] * len(asked["points"])}
+        nothing = {"milliseconds": times, "skipped": {}, "host_included": []}
+        display.absences.append(display.NOT_RECORDED)
+        return Sweep(name, **asked, providers=[limit], **nothing)
+    sweep = _recorded(past, name, asked, code)
+    sweep.elsewhere = _elsewhere(name, asked, code)
+    return sweep
+
+
+def _elsewhere(name: str, asked: dict, code: str | None) -> list[Sweep]:
+    """Return the sweeps of this name that other GPUs recorded."""
+    others = chapter.running().others
+    return [_recorded(record, name, asked, code) for record in others if name in record["sweeps"]]
+
+
+def _recorded(record: dict, name: str, asked: dict, code: str | None) -> Sweep:
+    """Return the sweep of a record, marked where other things or other code were measured."""
+    measured = dict(record["sweeps"][name])
+    recorded_code = measured.pop("providers_code")
+    changed = any(measured[key] != asked[key] for key in asked)
+    changed = changed or (code != recorded_code and None not in (code, recorded_code))
+    mark = chapter.mark(record, changed)
+    return Sweep(name, **measured, provenance=record["provenance"], replayed=True, mark=mark)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from kernelbook import runtime
 from kernelbook.lab import display, results
-from kernelbook.lab.display import NOT_RECORDED, Shown, note, table
+from kernelbook.lab.display import NOT_RECORDED, Shown, note, show, table
 from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
 from kernelbook.lab.schema import SCHEMA
 
@@ -22,9 +22,10 @@ class Chapter:
     """The state of the chapter that is running.
 
     ``live`` tells whether it measures. ``record`` collects what is measured; ``past`` is the
-    record of an earlier run, to replay when this one does not measure. ``steps`` are the providers
-    that the chapter made itself, in the order in which they came to be drawn. ``script`` is its
-    file; a notebook has none.
+    record of an earlier run, to replay when this one does not measure; ``others`` are the records
+    of other GPUs, shown beside. ``sweeps`` are those that were measured. ``steps`` are the
+    providers that the chapter made itself, in the order in which they came to be drawn. ``script``
+    is its file; a notebook has none.
     """
 
     def __init__(self, name: str, modules: list[str], script: Path | None):
@@ -34,6 +35,11 @@ class Chapter:
         self.live = is_live()
         self.record = {"checks": {}, "sweeps": {}, "tables": {}, "kernels": []}
         self.past = None if self.live else results.find(name)
+        if self.live:  # what could not be saved must not be measured first
+            results.writable_root().mkdir(parents=True, exist_ok=True)
+        own = results.provenance() if self.live else self.past and self.past["provenance"]
+        self.others = results.others(name, own["slug"]) if own else []
+        self.sweeps: list = []
         self.steps: list[str] = []
 
 
@@ -71,8 +77,8 @@ def start(name: str, *modules: str) -> Shown:
     text = (
         f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
     )
-    if is_stale():
-        return note(f"OUT OF DATE: the kernels have changed since. {text}", stale=True)
+    if marked := mark(_running.past):
+        return note(f"{marked} {text}", stale=True)
     return note(text)
 
 
@@ -83,10 +89,18 @@ def running() -> Chapter:
     return _running
 
 
-def is_stale() -> bool:
-    """Tell whether the code has changed since the record that is replayed was made."""
-    past = running().past
-    return past is not None and results.is_stale(past, _running.script)
+def mark(record: dict, changed: bool = False) -> str:
+    """Return how the numbers of a record are marked: not at all, while the code is what it was.
+
+    ``changed`` says that it is not. Only the record that the text reads stops a build by it.
+    """
+    if not (changed or results.is_stale(record, running().script)):
+        return ""
+    return OUT_OF_DATE if record is running().past else OLDER_KERNEL
+
+
+OUT_OF_DATE = "OUT OF DATE: the kernels have changed since."
+OLDER_KERNEL = "Measured with an older kernel."
 
 
 def describe(provenance: dict) -> str:
@@ -106,21 +120,16 @@ def keep(kind: str, name: str, value) -> None:
         _running.record[kind][name] = value
 
 
-def recall(kind: str, name: str):
-    """Return what an earlier run recorded, or None where it recorded nothing."""
-    past = running().past
-    return past[kind].get(name) if past else None
-
-
 def where_checked(name: str) -> str:
     """Say where a check ran, and what the recorded run of the same check found."""
     if not runtime.INTERPRETED:
         return "Run on the GPU."
-    rows = recall("checks", name) if _running else None
+    past = _running.past if _running else None
+    rows = past and past["checks"].get(name)
     if not rows:
         return "Run in Triton's interpreter."
     worst = max(row["error"] / row["tolerance"] for row in rows)
-    gpu = _running.past["provenance"]["gpu"]
+    gpu = past["provenance"]["gpu"]
     passed = "the row" if len(rows) == 1 else f"all {len(rows)} rows"
     return (
         f"Run in Triton's interpreter. On {gpu} {passed} passed, "
@@ -128,7 +137,43 @@ def where_checked(name: str) -> str:
     )
 
 
-def measure(name: str, experiment: Callable[[], list[dict]]) -> Shown:
+class Table(Shown):
+    """What an experiment found on one GPU.
+
+    ``rows`` are empty where nothing was recorded. ``mark`` says that the code has changed since,
+    and ``elsewhere`` holds the tables of this name that other GPUs recorded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: list[dict],
+        provenance: dict | None,
+        *,
+        replayed: bool = True,
+        mark: str = "",
+        elsewhere: Iterable["Table"] = (),
+    ):
+        self.rows, self.provenance = rows, provenance
+        self.replayed, self.mark = replayed, mark
+        self.elsewhere = list(elsewhere)
+        if provenance is None:
+            where = NOT_RECORDED
+        elif replayed:
+            where = f"{mark} Recorded on {describe(provenance)}.".strip()
+        else:
+            where = f"Measured on {provenance['gpu']}."
+        html, plain = display.tabulated(rows, f"{name}. {where}")
+        if others := display.beside(self.elsewhere):
+            variants = [(provenance, html), *((other.provenance, other.html) for other in others)]
+            html = "".join(display.of_gpu(made["gpu"], shown) for made, shown in variants)
+        if self.elsewhere:
+            also = (f"{other.provenance['slug']}/{running().name}.json" for other in self.elsewhere)
+            plain += f"\nAlso recorded: {', '.join(also)}"
+        super().__init__(html, plain)
+
+
+def measure(name: str, experiment: Callable[[], list[dict]]) -> Table:
     """Run an experiment that needs a GPU and return its rows, or the rows recorded.
 
     The table has an attribute ``rows``, empty where nothing was recorded.
@@ -136,7 +181,7 @@ def measure(name: str, experiment: Callable[[], list[dict]]) -> Shown:
     return _table(name, experiment)
 
 
-def facts(name: str, launches: dict[str, Callable]) -> Shown:
+def facts(name: str, launches: dict[str, Callable]) -> Table:
     """Return what the compiler made of every kernel that the launches run.
 
     ``launches`` maps the name of a case to a function that launches kernels. Registers are per
@@ -179,36 +224,37 @@ def compiled_by(launch: Callable) -> list[tuple]:
     return compiled
 
 
-def _table(name: str, experiment: Callable[[], list[dict]]) -> Shown:
+def _table(name: str, experiment: Callable[[], list[dict]]) -> Table:
     chapter = running()
-    stale = False
+    elsewhere = (_recorded(other, name) for other in chapter.others if name in other["tables"])
     if chapter.live:
-        rows, provenance = experiment(), results.provenance()
+        rows = experiment()
         columns = list(rows[0]) if rows else []
         values = [[row[column] for column in columns] for row in rows]
         keep("tables", name, {"columns": columns, "rows": values})
-        where = f"Measured on {provenance['gpu']}."
+        provenance = results.provenance()
+        shown = Table(name, rows, provenance, replayed=False, elsewhere=elsewhere)
+    elif chapter.past and name in chapter.past["tables"]:
+        shown = _recorded(chapter.past, name, elsewhere)
     else:
-        past = recall("tables", name)
-        if past is None:
-            display.absences.append(NOT_RECORDED)
-            past = {"columns": [], "rows": []}
-        rows = [dict(zip(past["columns"], row, strict=True)) for row in past["rows"]]
-        provenance = chapter.past["provenance"] if rows else None
-        where = f"Recorded on {describe(provenance)}." if rows else NOT_RECORDED
-        if rows and is_stale():
-            stale, where = True, f"OUT OF DATE: the kernels have changed since. {where}"
-    shown = table(rows, f"{name}. {where}")
-    shown.rows, shown.provenance = rows, provenance
-    shown.replayed, shown.stale = not chapter.live, stale
-    return shown
+        display.absences.append(NOT_RECORDED)
+        shown = Table(name, [], None)
+    return show(shown)
+
+
+def _recorded(record: dict, name: str, elsewhere: Iterable[Table] = ()) -> Table:
+    """Return the table that a record holds under a name."""
+    columns, values = record["tables"][name]["columns"], record["tables"][name]["rows"]
+    rows = [dict(zip(columns, row, strict=True)) for row in values]
+    return Table(name, rows, record["provenance"], mark=mark(record), elsewhere=elsewhere)
 
 
 def finish(reaches: str) -> Shown:
     """Close the chapter and, when it ran live, write its record.
 
     ``reaches`` says in one phrase what the chapter's best kernel attains; the landing page shows
-    it. A chapter that stopped before this line leaves no record.
+    it. A chapter that stopped before this line leaves no record. On another GPU than the book's
+    primary, the two are compared.
     """
     global _running
     chapter, _running = running(), None
@@ -220,7 +266,8 @@ def finish(reaches: str) -> Shown:
         past = chapter.past
         if past is None:
             return note(f"Nothing was measured. {NOT_RECORDED}")
-        return _closing("Nothing was measured here. The recorded numbers:", past, chapter.name)
+        link = _address(past, chapter.name)
+        return note("Nothing was measured here. The recorded numbers:", link=link)
     if not chapter.record["checks"]:
         raise RuntimeError(f"{chapter.name} checked nothing: its speed is not recorded.")
     record = chapter.record | {
@@ -232,11 +279,23 @@ def finish(reaches: str) -> Shown:
         "provenance": results.provenance(),
         "reaches": reaches,
     }
-    results.save(record)
-    return _closing("Every number of this chapter:", record, chapter.name)
+    path = results.save(record).resolve()
+    label, address = _address(record, chapter.name)
+    link = (label if display.in_site() else str(path), address)
+    if record["provenance"]["slug"] == results.PRIMARY:
+        return note("Every number of this chapter:", link=link)
+    rows = [row for sweep in chapter.sweeps if (row := sweep.beside_the_book())]
+    what = "the speed of Kernel Book as a percentage of each GPU's own limit"
+    closing = [
+        *([table(rows, f"Your GPU beside the book's: {what}.")] if rows else []),
+        note("Every number of this chapter:", link=link),
+        note("To add them to the book, see the page", link=("Add your GPU", "contribute.html")),
+    ]
+    html, plain = zip(*((shown.html, shown.plain) for shown in closing), strict=True)
+    return Shown("".join(html), "\n\n".join(plain))
 
 
-def _closing(text: str, record: dict, chapter: str) -> Shown:
-    """Return the last line of a chapter; in the site it links the record."""
-    slug = record["provenance"]["slug"]
-    return note(text, link=(f"{slug}/{chapter}.json", f"_results/{slug}/{chapter}.json"))
+def _address(record: dict, chapter: str) -> tuple[str, str]:
+    """Return the name of a record and its address within the site."""
+    name = f"{record['provenance']['slug']}/{chapter}.json"
+    return name, f"_results/{name}"

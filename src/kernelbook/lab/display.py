@@ -12,6 +12,8 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+from kernelbook.lab import results
+
 NOT_RECORDED = "Not recorded yet: this needs a GPU."
 
 absences: list[str] = []
@@ -23,14 +25,17 @@ def in_site() -> bool:
     return "sphinx_gallery" in sys.modules
 
 
+def in_notebook() -> bool:
+    """Tell whether this is a notebook, or another IPython."""
+    return hasattr(builtins, "__IPYTHON__")
+
+
 class Shown:
     """Something with a rich form for pages and notebooks and a plain one for terminals."""
 
     def __init__(self, html: str, plain: str):
         self.html = html
         self.plain = plain
-        if not hasattr(builtins, "__IPYTHON__") and not in_site():
-            print(plain, end="\n\n")  # a script run by itself has no other way to show it
 
     def _repr_html_(self) -> str:
         return self.html
@@ -52,6 +57,29 @@ class Markdown(Shown):
         display({"text/markdown": self.markdown, "text/plain": self.plain}, raw=True)
 
 
+def show(shown: Shown) -> Shown:
+    """Return what is shown; print it first where a script has no other way to show it."""
+    if not in_notebook() and not in_site():
+        print(shown.plain, end="\n\n")
+    return shown
+
+
+def beside(elsewhere: list) -> list:
+    """Return which results of other GPUs are shown beside the own.
+
+    A page shows all, behind a switch; a notebook the primary's; a script none.
+    """
+    if in_site():
+        return elsewhere
+    of_primary = [one for one in elsewhere if one.provenance["slug"] == results.PRIMARY]
+    return of_primary if in_notebook() else []
+
+
+def of_gpu(gpu: str, html: str) -> str:
+    """Wrap what one GPU measured: of such neighbours, the page's switch shows one."""
+    return f'<div class="kb-gpu" data-gpu="{escape(gpu)}">{html}</div>'
+
+
 def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None) -> Shown:
     """Return one line about where this ran.
 
@@ -60,13 +88,19 @@ def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None)
     classes = "kb-run kb-stale" if stale else "kb-run"
     html = escape(text)
     if link:
-        html += f' <a href="../{link[1]}">{link[0]}</a>' if in_site() else f" {link[0]}"
+        name = escape(link[0])
+        html += f' <a href="../{link[1]}">{name}</a>' if in_site() else f" {name}"
         text += f" {link[0]}"
-    return Shown(f'<div class="{classes}">{html}</div>', text)
+    return show(Shown(f'<div class="{classes}">{html}</div>', text))
 
 
 def table(rows: list[dict], caption: str) -> Shown:
     """Return a table with one column for each key of its rows; booleans become verdicts."""
+    return show(Shown(*tabulated(rows, caption)))
+
+
+def tabulated(rows: list[dict], caption: str) -> tuple[str, str]:
+    """Return a table as HTML and as plain text."""
     columns = list(rows[0]) if rows else []
     head = "".join(
         f'<th scope="col"{_kind(rows[0][column])}>{escape(column)}</th>' for column in columns
@@ -80,7 +114,7 @@ def table(rows: list[dict], caption: str) -> Shown:
         f"<tbody>{body}</tbody></table></div>"
     )
     plain = pandas.DataFrame(rows).replace({True: "pass", False: "FAIL"})
-    return Shown(html, f"{caption}\n{plain.to_string(index=False)}")
+    return html, f"{caption}\n{plain.to_string(index=False)}"
 
 
 def _cell(value) -> str:
@@ -111,7 +145,7 @@ def read(text: str) -> Markdown:
         text = f"A paragraph that reads the figure. {absences[-1]}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
-    return Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text)
+    return show(Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text))
 
 
 def source(thing, piece: str | None = None) -> Markdown:
@@ -133,8 +167,9 @@ def source(thing, piece: str | None = None) -> Markdown:
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
     html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
-    return Markdown(
+    shown = Markdown(
         f'<div class="kb-source"><div class="kb-caption">{caption}</div>{html}</div>',
         f"{where}\n{code}",
         f"{where}\n\n```python\n{code}\n```",
     )
+    return show(shown)

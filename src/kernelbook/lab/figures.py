@@ -2,19 +2,20 @@
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from textwrap import fill
 
 import matplotlib.pyplot as plt
-import numpy
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from kernelbook.lab import results
 from kernelbook.lab.bench import Sweep
-from kernelbook.lab.chapter import running
-from kernelbook.lab.display import NOT_RECORDED, Shown, table
+from kernelbook.lab.chapter import Table, running
+from kernelbook.lab.display import NOT_RECORDED, Shown, beside, table
 
 # Each colour is given as it is drawn on white and as it is drawn on the dark page.
 TEXT, MUTED, GRID = "#1f2328", "#59636e", "#d1d9e0"
@@ -93,23 +94,21 @@ def to_dark(svg: str) -> str:
     return light.sub(lambda match: _DARK[match[0].lower()], svg)
 
 
-@contextmanager
-def canvas(measured: Sweep | Shown, title: str, alt: str) -> Iterator[Axes]:
-    """Open axes in the book's look, to draw by hand what was measured.
+def draw(measured: Table, title: str, alt: Callable, how: Callable) -> Shown | None:
+    """Draw by hand what was measured, on every GPU whose figure is shown: see :func:`plot`.
 
-    ``measured`` is what :func:`bench` or :func:`measure` returned; the figure says where it comes
-    from. ``alt`` describes the figure to those who do not see it.
+    ``how(axes, rows)`` draws the rows of the table; ``alt(rows)`` describes the figure to those who
+    do not see it.
     """
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(layout="constrained")
-        axes.grid(axis="x", visible=False)
-        yield axes
-        _, labels = axes.get_legend_handles_labels()
-        if labels:
-            place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
-            columns = 3 if max(map(len, labels)) <= 16 else 2  # or it is wider than the axes
-            axes.legend(**place, ncols=columns, fontsize=10, columnspacing=1.2)
-    _finish(figure, measured, title, alt)
+
+    def one(measured: Table) -> Figure:
+        with _canvas() as axes:
+            how(axes, measured.rows)
+        return _finish(axes.figure, measured, title, alt(measured.rows))
+
+    if measured.provenance is None:
+        return table([], f"{title}. {NOT_RECORDED}")
+    return _draw(one, measured, beside(measured.elsewhere))
 
 
 def plot(
@@ -119,79 +118,112 @@ def plot(
 
     The height is the rate in the sweep's unit or, with ``share``, the percentage of the limit.
     Bands reach from the 20th to the 80th percentile. The open figure's label is its alt text. What
-    was never recorded is said, and not drawn.
+    was never recorded is said, and not drawn. In a page the figures of other GPUs follow, behind a
+    switch; in a notebook that of the book's primary.
     """
-    rows = sweep.at(**(where or {}))
-    if rows.empty:
+    where = where or {}
+
+    def one(sweep: Sweep) -> Figure:
+        rows = sweep.at(**where)
+        column, unit = ("share", f"% of {sweep.limit}") if share else ("rate", sweep.unit)
+        factor = 100 if share else 1
+        last = rows[rows[sweep.axis] == rows[sweep.axis].max()]
+        found = [f"{r.provider} {factor * getattr(r, column):,.0f}" for r in last.itertuples()]
+        at = f"at {in_words(rows[sweep.axis].max())} {sweep.axis}"
+        with _canvas() as axes:
+            for number, (provider, line) in enumerate(rows.groupby("provider", sort=False)):
+                x, y = line[sweep.axis], factor * line[column]
+                look = {"color": colour(provider), "marker": _MARKERS[number % len(_MARKERS)]}
+                style = {"linestyle": "--", "marker": ""} if provider == sweep.limit else {}
+                bold = {"linewidth": 2.6} if provider == "Kernel Book" else {"linewidth": 1.5}
+                axes.plot(x, y, label=provider, markersize=4.5, **bold, **(look | style))
+                band = (y * line["ms"] / line["p80"], y * line["ms"] / line["p20"])
+                axes.fill_between(x, *band, color=colour(provider), alpha=0.15, linewidth=0)
+            if log:
+                axes.set_xscale("log", base=2)
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel=sweep.axis, ylabel=unit)
+        alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
+        return _finish(axes.figure, sweep, title, alt)
+
+    if sweep.at(**where).empty:
         return table([], f"{title}. {NOT_RECORDED}")
-    column, unit = ("share", f"% of {sweep.limit}") if share else ("rate", sweep.unit)
-    factor = 100 if share else 1
-    last = rows[rows[sweep.axis] == rows[sweep.axis].max()]
-    found = [f"{r.provider} {factor * getattr(r, column):,.0f}" for r in last.itertuples()]
-    at = f"at {in_words(rows[sweep.axis].max())} {sweep.axis}"
-    alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
-    with canvas(sweep, title, alt) as axes:
-        for number, (provider, line) in enumerate(rows.groupby("provider", sort=False)):
-            x, y = line[sweep.axis], factor * line[column]
-            look = {"color": colour(provider), "marker": _MARKERS[number % len(_MARKERS)]}
-            style = {"linestyle": "--", "marker": ""} if provider == sweep.limit else {}
-            bold = {"linewidth": 2.6} if provider == "Kernel Book" else {"linewidth": 1.5}
-            axes.plot(x, y, label=provider, markersize=4.5, **bold, **(look | style))
-            band = (y * line["ms"] / line["p80"], y * line["ms"] / line["p20"])
-            axes.fill_between(x, *band, color=colour(provider), alpha=0.15, linewidth=0)
-        if log:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel=sweep.axis, ylabel=unit)
-    return None
+    return _draw(one, sweep, [s for s in beside(sweep.elsewhere) if not s.at(**where).empty])
 
 
 def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) -> Shown | None:
     """Draw a bar a rung, as a percentage of the limit, in one group for each value of ``by``.
 
-    The first rung is at the top. The dashed line is the limit.
+    The first rung is at the top. The dashed line is the limit. Other GPUs: see :func:`plot`.
     """
-    rows = sweep.at(**where)
-    rows = rows[rows["provider"].isin(rungs)]
-    if rows.empty:
+
+    def rows_of(sweep: Sweep) -> pandas.DataFrame:
+        rows = sweep.at(**where)
+        return rows[rows["provider"].isin(rungs)]
+
+    def one(sweep: Sweep) -> Figure:
+        rows = rows_of(sweep)
+        groups = list(rows[by].unique())
+        with plt.rc_context(_STYLE):
+            height = 1.1 + 0.34 * len(rungs) * len(groups)
+            figure, panels = plt.subplots(
+                len(groups), sharex=True, squeeze=False, layout="constrained", figsize=(5.4, height)
+            )
+            for axes, group in zip(panels[:, 0], groups, strict=True):
+                present = set(rows[rows[by] == group]["provider"])
+                for place, rung in enumerate(rungs):
+                    if rung not in present:
+                        axes.text(1, place, "absent", va="center", fontsize=10, color=MUTED)
+                        continue
+                    value = 100 * sweep.share(rung, **where, **{by: group})
+                    axes.barh(place, value, color=colour(rung), height=0.72)
+                    beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
+                    axes.text(beside_it, place, f"{value:.0f}", va="center", fontsize=10)
+                axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
+                axes.set_yticks(range(len(rungs)), rungs)
+                axes.invert_yaxis()
+                axes.tick_params(axis="y", length=0)
+                axes.grid(axis="y", visible=False)
+                axes.set_title(group, loc="left", fontsize=11, color=MUTED)
+            panels[-1, 0].set_xlabel(f"% of the speed of {sweep.limit}")
+            axes.set_xlim(0, max(112, axes.get_xlim()[1]))
+        found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
+        alt = f"Bars, % of the speed of {sweep.limit}: {', '.join(found)}."
+        return _finish(figure, sweep, title, alt)
+
+    if rows_of(sweep).empty:
         return table([], f"{title}. {NOT_RECORDED}")
-    groups = list(rows[by].unique())
+    return _draw(one, sweep, [s for s in beside(sweep.elsewhere) if not rows_of(s).empty])
+
+
+def _draw(one: Callable, own: Sweep | Table, others: list) -> None:
+    """Draw the own figure and those of other GPUs, which the page's switch tells apart."""
+    figures = [one(measured) for measured in (own, *others)]
+    if others:
+        for figure, measured in zip(figures, (own, *others), strict=True):
+            figure.gpu = measured.provenance["gpu"]
+            figure.variant = "" if measured is own else measured.provenance["slug"]
+
+
+@contextmanager
+def _canvas() -> Iterator[Axes]:
+    """Open axes in the book's look, and give them a legend in the end."""
     with plt.rc_context(_STYLE):
-        height = 1.1 + 0.34 * len(rungs) * len(groups)
-        figure, panels = plt.subplots(
-            len(groups), sharex=True, squeeze=False, layout="constrained", figsize=(5.4, height)
-        )
-        for axes, group in zip(panels[:, 0], groups, strict=True):
-            shares = [100 * sweep.share(rung, **where, **{by: group}) for rung in rungs]
-            places = numpy.arange(len(rungs))
-            axes.barh(places, shares, color=[colour(rung) for rung in rungs], height=0.72)
-            for place, value in zip(places, shares, strict=True):
-                beside = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
-                axes.text(beside, place, f"{value:.0f}", va="center", fontsize=10)
-            axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
-            axes.set_yticks(places, rungs)
-            axes.invert_yaxis()
-            axes.tick_params(axis="y", length=0)
-            axes.grid(axis="y", visible=False)
-            axes.set_title(group, loc="left", fontsize=11, color=MUTED)
-        panels[-1, 0].set_xlabel(f"% of the speed of {sweep.limit}")
-        axes.set_xlim(0, max(112, axes.get_xlim()[1]))
-    found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
-    alt = f"Bars, % of the speed of {sweep.limit}: {', '.join(found)}."
-    _finish(figure, sweep, title, alt)
-    return None
+        figure, axes = plt.subplots(layout="constrained")
+        axes.grid(axis="x", visible=False)
+        yield axes
+        _, labels = axes.get_legend_handles_labels()
+        if labels:
+            place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
+            columns = 3 if max(map(len, labels)) <= 16 else 2  # or it is wider than the axes
+            axes.legend(**place, ncols=columns, fontsize=10, columnspacing=1.2)
 
 
-def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> None:
+def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Figure:
     """Add the title, where the numbers come from and the alt text."""
     source = measured.provenance
-    if source is None:
-        figure.set_label(f"{title}. {NOT_RECORDED}")
-        figure.suptitle(f"{title}\n{NOT_RECORDED}", x=0.01, ha="left")
-        return
     state = "recorded" if measured.replayed else "measured"
-    state = f"OUT OF DATE, {state}" if measured.stale else state
     remarks = [
         f"{words}: {', '.join(named)}"
         for words, named in (
@@ -200,6 +232,8 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> No
         )
         if named
     ]
+    if measured.mark:
+        remarks = [measured.mark, *remarks]
     with plt.rc_context(_STYLE):
         figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.text(
@@ -208,13 +242,14 @@ def _finish(figure: Figure, measured: Sweep | Shown, title: str, alt: str) -> No
             f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
             f"triton {source['triton']},\n"
             f"commit {results.short_commit(source['commit'])}, {state} {source['date'][:10]}"
-            + "".join(f"\n{remark}" for remark in remarks),
+            + "".join(f"\n{fill(remark, 80)}" for remark in remarks),  # or the figure would shrink
             fontsize=9,
-            color=colour("PyTorch") if measured.stale else MUTED,
+            color=colour("PyTorch") if measured.mark else MUTED,
             va="top",
         )
-    figure.set_label(f"{title}. {alt} {source['gpu']}, {state}.")
+    figure.set_label(f"{title}. {alt} {source['gpu']}, {state}. {measured.mark}".strip())
     figure.results = f"_results/{source['slug']}/{running().name}.json"  # the page links it
+    return figure
 
 
 def in_words(count: float) -> str:

@@ -11,6 +11,9 @@ from kernelbook.lab import schema
 from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
 from kernelbook.lab.schema import slug
 
+PRIMARY = "nvidia-h200"
+"""The folder of the book's primary GPU: the text of the chapters reads its numbers."""
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_results"
 _CHECKOUT = _PACKAGE.parents[1]
@@ -62,28 +65,44 @@ def _in_checkout() -> bool:
 
 
 def recorded() -> list[dict]:
-    """Return every record that can be read, sorted by GPU and chapter.
+    """Return every record, sorted by GPU, the book's primary first, and by chapter."""
+    return [read(path) for path in _files("*")]
 
-    Records lie where results are written and, in an installed package, beside its code; the
-    former win.
+
+def find(chapter: str) -> dict | None:
+    """Return the chapter's record for the GPU at hand, or the primary's, or the newest, or None."""
+    here = slug(runtime.environment().get("gpu", ""))
+
+    def preference(record: dict) -> tuple:
+        made = record["provenance"]
+        return made["slug"] == here, made["slug"] == PRIMARY, made["date"]
+
+    return max(map(read, _files(chapter)), key=preference, default=None)
+
+
+def others(chapter: str, gpu: str) -> list[dict]:
+    """Return the chapter's records but that of one GPU, whose slug is given; the primary's first.
+
+    That one is not read, because a run that replaces it need not understand it.
+    """
+    return [read(path) for path in _files(chapter) if path.parent.name != gpu]
+
+
+def _files(chapter: str) -> list[Path]:
+    """Return the files of a chapter's records, sorted by GPU, the book's primary first.
+
+    They lie where results are written and, in an installed package, beside its code; the former
+    win.
     """
     own = writable_root()
     if "KERNELBOOK_RESULTS" in os.environ and not own.is_dir():
         raise ResultsError(f"KERNELBOOK_RESULTS names {own}, and there is no such folder.")
-    found = {}
-    for root in (_SHIPPED, own):
-        for path in sorted(root.glob("*/*.json")):
-            found[path.parent.name, path.stem] = read(path)
-    return [found[key] for key in sorted(found)]
-
-
-def find(chapter: str) -> dict | None:
-    """Return the chapter's record for the GPU at hand, or else the newest, or None."""
-    records = [record for record in recorded() if record["chapter"] == chapter]
-    here = slug(runtime.environment().get("gpu", ""))
-    records.sort(key=lambda record: record["provenance"]["date"])
-    records.sort(key=lambda record: record["provenance"]["slug"] == here)
-    return records[-1] if records else None
+    found = {
+        (path.parent.name, path.stem): path
+        for root in (_SHIPPED, own)
+        for path in root.glob(f"*/{chapter}.json")
+    }
+    return [found[key] for key in sorted(found, key=lambda key: (key[0] != PRIMARY, key))]
 
 
 def read(path: Path) -> dict:
