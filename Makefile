@@ -24,7 +24,7 @@ SOURCES = $(shell find conf.py pyproject.toml src docs gallery results -type f \
 	-not -path 'docs/_dark/*' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help html test fuzz memcheck lint serve clean
+.PHONY: help html test fuzz memcheck compile lint serve clean
 
 help:  ## show this list
 	@echo "Kernel Book"
@@ -49,6 +49,9 @@ fuzz: $(READY)  ## explore what the property tests do not, for MINUTES=10
 
 memcheck: $(READY)  ## run every kernel with memory that ends where its tensors end
 	$(PYTHON) tests/memcheck.py --sanitize
+
+compile: $(READY)  ## compile every kernel for GPUs that are not there, and compare
+	$(PYTHON) tests/compiling.py --check
 
 lint: $(READY)  ## check the style of the code
 	$(PYTHON) -m ruff check .

@@ -26,6 +26,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "chapters",
     "recorded",
+    "support",
     "downloads",
 ]
 exclude_patterns = ["_dark/**", "_ext/**", "figures/**", "chapters/index.rst"]

@@ -69,6 +69,9 @@ GPUS = {
 }
 """One GPU for each architecture that Triton compiles for and readers own."""
 
+TUNED = ("attention_fwd_kernel", "dkdv_kernel", "dq_kernel", "attention_fp8_fwd_kernel")
+"""Kernels that a row of attention's tables describes; it is chosen right before the launch."""
+
 TENSOR_MEMORY = 512
 """Columns of tensor memory that a program may have on sm_100."""
 
@@ -132,8 +135,17 @@ def pretend(gpu: Gpu) -> list[dict]:
 
     from triton.runtime import driver, jit
 
+    from kernelbook.ops.attention import tuned
+
     driver.set_active(_Driver(gpu))
     compiled, launch, seen = [], jit.JITFunction.run, set()
+    choose, chosen = tuned.config, []
+
+    def config(*args):
+        chosen[:] = [choose(*args)]
+        return chosen[0]
+
+    tuned.config = config
 
     def run(self, *args, grid, warmup, **kwargs):
         name = self.fn.__module__.removeprefix("kernelbook.ops.") + "." + self.fn.__name__
@@ -145,6 +157,8 @@ def pretend(gpu: Gpu) -> list[dict]:
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
                 compiled.append({"kernel": name, **facts(kernel)})
+                if self.fn.__name__ in TUNED:
+                    compiled[-1]["row"] = chosen[0].shared
 
     jit.JITFunction.run = run
     return compiled
@@ -361,6 +375,9 @@ def summary(records: list[dict]) -> dict:
         for need in ("shared", "tensor_memory"):
             if record.get(need):
                 found[need] = max(record[need], found.get(need, 0))
+        if record["shared"] > record.get("row", record["shared"]):
+            found["beyond"] = f"{record['kernel']} needs {record['shared']:,} bytes, its row says "
+            found["beyond"] += f"{record['row']:,}"
         narrow = sum(n for bits, n in record.get("loads", {}).items() if int(bits) < 128)
         for fault, amount in (("spilled", record["spilled"]), ("narrow", narrow)):
             if amount:
@@ -385,7 +402,11 @@ def complaints(gpu: Gpu, now: dict, before: dict | None, same_compiler: bool = T
         for need, most in limits.items()
         if now.get(need, 0) > most
     ]
-    if before is None or not same_compiler:
+    if not same_compiler:
+        return wrong
+    if "beyond" in now:
+        wrong.append(now["beyond"])
+    if before is None:
         return wrong
     for fault, words in FAULTS.items():
         past = before.get(fault, {})

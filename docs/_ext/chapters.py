@@ -185,11 +185,18 @@ def download_bar(stem, name):
     return html(f'<nav class="kb-downloads" aria-label="{name}">{links}{how}</nav>')
 
 
-def add_downloads(doctree, stem):
-    """Put the download bar under the title, and again at the end of the page."""
+def add_downloads(app, doctree, stem):
+    """Put the download bar under the title, and again at the end of the page.
+
+    The first says with what the chapter was tested.
+    """
+    from support import tested_with  # which needs this module
+
     section = next(doctree.findall(nodes.section))
     below_title = section.first_child_matching_class(nodes.title) + 1
-    section.insert(below_title, download_bar(stem, "Downloads"))
+    yours = '<a href="../hardware.html#what-runs-on-your-gpu">And yours?</a>'
+    tested = html(f'<p class="kb-tested">{escape(tested_with(app, stem))} {yours}</p>')
+    section.insert(below_title, [download_bar(stem, "Downloads"), tested])
     section.append(download_bar(stem, "Downloads, at the end"))
 
 
@@ -212,7 +219,7 @@ def on_doctree_read(app, doctree):
         warn_if_out_of_date(doctree, app.env.docname)
         tidy(doctree)
         fold(doctree)
-        add_downloads(doctree, Path(app.env.docname).name)
+        add_downloads(app, doctree, Path(app.env.docname).name)
 
 
 def setup(app):

@@ -12,6 +12,7 @@ from pathlib import Path
 import notebooks
 from chapters import is_chapter
 from sphinx.util import logging
+from support import tested_with
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ This needs Linux and Python 3.11 or newer. pip brings torch and triton with it: 
 gigabytes if torch comes with CUDA. Without a GPU the kernels run in Triton's
 interpreter, and figures show recorded results. With one, each chapter writes what it
 measured to kernel-book-results/.
+
+{tested}
 """
 
 
@@ -74,7 +77,11 @@ def write_downloads(app, root):
         files[wheel.name] = wheel
         files["README.txt"] = Path(scratch, "README.txt")
         files["README.txt"].write_text(
-            README.format(wheel=wheel.name, chapter=stems[0] if stems else "chapter"),
+            README.format(
+                wheel=wheel.name,
+                chapter=stems[0] if stems else "chapter",
+                tested="\n".join(f"{stem}: {tested_with(app, stem)}" for stem in stems),
+            ),
             encoding="utf-8",
         )
         write_zip(target / "kernel-book.zip", files)

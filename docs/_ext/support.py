@@ -94,11 +94,15 @@ def tested_with(app, chapter):
     for record in records():
         if record["chapter"] == chapter and not is_stale(app, record):
             where[record["provenance"]["gpu"]].add(record["provenance"]["triton"])
-    ran = "; ".join(f"{gpu} with triton {', '.join(sorted(where[gpu]))}" for gpu in sorted(where))
-    gpus = {gpu for gpu, _, name, _, found in compiled(app) if name == chapter
-            and not reason_of(found, chapter)}  # fmt: skip
+    ran = "; ".join(
+        f"{gpu} with triton {' and '.join(sorted(where[gpu]))}" for gpu in sorted(where)
+    )
     text = f"Run and checked on {ran}." if ran else "Not run on any GPU since its code changed."
-    return f"{text} Compiled for {len(gpus)} kinds of GPU." if gpus else text
+    found = ((gpu, what) for gpu, _, name, _, what in compiled(app) if name == chapter)
+    others = {gpu for gpu, what in found if not reason_of(what, chapter)} - where.keys()
+    if others:
+        text += f" Compiled for {len(others)} other GPU{'s' if len(others) > 1 else ''}."
+    return text
 
 
 class Support(SphinxDirective):
