@@ -1793,7 +1793,8 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
-with mock.patch.multiple(runtime, **made_up):
+name = mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU that is made up")
+with mock.patch.multiple(runtime, **made_up), name:
     try:
         tuned.forward_config(torch.empty(1, 1, 1, 128, dtype=torch.float16))
     except ValueError as error:

@@ -1211,7 +1211,7 @@ lab.table([{"what backward says": line} for line in lines], "q requires a gradie
 # **A GPU without products of eight bits.** Ampere has none. The package looks first. Here it meets
 # a tensor that says it lies on such a GPU.
 
-stand_in = mock.Mock(dtype=E4M3, is_cuda=True, device="cuda:0")
+stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
 with (
     mock.patch.object(runtime, "INTERPRETED", False),
     mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),

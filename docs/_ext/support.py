@@ -44,11 +44,19 @@ def tested(app):
 
 def compiled(app):
     """Yield (gpu, triton, chapter, name of the case, what became of it)."""
-    for arch in read(app, "compiled").values():
-        for case, found in arch["cases"].items():
+    architectures = read(app, "compiled")
+    for name in sorted(architectures, key=newest_first):
+        found = architectures[name]
+        for case, outcome in found["cases"].items():
             [chapters] = [c for start, c in OPERATORS.items() if case.startswith(start)]
             for chapter in chapters:
-                yield arch["gpu"], arch["triton"], chapter, case, found
+                yield found["gpu"], found["triton"], chapter, case, outcome
+
+
+def newest_first(architecture):
+    """Sort key: sm_120 before sm_90, and other makers' after them."""
+    maker, _, number = architecture.partition("_")
+    return (maker != "sm", -int(number or 0))
 
 
 def concerns(chapter, reason):
@@ -117,28 +125,37 @@ class Support(SphinxDirective):
     def table(self):
         app, cells = self.env.app, words(self.env.app)
         chapters = [path.stem for path in sorted(chapter_scripts(app), key=reading_order)]
-        head = ["GPU", "Triton", *(link(self.env.docname, f"chapters/{c}", c) for c in chapters)]
-        first = {gpu: place for place, (gpu, _) in enumerate(reversed(cells))}  # as first met
+        titles = (link(self.env.docname, f"chapters/{c}", c.replace("_", " ")) for c in chapters)
+        gpus = list(dict.fromkeys(gpu for gpu, _ in cells))  # in the order in which they came
         rows = [
-            (gpu, triton, *("; ".join(cells[gpu, triton][chapter]) for chapter in chapters))
-            for gpu, triton in sorted(cells, key=lambda key: (-first[key[0]], key[1]))
+            (short(gpu), triton, *("; ".join(cells[gpu, triton][c]) for c in chapters))
+            for gpu, triton in sorted(cells, key=lambda cell: (gpus.index(cell[0]), cell[1]))
         ]
-        return [table(head, rows)] if rows else [paragraph("Nothing was run or compiled yet.")]
+        if not rows:
+            return [paragraph("Nothing was run or compiled yet.")]
+        return [table(["GPU", "Triton", *titles], rows)]
 
     def reasons(self):
         found = defaultdict(lambda: defaultdict(list))
         for gpu, _, chapter, case, outcome in compiled(self.env.app):
-            if reason := reason_of(outcome, chapter):
-                cases = found[gpu][reason]
-                cases += [case] if case not in cases else []
-        listing = nodes.definition_list()
-        for gpu, reasons in found.items():
-            body = nodes.definition()
-            for (outcome, reason), cases in reasons.items():
-                sentence = reason.split(": ", 1)[-1] if outcome == "refused" else reason
-                body += paragraph(f"{'; '.join(cases)}: ", nodes.literal("", sentence))
-            listing += nodes.definition_list_item("", nodes.term("", gpu), body)
-        return [listing] if found else [paragraph("Nothing is refused.")]
+            found[gpu, chapter][reason_of(outcome, chapter)].append(case)
+        listing = nodes.bullet_list()
+        for (gpu, chapter), reasons in found.items():
+            for reason, cases in reasons.items():
+                if reason is None:
+                    continue
+                which = "everything" if len(reasons) == 1 else ", ".join(cases)
+                what = f"{short(gpu)}, {chapter.replace('_', ' ')}, {which}: "
+                sentence = reason[1].partition(": ")[2] or reason[1]
+                listing += nodes.list_item("", paragraph(what, nodes.literal("", sentence)))
+        return [listing] if listing.children else [paragraph("Nothing is refused.")]
+
+
+def short(gpu):
+    """A GPU's name without its maker's, as people say it; its spaces do not break."""
+    for word in ("NVIDIA ", "AMD ", "GeForce ", "Instinct ", "Tesla "):
+        gpu = gpu.removeprefix(word)
+    return gpu.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def setup(app):
