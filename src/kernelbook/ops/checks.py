@@ -12,6 +12,7 @@ from numbers import Integral, Real
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kernelbook import runtime
 
@@ -41,11 +42,18 @@ def _plain_tensor(name: str, x: object) -> None:
             f"{name} must be a torch.Tensor, got {type(x).__name__}: pass "
             f"torch.tensor(...) of its numbers."
         )
+    if isinstance(x, FakeTensor):
+        return  # whoever asks what a result would look like
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not x.is_nested:
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got {type(x).__name__}, whose numbers kernels "
             "cannot read: pass the tensor that it wraps."
         )
+
+
+def holds_no_numbers(x: object) -> bool:
+    """Tell whether x is a tensor that has a shape and no numbers: on meta, or fake."""
+    return isinstance(x, torch.Tensor) and (x.is_meta or isinstance(x, FakeTensor))
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
@@ -54,16 +62,13 @@ def same_device(**tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is None:
             continue
-        if x.is_meta:
-            raise ValueError(
-                f"{name} is on meta, where tensors hold no numbers: pass a tensor on "
-                f"{runtime.DEVICE}."
-            )
-        if not runtime.INTERPRETED and not x.is_cuda:
+        if holds_no_numbers(x):
+            pass  # no kernel will run
+        elif not runtime.INTERPRETED and not x.is_cuda:
             raise ValueError(
                 f"{name} is on {x.device}, and kernels run on the GPU: pass {name}.cuda()."
             )
-        if runtime.INTERPRETED and x.device.type != "cpu":
+        elif runtime.INTERPRETED and x.device.type != "cpu":
             raise ValueError(
                 f"{name} is on {x.device}, and kernels are interpreted on the CPU: pass "
                 f"{name}.cpu()."

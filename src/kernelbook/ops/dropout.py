@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops import checks
+from kernelbook.ops import checks, library
 
 BLOCK_SIZE, NUM_WARPS = 1024, 4
 """Elements and warps a program: eight elements a thread, one 16-byte load in 16 bits and two in 32.
@@ -130,32 +130,77 @@ def _seeded_dropout(
     )
 
 
-class _MaskedDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, keep, p):
-        ctx.save_for_backward(keep)
-        ctx.p = p
-        return _masked_dropout(x, keep, p)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (keep,) = ctx.saved_tensors
-        return _MaskedDropout.apply(dy, keep, ctx.p), None, None
+# -- autograd, compilers and torch.func
 
 
-class _SeededDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, p, seed):
-        seed_is_tensor = isinstance(seed, torch.Tensor)
-        ctx.save_for_backward(*([seed] if seed_is_tensor else []))
-        ctx.seed = None if seed_is_tensor else seed
-        ctx.p = p
-        return _seeded_dropout(x, p, seed)
+def _run_masked(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    return _masked_dropout(x, keep, p)
 
-    @staticmethod
-    def backward(ctx, dy):
-        seed = ctx.seed if ctx.seed is not None else ctx.saved_tensors[0]
-        return _SeededDropout.apply(dy, ctx.p, seed), None, None
+
+def _run_seeded(
+    x: torch.Tensor, p: float, seed: int, seed_tensor: torch.Tensor | None
+) -> torch.Tensor:
+    """The seed is a number, or a tensor of one, if there is one."""
+    return _seeded_dropout(x, p, seed if seed_tensor is None else seed_tensor)
+
+
+def _keep_mask(ctx, inputs, output):
+    _, keep, ctx.p = inputs
+    ctx.save_for_backward(keep)
+
+
+def _masked_gradient(ctx, dy):
+    (keep,) = ctx.saved_tensors
+    return _MASKED(dy, keep, ctx.p), None, None
+
+
+def _keep_seed(ctx, inputs, output):
+    _, ctx.p, ctx.seed, seed_tensor = inputs
+    ctx.save_for_backward(seed_tensor)
+
+
+def _seeded_gradient(ctx, dy):
+    (seed_tensor,) = ctx.saved_tensors
+    return _SEEDED(dy, ctx.p, ctx.seed, seed_tensor), None, None, None
+
+
+def _fake(x, *_):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _batch_masked(info, in_dims, x, keep, p):
+    x, keep = (library.batched(info, d, t) for d, t in zip(in_dims, (x, keep), strict=False))
+    return _MASKED.op(x, keep, p), 0
+
+
+def _batch_seeded(info, in_dims, x, p, seed, seed_tensor):
+    """Elements are numbered from the beginning in each call, so that each has a launch."""
+    x = library.batched(info, in_dims[0], x)
+    seeds = [None] * info.batch_size
+    if seed_tensor is not None:
+        seeds = library.batched(info, in_dims[3], seed_tensor)
+    return torch.stack([_SEEDED.op(one, p, seed, s) for one, s in zip(x, seeds, strict=True)]), 0
+
+
+_MASKED = library.Operator(
+    "masked_dropout",
+    _run_masked,
+    fake=_fake,
+    batch=_batch_masked,
+    setup_context=_keep_mask,
+    backward=_masked_gradient,
+)
+_SEEDED = library.Operator(
+    "seeded_dropout",
+    _run_seeded,
+    fake=_fake,
+    batch=_batch_seeded,
+    setup_context=_keep_seed,
+    backward=_seeded_gradient,
+)
+
+
+# -- the public functions
 
 
 def _check_input(x: torch.Tensor, p: float) -> float:
@@ -203,7 +248,7 @@ def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tenso
             "pass keep.expand_as(x), for example."
         )
     checks.same_device(x=x, keep=keep)
-    return _MaskedDropout.apply(x, keep, p)
+    return _MASKED(x, keep, p)
 
 
 @checks.also_named(input="x")
@@ -241,15 +286,13 @@ def seeded_dropout(x: torch.Tensor, p: float, seed: int | torch.Tensor) -> torch
                 f"a seed tensor must hold one element, got {seed.numel()}: pass one of them."
             )
         checks.same_device(x=x, seed=seed)
-    else:
-        seed = checks.integer("seed", seed)
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(
-                f"seed must lie in [-2**63, 2**64), got {seed}: pass seed % 2**64, for example."
-            )
-        if seed >= 2**63:
-            seed -= 2**64  # the same 64 bits
-    return _SeededDropout.apply(x, p, seed)
+        return _SEEDED(x, p, 0, seed)
+    seed = checks.integer("seed", seed)
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(
+            f"seed must lie in [-2**63, 2**64), got {seed}: pass seed % 2**64, for example."
+        )
+    return _SEEDED(x, p, seed - 2**64 if seed >= 2**63 else seed, None)  # the same 64 bits
 
 
 @checks.also_named(input="x")

@@ -1,9 +1,11 @@
 """The public function: what it refuses, what autograd sees, and what goes in which dtype."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kernelbook import runtime
-from kernelbook.ops import checks
+from kernelbook.ops import checks, library
 from kernelbook.ops.attention import fp8
 from kernelbook.ops.attention.backward import attention_backward
 from kernelbook.ops.attention.forward import attention_forward
@@ -94,14 +96,14 @@ def attention(
     fp8.check_descales({"q": q, "k": k, "v": v}, descales)
     if v.dtype in fp8.DTYPES:
         dtype = fp8.result_dtype(q, out_dtype)
-        out, lse = _apply_fp8(q, k, v, tuple(descales.values()), is_causal, sm_scale, dtype)
+        out, lse = _ATTENTION_FP8(q, k, v, *descales.values(), is_causal, sm_scale, dtype)
     elif out_dtype not in (None, q.dtype):
         raise TypeError(
             f"out_dtype must be None or the dtype of q where v is not in FP8, got {out_dtype}: "
             "convert the result."
         )
     else:
-        out, lse = _apply(q, k, v, is_causal, sm_scale, deterministic)
+        out, lse = _ATTENTION(q, k, v, is_causal, sm_scale, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -187,7 +189,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa:
         raise ValueError(f"k must have as many heads as q, {heads}, got {heads_k}: {instead}.")
 
 
-# -- autograd
+# -- autograd, compilers and torch.func
 
 
 def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -201,93 +203,162 @@ def _of_no_key(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return out, torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal, sm_scale, deterministic):
-        ctx.set_materialize_grads(False)
-        ctx.is_causal, ctx.sm_scale, ctx.deterministic = is_causal, sm_scale, deterministic
-        if q.numel() and k.numel():
-            with runtime.launching_on(q):
-                out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
-        else:
-            out, lse = _of_no_key(q, q.dtype)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad():
-            grads = _gradients(ctx, q, k, v, out, lse, do, dlse)
-        if torch.is_grad_enabled():  # by create_graph=True
-            grads = (dx if dx is None else _Once.apply(dx, q, k, v, do, dlse) for dx in grads)
-        return *grads, None, None, None
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    sm_scale: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse."""
+    if not (q.numel() and k.numel()):
+        return _of_no_key(q, q.dtype)
+    with runtime.launching_on(q):
+        out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
+    return out.to(q.dtype), lse
 
 
-def _gradients(ctx, q, k, v, out, lse, do, dlse):
-    """Return dq, dk and dv, or None for what needs none.
+def setup_context(ctx, inputs, output):
+    """Keep what backward reads: the inputs, out and lse."""
+    q, k, v, ctx.is_causal, ctx.sm_scale, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
 
-    A gradient that did not come is None, and counts as zero.
-    """
-    needed = ctx.needs_input_grad[:3]
+
+def gradient(ctx, do, dlse):
+    """Return the gradients of q, k and v. One that did not come is None, and counts as zero."""
+    needed = list(ctx.needs_input_grad[:3])
+    grads = _ATTENTION_BACKWARD(
+        *ctx.saved_tensors, do, dlse, ctx.is_causal, ctx.sm_scale, ctx.deterministic, needed
+    )
+    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), None, None, None
+
+
+def run_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    is_causal: bool,
+    sm_scale: float,
+    deterministic: bool,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv; what is not needed is empty."""
+    nothing = fake_backward(q, k, v, out, lse, do, dlse, is_causal, sm_scale, deterministic, needed)
     if (do is None and dlse is None) or not (q.numel() and k.numel()):
-        grads = [torch.zeros_like(x) if n else None for x, n in zip((q, k, v), needed, strict=True)]
-        return tuple(grads)
+        return tuple(dx.zero_() for dx in nothing)
     do = torch.zeros_like(out) if do is None else do
     dlse = None if dlse is None else runtime.readable(dlse)
     with runtime.launching_on(q):
         grads = attention_backward(
-            *_prepare(q, k, v, out), lse, *_prepare(do), ctx.is_causal, ctx.sm_scale,
-            ctx.deterministic, dlse, dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
+            *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
+            dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
-    of = zip(grads, (q, k, v), needed, strict=True)
-    return tuple(dx.to(x.dtype) if n else None for dx, x, n in of)
+    of = zip(grads, (q, k, v), needed, nothing, strict=True)
+    return tuple(dx.to(x.dtype) if n else none for dx, x, n, none in of)
 
 
-class _Once(torch.autograd.Function):
-    """Hands a gradient on, and refuses to be differentiated itself."""
-
-    @staticmethod
-    def forward(ctx, grad, *operands):
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "attention can be differentiated once, and its gradient was to be differentiated: use "
-            "softmax(scale * q @ k.mT) @ v where second derivatives are needed."
-        )
-
-
-@torch.compiler.disable
-def _apply(q, k, v, is_causal, sm_scale, deterministic):
-    """Run the operator; torch.compile breaks its graph here, and calls it as it is."""
-    return _Attention.apply(q, k, v, is_causal, sm_scale, deterministic)
-
-
-class _AttentionFP8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, descales, is_causal, sm_scale, out_dtype):
-        if q.numel() and k.numel():
-            with runtime.launching_on(q):
-                out, lse = attention_fp8_forward(
-                    *_prepare(q, k), runtime.readable(v), descales, is_causal,
-                    sm_scale, runtime.kernel_dtype(out_dtype),
-                )  # fmt: skip
-        else:
-            out, lse = _of_no_key(q, out_dtype)
-        return out.to(out_dtype), lse
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "attention with operands in FP8 has no gradient: pass q, k and v in bfloat16 where one "
-            "is needed, or call it under torch.no_grad()."
-        )
+def run_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    is_causal: bool,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of operands of 8 bits."""
+    if not (q.numel() and k.numel()):
+        return _of_no_key(q, out_dtype)
+    descales = q_descale, k_descale, v_descale
+    with runtime.launching_on(q):
+        out, lse = attention_fp8_forward(
+            *_prepare(q, k), runtime.readable(v), descales, is_causal, sm_scale,
+            runtime.kernel_dtype(out_dtype),
+        )  # fmt: skip
+    return out.to(out_dtype), lse
 
 
-@torch.compiler.disable
-def _apply_fp8(q, k, v, descales, is_causal, sm_scale, out_dtype):
-    """Run the operator on 8-bit operands; torch.compile breaks its graph here."""
-    return _AttentionFP8.apply(q, k, v, descales, is_causal, sm_scale, out_dtype)
+def _like(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse without their numbers."""
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def fake_backward(q, k, v, out, lse, do, dlse, is_causal, sm_scale, deterministic, needed):
+    """Return dq, dk and dv without their numbers."""
+    shapes = (x.shape if n else (0,) for x, n in zip((q, k, v), needed, strict=True))
+    return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
+
+
+def _fold(info, in_dim: int | None, x: torch.Tensor | None) -> torch.Tensor | None:
+    """Make the batch of calls a part of the batch that attention knows."""
+    return None if x is None else library.batched(info, in_dim, x).flatten(0, 1)
+
+
+def _unfold(info, results) -> tuple[torch.Tensor, ...]:
+    """Take the batch of calls out of the batch again."""
+    batch = info.batch_size
+    return tuple(x.view(batch, x.shape[0] // batch, *x.shape[1:]) for x in results)
+
+
+def _batch(info, in_dims, q, k, v, *options):
+    folded = (_fold(info, d, x) for d, x in zip(in_dims, (q, k, v), strict=False))
+    return _unfold(info, _ATTENTION.op(*folded, *options)), (0, 0)
+
+
+def _batch_backward(info, in_dims, *args):
+    tensors, (*options, needed) = args[:7], args[7:]
+    folded = (_fold(info, d, x) for d, x in zip(in_dims, tensors, strict=False))
+    grads = _ATTENTION_BACKWARD.op(*folded, *options, needed)
+    whole = (_unfold(info, [dx])[0] if n else dx for dx, n in zip(grads, needed, strict=True))
+    return tuple(whole), tuple(0 if n else None for n in needed)
+
+
+def _batch_fp8(info, in_dims, q, k, v, *rest):
+    descales, options = rest[:3], rest[3:]
+    folded = [_fold(info, d, x) for d, x in zip(in_dims, (q, k, v), strict=False)]
+    for x, d, descale in zip(folded[:3], in_dims[3:6], descales, strict=True):
+        if descale is not None:
+            per_head = library.batched(info, d, descale).reshape(info.batch_size, -1)
+            heads = x.shape[0] // info.batch_size * x.shape[1]
+            descale = per_head.expand(info.batch_size, heads).reshape(x.shape[:2])
+        folded.append(descale)
+    return _unfold(info, _ATTENTION_FP8.op(*folded, *options)), (0, 0)
+
+
+_ATTENTION = library.Operator(
+    "attention",
+    run,
+    fake=lambda q, *_: _like(q, q.dtype),
+    batch=_batch,
+    setup_context=setup_context,
+    backward=gradient,
+)
+_ATTENTION_BACKWARD = library.Operator(
+    "attention_backward",
+    run_backward,
+    fake=fake_backward,
+    batch=_batch_backward,
+    **library.no_gradient(
+        "attention can be differentiated once, and its gradient was to be differentiated: use "
+        "softmax(scale * q @ k.mT) @ v where second derivatives are needed."
+    ),
+)
+_ATTENTION_FP8 = library.Operator(
+    "attention_fp8",
+    run_fp8,
+    fake=lambda *args: _like(args[0], args[-1]),
+    batch=_batch_fp8,
+    **library.no_gradient(
+        "attention with operands in FP8 has no gradient: pass q, k and v in bfloat16 where one "
+        "is needed, or call it under torch.no_grad()."
+    ),
+)

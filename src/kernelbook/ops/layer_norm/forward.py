@@ -427,20 +427,23 @@ def _forward(
     looping: bool = False,
     keep_statistics: bool = True,
     y: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Normalise each row of a matrix whose rows are contiguous. Return y, mean and rstd.
 
     ``looping`` asks for the kernel that reads a row three times, whatever its length. Without
     ``keep_statistics``, mean and rstd are None: small as they are, at 1,024 columns of bfloat16
-    storing them took an H200 two per cent of the time. ``y`` is where
-    the result goes, allocated unless given.
+    storing them took an H200 two per cent of the time. ``y`` is where the result goes, and
+    ``statistics``, (2, n_rows), where mean and rstd go; both are allocated unless given.
     """
     # I/O: read x + write y (weight, bias, mean and rstd are small)
     n_rows, n_cols = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     mean, rstd = None, None
     if keep_statistics:
-        mean, rstd = torch.empty((2, n_rows), dtype=torch.float32, device=x.device).unbind()
+        if statistics is None:
+            statistics = torch.empty((2, n_rows), dtype=torch.float32, device=x.device)
+        mean, rstd = statistics.unbind()
     tensors = (x, weight, bias, y, mean, rstd)
     stride = x.stride(0)
     block = triton.next_power_of_2(n_cols)

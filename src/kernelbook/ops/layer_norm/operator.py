@@ -6,10 +6,10 @@ from math import prod
 import torch
 
 from kernelbook import runtime
-from kernelbook.ops import checks
+from kernelbook.ops import checks, library
 from kernelbook.ops.layer_norm.backward import _backward
 from kernelbook.ops.layer_norm.forward import _forward
-from kernelbook.ops.rows.matrix import as_rows, empty_rows, rounded
+from kernelbook.ops.rows.matrix import as_rows, empty_result, empty_rows, rounded
 
 
 def _as_parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -22,53 +22,88 @@ def _as_parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter.contiguous()
 
 
-def _like(gradient: torch.Tensor | None, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Give the gradient of a parameter its shape and dtype."""
-    return None if gradient is None else rounded(gradient, parameter.dtype).view(parameter.shape)
+def _like(gradient, parameter, nothing):
+    """Give the gradient of a parameter its shape and dtype, or return nothing."""
+    if gradient is None:
+        return nothing
+    return rounded(gradient, parameter.dtype).view(parameter.shape)
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, shape, eps):
-        n_cols = prod(shape)
-        y, rows = empty_rows(x, n_cols)
-        mean, rstd = None, None
-        if x.numel():
-            with runtime.launching_on(x):
-                _, mean, rstd = _forward(
-                    as_rows(x, n_cols), _as_parameter(weight), _as_parameter(bias), eps,
-                    keep_statistics=any(ctx.needs_input_grad), y=rows,
-                )  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.shape, ctx.eps = shape, eps
-        return rounded(y, x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled() or not x.numel():
-            return *_backward_in_torch(ctx, x, weight, bias, dy), None, None
-        n_cols = prod(ctx.shape)
-        dx, rows = empty_rows(x, n_cols) if needs_dx else (None, None)
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+    eps: float,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and, if they are to be kept, the mean and rstd of each row, (2, rows)."""
+    n_cols = prod(shape)
+    y, rows = empty_rows(x, n_cols)
+    kept = (2, x.numel() // n_cols if keep else 0)
+    statistics = torch.empty(kept, dtype=torch.float32, device=x.device)
+    if x.numel():
         with runtime.launching_on(x):
-            _, dw, db = _backward(
-                as_rows(x, n_cols),
-                _as_parameter(weight),
-                mean,
-                rstd,
-                as_rows(dy, n_cols),
-                runtime.kernel_dtype(weight.dtype) if needs_dw else None,
-                runtime.kernel_dtype(bias.dtype) if needs_db else None,
-                needs_dx,
-                dx=rows,
-            )
-        dx = rounded(dx, x.dtype) if needs_dx else None
-        return dx, _like(dw, weight), _like(db, bias), None, None
+            _forward(
+                as_rows(x, n_cols), _as_parameter(weight), _as_parameter(bias), eps,
+                keep_statistics=keep, y=rows, statistics=statistics,
+            )  # fmt: skip
+    return rounded(y, x.dtype), statistics
+
+
+def _run_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    statistics: torch.Tensor,
+    shape: Sequence[int],
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dx, dw and db; what is not needed is empty."""
+    results = _fake_backward(dy, x, weight, bias, statistics, shape, needed)
+    if not x.numel():
+        return tuple(torch.zeros_like(result) for result in results)
+    n_cols = prod(shape)
+    needs_dx, needs_dw, needs_db = needed
+    dx, rows = empty_rows(x, n_cols) if needs_dx else (results[0], None)
+    with runtime.launching_on(x):
+        _, dw, db = _backward(
+            as_rows(x, n_cols),
+            _as_parameter(weight),
+            *statistics.unbind(),
+            as_rows(dy, n_cols),
+            runtime.kernel_dtype(weight.dtype) if needs_dw else None,
+            runtime.kernel_dtype(bias.dtype) if needs_db else None,
+            needs_dx,
+            dx=rows,
+        )
+    dx = rounded(dx, x.dtype) if needs_dx else dx
+    return dx, _like(dw, weight, results[1]), _like(db, bias, results[2])
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, ctx.shape, ctx.eps, _ = inputs
+    statistics = output[1]
+    ctx.save_for_backward(x, weight, bias, statistics)
+    ctx.mark_non_differentiable(statistics)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dy, _):
+    x, weight, bias, statistics = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:3]
+    if dy is None:
+        return (None,) * 6
+    if torch.is_grad_enabled():
+        grads = _backward_in_torch(ctx, x, weight, bias, dy)
+    else:
+        grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, statistics, ctx.shape, list(needed))
+    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), None, None, None
 
 
 def _backward_in_torch(ctx, x, weight, bias, dy):
-    """The gradients by PyTorch: of no rows, or when their own gradients are wanted as well.
+    """The gradients by PyTorch, when their own gradients are wanted as well.
 
     They are written as a formula of x, weight and dy, through which the second gradient flows. To
     ask autograd for the gradient of y instead would count a weight that is made from x twice, and
@@ -90,6 +125,83 @@ def _backward_in_torch(ctx, x, weight, bias, dy):
     if needs_db:
         db = dy64.sum_to_size(ctx.shape).to(bias.dtype)
     return dx, dw, db
+
+
+def _fake(x, weight, bias, shape, eps, keep):
+    rows = x.numel() // prod(shape) if keep else 0
+    statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+    return empty_result(x, -1, x.dtype), statistics
+
+
+def _fake_backward(dy, x, weight, bias, statistics, shape, needed):
+    def new(like, n):
+        if not n:
+            return torch.empty(0, dtype=x.dtype, device=x.device)
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    return tuple(new(like, n) for like, n in zip((x, weight, bias), needed, strict=True))
+
+
+def _batch(info, in_dims, x, weight, bias, shape, eps, keep):
+    """A batch of rows is more rows. With a weight or bias for each, they come afterwards."""
+    x = library.batched(info, in_dims[0], x)
+    shared = all(d is None for d in in_dims[1:3])
+    if shared:
+        y, statistics = _LAYER_NORM.op(x, weight, bias, shape, eps, keep)
+    else:
+        y, statistics = _LAYER_NORM.op(x.float(), None, None, shape, eps, keep)
+        weight, bias = _beside(info, in_dims, x, shape, weight, bias)
+        y = y if weight is None else y * weight
+        y = (y if bias is None else y + bias).to(x.dtype)
+    return (y, statistics.view(2, info.batch_size, -1)), (0, 1)
+
+
+def _beside(info, in_dims, x, shape, *parameters):
+    """Return a weight and a bias in float32, shaped to meet x, whose first dimension is a batch."""
+    found = []
+    for d, parameter in zip(in_dims[1:3], parameters, strict=True):
+        if parameter is not None:
+            parameter = library.batched(info, d, parameter).float()
+            ones = [1] * (x.ndim - 1 - len(shape))
+            parameter = parameter.reshape(info.batch_size, *ones, *shape)
+        found.append(parameter)
+    return found
+
+
+def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, needed):
+    """dx is that of more rows. dw and db are sums over the rows of each call, by PyTorch."""
+    dy, x = (library.batched(info, d, t) for d, t in zip(in_dims, (dy, x), strict=False))
+    statistics = library.batched(info, in_dims[4], statistics).movedim(0, 1).flatten(1)
+    wide, _ = _beside(info, in_dims[1:], x, shape, weight, None)
+    wdy = dy.float() if wide is None else dy.float() * wide
+    nothing = [False, False]
+    dx, dw, db = _fake_backward(dy, x, weight, bias, statistics, shape, [needed[0], *nothing])
+    if needed[0]:
+        dx, *_ = _LAYER_NORM_BACKWARD.op(
+            wdy, x.float(), None, None, statistics, shape, [True, *nothing]
+        )
+        dx = dx.to(x.dtype)
+    rows = tuple(range(1, x.ndim - len(shape)))
+    if needed[1]:
+        ones = [1] * len(shape)
+        mean, rstd = (t.view(*x.shape[: x.ndim - len(shape)], *ones) for t in statistics)
+        dw = dy.float() * (x.float() - mean) * rstd
+        dw = (dw.sum(rows) if rows else dw).to(weight.dtype)
+    if needed[2]:
+        db = (dy.float().sum(rows) if rows else dy).to(bias.dtype)
+    return (dx, dw, db), tuple(0 if n else None for n in needed)
+
+
+_LAYER_NORM = library.Operator(
+    "layer_norm", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=_gradient
+)
+_LAYER_NORM_BACKWARD = library.Operator(
+    "layer_norm_backward",
+    _run_backward,
+    fake=_fake_backward,
+    batch=_batch_backward,
+    **library.no_gradient("the gradient of layer_norm was to be differentiated"),
+)
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -169,4 +281,7 @@ def layer_norm(
         if parameter is not None:
             _check_parameter(name, parameter, shape)
     checks.same_device(x=x, **parameters)
-    return _LayerNorm.apply(x, weight, bias, shape, eps)
+    keep = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    )
+    return _LAYER_NORM(x, weight, bias, list(shape), eps, keep)[0]

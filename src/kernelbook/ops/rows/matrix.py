@@ -13,20 +13,29 @@ def as_rows(x: torch.Tensor, n_cols: int) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def empty_result(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a result of the shape of x with ``dim`` contiguous."""
+    if x.ndim == 0 or dim in (-1, x.ndim - 1):
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.empty_permuted(x.shape, _last(x, dim), dtype=dtype, device=x.device)
+
+
 def empty_rows(x: torch.Tensor, n_cols: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate a result of the shape of x with ``dim`` contiguous. Return it and its rows.
 
     The result itself is no view, because autograd refuses to let a view that an operator returns
     be changed in place.
     """
-    dtype = runtime.kernel_dtype(x.dtype)
-    if x.ndim == 0 or dim in (-1, x.ndim - 1):
-        result = torch.empty(x.shape, dtype=dtype, device=x.device)
-        in_rows = x.ndim == 2 and x.shape[1] == n_cols
-        return result, result if in_rows else result.view(-1, n_cols)
-    order = [*(d for d in range(x.ndim) if d != dim % x.ndim), dim % x.ndim]
-    result = torch.empty_permuted(x.shape, order, dtype=dtype, device=x.device)
-    return result, result.permute(order).view(-1, n_cols)
+    result = empty_result(x, dim, runtime.kernel_dtype(x.dtype))
+    if x.ndim == 2 and x.shape[1] == n_cols and dim in (-1, 1):
+        return result, result
+    inner = result if x.ndim == 0 or dim in (-1, x.ndim - 1) else result.permute(_last(x, dim))
+    return result, inner.view(-1, n_cols)
+
+
+def _last(x: torch.Tensor, dim: int) -> list[int]:
+    """Return the order of dimensions that puts one last."""
+    return [*(d for d in range(x.ndim) if d != dim % x.ndim), dim % x.ndim]
 
 
 def rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import torch
 
 from kernelbook import runtime
-from kernelbook.ops import checks
-from kernelbook.ops.rows.matrix import as_rows, empty_rows, rounded
+from kernelbook.ops import checks, library
+from kernelbook.ops.rows.matrix import as_rows, empty_result, empty_rows, rounded
 from kernelbook.ops.softmax import tuned
 from kernelbook.ops.softmax.backward import _backward
 from kernelbook.ops.softmax.forward import _forward
@@ -23,35 +23,85 @@ def _columns(x: torch.Tensor, dim: int) -> int:
     return x.shape[dim] if x.ndim else 1
 
 
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, algorithm):
-        if x.numel():
-            y, rows = empty_rows(x, _columns(x, dim), dim)
-            with runtime.launching_on(x):
-                _forward(_rows_along(x, dim), rows, algorithm)
-            y = rounded(y, x.dtype)
-        else:
-            y = torch.empty_like(x)
-        ctx.save_for_backward(y)
-        ctx.dim, ctx.algorithm = dim, algorithm
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensors
-        if torch.is_grad_enabled() or not y.numel():
-            return _backward_in_torch(y, dy, ctx.dim), None, None
-        dx, rows = empty_rows(y, _columns(y, ctx.dim), ctx.dim)
-        with runtime.launching_on(y):
-            _backward(_rows_along(y, ctx.dim), _rows_along(dy, ctx.dim), rows, ctx.algorithm)
-        return rounded(dx, y.dtype), None, None
+def _run(x: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
+    """Return softmax along a dimension."""
+    if not x.numel():
+        return torch.empty_like(x)
+    y, rows = empty_rows(x, _columns(x, dim), dim)
+    with runtime.launching_on(x):
+        _forward(_rows_along(x, dim), rows, algorithm)
+    return rounded(y, x.dtype)
 
 
-def _backward_in_torch(y, dy, dim):
-    """The gradient by PyTorch, in float32: of nothing, or when its own gradient is wanted too."""
-    y32, dy32 = y.float(), dy.float()
-    return (y32 * (dy32 - (y32 * dy32).sum(dim, keepdim=True))).to(y.dtype)
+def _run_backward(y: torch.Tensor, dy: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
+    """Return the gradient of x."""
+    if not y.numel():
+        return torch.empty_like(y)
+    dx, rows = empty_rows(y, _columns(y, dim), dim)
+    with runtime.launching_on(y):
+        _backward(_rows_along(y, dim), _rows_along(dy, dim), rows, algorithm)
+    return rounded(dx, y.dtype)
+
+
+def _setup_context(ctx, inputs, output):
+    _, ctx.dim, ctx.algorithm = inputs
+    ctx.save_for_backward(output)
+
+
+def _gradient(ctx, dy):
+    (y,) = ctx.saved_tensors
+    return _SOFTMAX_BACKWARD(y, dy, ctx.dim, ctx.algorithm), None, None
+
+
+def _setup_second_context(ctx, inputs, output):
+    y, dy, ctx.dim, _ = inputs
+    ctx.save_for_backward(y, dy)
+
+
+def _second_gradient(ctx, ddx):
+    """The gradients of dx = y * (dy - sum(y * dy)), by PyTorch, in float32."""
+    y, dy = (t.float() for t in ctx.saved_tensors)
+    g = ddx.float()
+    total, of_g = ((y * t).sum(ctx.dim, keepdim=True) for t in (dy, g))
+    of_y, of_dy = g * (dy - total) - dy * of_g, y * (g - of_g)
+    return *(t.to(ddx.dtype) for t in (of_y, of_dy)), None, None
+
+
+def _fake(x, dim, algorithm):
+    return empty_result(x, dim, x.dtype)
+
+
+def _fake_backward(y, dy, dim, algorithm):
+    return empty_result(y, dim, y.dtype)
+
+
+def _batch(info, in_dims, x, dim, algorithm):
+    x = library.batched(info, in_dims[0], x)
+    return _SOFTMAX.op(x.unsqueeze(-1) if x.ndim == 1 else x, _in_batch(dim), algorithm).view_as(x), 0
+
+
+def _batch_backward(info, in_dims, y, dy, dim, algorithm):
+    y, dy = (library.batched(info, d, t) for d, t in zip(in_dims, (y, dy), strict=False))
+    rows = (t.unsqueeze(-1) if t.ndim == 1 else t for t in (y, dy))
+    return _SOFTMAX_BACKWARD.op(*rows, _in_batch(dim), algorithm).view_as(y), 0
+
+
+def _in_batch(dim: int) -> int:
+    """Return which dimension it is when a batch comes first."""
+    return dim if dim < 0 else dim + 1
+
+
+_SOFTMAX = library.Operator(
+    "softmax", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=_gradient
+)
+_SOFTMAX_BACKWARD = library.Operator(
+    "softmax_backward",
+    _run_backward,
+    fake=_fake_backward,
+    batch=_batch_backward,
+    setup_context=_setup_second_context,
+    backward=_second_gradient,
+)
 
 
 @checks.also_named(input="x")
@@ -99,4 +149,4 @@ def softmax(x: torch.Tensor, dim: int = -1, *, algorithm: str = "auto") -> torch
     checks.same_device(x=x)
     if algorithm == "auto":
         algorithm = "row" if n_cols <= tuned.ROW_COLS else "online"
-    return _Softmax.apply(x, dim, algorithm)
+    return _SOFTMAX(x, dim, algorithm)

@@ -1,0 +1,268 @@
+"""What compilers, fake tensors and torch.func see of the operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kernelbook
+from kernelbook import runtime
+
+BACKENDS = ["eager", "aot_eager", "inductor"]
+ATTENTION_TOLERANCE = 1e-5
+"""Between the same kernels, or a kernel and PyTorch, on numbers of about 1 in float32."""
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+def keep(x):
+    """A mask of the shape of x that is the same in every run."""
+    return torch.arange(x.numel(), device=x.device).view(x.shape) % 3 > 0
+
+
+def softmax(x):
+    return kernelbook.softmax(x, dim=-1)
+
+
+def softmax_inside(x):
+    return kernelbook.softmax(x, dim=1)
+
+
+def layer_norm(x, weight, bias):
+    return kernelbook.layer_norm(x, x.shape[-1], weight, bias)
+
+
+def attention(q, k, v):
+    return kernelbook.attention(q, k, v, is_causal=True)
+
+
+def attention_and_lse(q, k, v):
+    out, lse = kernelbook.attention(q, k, v, return_lse=True)
+    return out + lse.unsqueeze(-1)
+
+
+def masked_dropout(x):
+    return kernelbook.masked_dropout(x, keep(x), 0.25)
+
+
+def seeded_dropout(x):
+    return kernelbook.seeded_dropout(x, 0.25, 17)
+
+
+def seeded_by_tensor(x, seed):
+    return kernelbook.seeded_dropout(x, 0.25, seed)
+
+
+def parameters(n):
+    return randn(n), randn(n)
+
+
+CASES = {
+    "softmax": (softmax, lambda n: (randn(n, 40),)),
+    "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
+    "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
+    "attention": (attention, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3))),
+    "attention, lse": (attention_and_lse, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
+    "masked_dropout": (masked_dropout, lambda n: (randn(n, 33),)),
+    "seeded_dropout": (seeded_dropout, lambda n: (randn(n, 33),)),
+    "seeded by a tensor": (
+        seeded_by_tensor, lambda n: (randn(n, 33), torch.tensor(5, device=DEVICE)),
+    ),
+}  # fmt: skip
+ALL = pytest.mark.parametrize(("function", "draw"), CASES.values(), ids=CASES)
+
+
+def differentiable(inputs):
+    return [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+
+
+def gradients(function, inputs, dy):
+    inputs = differentiable(inputs)
+    y = function(*inputs)
+    return y, torch.autograd.grad(y, [x for x in inputs if x.requires_grad], dy)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# -- compilers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@ALL
+def test_compiled_is_eager(function, draw, backend):
+    inputs = draw(3)
+    compiled = torch.compile(lambda *x: function(*x) * 2, fullgraph=True, backend=backend)
+    dy = torch.randn_like(function(*inputs))
+    y, grads = gradients(compiled, inputs, dy)
+    expected, truth = gradients(lambda *x: function(*x) * 2, inputs, dy)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(grads, truth)
+    assert expected.abs().sum() > 0
+    assert all(g.abs().sum() > 0 for g in truth)
+
+
+@ALL
+def test_another_batch_is_not_compiled_again(function, draw):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    for n in (3, 4, 7):
+        inputs = draw(n)
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    assert counter.frame_count == 1
+
+
+@ALL
+def test_exported_is_eager(function, draw):
+    class Model(torch.nn.Module):
+        def forward(self, *inputs):
+            return function(*inputs)
+
+    inputs = draw(3)
+    of_batch = {0: torch.export.Dim.DYNAMIC}
+    first, *rest = inputs
+    shared = [of_batch if x.ndim == 4 else None for x in rest]
+    exported = torch.export.export(Model(), inputs, dynamic_shapes=((of_batch, *shared),))
+    again = draw(5)
+    torch.testing.assert_close(exported.module()(*again), function(*again))
+
+
+@ALL
+def test_fake_tensors_have_the_layout_of_real_ones(function, draw):
+    inputs = draw(3)
+    y, grads = gradients(function, inputs, torch.ones_like(function(*inputs)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in inputs]
+        dy = torch.ones(y.shape, dtype=y.dtype, device=y.device)
+        fake_y, fake_grads = gradients(function, fakes, dy)
+    for fake, real in zip((fake_y, *fake_grads), (y, *grads), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+OPERATORS = torch.ops.kernelbook
+CALLS = {
+    "softmax": (OPERATORS.softmax, lambda: (randn(3, 40).requires_grad_(), -1, "row")),
+    "softmax_backward": (
+        OPERATORS.softmax_backward, lambda: (randn(3, 40), randn(3, 40), -1, "row")
+    ),
+    "layer_norm": (
+        OPERATORS.layer_norm,
+        lambda: (randn(3, 24).requires_grad_(), *parameters(24), [24], 1e-5, True),
+    ),
+    "layer_norm_backward": (
+        OPERATORS.layer_norm_backward,
+        lambda: (
+            randn(3, 24), randn(3, 24), *parameters(24), randn(2, 3), [24], [True, True, False]
+        ),
+    ),
+    "attention": (
+        OPERATORS.attention,
+        lambda: (*(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, 0.25, True),
+    ),
+    "attention_backward": (
+        OPERATORS.attention_backward,
+        lambda: (
+            *(randn(1, 2, 9, 16) for _ in range(4)), randn(1, 2, 9), randn(1, 2, 9, 16), None,
+            True, 0.25, True, [True, False, False],
+        ),
+    ),
+    "masked_dropout": (
+        OPERATORS.masked_dropout, lambda: (randn(7).requires_grad_(), keep(randn(7)), 0.5)
+    ),
+    "seeded_dropout": (OPERATORS.seeded_dropout, lambda: (randn(7).requires_grad_(), 0.5, 3, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("operator", "draw"), CALLS.values(), ids=CALLS)
+def test_opcheck(operator, draw):
+    torch.library.opcheck(operator, draw())
+
+
+# -- torch.func
+
+
+@ALL
+def test_func_grad_is_autograd(function, draw):
+    inputs = draw(3)
+    dy = torch.randn_like(function(*inputs))
+    places = tuple(i for i, x in enumerate(inputs) if x.is_floating_point())
+    found = torch.func.grad(lambda *x: (function(*x) * dy).sum(), places)(*inputs)
+    torch.testing.assert_close(found, gradients(function, inputs, dy)[1])
+
+
+@ALL
+def test_vmap_is_a_loop(function, draw):
+    calls = [draw(2) for _ in range(3)]
+    for shared in (False, True):
+        first, *rest = (torch.stack(x) for x in zip(*calls, strict=True))
+        stacked = [first, *calls[0][1:]] if shared else [first, *rest]
+        dims = (0, *([None if shared else 0] * len(rest)))
+        if shared and not rest:
+            continue
+        one = [(c[0], *(calls[0][1:] if shared else c[1:])) for c in calls]
+        expected = torch.stack([function(*c) for c in one])
+        torch.testing.assert_close(torch.vmap(function, dims)(*stacked), expected)
+
+
+@ALL
+def test_gradients_of_each_example(function, draw):
+    """vmap of grad, as for the gradients of each example."""
+    calls = [draw(2) for _ in range(3)]
+    stacked = [torch.stack(x) for x in zip(*calls, strict=True)]
+    dy = torch.randn_like(function(*calls[0]))
+
+    def loss(*x):
+        return (function(*x) * dy).sum()
+
+    found = torch.vmap(torch.func.grad(loss))(*stacked)
+    expected = torch.stack([gradients(function, c, dy)[1][0] for c in calls])
+    torch.testing.assert_close(found, expected)
+
+
+def test_second_gradients_by_func():
+    x, w = randn(3, 8), randn(3, 8)
+
+    def twice(function):
+        inner = torch.func.grad(lambda x: (function(x) * w).sum())
+        return torch.func.grad(lambda x: (inner(x) * w).sum())(x)
+
+    torch.testing.assert_close(twice(softmax), twice(lambda x: x.softmax(-1)))
+    ours = twice(lambda x: kernelbook.layer_norm(x, 8))
+    torch.testing.assert_close(ours, twice(lambda x: F.layer_norm(x, (8,))), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_has_no_second_gradient_by_func_either():
+    q, k, v = CASES["attention"][1](1)
+    inner = torch.func.grad(lambda q: attention(q, k, v).square().sum())
+    with pytest.raises(RuntimeError, match="attention can be differentiated once"):
+        torch.func.grad(lambda q: inner(q).square().sum())(q)
+
+
+# -- random numbers
+
+
+def test_a_compiled_dropout_draws_anew():
+    x = torch.ones(4096, device=DEVICE)
+    compiled = torch.compile(lambda x: kernelbook.dropout(x, 0.5), fullgraph=True)
+    first, second = compiled(x), compiled(x)
+    assert 0.4 < (first > 0).float().mean() < 0.6
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    one = compiled(x)
+    torch.manual_seed(3)
+    assert torch.equal(one, compiled(x))
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU has no autocast of the CPU")
+def test_nothing_of_the_dispatcher_is_in_the_way_of_eager():
+    with torch.profiler.profile() as profile:
+        softmax(randn(2, 8))
+    assert not any("kernelbook" in event.name for event in profile.events())
