@@ -114,10 +114,12 @@ def test_compiled_is_eager(function, draw, backend):
 def test_another_batch_is_not_compiled_again(function, draw):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
     for n in (3, 4, 7):
         inputs = draw(n)
         torch.testing.assert_close(compiled(*inputs), function(*inputs))
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    assert 0 < counts[0] == counts[-1]
 
 
 @ALL
@@ -244,6 +246,48 @@ def test_attention_has_no_second_gradient_by_func_either():
     inner = torch.func.grad(lambda q: attention(q, k, v).square().sum())
     with pytest.raises(RuntimeError, match="attention can be differentiated once"):
         torch.func.grad(lambda q: inner(q).square().sum())(q)
+
+
+# -- autocast
+
+KIND = torch.device(DEVICE).type
+HALF = torch.bfloat16
+PYTORCHS = {
+    "softmax": (softmax, lambda x: x.softmax(-1)),
+    "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, (24,), w, b)),
+    "attention": (
+        kernelbook.attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+    ),
+    "seeded_dropout": (seeded_dropout, lambda x: F.dropout(x, 0.25)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [HALF] * 3, [HALF, torch.float32, HALF]])
+@pytest.mark.parametrize("name", PYTORCHS)
+def test_autocast_is_pytorchs(name, dtypes):
+    ours, pytorchs = PYTORCHS[name]
+    inputs = [x.to(dtype) for x, dtype in zip(CASES[name][1](2), dtypes, strict=False)]
+    with torch.autocast(KIND, HALF):
+        y = ours(*inputs)
+        expected = pytorchs(*(inputs if KIND == "cuda" else [x.to(dtypes[0]) for x in inputs]))
+    assert y.dtype == expected.dtype
+    if name != "seeded_dropout":
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.autocast(KIND, HALF):
+        loss = ours(*leaves).float().square().sum()
+    for leaf, dx in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+        assert dx.dtype == leaf.dtype
+        assert dx.abs().sum() > 0
+
+
+def test_compiled_under_autocast():
+    q, k, v = CASES["attention"][1](2)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast(KIND, HALF):
+        y = compiled(q, k, v)
+    assert y.dtype == HALF
+    torch.testing.assert_close(y.float(), attention(q, k, v), rtol=2e-2, atol=2e-2)
 
 
 # -- random numbers

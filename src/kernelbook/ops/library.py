@@ -80,3 +80,13 @@ def no_gradient(message: str) -> dict[str, Callable]:
         raise RuntimeError(message)
 
     return {"setup_context": lambda ctx, inputs, output: None, "backward": backward}
+
+
+def autocast(x: torch.Tensor, like: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return x in the dtype to which autocast takes the input of PyTorch's own function.
+
+    ``like`` calls that function on an empty tensor: its rules differ from device to device.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(like(x.new_empty(0)).dtype)

@@ -90,6 +90,7 @@ def attention(
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
     return_lse = checks.flag("return_lse", return_lse)
     deterministic = checks.flag("deterministic", deterministic)
+    q, k, v = (_autocast(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     _check_operands(q, k, v, enable_gqa)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
@@ -127,11 +128,17 @@ def _checked_scale(scale: object) -> float:
     return scale
 
 
+def _autocast(name: str, x: object) -> torch.Tensor:
+    """Return an operand in the dtype of autocast, where it is on; 8 bits stay 8 bits."""
+    checks.tensor(name, x, (*checks.FLOATS, *fp8.DTYPES))
+    if x.dtype in fp8.DTYPES or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     """Raise unless q, k and v are tensors that go together, where kernels run."""
     operands = {"q": q, "k": k, "v": v}
-    for name, x in operands.items():
-        checks.tensor(name, x, (*checks.FLOATS, *fp8.DTYPES))
     if any(x.dtype in fp8.DTYPES for x in operands.values()):
         fp8.check_operands(q, k, v)
     else:

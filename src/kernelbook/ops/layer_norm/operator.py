@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
@@ -281,6 +282,7 @@ def layer_norm(
         if parameter is not None:
             _check_parameter(name, parameter, shape)
     checks.same_device(x=x, **parameters)
+    x = library.autocast(x, lambda nothing: F.layer_norm(nothing.view(0, 1), (1,)))
     keep = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     )

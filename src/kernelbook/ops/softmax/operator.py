@@ -77,7 +77,8 @@ def _fake_backward(y, dy, dim, algorithm):
 
 def _batch(info, in_dims, x, dim, algorithm):
     x = library.batched(info, in_dims[0], x)
-    return _SOFTMAX.op(x.unsqueeze(-1) if x.ndim == 1 else x, _in_batch(dim), algorithm).view_as(x), 0
+    rows = x.unsqueeze(-1) if x.ndim == 1 else x
+    return _SOFTMAX.op(rows, _in_batch(dim), algorithm).view_as(x), 0
 
 
 def _batch_backward(info, in_dims, y, dy, dim, algorithm):
@@ -147,6 +148,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, algorithm: str = "auto") -> torch
             "'online', 'online_2d', 'three_pass' or 'auto'."
         )
     checks.same_device(x=x)
+    x = library.autocast(x, lambda nothing: torch.softmax(nothing, -1))
     if algorithm == "auto":
         algorithm = "row" if n_cols <= tuned.ROW_COLS else "online"
     return _SOFTMAX(x, dim, algorithm)
