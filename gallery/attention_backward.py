@@ -589,9 +589,15 @@ lab.source(kernels.sweep_queries, "add")
 lab.source(kernels.attention_backward)
 
 # %%
-# Autograd sees one function. It saves its inputs, ``out`` and ``lse``.
+# Autograd sees one function. It saves its inputs, ``out`` and ``lse``, and asks for those gradients
+# alone that are needed. Both are operators of PyTorch's dispatcher, so that ``torch.compile`` finds
+# one node for each and does not look inside.
 
-lab.source(operator._Attention)
+lab.source(operator.setup_context)
+
+# %%
+
+lab.source(operator.gradient)
 
 # %%
 # Which tiles are visited?

@@ -39,7 +39,7 @@ from kernelbook.ops.layer_norm.forward import (
     split_fwd_kernel,
     square,
 )
-from kernelbook.ops.layer_norm.operator import _LayerNorm
+from kernelbook.ops.layer_norm.operator import gradient
 from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
 
 lab.start("layer_norm", "kernelbook.ops.layer_norm")
@@ -595,9 +595,11 @@ lab.source(split_bwd_kernel, "collect")
 
 # %%
 # Autograd sees one function. It computes those gradients only that somebody needs. If gradients of
-# gradients are wanted, which is rare, PyTorch's own operations compute them.
+# gradients are wanted, which is rare, PyTorch's own operations compute them. The kernels stand
+# behind an operator of PyTorch's dispatcher, so that ``torch.compile`` finds one node here and does
+# not look inside.
 
-lab.source(_LayerNorm)
+lab.source(gradient)
 
 # %%
 # Is it right?

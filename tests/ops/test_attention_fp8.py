@@ -429,7 +429,6 @@ QUANTIZE_ERRORS = {
         TypeError,
         "x must be a dense tensor, got a nested tensor",
     ),
-    "on meta": ((torch.ones(1, 1, 1, 16, device="meta"),), {}, ValueError, "x is on meta"),
     "per": (
         (torch.ones(1, 1, 1, 16),),
         {"per": "row"},

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from kernelbook import attention, dropout, layer_norm, quantize, runtime, seeded_dropout, softmax
@@ -61,36 +60,6 @@ def _float64():
         refused(call, "must be float32")
 
 
-@row("all", "autocast")
-def _autocast():
-    q, k, v = operands()
-    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
-        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-        assert [call().dtype for call in everywhere(q)] == [torch.float32] * 4
-
-
-@row("all", "torch.compile")
-def _compile():
-    q, k, v = operands()
-    compiled = torch.compile(lambda q: attention(q, k, v) + 1, backend="eager")
-    assert torch.equal(compiled(q), attention(q, k, v) + 1)
-    whole = torch.compile(lambda q: attention(q, k, v) + 1, backend="eager", fullgraph=True)
-    refused(lambda: whole(q), "torch.compiler.disable", Exception)
-    apart = torch.compiler.disable(softmax)
-    compiled = torch.compile(lambda q: apart(q) + 1, backend="eager")
-    assert torch.equal(compiled(q), softmax(q) + 1)
-
-
-@row("all", "torch.func and vmap")
-def _func():
-    x = randn(3, 1, 1, 2, 16)
-    operators = softmax, lambda x: layer_norm(x, 16), dropout, lambda x: attention(x, x, x)
-    for operator in operators:
-        refused(lambda operator=operator: torch.vmap(operator)(x), "vmap", RuntimeError)
-        total = torch.func.grad(lambda x, operator=operator: operator(x).sum())
-        refused(lambda total=total: total(x[0]), "setup_context", RuntimeError)
-
-
 @row("all", "forward mode")
 def _forward_mode():
     with forward_ad.dual_level():
@@ -111,21 +80,6 @@ def _nested():
         nested = torch.nested.nested_tensor([randn(2, 16), randn(3, 16)])
     for call in everywhere(nested):
         refused(call, "must be a dense tensor, got a nested tensor")
-
-
-@row("all", "meta tensors")
-def _meta():
-    assert torch.softmax(randn(4, 16).to("meta"), -1).is_meta
-    for call in everywhere(randn(1, 1, 2, 16).to("meta")):
-        refused(call, "is on meta")
-
-
-@row("all", "fake tensors")
-def _fake():
-    with FakeTensorMode():
-        fake = torch.empty(1, 1, 2, 16)
-    for call in everywhere(fake):
-        refused(call, "FakeTensor")
 
 
 @row("softmax", "dim left out")

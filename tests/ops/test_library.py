@@ -61,12 +61,23 @@ def parameters(n):
     return randn(n), randn(n)
 
 
+def attention_fp8(q, k, v):
+    """The sum of what was quantised, because FP8 has no gradient."""
+    with torch.no_grad():
+        (q8, q_descale), (k8, k_descale) = kernelbook.quantize(q), kernelbook.quantize(k)
+        v8, v_descale = kernelbook.quantize(v, contiguous="seqlen")
+        descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        out = kernelbook.attention(q8, k8, v8, **descales, out_dtype=torch.float16)
+    return out.float() * q * k * v
+
+
 CASES = {
     "softmax": (softmax, lambda n: (randn(n, 40),)),
     "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
     "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
     "attention": (attention, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3))),
     "attention, lse": (attention_and_lse, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
+    "attention, FP8": (attention_fp8, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
     "masked_dropout": (masked_dropout, lambda n: (randn(n, 33),)),
     "seeded_dropout": (seeded_dropout, lambda n: (randn(n, 33),)),
     "seeded by a tensor": (
@@ -84,6 +95,11 @@ def gradients(function, inputs, dy):
     inputs = differentiable(inputs)
     y = function(*inputs)
     return y, torch.autograd.grad(y, [x for x in inputs if x.requires_grad], dy)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Memory as it is: a compiler would see that it is poisoned."""
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +151,14 @@ def test_exported_is_eager(function, draw):
     exported = torch.export.export(Model(), inputs, dynamic_shapes=((of_batch, *shared),))
     again = draw(5)
     torch.testing.assert_close(exported.module()(*again), function(*again))
+
+
+@ALL
+def test_meta_tensors_have_a_shape(function, draw):
+    inputs = draw(3)
+    y = function(*(x.to("meta") for x in inputs))
+    assert y.is_meta
+    assert (y.shape, y.dtype) == (inputs[0].shape, inputs[0].dtype)
 
 
 @ALL

@@ -87,6 +87,9 @@ def autocast(x: torch.Tensor, like: Callable[[torch.Tensor], torch.Tensor]) -> t
 
     ``like`` calls that function on an empty tensor: its rules differ from device to device.
     """
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(like(x.new_empty(0)).dtype)
+    return x.to(like(x.new_empty(0)).dtype) if autocasts(x) else x
+
+
+def autocasts(x: torch.Tensor) -> bool:
+    """Tell whether autocast is on where a tensor lies."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)

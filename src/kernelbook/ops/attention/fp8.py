@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops import checks
+from kernelbook.ops import checks, library
 from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.forward import sum_of_weights, weigh
 from kernelbook.ops.attention.tiles import (
@@ -335,21 +335,48 @@ def quantize(
     checks.choice("contiguous", contiguous, ("head_dim", "seqlen"))
     checks.same_device(x=x)
 
-    x = x.detach().float()
-    dims = (2, 3) if per == "head" else (0, 1, 2, 3)
+    return _QUANTIZE(x.detach(), dtype, per == "head", contiguous == "seqlen")
+
+
+def _quantize(
+    x: torch.Tensor, dtype: torch.dtype, per_head: bool, seqlen_contiguous: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (stored, descale)."""
+    stored, descale = _quantized_like(x, dtype, per_head, seqlen_contiguous)
+    x = x.float()
+    dims = (2, 3) if per_head else (0, 1, 2, 3)
     largest = torch.finfo(dtype).max
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     amax = x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(shape)
-    descale = amax / largest
-    descale = descale.masked_fill(descale == 0, 1.0)
-    scaled = (x / descale).clamp_(-largest, largest)  # no larger than a rounding error, if at all
-    inner = x.mT if contiguous == "seqlen" else x
-    padded = triton.cdiv(inner.shape[-1], ALIGNMENT.value) * ALIGNMENT.value
+    found = amax / largest
+    found = found.masked_fill(found == 0, 1.0)
+    stored.copy_((x / found).clamp_(-largest, largest))  # at most a rounding error is cut off
+    return stored, found.reshape(descale.shape)
+
+
+def _quantized_like(x, dtype, per_head, seqlen_contiguous):
+    """Return (stored, descale) without their numbers."""
+    inner = x.mT if seqlen_contiguous else x
+    padded = (inner.shape[-1] + ALIGNMENT.value - 1) // ALIGNMENT.value * ALIGNMENT.value
     stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
     stored = stored[..., : inner.shape[-1]]
-    stored = stored.mT if contiguous == "seqlen" else stored
-    stored.copy_(scaled)
-    return stored, descale.reshape(x.shape[:2] if per == "head" else ())
+    descale = torch.empty(x.shape[:2] if per_head else (), dtype=torch.float32, device=x.device)
+    return stored.mT if seqlen_contiguous else stored, descale
+
+
+def _batch_quantize(info, in_dims, x, *options):
+    calls = library.batched(info, in_dims[0], x).unbind()
+    stored, descale = zip(*(_QUANTIZE.op(call, *options) for call in calls), strict=True)
+    return (torch.stack(stored), torch.stack(descale)), (0, 0)
+
+
+_QUANTIZE = library.Operator(
+    "quantize",
+    _quantize,
+    fake=_quantized_like,
+    batch=_batch_quantize,
+    **library.no_gradient("what quantize returns has no gradient."),
+)
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ def _checked_scale(scale: object) -> float:
 def _autocast(name: str, x: object) -> torch.Tensor:
     """Return an operand in the dtype of autocast, where it is on; 8 bits stay 8 bits."""
     checks.tensor(name, x, (*checks.FLOATS, *fp8.DTYPES))
-    if x.dtype in fp8.DTYPES or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype in fp8.DTYPES or not library.autocasts(x):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -91,7 +91,8 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx, dy, _):
+def gradient(ctx, dy, _):
+    """Return the gradients of x, weight and bias."""
     x, weight, bias, statistics = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if dy is None:
@@ -194,7 +195,7 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, neede
 
 
 _LAYER_NORM = library.Operator(
-    "layer_norm", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=_gradient
+    "layer_norm", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=gradient
 )
 _LAYER_NORM_BACKWARD = library.Operator(
     "layer_norm_backward",
