@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import kernelbook
 from kernelbook import runtime
@@ -334,3 +335,60 @@ def test_nothing_of_the_dispatcher_is_in_the_way_of_eager():
     with torch.profiler.profile() as profile:
         softmax(randn(2, 8))
     assert not any("kernelbook" in event.name for event in profile.events())
+
+
+# -- CUDA graphs
+
+
+@pytest.mark.usefixtures("gpu")
+@ALL
+def test_a_graph_replays_forward_and_backward(function, draw):
+    inputs = differentiable(draw(3))
+    leaves = [x for x in inputs if x.requires_grad]
+    dy = torch.randn_like(function(*inputs))
+    torch.autograd.grad(function(*inputs), leaves, dy)  # compile before anything is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = function(*inputs)
+        grads = torch.autograd.grad(y, leaves, dy)
+    for _ in range(2):
+        with torch.no_grad():
+            for x, new in zip(inputs, draw(3), strict=True):
+                x.copy_(new)
+        graph.replay()
+        expected, truth = gradients(function, [x.detach() for x in inputs], dy)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(grads, truth)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_graph_of_dropout_draws_anew_and_backward_finds_its_mask():
+    x = torch.ones(4096, device=DEVICE, requires_grad=True)
+    kernelbook.dropout(x).sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernelbook.dropout(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y > 0, dx > 0)
+        seen.append(y.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+# -- checkpointing
+
+
+def test_checkpointing_replays_the_mask():
+    x = torch.randn(4096, device=DEVICE, requires_grad=True)
+
+    def model(x):
+        return kernelbook.dropout(x, 0.5) * 3
+
+    for step in (model, torch.compile(model, backend="aot_eager")):
+        y = checkpoint(step, x, use_reentrant=False)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(y != 0, dx != 0)
+        assert 0.4 < (dx != 0).float().mean() < 0.6
