@@ -139,6 +139,19 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
 _AS_IT_IS = nullcontext()
 
 
+# -- arithmetic of the host: what triton has for kernels costs the host two microseconds a call
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n, for n of at least 1."""
+    return 1 << (n - 1).bit_length()
+
+
 # -- the device, as the configurations of kernels ask for it. The interpreter has none of this: the
 # values that stand for it there let small tests meet several programs and tiles.
 

@@ -98,7 +98,7 @@ def _launch(kernel, x: torch.Tensor, *inputs, **constants) -> torch.Tensor:
     y = torch.empty_like(x)
     n_elements = x.numel()
     if n_elements:
-        grid = (triton.cdiv(n_elements, BLOCK_SIZE),)
+        grid = (runtime.cdiv(n_elements, BLOCK_SIZE),)
         with runtime.launching_on(x):
             kernel[grid](x, *inputs, **constants, y_ptr=y, n_elements=n_elements,
                          BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS)  # fmt: skip

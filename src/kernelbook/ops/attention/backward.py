@@ -329,7 +329,7 @@ def _preprocess(out, lse, do, dlse) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (lse_log2, delta), both float32, (batch * heads, padded_q)."""
     # I/O: read out + read do + read lse + write lse_log2 + write delta
     batch, heads, seqlen_q, head_dim = out.shape
-    padded_q = triton.cdiv(seqlen_q, PADDING) * PADDING
+    padded_q = runtime.cdiv(seqlen_q, PADDING) * PADDING
     lse_log2, delta = torch.empty(
         (2, batch * heads, padded_q), dtype=torch.float32, device=out.device
     )
@@ -365,7 +365,7 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=No
     q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
     to = [describe(x, config.block_n, described=config.described) for x in (dk, dv)]
-    dkdv_kernel[(batch * heads_k * triton.cdiv(seqlen_k, config.block_n),)](
+    dkdv_kernel[(batch * heads_k * runtime.cdiv(seqlen_k, config.block_n),)](
         q, k, v, do, *rows, *to, dq_desc, dq_ptr,
         batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
         heads_at_once,
@@ -388,11 +388,11 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
     heads_k, seqlen_k = k.shape[1:3]
     config = tuned.backward_config("dq", q)
     dq = empty_fit(q)
-    flowing = triton.cdiv(2 * seqlen_k * head_dim * q.itemsize, heads // heads_k)
+    flowing = runtime.cdiv(2 * seqlen_k * head_dim * q.itemsize, heads // heads_k)
     heads_at_once = tuned.backward_heads_at_once(flowing, q.device)
     q, do, to = (describe(x, config.block_m, described=config.described) for x in (q, do, dq))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    dq_kernel[(batch * heads * triton.cdiv(seqlen_q, config.block_m),)](
+    dq_kernel[(batch * heads * runtime.cdiv(seqlen_q, config.block_m),)](
         q, k, v, do, lse_log2, delta, to,
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, delta.shape[1], sm_scale,
         heads_at_once,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernelbook import runtime
 from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.tiles import (
     LN2,
@@ -175,7 +176,7 @@ def attention_forward(
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     config = tuned.forward_config(q)
     group = heads // heads_k
-    grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
+    grid = (batch * heads * runtime.cdiv(seqlen_q, config.block_m),)
     attention_fwd_kernel[grid](
         describe(q, config.block_m, described=config.described),
         describe(k, config.block_n, described=config.described),

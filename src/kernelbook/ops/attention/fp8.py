@@ -238,12 +238,12 @@ def _keys_contiguous(v: torch.Tensor) -> torch.Tensor:
         return v.mT
     batch, heads, seqlen, head_dim = v.shape
     unit = ALIGNMENT.value // v.itemsize
-    padded = triton.cdiv(seqlen, unit) * unit
+    padded = runtime.cdiv(seqlen, unit) * unit
     v_t = torch.empty((batch, heads, head_dim, padded), dtype=v.dtype, device=v.device)
     # A copy does not look at what it copies, and bytes are cheaper to move than 8-bit floats.
     x, y = (t.view(torch.uint8) if t.dtype in DTYPES else t for t in (v, v_t))
     block_n = 32 if runtime.INTERPRETED else 128
-    transpose_kernel[(batch * heads * triton.cdiv(padded, block_n),)](
+    transpose_kernel[(batch * heads * runtime.cdiv(padded, block_n),)](
         x, y, *x.stride(), heads, seqlen, padded, head_dim,
         BLOCK_N=block_n, BLOCK_D=head_block(head_dim), num_warps=4,
     )  # fmt: skip
@@ -270,7 +270,7 @@ def attention_fp8_forward(
     config, columns = tuned.fp8_config(q), tuned.fp8_columns(head_dim)
     group = heads // heads_k
     steps = (0 if x is None or x.numel() == 1 else 1 for x in descales)
-    grid = (batch * heads * triton.cdiv(seqlen_q, config.block_m),)
+    grid = (batch * heads * runtime.cdiv(seqlen_q, config.block_m),)
     attention_fp8_fwd_kernel[grid](
         describe(q, config.block_m, columns, config.described),
         describe(k, config.block_n, columns, config.described),

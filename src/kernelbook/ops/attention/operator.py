@@ -256,9 +256,8 @@ def run_backward(
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv; what is not needed is empty."""
-    nothing = fake_backward(q, k, v, out, lse, do, dlse, is_causal, sm_scale, deterministic, needed)
     if (do is None and dlse is None) or not (q.numel() and k.numel()):
-        return tuple(dx.zero_() for dx in nothing)
+        return tuple(dx.zero_() for dx in _gradients_like(q, k, v, needed))
     do = torch.zeros_like(out) if do is None else do
     dlse = None if dlse is None else runtime.readable(dlse)
     with runtime.launching_on(q):
@@ -266,8 +265,10 @@ def run_backward(
             *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
             dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
-    of = zip(grads, (q, k, v), needed, nothing, strict=True)
-    return tuple(dx.to(x.dtype) if n else none for dx, x, n, none in of)
+    return tuple(
+        dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)
+        for dx, n in zip(grads, needed, strict=True)
+    )
 
 
 def run_fp8(
@@ -299,8 +300,8 @@ def _like(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def fake_backward(q, k, v, out, lse, do, dlse, is_causal, sm_scale, deterministic, needed):
-    """Return dq, dk and dv without their numbers."""
+def _gradients_like(q, k, v, needed):
+    """Return dq, dk and dv without their numbers; what is not needed is empty."""
     shapes = (x.shape if n else (0,) for x, n in zip((q, k, v), needed, strict=True))
     return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
 
@@ -352,7 +353,7 @@ _ATTENTION = library.Operator(
 _ATTENTION_BACKWARD = library.Operator(
     "attention_backward",
     run_backward,
-    fake=fake_backward,
+    fake=lambda *args: _gradients_like(*args[:3], args[-1]),
     batch=_batch_backward,
     **library.no_gradient(
         "attention can be differentiated once, and its gradient was to be differentiated: use "

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernelbook import runtime
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -93,7 +95,7 @@ def visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.co
 
 def head_block(head_dim: int) -> int:
     """Return the columns of a tile: a power of two, as blocks must be, that holds head_dim."""
-    return triton.next_power_of_2(head_dim)
+    return runtime.next_power_of_2(head_dim)
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -116,7 +118,7 @@ def fit(x: torch.Tensor) -> torch.Tensor:
 def empty_fit(x: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor like x: contiguous, but for the padding that a descriptor may ask for."""
     unit = ALIGNMENT.value // x.itemsize
-    row = triton.cdiv(x.shape[-1], unit) * unit
+    row = runtime.cdiv(x.shape[-1], unit) * unit
     shape = (*x.shape[:-1], row)
     return torch.empty(shape, dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
 

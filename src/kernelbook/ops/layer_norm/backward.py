@@ -372,7 +372,7 @@ def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
 def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
-    block = 1 << (n_cols - 1).bit_length()
+    block = runtime.next_power_of_2(n_cols)
     rows = max(1, tuned.BWD_TILE // block)
     num_warps = rows * block // tuned.BWD_WARP
     at_once = runtime.multiprocessors(x.device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
@@ -428,7 +428,7 @@ def _column_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
         loop_bwd_kernel[(n_rows,)](
             x, weight, mean, rstd, dy, dx, *strides, n_cols, tuned.LOOP_COLS, num_warps=8
         )
-    blocks = triton.cdiv(n_cols, tuned.COLUMN_COLS)
+    blocks = runtime.cdiv(n_cols, tuned.COLUMN_COLS)
     at_once = tuned.COLUMN_PROGRAMS * runtime.multiprocessors(x.device)
     programs = min(max(1, at_once // blocks), n_rows)
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, blocks)

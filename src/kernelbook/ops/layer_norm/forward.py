@@ -446,7 +446,7 @@ def _forward(
         mean, rstd = statistics.unbind()
     tensors = (x, weight, bias, y, mean, rstd)
     stride = x.stride(0)
-    block = triton.next_power_of_2(n_cols)
+    block = runtime.next_power_of_2(n_cols)
     if looping or n_cols > tuned.MAX_PARTS * tuned.MAX_PART_COLS:
         block = min(block, tuned.LOOP_COLS)
         corrected = x.itemsize == 4 or n_cols > tuned.TILE_COLS
@@ -462,7 +462,7 @@ def _forward(
     elif n_cols * x.itemsize > tuned.TILE_BYTES:
         part = tuned.forward_part(n_cols, x.itemsize)
         parts, block = tuned.split(n_cols, part.cols)
-        groups = triton.cdiv(n_rows, part.rows)
+        groups = runtime.cdiv(n_rows, part.rows)
         slots = torch.zeros((groups * part.rows, parts), dtype=torch.int64, device=x.device)
         num_warps = max(1, part.rows * block // 2048)
         split_fwd_kernel[(groups * parts,)](
@@ -473,7 +473,7 @@ def _forward(
     else:
         row_bytes = block * x.itemsize
         rows, num_warps = max(1, tuned.TILE // row_bytes), min(4, max(1, row_bytes // tuned.WARP))
-        grid = (triton.cdiv(n_rows, rows),)
+        grid = (runtime.cdiv(n_rows, rows),)
         row_fwd_kernel[grid](
             *tensors, stride, n_rows, n_cols, eps, rows, block, num_warps=num_warps
         )

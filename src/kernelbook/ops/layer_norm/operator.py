@@ -23,11 +23,9 @@ def _as_parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter.contiguous()
 
 
-def _like(gradient, parameter, nothing):
-    """Give the gradient of a parameter its shape and dtype, or return nothing."""
-    if gradient is None:
-        return nothing
-    return rounded(gradient, parameter.dtype).view(parameter.shape)
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a gradient that is not needed."""
+    return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def _run(
@@ -62,12 +60,12 @@ def _run_backward(
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dx, dw and db; what is not needed is empty."""
-    results = _fake_backward(dy, x, weight, bias, statistics, shape, needed)
     if not x.numel():
-        return tuple(torch.zeros_like(result) for result in results)
+        results = _fake_backward(dy, x, weight, bias, statistics, shape, needed)
+        return tuple(result.zero_() for result in results)
     n_cols = prod(shape)
     needs_dx, needs_dw, needs_db = needed
-    dx, rows = empty_rows(x, n_cols) if needs_dx else (results[0], None)
+    dx, rows = empty_rows(x, n_cols) if needs_dx else (None, None)
     with runtime.launching_on(x):
         _, dw, db = _backward(
             as_rows(x, n_cols),
@@ -79,8 +77,10 @@ def _run_backward(
             needs_dx,
             dx=rows,
         )
-    dx = rounded(dx, x.dtype) if needs_dx else dx
-    return dx, _like(dw, weight, results[1]), _like(db, bias, results[2])
+    return tuple(
+        _nothing(x) if gradient is None else rounded(gradient, of.dtype).view(of.shape)
+        for gradient, of in ((dx, x), (dw, weight), (db, bias))
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -136,12 +136,10 @@ def _fake(x, weight, bias, shape, eps, keep):
 
 
 def _fake_backward(dy, x, weight, bias, statistics, shape, needed):
-    def new(like, n):
-        if not n:
-            return torch.empty(0, dtype=x.dtype, device=x.device)
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-    return tuple(new(like, n) for like, n in zip((x, weight, bias), needed, strict=True))
+    return tuple(
+        torch.empty(of.shape, dtype=of.dtype, device=of.device) if n else _nothing(x)
+        for of, n in zip((x, weight, bias), needed, strict=True)
+    )
 
 
 def _batch(info, in_dims, x, weight, bias, shape, eps, keep):
@@ -177,7 +175,7 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, neede
     wide, _ = _beside(info, in_dims[1:], x, shape, weight, None)
     wdy = dy.float() if wide is None else dy.float() * wide
     nothing = [False, False]
-    dx, dw, db = _fake_backward(dy, x, weight, bias, statistics, shape, [needed[0], *nothing])
+    dx = dw = db = None
     if needed[0]:
         dx, *_ = _LAYER_NORM_BACKWARD.op(
             wdy, x.float(), None, None, statistics, shape, [True, *nothing]
@@ -191,7 +189,8 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, neede
         dw = (dw.sum(rows) if rows else dw).to(weight.dtype)
     if needed[2]:
         db = (dy.float().sum(rows) if rows else dy).to(bias.dtype)
-    return (dx, dw, db), tuple(0 if n else None for n in needed)
+    grads = (_nothing(x) if dx is None else dx for dx in (dx, dw, db))
+    return tuple(grads), tuple(0 if n else None for n in needed)
 
 
 _LAYER_NORM = library.Operator(

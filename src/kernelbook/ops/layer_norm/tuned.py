@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import triton
+from kernelbook import runtime
 
 TILE, TILE_BYTES, WARP = 2048, 32768, 1024
 """Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
@@ -108,5 +108,5 @@ to add up at the end."""
 
 def split(n_cols: int, part_cols: int) -> tuple[int, int]:
     """Return into how many parts a row is split, and the columns of a part."""
-    block = max(part_cols, triton.next_power_of_2(triton.cdiv(n_cols, MAX_PARTS)))
-    return triton.cdiv(n_cols, block), block
+    block = max(part_cols, runtime.next_power_of_2(runtime.cdiv(n_cols, MAX_PARTS)))
+    return runtime.cdiv(n_cols, block), block

@@ -36,7 +36,7 @@ def looks(n_parts: int, num_warps: int, device: torch.device, rows: int = 1) -> 
     each of them for itself: one sees a slot filled, and its twin sees it empty. So either a warp
     reads as many slots as it has lanes, and each warp all of them; or each thread reads another.
     """
-    lanes, slots = runtime.warp_size(device), rows * triton.next_power_of_2(n_parts)
+    lanes, slots = runtime.warp_size(device), rows * runtime.next_power_of_2(n_parts)
     return (lanes if slots <= lanes else max(slots, num_warps * lanes)) // rows, num_warps * lanes
 
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernelbook import runtime
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.softmax import tuned
@@ -108,7 +109,7 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
     """Write the gradient of each row to dx: matrices with contiguous rows, none empty."""
     # I/O: read y + read dy + write dx
     n_rows, n_cols = y.shape
-    block = triton.next_power_of_2(n_cols)
+    block = runtime.next_power_of_2(n_cols)
     stride = dy.stride(0)
     if algorithm != "row":
         block = min(block, tuned.BLOCK_COLS)
@@ -125,5 +126,5 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
     else:
         rows = max(1, 1024 // block)
         num_warps = min(16, max(1, rows * block // 1024))
-        grid = (triton.cdiv(n_rows, rows),)
+        grid = (runtime.cdiv(n_rows, rows),)
         row_bwd_kernel[grid](y, dy, dx, stride, n_rows, n_cols, rows, block, num_warps=num_warps)

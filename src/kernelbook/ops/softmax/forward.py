@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernelbook import runtime
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
@@ -218,14 +219,14 @@ def _forward(x: torch.Tensor, y: torch.Tensor, algorithm: str) -> None:
     if algorithm == "row":
         _row_forward(x, y)
     elif algorithm == "three_pass":
-        block = min(triton.next_power_of_2(n_cols), tuned.BLOCK_COLS)
+        block = min(runtime.next_power_of_2(n_cols), tuned.BLOCK_COLS)
         num_warps = max(1, block // 1024)
         three_pass_fwd_kernel[(n_rows,)](x, y, x.stride(0), n_cols, block, num_warps=num_warps)
     else:
         # One row and long blocks, or four rows and short ones: as many numbers either way.
         rows = 1 if algorithm == "online" else 4
-        block = min(triton.next_power_of_2(n_cols), tuned.BLOCK_COLS // rows)
-        grid = (triton.cdiv(n_rows, rows),)
+        block = min(runtime.next_power_of_2(n_cols), tuned.BLOCK_COLS // rows)
+        grid = (runtime.cdiv(n_rows, rows),)
         online_fwd_kernel[grid](
             x, y, x.stride(0), n_rows, n_cols, rows, block,
             num_warps=max(1, rows * block // 1024),
@@ -235,7 +236,7 @@ def _forward(x: torch.Tensor, y: torch.Tensor, algorithm: str) -> None:
 def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     # I/O: read x + write y
     n_rows, n_cols = x.shape
-    block = triton.next_power_of_2(n_cols)
+    block = runtime.next_power_of_2(n_cols)
     stride = x.stride(0)
     if n_cols * x.itemsize > tuned.WIDE_BYTES:
         parts, block, num_warps = tuned.split(n_cols, x.itemsize, "forward")
@@ -253,5 +254,5 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     else:
         rows = max(1, 2048 // block)
         num_warps = max(1, rows * block // 2048)
-        grid = (triton.cdiv(n_rows, rows),)
+        grid = (runtime.cdiv(n_rows, rows),)
         row_fwd_kernel[grid](x, y, stride, n_rows, n_cols, rows, block, num_warps=num_warps)

@@ -1,7 +1,5 @@
 """How softmax cuts rows into blocks, programs and parts, with where each was measured."""
 
-import triton
-
 from kernelbook import runtime
 
 TILE_COLS = 8192
@@ -44,4 +42,4 @@ def split(n_cols: int, itemsize: int, direction: str) -> tuple[int, int, int]:
     """Return into how many parts a row is split, the columns of a part, and its warps."""
     block = PART_COLS[n_cols > SMALL_PARTS_UP_TO[direction]]
     warp = UNALIGNED_PART_WARP if n_cols * itemsize % 16 else PART_WARP
-    return triton.cdiv(n_cols, block), block, max(1, block // warp)
+    return runtime.cdiv(n_cols, block), block, max(1, block // warp)
