@@ -25,10 +25,10 @@ from kernelbook.ops.dropout import (
     _launch,
     _rand_dropout,
     _seeded_dropout,
-    _SeededDropout,
     masked_dropout_kernel,
     rand_dropout_kernel,
     seeded_dropout_kernel,
+    seeded_gradient,
 )
 
 lab.start("dropout", "kernelbook.ops.dropout")
@@ -246,10 +246,11 @@ lab.source(seeded_dropout_kernel, "decide")
 # The last piece compares, scales in float32 and stores. It selects with ``tl.where`` instead of
 # multiplying with the mask: zero times infinity would be NaN, and a dropped element must be zero.
 #
-# Autograd is told about the kernel once. The backward pass calls the same function with the same
-# seed, so gradients of gradients work too.
+# Autograd is told about the kernel once. The backward pass calls the same operator with the same
+# seed, so gradients of gradients work too. It is an operator of PyTorch's dispatcher, so that
+# ``torch.compile`` finds one node here and does not look inside.
 
-lab.source(_SeededDropout)
+lab.source(seeded_gradient)
 
 # %%
 # Is it right?

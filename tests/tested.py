@@ -4,6 +4,7 @@
 
 adds what that run found to ``tested.json``, which the book's table of GPUs is made from. It is kept
 with the fingerprint of the code that was tested, so that later code does not pass for tested.
+Triton's interpreter counts as a GPU here.
 """
 
 import json
@@ -23,11 +24,13 @@ CHAPTERS = {
 }
 """For each chapter the file of its tests, and the module that they test."""
 
+INTERPRETER = "Triton's interpreter"
+
 
 def add(outcomes: Counter, file: Path = FILE) -> None:
     """Add a run to the file. ``outcomes`` counts (file of tests, outcome)."""
-    origin = results.provenance()
-    run = {key: origin[key] for key in ("commit", "date", "driver", "torch")}
+    origin = {"gpu": INTERPRETER} | results.provenance()
+    run = {key: origin[key] for key in ("commit", "date", "python", "torch")}
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     chapters = found.setdefault(origin["gpu"], {}).setdefault(origin["triton"], {})
     for chapter, (tests, module) in CHAPTERS.items():

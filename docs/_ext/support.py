@@ -93,6 +93,17 @@ def words(app):
     return cells
 
 
+def versions(app):
+    """The versions of torch and Python with which something ran, by (gpu, triton)."""
+    found = defaultdict(set)
+    for record in records():
+        made = record["provenance"]
+        found[made["gpu"], made["triton"]].add(f"{made['torch']}, {made['python']}")
+    for gpu, triton, _, run, _ in tested(app):
+        found[gpu, triton].add(f"{run['torch']}, {run['python']}")
+    return found
+
+
 def tested_with(app, chapter):
     """One sentence: on what a chapter's kernels were tested, and for how many GPUs compiled."""
     where = defaultdict(set)
@@ -127,13 +138,17 @@ class Support(SphinxDirective):
         chapters = [path.stem for path in sorted(chapter_scripts(app), key=reading_order)]
         titles = (link(self.env.docname, f"chapters/{c}", c.replace("_", " ")) for c in chapters)
         gpus = list(dict.fromkeys(gpu for gpu, _ in cells))  # in the order in which they came
+        beside = versions(app)
         rows = [
-            (short(gpu), triton, *("; ".join(cells[gpu, triton][c]) for c in chapters))
+            (
+                *(short(gpu), triton, ", ".join(sorted(beside[gpu, triton]))),
+                *("; ".join(cells[gpu, triton][c]) for c in chapters),
+            )
             for gpu, triton in sorted(cells, key=lambda cell: (gpus.index(cell[0]), cell[1]))
         ]
         if not rows:
             return [paragraph("Nothing was run or compiled yet.")]
-        return [table(["GPU", "Triton", *titles], rows)]
+        return [table(["GPU", "Triton", "torch, Python", *titles], rows)]
 
     def reasons(self):
         found = defaultdict(lambda: defaultdict(list))

@@ -20,6 +20,7 @@ def app(root, module, tmp_path):
     """A book whose tests ran on one GPU, and whose kernels were compiled for another."""
     results.save(record())
     run = {"failed": 0, "passed": 7, "skipped": 1, "module": "measured_module"}
+    run |= {"torch": "2.13.0", "python": "3.12.3"}
     run["fingerprint"] = fingerprint(["measured_module"])
     tested = {"3.6.0": {"dropout": run}, "3.9.0": {"dropout": run, "softmax": run | {"failed": 2}}}
     cases = {"softmax float32 8": FITS, "attention float32 64": FITS, "fp8 float8 64": NO_FP8}
@@ -42,6 +43,11 @@ def test_a_cell_says_what_is_known(app):
         "attention_backward": ["compiled in part"],
         "attention_fp8": ["refused"],
     }
+
+
+def test_versions_stand_beside(app):
+    found = support.versions(app)
+    assert found == {("Test GPU", v): {"2.13.0, 3.12.3"} for v in ("3.6.0", "3.7.1", "3.9.0")}
 
 
 def test_older_code_is_not_passed_for_tested(app, module):

@@ -162,7 +162,7 @@ def provenance() -> dict:
     """Return where a result measured now comes from: the machine, the software, the commit."""
     found = runtime.environment()
     return found | {
-        "slug": slug(found["gpu"]),
+        "slug": slug(found.get("gpu", "")),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

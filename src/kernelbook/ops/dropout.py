@@ -159,7 +159,8 @@ def _keep_seed(ctx, inputs, output):
     ctx.save_for_backward(seed_tensor)
 
 
-def _seeded_gradient(ctx, dy):
+def seeded_gradient(ctx, dy):
+    """Return the gradient of x: dy, through the same mask."""
     (seed_tensor,) = ctx.saved_tensors
     return _SEEDED(dy, ctx.p, ctx.seed, seed_tensor), None, None, None
 
@@ -196,7 +197,7 @@ _SEEDED = library.Operator(
     fake=_fake,
     batch=_batch_seeded,
     setup_context=_keep_seed,
-    backward=_seeded_gradient,
+    backward=seeded_gradient,
 )
 
 
