@@ -17,7 +17,6 @@ from sphinx import addnodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
-from sphinx_gallery.gen_rst import extract_intro_and_title
 
 logger = logging.getLogger(__name__)
 NOT_RECORDED = "Not recorded yet: no GPU has run this book."
@@ -142,6 +141,8 @@ class Chapters(SphinxDirective):
         return content
 
     def card(self, script):
+        from sphinx_gallery.gen_rst import extract_intro_and_title  # what has it is in the site
+
         text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
         intro, title = extract_intro_and_title(script, text)
         card = nodes.container(classes=["kb-card"])
