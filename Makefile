@@ -42,7 +42,7 @@ html: $(READY)  ## build the book into build/html, running every chapter
 	@touch $(BUILT)
 
 test: $(READY) $(if $(filter ops lab,$(ONLY)),,$(BUILT))  ## run every test, or those of one room: ONLY=ops
-	$(PYTHON) -m pytest -n 2 tests/$(ONLY)
+	$(PYTHON) -m pytest -n 2 --dist worksteal tests/$(ONLY)
 
 fuzz: $(READY)  ## explore what the property tests do not, for MINUTES=10
 	$(PYTHON) tests/fuzz.py --minutes $(MINUTES)

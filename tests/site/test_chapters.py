@@ -1,5 +1,6 @@
 """The chapters: what a reader downloads runs by itself, and what must stop a build stops it."""
 
+import ast
 import json
 import os
 import re
@@ -16,6 +17,9 @@ from records import PROVENANCE, record
 ROOT = Path(__file__).parents[2]
 DOWNLOADS = ROOT / "build" / "html" / "downloads"
 CHAPTERS = sorted(p.stem for p in (ROOT / "gallery").glob("[!_]*.py"))
+NOTEBOOKS = ["softmax", "attention_fp8"]
+"""Those that are run: each notebook has the code of its script, and every script is run."""
+
 LEFTOVERS = {
     "directive": r"(?m)^\s*\.\. [\w-]+::",
     "comment or target": r"(?m)^\s*\.\. ",
@@ -99,8 +103,17 @@ def test_script_runs_with_the_wheel_alone(stem, book, environment, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.filterwarnings("ignore")  # Jupyter's own
 @pytest.mark.parametrize("stem", CHAPTERS)
+def test_a_notebook_has_the_code_of_its_script(stem, book):
+    notebook = nbformat.read(book / f"{stem}.ipynb", as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    _docstring, *script = ast.parse((book / f"{stem}.py").read_text(encoding="utf-8")).body
+    code = ast.parse(re.sub(r"(?m)^%.*$", "", "\n".join(cells))).body  # without Jupyter's own
+    assert [ast.unparse(line) for line in code] == [ast.unparse(line) for line in script]
+
+
+@pytest.mark.filterwarnings("ignore")  # Jupyter's own
+@pytest.mark.parametrize("stem", NOTEBOOKS)
 def test_notebook_runs_with_the_wheel_alone(stem, book, environment, tmp_path):
     notebook = nbformat.read(book / f"{stem}.ipynb", as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
