@@ -57,9 +57,12 @@ class Operator:
             return self.op(*args)
         if torch._C._are_functorch_transforms_active():
             return self.transformed.apply(*args)
-        if is_in_torch_dispatch_mode() or any(map(checks.holds_no_numbers, args)):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if is_in_torch_dispatch_mode() or any(map(checks.holds_no_numbers, tensors)):
             return self.op(*args)
-        return self.eager.apply(*args) if torch.is_grad_enabled() else self.run(*args)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return self.eager.apply(*args)
+        return self.run(*args)
 
 
 def _function(name: str, *, vmap_is_generated: bool = False, **parts: Callable) -> type:
