@@ -1241,6 +1241,20 @@ lab.read(
 )
 
 # %%
+# The host needs its time for a call as well: backward starts three kernels, and most of their
+# tensors need a descriptor. :doc:`/hardware` says where the time goes.
+
+lab.host_times(
+    {
+        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
+        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
+    },
+    *torch.randn(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
+)
+
+# %%
 # What breaks it
 # --------------
 #

@@ -1214,7 +1214,7 @@ lab.table([{"what backward says": line} for line in lines], "q requires a gradie
 stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
 with (
     mock.patch.object(runtime, "INTERPRETED", False),
-    mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+    mock.patch.object(runtime, "capability", return_value=(8, 0)),
     mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
 ):
     lines = said(lambda: fp8.check_operands(stand_in, stand_in, stand_in))

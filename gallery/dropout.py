@@ -22,8 +22,9 @@ import torch.nn.functional as F
 
 from kernelbook import dropout, lab, masked_dropout, reference, runtime, seeded_dropout
 from kernelbook.ops.dropout import (
-    _launch,
+    _plan,
     _rand_dropout,
+    _run,
     _seeded_dropout,
     masked_dropout_kernel,
     rand_dropout_kernel,
@@ -201,10 +202,16 @@ lab.source(masked_dropout_kernel)
 # Why ``.to(tl.int64)``? A program's number has 32 bits, and so would its product with the block
 # size. Past element :math:`2^{31}` it would wrap around to a negative address.
 #
-# Who starts the programs? ``kernel[grid](...)`` does, once for each number of the grid. With a grid
-# of two numbers, ``tl.program_id(1)`` counts along the second.
+# Who starts the programs? In Triton ``kernel[grid](...)`` does, once for each number of the grid.
+# With a grid of two numbers, ``tl.program_id(1)`` counts along the second. The book's operators
+# hand the kernel, the grid and all but the tensors to a ``Launch``, which does the same. It
+# remembers which compiled kernel that was, so that Triton need not look at every argument again.
 
-lab.source(_launch)
+lab.source(_plan)
+
+# %%
+
+lab.source(_run)
 
 # %%
 # ``num_warps`` says how many *warps* of 32 threads run a program. Four warps for 1,024 elements
@@ -713,6 +720,16 @@ lab.read(
     f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed "
     "and one of the kernel. A faster kernel cannot help: only doing more in one launch can, by "
     "fusing dropout with its neighbours."
+)
+
+# %%
+# That was the GPU. The host, too, needs its time for a call: it checks the input, allocates the
+# output and queues the kernels. :doc:`/hardware` says where that time goes.
+
+x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
+lab.host_times(
+    {"Kernel Book": lambda x: dropout(x, 0.5), "PyTorch": lambda x: F.dropout(x, 0.5)},
+    x,
 )
 
 # %%

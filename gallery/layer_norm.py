@@ -1160,8 +1160,20 @@ lab.read(
 
 # %%
 # A benchmark of large inputs says what the kernel can do. End to end, small inputs wait for the
-# host. A graph helps, and so does doing more in one launch.
-#
+# host. A graph helps, and so does doing more in one launch. How long is the host busy with a call?
+# :doc:`/hardware` says what with.
+
+x = torch.randn(64, 1024, device=runtime.DEVICE)
+lab.host_times(
+    {
+        "Kernel Book": lambda x, w, b: layer_norm(x, 1024, w, b),
+        "PyTorch": lambda x, w, b: F.layer_norm(x, (1024,), w, b),
+    },
+    x,
+    *torch.randn(2, 1024, device=runtime.DEVICE),
+)
+
+# %%
 # What breaks it
 # --------------
 #

@@ -17,6 +17,7 @@ from records import PROVENANCE, record
 from kernelbook import lab, runtime
 from kernelbook.lab import chapter, results
 from kernelbook.lab.check import FACTOR, ROWS, judge
+from kernelbook.ops import launch
 
 DEVICE = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +35,20 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(20)
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch):
+    """pytest's own; whatever it changes, launches are planned anew."""
+    change = monkeypatch.setattr
+
+    def change_and_forget(*args, **kwargs):
+        change(*args, **kwargs)
+        launch.forget()
+
+    monkeypatch.setattr = change_and_forget
+    yield monkeypatch
+    launch.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -232,11 +232,31 @@ def kernel_rows(app, docname):
     return headers, rows
 
 
+def host_rows(app, docname):
+    from kernelbook.lab.chapter import HOST
+
+    headers, rows = (), []
+    for record in records():
+        if HOST in record["tables"]:
+            found = record["tables"][HOST]
+            headers = ("Chapter", "GPU", *(column.capitalize() for column in found["columns"]))
+            chapter = link(docname, f"chapters/{record['chapter']}", record["chapter"])
+            where = record["provenance"]["gpu"]
+            rows += [(chapter.deepcopy(), where, *map(str, row)) for row in found["rows"]]
+    return headers, rows
+
+
 class Recorded(SphinxDirective):
-    """A table of what was recorded: runs, files, devices or kernels."""
+    """A table of what was recorded: runs, files, devices, kernels or the host's time."""
 
     required_arguments = 1
-    TABLES = {"runs": run_rows, "files": file_rows, "devices": device_rows, "kernels": kernel_rows}
+    TABLES = {
+        "runs": run_rows,
+        "files": file_rows,
+        "devices": device_rows,
+        "kernels": kernel_rows,
+        "host": host_rows,
+    }
 
     def run(self):
         self.env.note_reread()

@@ -183,7 +183,12 @@ def register_limit(registers: int | None) -> dict[str, int]:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the device's compute capability: (9, 0) is Hopper, and (0, 0) the interpreter."""
-    return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+    if INTERPRETED:
+        return 0, 0
+    if torch.compiler.is_compiling():  # it knows this function, and takes no answer from a cache
+        return torch.cuda.get_device_capability(device)
+    properties = _properties(device)
+    return properties.major, properties.minor
 
 
 @cache

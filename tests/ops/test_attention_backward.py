@@ -243,6 +243,8 @@ def test_a_limit_of_registers_reaches_every_launch(monkeypatch):
     passed = {}
 
     class Spy:
+        arg_names = ()
+
         def __init__(self, name):
             self.name = name
 

@@ -287,7 +287,7 @@ def test_the_statistics_see_too_few_rounds():
 
 @pytest.fixture
 def _no_launch(monkeypatch):
-    monkeypatch.setattr(module, "_launch", lambda *_, **__: pytest.fail("a kernel was launched"))
+    monkeypatch.setattr(module, "_run", lambda *_, **__: pytest.fail("a kernel was launched"))
 
 
 ERRORS = {

@@ -1,7 +1,7 @@
 """The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
 
 from kernelbook.lab.bench import Absent, Sweep, bench, peer
-from kernelbook.lab.chapter import compiled_by, facts, finish, measure, start
+from kernelbook.lab.chapter import compiled_by, facts, finish, host_times, measure, start
 from kernelbook.lab.check import Case, CheckFailed, check
 from kernelbook.lab.display import note, read, source, table
 from kernelbook.lab.figures import colour, draw, ladder, plot
@@ -20,6 +20,7 @@ __all__ = [
     "draw",
     "facts",
     "finish",
+    "host_times",
     "ladder",
     "measure",
     "note",

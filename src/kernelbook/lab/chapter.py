@@ -2,7 +2,9 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +18,7 @@ from kernelbook.lab import display, results
 from kernelbook.lab.display import NOT_RECORDED, Shown, note, show, table
 from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
 from kernelbook.lab.schema import SCHEMA
+from kernelbook.ops.launch import forget
 
 
 class Chapter:
@@ -181,6 +184,54 @@ def measure(name: str, experiment: Callable[[], list[dict]]) -> Table:
     return _table(name, experiment)
 
 
+HOST = "What a call costs the host"
+"""The table in which a chapter says so, and the page on hardware for all of them."""
+
+HOST_TURNS, HOST_CALLS = 60, 20
+"""Turns of each provider, and the calls in a turn, of which the fastest counts: what slows a host
+down has nothing to do with the call."""
+
+
+def host_times(providers: dict[str, Callable], *inputs: torch.Tensor) -> Table:
+    """Measure the microseconds after which a call returns, with its kernels only queued.
+
+    ``providers`` take the inputs and return one tensor. The inputs should be so small that the GPU
+    is done sooner than the host. Each provider is called without gradients, and with forward and
+    backward.
+    """
+
+    def experiment() -> list[dict]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        rows = []
+        for passes in ("forward", "forward and backward"):
+            fastest = dict.fromkeys(providers, float("inf"))
+            runs = {}
+            for name, provider in providers.items():
+                dy = torch.randn_like(provider(*inputs))
+                runs[name] = partial(provider, *inputs)
+                if passes != "forward":
+                    runs[name] = partial(_forward_and_backward, provider, leaves, dy)
+            for _ in range(HOST_TURNS):
+                for name, run in runs.items():
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(HOST_CALLS):
+                        run()
+                    took = (time.perf_counter() - begin) / HOST_CALLS
+                    fastest[name] = min(fastest[name], took)
+            rows.append(
+                {"pass": passes}
+                | {f"{name} (µs)": round(1e6 * took, 1) for name, took in fastest.items()}
+            )
+        return rows
+
+    return _table(HOST, experiment)
+
+
+def _forward_and_backward(provider: Callable, leaves: list, dy: torch.Tensor) -> tuple:
+    return torch.autograd.grad(provider(*leaves), leaves, dy)
+
+
 def facts(name: str, launches: dict[str, Callable]) -> Table:
     """Return what the compiler made of every kernel that the launches run.
 
@@ -219,6 +270,7 @@ def compiled_by(launch: Callable) -> list[tuple]:
         compiled.append((kernel.fn.__name__, run(kernel, *args, **kwargs)))
         return compiled[-1][1]
 
+    forget()  # a launch that is remembered does not ask the compiler
     with mock.patch.object(JITFunction, "run", spy):
         launch()
     return compiled

@@ -53,6 +53,8 @@ def _plain_tensor(name: str, x: object) -> None:
 
 def holds_no_numbers(x: object) -> bool:
     """Tell whether x is a tensor that has a shape and no numbers: on meta, or fake."""
+    if type(x) is torch.Tensor:
+        return x.is_meta
     return isinstance(x, torch.Tensor) and (x.is_meta or isinstance(x, FakeTensor))
 
 

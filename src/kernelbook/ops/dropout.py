@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
+from kernelbook.ops.launch import Launch, planned
 
 BLOCK_SIZE, NUM_WARPS = 1024, 4
 """Elements and warps a program: eight elements a thread, one 16-byte load in 16 bits and two in 32.
@@ -31,8 +32,8 @@ arithmetic that a 16-bit copy does not hide."""
 @triton.jit
 def masked_dropout_kernel(
     x_ptr,  # input, n_elements
-    keep_ptr,  # mask, n_elements, bool
     y_ptr,  # output, n_elements
+    keep_ptr,  # mask, n_elements, bool
     n_elements,
     scale,  # 1 / (1 - p)
     BLOCK_SIZE: tl.constexpr,
@@ -44,14 +45,14 @@ def masked_dropout_kernel(
     tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def rand_dropout_kernel(
     x_ptr,  # input, n_elements
     y_ptr,  # output, n_elements
+    seed,
     n_elements,
     p,  # probability of dropping an element
     scale,  # 1 / (1 - p)
-    seed,
     BLOCK_SIZE: tl.constexpr,
     N_ROUNDS: tl.constexpr,
 ):
@@ -66,10 +67,10 @@ def rand_dropout_kernel(
 def seeded_dropout_kernel(
     x_ptr,  # input, n_elements
     y_ptr,  # output, n_elements
+    seed,  # an integer, or a pointer to one
     n_elements,
     threshold: tl.uint32,  # p * 2**32
     scale,  # 1 / (1 - p)
-    seed,  # an integer, or a pointer to one
     BLOCK_SIZE: tl.constexpr,
     N_ROUNDS: tl.constexpr,
 ):
@@ -91,43 +92,40 @@ def seeded_dropout_kernel(
     tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
 
 
-def _launch(kernel, x: torch.Tensor, *inputs, **constants) -> torch.Tensor:
+@planned
+def _plan(kernel, n_elements: int, *numbers: float, **constants: int) -> Launch:
+    grid = (runtime.cdiv(n_elements, BLOCK_SIZE),)
+    return Launch(kernel, grid, n_elements, *numbers, BLOCK_SIZE=BLOCK_SIZE, **constants,
+                  num_warps=NUM_WARPS)  # fmt: skip
+
+
+def _run(kernel, x: torch.Tensor, mask_or_seed: torch.Tensor | int, *numbers, **constants):
     """Allocate y in row-major order and run ``kernel`` over all elements of x."""
     dtype = x.dtype
     x = runtime.readable(x).contiguous()
     y = torch.empty_like(x)
-    n_elements = x.numel()
-    if n_elements:
-        grid = (runtime.cdiv(n_elements, BLOCK_SIZE),)
+    if x.numel():
         with runtime.launching_on(x):
-            kernel[grid](x, *inputs, **constants, y_ptr=y, n_elements=n_elements,
-                         BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS)  # fmt: skip
+            _plan(kernel, x.numel(), *numbers, **constants)(x, y, mask_or_seed)
     return y.to(dtype)
 
 
 def _masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
     # I/O: read x + read keep (1 byte an element) + write y
-    return _launch(masked_dropout_kernel, x, keep.contiguous(), scale=1 / (1 - p))
+    return _run(masked_dropout_kernel, x, keep.contiguous(), 1 / (1 - p))
 
 
 def _rand_dropout(x: torch.Tensor, p: float, seed: int, n_rounds: int = 10) -> torch.Tensor:
     # I/O: read x + write y
-    scale = 1 / (1 - p)
-    return _launch(rand_dropout_kernel, x, p=p, scale=scale, seed=seed, N_ROUNDS=n_rounds)
+    return _run(rand_dropout_kernel, x, seed, p, 1 / (1 - p), N_ROUNDS=n_rounds)
 
 
 def _seeded_dropout(
     x: torch.Tensor, p: float, seed: int | torch.Tensor, n_rounds: int = N_ROUNDS
 ) -> torch.Tensor:
     # I/O: read x + write y
-    return _launch(
-        seeded_dropout_kernel,
-        x,
-        threshold=min(round(p * 2**32), 2**32 - 1),
-        scale=1 / (1 - p),
-        seed=seed,
-        N_ROUNDS=n_rounds,
-    )
+    threshold, scale = min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+    return _run(seeded_dropout_kernel, x, seed, threshold, scale, N_ROUNDS=n_rounds)
 
 
 # -- autograd, compilers and torch.func

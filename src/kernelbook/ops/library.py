@@ -57,10 +57,15 @@ class Operator:
             return self.op(*args)
         if torch._C._are_functorch_transforms_active():
             return self.transformed.apply(*args)
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if is_in_torch_dispatch_mode() or any(map(checks.holds_no_numbers, tensors)):
+        differentiable = False
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                if checks.holds_no_numbers(x):
+                    return self.op(*args)
+                differentiable |= x.requires_grad
+        if is_in_torch_dispatch_mode():
             return self.op(*args)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if differentiable and torch.is_grad_enabled():
             return self.eager.apply(*args)
         return self.run(*args)
 

@@ -30,6 +30,7 @@ from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
     describe,
+    describe_tiles,
     empty_fit,
     head_block,
     head_of,
@@ -38,6 +39,7 @@ from kernelbook.ops.attention.tiles import (
     store_tile,
     visible,
 )
+from kernelbook.ops.launch import Launch, planned
 
 
 @triton.jit
@@ -322,53 +324,66 @@ PADDING = 128
 
 def _describe_rows(x: torch.Tensor, block: int) -> TensorDescriptor:
     """Describe the statistics, (rows, padded_q), so that a tile is a part of one row."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block])
+    return describe_tiles(x, (1, block))
 
 
 def _preprocess(out, lse, do, dlse) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (lse_log2, delta), both float32, (batch * heads, padded_q)."""
     # I/O: read out + read do + read lse + write lse_log2 + write delta
-    batch, heads, seqlen_q, head_dim = out.shape
+    batch, heads, seqlen_q, _ = out.shape
     padded_q = runtime.cdiv(seqlen_q, PADDING) * PADDING
-    lse_log2, delta = torch.empty(
-        (2, batch * heads, padded_q), dtype=torch.float32, device=out.device
-    )
+    shape = (2, batch * heads, padded_q)
+    lse_log2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
+    run = _preprocess_launch(out.shape, out.stride(), do.stride(), padded_q)
+    run(out, do, lse.contiguous(), None if dlse is None else dlse.contiguous(), delta, lse_log2)
+    return lse_log2, delta
+
+
+@planned
+def _preprocess_launch(shape, out_strides, do_strides, padded_q) -> Launch:
+    batch, heads, seqlen_q, head_dim = shape
     block = tuned.INTERPRETED.block_m if runtime.INTERPRETED else PADDING
-    preprocess_kernel[(batch * heads * (padded_q // block),)](
-        out, do, lse.contiguous(), None if dlse is None else dlse.contiguous(), delta, lse_log2,
-        *out.stride()[:3], *do.stride()[:3], heads, seqlen_q, padded_q, head_dim,
+    return Launch(
+        preprocess_kernel, (batch * heads * (padded_q // block),),
+        *out_strides[:3], *do_strides[:3], heads, seqlen_q, padded_q, head_dim,
         BLOCK_M=block, BLOCK_D=head_block(head_dim), num_warps=8,
     )  # fmt: skip
-    return lse_log2, delta
 
 
 def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=None):
     """Return (dk, dv), and add sm_scale ** -1 * dq to dq_sums where these are given."""
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
-    batch, heads_k, seqlen_k, head_dim = k.shape
-    heads, seqlen_q = q.shape[1:3]
-    padded_q = delta.shape[1]
     config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
     dk, dv = empty_fit(k), empty_fit(v)
     how, dq_desc, dq_ptr = "none", None, None
     if dq_sums is not None and config.described and not runtime.INTERPRETED:
         how = "descriptor"
         dq_rows = dq_sums.view(-1, dq_sums.shape[-1])
-        dq_desc = TensorDescriptor.from_tensor(dq_rows, [config.block_m, dq_rows.shape[1]])
+        dq_desc = describe_tiles(dq_rows, (config.block_m, dq_rows.shape[1]))
     elif dq_sums is not None:
         how, dq_ptr = "pointer", dq_sums
     rows = lse_log2, delta
     if config.described and config.described_rows:
         rows = [_describe_rows(x, config.block_m) for x in rows]
-    flowing = 2 * (heads // heads_k) * seqlen_q * head_dim * q.itemsize
-    heads_at_once = tuned.backward_heads_at_once(flowing, q.device)
+    flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
+    at_once = tuned.backward_heads_at_once(flowing, q.device)
+    run = _keys_launch(config, q.shape, k.shape, delta.shape[1], is_causal, sm_scale, at_once, how)
     q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
     to = [describe(x, config.block_n, described=config.described) for x in (dk, dv)]
-    dkdv_kernel[(batch * heads_k * runtime.cdiv(seqlen_k, config.block_n),)](
-        q, k, v, do, *rows, *to, dq_desc, dq_ptr,
-        batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
-        heads_at_once,
+    run(q, k, v, do, *rows, *to, dq_desc, dq_ptr)
+    return dk, dv
+
+
+@planned
+def _keys_launch(
+    config, q_shape, k_shape, padded_q, is_causal, sm_scale, heads_at_once, how
+) -> Launch:
+    batch, heads_k, seqlen_k, head_dim = k_shape
+    heads, seqlen_q = q_shape[1:3]
+    return Launch(
+        dkdv_kernel, (batch * heads_k * runtime.cdiv(seqlen_k, config.block_n),),
+        batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale, heads_at_once,
         IS_CAUSAL=is_causal,
         DQ=how,
         DESCRIBED=config.described and config.described_rows,
@@ -378,23 +393,32 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=No
         BLOCK_D=head_block(head_dim),
         **config.options,
     )  # fmt: skip
-    return dk, dv
 
 
 def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
     """Return dq."""
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
-    batch, heads, seqlen_q, head_dim = q.shape
-    heads_k, seqlen_k = k.shape[1:3]
     config = tuned.backward_config("dq", q)
     dq = empty_fit(q)
-    flowing = runtime.cdiv(2 * seqlen_k * head_dim * q.itemsize, heads // heads_k)
-    heads_at_once = tuned.backward_heads_at_once(flowing, q.device)
+    group = q.shape[1] // k.shape[1]
+    flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
+    at_once = tuned.backward_heads_at_once(flowing, q.device)
+    run = _queries_launch(config, q.shape, k.shape, delta.shape[1], is_causal, sm_scale, at_once)
     q, do, to = (describe(x, config.block_m, described=config.described) for x in (q, do, dq))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    dq_kernel[(batch * heads * runtime.cdiv(seqlen_q, config.block_m),)](
-        q, k, v, do, lse_log2, delta, to,
-        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, delta.shape[1], sm_scale,
+    run(q, k, v, do, lse_log2, delta, to)
+    return dq
+
+
+@planned
+def _queries_launch(
+    config, q_shape, k_shape, padded_q, is_causal, sm_scale, heads_at_once
+) -> Launch:
+    batch, heads, seqlen_q, head_dim = q_shape
+    heads_k, seqlen_k = k_shape[1:3]
+    return Launch(
+        dq_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
         heads_at_once,
         IS_CAUSAL=is_causal,
         ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
@@ -403,7 +427,6 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
         BLOCK_D=head_block(head_dim),
         **config.options,
     )  # fmt: skip
-    return dq
 
 
 def attention_backward(

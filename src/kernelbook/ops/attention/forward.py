@@ -18,6 +18,7 @@ from kernelbook.ops.attention.tiles import (
     place,
     visible,
 )
+from kernelbook.ops.launch import Launch, planned
 
 
 @triton.jit
@@ -170,19 +171,31 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked, not empty, and of which descriptors fit."""
     # I/O: read q + read k + read v + write out + write lse
-    batch, heads, seqlen_q, head_dim = q.shape
-    heads_k, seqlen_k = k.shape[1:3]
-    out = torch.empty((batch, heads, seqlen_q, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = tuned.forward_config(q)
-    group = heads // heads_k
-    grid = (batch * heads * runtime.cdiv(seqlen_q, config.block_m),)
-    attention_fwd_kernel[grid](
+    run = _launch(
+        config, q.shape, k.shape, is_causal, sm_scale,
+        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], is_causal),
+    )  # fmt: skip
+    run(
         describe(q, config.block_m, described=config.described),
         describe(k, config.block_n, described=config.described),
         describe(v, config.block_n, described=config.described),
-        out, lse, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
-        HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
+        out,
+        lse,
+    )
+    return out, lse
+
+
+@planned
+def _launch(config, q_shape, k_shape, is_causal, sm_scale, heads_at_once) -> Launch:
+    batch, heads, seqlen_q, head_dim = q_shape
+    heads_k, seqlen_k = k_shape[1:3]
+    return Launch(
+        attention_fwd_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, sm_scale,
+        HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal,
         ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
@@ -191,4 +204,3 @@ def attention_forward(
         BLOCK_D=head_block(head_dim),
         **config.options,
     )  # fmt: skip
-    return out, lse

@@ -40,6 +40,7 @@ from kernelbook.ops.attention.tiles import (
     place,
     visible,
 )
+from kernelbook.ops.launch import Launch, planned
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -262,32 +263,43 @@ def attention_fp8_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked and not empty; q and k fit a descriptor."""
     # I/O: read q + read k + read v + write out + write lse
-    batch, heads, seqlen_q, head_dim = q.shape
-    heads_k, seqlen_k = k.shape[1:3]
     v_t = _keys_contiguous(v)
-    out = torch.empty((batch, heads, seqlen_q, head_dim), dtype=out_dtype, device=q.device)
-    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    config, columns = tuned.fp8_config(q), tuned.fp8_columns(head_dim)
-    group = heads // heads_k
-    steps = (0 if x is None or x.numel() == 1 else 1 for x in descales)
-    grid = (batch * heads * runtime.cdiv(seqlen_q, config.block_m),)
-    attention_fp8_fwd_kernel[grid](
+    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    config, columns = tuned.fp8_config(q), tuned.fp8_columns(q.shape[3])
+    steps = tuple(0 if x is None or x.numel() == 1 else 1 for x in descales)
+    at_once = tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], is_causal)
+    run = _launch(config, q.shape, k.shape, is_causal, sm_scale, at_once, steps, promoted)
+    run(
         describe(q, config.block_m, columns, config.described),
         describe(k, config.block_n, columns, config.described),
         describe(v_t, columns, config.block_n, config.described),
         *(None if x is None else runtime.readable(x).contiguous() for x in descales),
-        out, lse, *steps, batch * heads, heads, group, seqlen_q, seqlen_k, sm_scale,
-        HEADS_AT_ONCE=tuned.forward_heads_at_once(k, group, is_causal),
+        out,
+        lse,
+    )
+    return out, lse
+
+
+@planned
+def _launch(
+    config, q_shape, k_shape, is_causal, sm_scale, heads_at_once, steps, promoted
+) -> Launch:
+    batch, heads, seqlen_q, head_dim = q_shape
+    heads_k, seqlen_k = k_shape[1:3]
+    return Launch(
+        attention_fp8_fwd_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
+        *steps, batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, sm_scale,
+        HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
         IS_CAUSAL=is_causal,
         ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
         PROMOTED=promoted,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=columns,
+        BLOCK_D=tuned.fp8_columns(head_dim),
         **config.options,
     )  # fmt: skip
-    return out, lse
 
 
 def quantize(

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import runtime
+from kernelbook.ops.launch import planned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -20,6 +21,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 ALIGNMENT = tl.constexpr(16)
 """Bytes: what the copy engine asks of a tensor's address and of every stride but the last."""
+
+_ALIGNED = ALIGNMENT.value
 
 
 @triton.jit
@@ -100,12 +103,14 @@ def head_block(head_dim: int) -> int:
 
 def fits(x: torch.Tensor) -> bool:
     """Whether a descriptor can be made of x as it lies in memory."""
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % ALIGNMENT.value == 0
-        and all(stride * x.itemsize % ALIGNMENT.value == 0 for stride in strides)
-    )
+    return x.data_ptr() % _ALIGNED == 0 and _strides_fit(x.shape, x.stride(), x.itemsize)
+
+
+@planned
+def _strides_fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    pairs = zip(strides[:-1], shape, strict=False)
+    matter = (stride for stride, size in pairs if size > 1)
+    return strides[-1] == 1 and all(stride * itemsize % _ALIGNED == 0 for stride in matter)
 
 
 def fit(x: torch.Tensor) -> torch.Tensor:
@@ -138,12 +143,33 @@ def describe(
     The descriptor keeps the four dimensions apart. Flattened to (batch * heads * seqlen, head_dim)
     it would be simpler, and the last tile of a head would read the first rows of the next.
     """
-    unit = ALIGNMENT.value // x.itemsize
-    strides = [
-        stride if size > 1 else unit  # any will do, if it is aligned
-        for stride, size in zip(x.stride()[:-1], x.shape, strict=False)
-    ]
-    if not described:
-        return x, x.shape[2], tl.constexpr(x.shape[3]), *(stride // unit for stride in strides)
-    columns = columns or head_block(x.shape[-1])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+    if described:
+        return describe_tiles(x, (1, 1, rows, columns or head_block(x.shape[3])))
+    unit = _ALIGNED // x.itemsize
+    strides = _aligned_strides(x.shape, x.stride(), unit)
+    return x, x.shape[2], tl.constexpr(x.shape[3]), *(stride // unit for stride in strides)
+
+
+def describe_tiles(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Describe a tensor in tiles of this shape, whose address is aligned.
+
+    All but the address is the same in each call, and was checked in the first.
+    """
+    described = object.__new__(TensorDescriptor)
+    vars(described).update(_all_but_the_address(x.dtype, x.shape, x.stride(), block), base=x)
+    return described
+
+
+@planned
+def _all_but_the_address(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
+) -> dict[str, object]:
+    strides = _aligned_strides(shape, strides, _ALIGNED // dtype.itemsize)
+    at_zero = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(at_zero, list(shape), [*strides, 1], list(block)))
+
+
+def _aligned_strides(shape: torch.Size, strides: tuple[int, ...], unit: int) -> list[int]:
+    """Return all strides but the last; where a size is 1 any will do, if it is aligned."""
+    pairs = zip(strides[:-1], shape, strict=False)
+    return [stride if size > 1 else unit for stride, size in pairs]

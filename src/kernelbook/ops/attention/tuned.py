@@ -5,14 +5,16 @@ Every row says how much shared memory the kernel needs as it was compiled, not a
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from kernelbook import runtime
 from kernelbook.ops.attention.tiles import head_block
+from kernelbook.ops.launch import planned
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two are the same if they are one: that is quickly seen
 class Config:
     """How a kernel is cut into tiles and compiled."""
 
@@ -32,7 +34,7 @@ class Config:
     described_rows: bool = False
     """Whether backward reads statistics by descriptors as well."""
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int]:
         """What a launch is told."""
         limit = runtime.register_limit(self.maxnreg)
@@ -232,12 +234,19 @@ def config(kernel: str, q: torch.Tensor, columns: int | None = None) -> Config |
     if runtime.INTERPRETED:
         return INTERPRETED
     columns = columns or head_block(q.shape[-1])
-    available = runtime.shared_memory(q.device)
-    for table in _tables(*runtime.capability(q.device)):
+    gpu = runtime.capability(q.device), runtime.shared_memory(q.device)
+    return _row(kernel, q.itemsize, columns, *gpu)
+
+
+@planned
+def _row(
+    kernel: str, itemsize: int, columns: int, capability: tuple[int, int], available: int
+) -> Config | None:
+    for table in _tables(*capability):
         fitting = (
             row
-            for (of, d, itemsize), row in table.items()
-            if of == kernel and itemsize == q.itemsize and columns <= d and row.shared <= available
+            for (of, d, size), row in table.items()
+            if of == kernel and size == itemsize and columns <= d and row.shared <= available
         )
         if row := next(fitting, None):
             return row

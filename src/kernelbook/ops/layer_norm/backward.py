@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
+from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.layer_norm.forward import (
     PIECES,
@@ -22,7 +23,7 @@ from kernelbook.ops.layer_norm.forward import (
     load_parameter,
     where_piece,
 )
-from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, hand_over
+from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, buffers_of, hand_over
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
@@ -371,21 +372,27 @@ def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
 
 def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
-    n_rows, n_cols = x.shape
+    strides, itemsizes = (x.stride(0), dy.stride(0)), (x.itemsize, dy.itemsize)
+    programs, launch = _row_launch(*x.shape, strides, itemsizes, x.device, reduction, n_programs)
+    sums, locks, _ = _buffers(x, wanted, reduction, programs, 1)
+    launch(x, weight, mean, rstd, dy, dx, *sums, locks)
+    return sums
+
+
+@planned
+def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_programs):
+    """Return how many programs loop over the rows, and their launch."""
     block = runtime.next_power_of_2(n_cols)
     rows = max(1, tuned.BWD_TILE // block)
     num_warps = rows * block // tuned.BWD_WARP
-    at_once = runtime.multiprocessors(x.device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
-    programs = n_programs or at_once
-    programs = min(programs, -(-n_rows // rows))
-    waiting = (tuned.BWD_STAGES - 1) * rows * block * (x.itemsize + dy.itemsize)
-    stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(x.device) else 1
-    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, 1)
-    row_bwd_kernel[(programs,)](
-        x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
-        n_buffers, rows, block, stages, num_warps=num_warps,
+    at_once = runtime.multiprocessors(device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
+    programs = min(n_programs or at_once, runtime.cdiv(n_rows, rows))
+    waiting = (tuned.BWD_STAGES - 1) * rows * block * sum(itemsizes)
+    stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(device) else 1
+    return programs, Launch(
+        row_bwd_kernel, (programs,), *strides, n_rows, n_cols,
+        buffers_of(reduction, programs), rows, block, stages, num_warps=num_warps,
     )  # fmt: skip
-    return sums
 
 
 def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):

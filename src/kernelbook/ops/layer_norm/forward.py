@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
+from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
@@ -471,10 +472,15 @@ def _forward(
             **runtime.register_limit(part.registers),
         )  # fmt: skip
     else:
-        row_bytes = block * x.itemsize
-        rows, num_warps = max(1, tuned.TILE // row_bytes), min(4, max(1, row_bytes // tuned.WARP))
-        grid = (runtime.cdiv(n_rows, rows),)
-        row_fwd_kernel[grid](
-            *tensors, stride, n_rows, n_cols, eps, rows, block, num_warps=num_warps
-        )
+        _row_launch(n_rows, n_cols, stride, x.itemsize, eps)(*tensors)
     return y, mean, rstd
+
+
+@planned
+def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float) -> Launch:
+    block = runtime.next_power_of_2(n_cols)
+    rows = max(1, tuned.TILE // (block * itemsize))
+    return Launch(
+        row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, eps, rows, block,
+        num_warps=tuned.row_warps(block, itemsize),
+    )  # fmt: skip

@@ -78,9 +78,14 @@ def _run_backward(
             dx=rows,
         )
     return tuple(
-        _nothing(x) if gradient is None else rounded(gradient, of.dtype).view(of.shape)
+        _nothing(x) if gradient is None else _of_shape(rounded(gradient, of.dtype), of.shape)
         for gradient, of in ((dx, x), (dw, weight), (db, bias))
     )
+
+
+def _of_shape(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """View x in a shape. A view costs the host a microsecond, and most of them change nothing."""
+    return x if x.shape == shape else x.view(shape)
 
 
 def _setup_context(ctx, inputs, output):

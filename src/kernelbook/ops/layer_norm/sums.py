@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernelbook import runtime
+from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.layer_norm import tuned
 
 
@@ -69,17 +71,22 @@ def buffer_sum_kernel(
         sum_of_buffers(second_sums_ptr, second_ptr, n_buffers, n_cols, BLOCK_ROWS, BLOCK_COLS)
 
 
+def buffers_of(reduction, programs):
+    """Return how many buffers programs have for their sums."""
+    return programs if reduction == "partial" else min(programs, tuned.LOCK_BUFFERS)
+
+
 def _buffers(x, wanted, reduction, programs, locks_a_buffer):
     """Return the buffers for the sums of dw and of db, their locks, and how many there are.
 
     A buffer is a row. Under "partial" each program has its own and nothing is locked.
     """
-    n_buffers, locks, allocate = programs, None, torch.empty
+    n_buffers, locks, allocate = buffers_of(reduction, programs), None, torch.empty
     if reduction == "lock":
-        n_buffers, allocate = min(programs, tuned.LOCK_BUFFERS), torch.zeros
+        allocate = torch.zeros
         locks = torch.zeros(n_buffers * locks_a_buffer, dtype=torch.int32, device=x.device)
     shape = (sum(dtype is not None for dtype in wanted), n_buffers, x.shape[1])
-    of_each = iter(allocate(shape, dtype=torch.float32, device=x.device))
+    of_each = iter(allocate(shape, dtype=torch.float32, device=x.device).unbind())
     sums = (None if dtype is None else next(of_each) for dtype in wanted)
     return tuple(sums), locks, n_buffers
 
@@ -93,9 +100,13 @@ def _add_buffers(sums, wanted):
     there = [pair for pair in zip(sums, gradients, strict=True) if pair[0] is not None]
     if there:
         (first, first_to), (second, second_to) = there[0], there[-1]
-        n_buffers, n_cols = first.shape
-        buffer_sum_kernel[(-(-n_cols // tuned.SUM_COLS), len(there))](
-            first, second, first_to, second_to, n_buffers, n_cols, tuned.SUM_ROWS,
-            tuned.SUM_COLS, num_warps=4,
-        )  # fmt: skip
+        _sum_launch(*first.shape, len(there))(first, second, first_to, second_to)
     return gradients
+
+
+@planned
+def _sum_launch(n_buffers: int, n_cols: int, gradients: int) -> Launch:
+    grid = (runtime.cdiv(n_cols, tuned.SUM_COLS), gradients)
+    return Launch(
+        buffer_sum_kernel, grid, n_buffers, n_cols, tuned.SUM_ROWS, tuned.SUM_COLS, num_warps=4
+    )

@@ -26,9 +26,11 @@ def empty_rows(x: torch.Tensor, n_cols: int, dim: int = -1) -> tuple[torch.Tenso
     The result itself is no view, because autograd refuses to let a view that an operator returns
     be changed in place.
     """
-    result = empty_result(x, dim, runtime.kernel_dtype(x.dtype))
-    if x.ndim == 2 and x.shape[1] == n_cols and dim in (-1, 1):
-        return result, result
+    dtype = runtime.kernel_dtype(x.dtype)
+    if x.ndim == 2 and dim in (-1, 1):
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return result, result if x.shape[1] == n_cols else result.view(-1, n_cols)
+    result = empty_result(x, dim, dtype)
     inner = result if x.ndim == 0 or dim in (-1, x.ndim - 1) else result.permute(_last(x, dim))
     return result, inner.view(-1, n_cols)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
+from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.softmax import tuned
@@ -109,10 +110,9 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
     """Write the gradient of each row to dx: matrices with contiguous rows, none empty."""
     # I/O: read y + read dy + write dx
     n_rows, n_cols = y.shape
-    block = runtime.next_power_of_2(n_cols)
     stride = dy.stride(0)
     if algorithm != "row":
-        block = min(block, tuned.BLOCK_COLS)
+        block = min(runtime.next_power_of_2(n_cols), tuned.BLOCK_COLS)
         num_warps = max(1, block // 1024)
         loop_bwd_kernel[(n_rows,)](y, dy, dx, stride, n_cols, block, num_warps=num_warps)
     elif n_cols * y.itemsize > tuned.WIDE_BYTES:
@@ -124,7 +124,14 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
             num_warps=num_warps,
         )  # fmt: skip
     else:
-        rows = max(1, 1024 // block)
-        num_warps = min(16, max(1, rows * block // 1024))
-        grid = (runtime.cdiv(n_rows, rows),)
-        row_bwd_kernel[grid](y, dy, dx, stride, n_rows, n_cols, rows, block, num_warps=num_warps)
+        _row_launch(n_rows, n_cols, stride)(y, dy, dx)
+
+
+@planned
+def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
+    block = runtime.next_power_of_2(n_cols)
+    rows = max(1, 1024 // block)
+    return Launch(
+        row_bwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
+        num_warps=min(16, max(1, rows * block // 1024)),
+    )  # fmt: skip

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
+from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
@@ -236,7 +237,6 @@ def _forward(x: torch.Tensor, y: torch.Tensor, algorithm: str) -> None:
 def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     # I/O: read x + write y
     n_rows, n_cols = x.shape
-    block = runtime.next_power_of_2(n_cols)
     stride = x.stride(0)
     if n_cols * x.itemsize > tuned.WIDE_BYTES:
         parts, block, num_warps = tuned.split(n_cols, x.itemsize, "forward")
@@ -247,12 +247,20 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
             num_warps=num_warps,
         )  # fmt: skip
     elif n_cols > tuned.TILE_COLS and come_in_pairs((x,)):
+        block = runtime.next_power_of_2(n_cols)
         packed_row_fwd_kernel[(n_rows,)](
             x, y, stride, n_cols, 0, minus_infinities(x.dtype), block,
             num_warps=max(1, block // 2048),
         )  # fmt: skip
     else:
-        rows = max(1, 2048 // block)
-        num_warps = max(1, rows * block // 2048)
-        grid = (runtime.cdiv(n_rows, rows),)
-        row_fwd_kernel[grid](x, y, stride, n_rows, n_cols, rows, block, num_warps=num_warps)
+        _row_launch(n_rows, n_cols, stride)(x, y)
+
+
+@planned
+def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
+    block = runtime.next_power_of_2(n_cols)
+    rows = max(1, 2048 // block)
+    return Launch(
+        row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
+        num_warps=max(1, rows * block // 2048),
+    )  # fmt: skip
