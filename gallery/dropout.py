@@ -296,7 +296,7 @@ lab.check("seeded_dropout", cases())
 def in_blocks_of_256(x):
     y = torch.empty_like(x)
     kernel = seeded_dropout_kernel[(x.numel() // 256,)]
-    kernel(x, y, x.numel(), 2**31, 2.0, 9, BLOCK_SIZE=256, N_ROUNDS=7)
+    kernel(x, y, 9, x.numel(), 2**31, 2.0, BLOCK_SIZE=256, N_ROUNDS=7)
     return y
 
 

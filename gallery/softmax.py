@@ -651,8 +651,8 @@ lab.read(
 )
 
 # %%
-# All of this was the GPU. The host needs its time for a call as well, and with few rows that is what
-# counts: :doc:`/hardware` says where it goes.
+# All of this was the GPU. The host needs its time for a call as well, and with few rows that is all
+# that counts: :doc:`/hardware` says where it goes.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(

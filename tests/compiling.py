@@ -122,6 +122,7 @@ def pretend(gpu: Gpu) -> list[dict]:
 
     torch.cuda.is_available = lambda: False
     torch.cuda.get_device_name = lambda device=None: gpu.name
+    torch.cuda.current_device = lambda: 0
     runtime.DEVICE = torch.device("cpu")
     runtime.launching_on = lambda tensor: contextlib.nullcontext()
     runtime.capability = lambda device: gpu.capability

@@ -554,11 +554,11 @@ def test_a_device_without_8_bit_products_is_named(monkeypatch):
         dtype, device = E4M3, DEVICE
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(runtime, "capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "An old GPU")
     with pytest.raises(ValueError, match=r"An old GPU has compute capability 8\.0 and no FP8"):
         fp8.check_operands(OnGPU, OnGPU, OnGPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr(runtime, "capability", lambda _: (8, 9))
     fp8.check_operands(OnGPU, OnGPU, OnGPU)
 
 

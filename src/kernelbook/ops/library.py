@@ -9,6 +9,7 @@ microseconds. So in eager mode, where nobody looks, the kernels run at once.
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernelbook.ops import checks
@@ -65,8 +66,8 @@ class Operator:
                 differentiable |= x.requires_grad
         if is_in_torch_dispatch_mode():
             return self.op(*args)
-        if differentiable and torch.is_grad_enabled():
-            return self.eager.apply(*args)
+        if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+            return self.eager.apply(*args)  # which says that it has no forward mode
         return self.run(*args)
 
 
