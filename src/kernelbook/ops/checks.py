@@ -86,13 +86,17 @@ def same_device(**tensors: torch.Tensor | None) -> None:
 
 def flag(name: str, value: object) -> bool:
     """Return a flag as a bool: True, False, or what NumPy has for them."""
-    if isinstance(value, bool | numpy.bool_):
+    if value is True or value is False:
+        return value
+    if isinstance(value, numpy.bool_):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {_described(value)}.")
 
 
 def integer(name: str, value: object) -> int:
     """Return an integer, Python's or NumPy's, as an int. True and False are no numbers here."""
+    if type(value) is int:  # the others take the host a microsecond to tell
+        return value
     if isinstance(value, Integral) and not isinstance(value, bool):
         return operator.index(value)
     raise TypeError(f"{name} must be an int, got {_described(value)}: pass an int.")
@@ -100,6 +104,8 @@ def integer(name: str, value: object) -> int:
 
 def number(name: str, value: object) -> float:
     """Return a real number, Python's or NumPy's, as a float. True and False are no numbers here."""
+    if type(value) is float:
+        return value
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             return float(value)

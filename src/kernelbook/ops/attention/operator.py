@@ -90,7 +90,10 @@ def attention(
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
     return_lse = checks.flag("return_lse", return_lse)
     deterministic = checks.flag("deterministic", deterministic)
-    q, k, v = (_autocast(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, x, DTYPES)
+    if library.autocasts(q):
+        q, k, v = map(_autocast, (q, k, v))
     _check_operands(q, k, v, enable_gqa)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
@@ -110,6 +113,8 @@ def attention(
 
 # -- what is refused
 
+DTYPES = (*checks.FLOATS, *fp8.DTYPES)
+
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 LARGEST_SCALE = torch.finfo(torch.float32).max / 1.5
 """Kernels compute scale * log2(e) in float32, which must be a normal number; log2(e) is 1.44."""
@@ -128,12 +133,9 @@ def _checked_scale(scale: object) -> float:
     return scale
 
 
-def _autocast(name: str, x: object) -> torch.Tensor:
-    """Return an operand in the dtype of autocast, where it is on; 8 bits stay 8 bits."""
-    checks.tensor(name, x, (*checks.FLOATS, *fp8.DTYPES))
-    if x.dtype in fp8.DTYPES or not library.autocasts(x):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """Return an operand in the dtype of autocast; 8 bits stay 8 bits."""
+    return x if x.dtype in fp8.DTYPES else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:

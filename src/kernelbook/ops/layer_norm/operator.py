@@ -213,7 +213,7 @@ _LAYER_NORM_BACKWARD = library.Operator(
 def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless a weight or bias is a tensor that the kernels take."""
     checks.tensor(name, parameter)
-    if tuple(parameter.shape) != shape:
+    if parameter.shape != shape:
         raise ValueError(
             f"{name} must have the normalized shape, {shape}, got {tuple(parameter.shape)}: pass "
             f"{name}.view({shape}), if it has as many elements."
@@ -222,21 +222,21 @@ def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...])
 
 def _check_shape(x: torch.Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the normalized shape as a tuple, or raise unless x ends with it."""
-    if not isinstance(normalized_shape, Sequence):
+    if type(normalized_shape) is int or not isinstance(normalized_shape, Sequence):
         shape = (checks.integer("normalized_shape", normalized_shape),)
     else:
         shape = tuple(checks.integer("each size in normalized_shape", s) for s in normalized_shape)
+    if shape and min(shape) > 0 and x.shape[-len(shape) :] == shape:
+        return shape
     if not shape or min(shape) < 1:
         raise ValueError(
             f"normalized_shape must hold sizes of at least 1, got {shape}: pass the sizes of the "
             "last dimensions of x."
         )
-    if tuple(x.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"x must end with the dimensions of normalized_shape, {shape}, but has shape "
-            f"{tuple(x.shape)}: pass the sizes of its last dimensions."
-        )
-    return shape
+    raise ValueError(
+        f"x must end with the dimensions of normalized_shape, {shape}, but has shape "
+        f"{tuple(x.shape)}: pass the sizes of its last dimensions."
+    )
 
 
 @checks.also_named(input="x")
@@ -282,13 +282,15 @@ def layer_norm(
     eps = checks.number("eps", eps)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps must be at least 0 and finite, got {eps}: pass 1e-5, for example.")
-    parameters = {"weight": weight, "bias": bias}
-    for name, parameter in parameters.items():
-        if parameter is not None:
-            _check_parameter(name, parameter, shape)
-    checks.same_device(x=x, **parameters)
+    if weight is not None:
+        _check_parameter("weight", weight, shape)
+    if bias is not None:
+        _check_parameter("bias", bias, shape)
+    checks.same_device(x=x, weight=weight, bias=bias)
     x = library.autocast(x, lambda nothing: F.layer_norm(nothing.view(0, 1), (1,)))
-    keep = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
+    keep = torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
     )
     return _LAYER_NORM(x, weight, bias, list(shape), eps, keep)[0]
