@@ -17,7 +17,7 @@ from records import PROVENANCE, record
 ROOT = Path(__file__).parents[2]
 DOWNLOADS = ROOT / "build" / "html" / "downloads"
 CHAPTERS = sorted(p.stem for p in (ROOT / "gallery").glob("[!_]*.py"))
-NOTEBOOKS = ["softmax", "attention_fp8"]
+NOTEBOOKS = ["softmax"]
 """Those that are run: each notebook has the code of its script, and every script is run."""
 
 LEFTOVERS = {
