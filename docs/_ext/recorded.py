@@ -235,14 +235,17 @@ def kernel_rows(app, docname):
 def host_rows(app, docname):
     from kernelbook.lab.chapter import HOST
 
-    headers, rows = (), []
-    for record in records():
-        if HOST in record["tables"]:
-            found = record["tables"][HOST]
-            headers = ("Chapter", "GPU", *(column.capitalize() for column in found["columns"]))
-            chapter = link(docname, f"chapters/{record['chapter']}", record["chapter"])
-            where = record["provenance"]["gpu"]
-            rows += [(chapter.deepcopy(), where, *map(str, row)) for row in found["rows"]]
+    headers = ("GPU", "Chapter", "Pass", "Kernel Book (µs)", "PyTorch (µs)", "Ratio")
+    found = [(r["provenance"]["gpu"], r["chapter"], r["tables"].get(HOST)) for r in records()]
+    order = [script.stem for script in chapter_scripts(app)]
+    gpus = list(dict.fromkeys(gpu for gpu, *_ in found))
+    rows = []
+    for gpu, chapter, times in sorted(found, key=lambda f: (gpus.index(f[0]), order.index(f[1]))):
+        for passes, ours, theirs in times["rows"] if times else ():
+            where = link(docname, f"chapters/{chapter}", chapter.replace("_", " "))
+            rows.append(
+                (gpu, where, passes, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.1f}")
+            )
     return headers, rows
 
 
