@@ -16,7 +16,21 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 GENERATED = "GENERATED FROM PYTHON SOURCE LINES"
-FOLDED = {"# Reading": "this paragraph", "# Drawing": "this figure", "# Closing": "the record"}
+FOLDED = {
+    "# Reading": "Code for this paragraph",
+    "# Drawing": "Code for this figure",
+    "# Closing": "Code for the record",
+    "# Measuring": "How this was measured",
+}
+"""What a cell folds under that begins so."""
+
+BOOKKEEPING = {
+    r"\blab\.start\(": "What this page imports",
+    r"\blab\.check\(": "How this was checked",
+    r"\blab\.(bench|measure|facts|host_times)\(": "How this was measured",
+    r"\blab\.(plot|ladder)\(": "How this was drawn",
+}
+"""What any other cell folds under that does this and holds no kernel."""
 ORDER = (
     *("dropout", "softmax", "layer_norm"),
     *("attention_forward", "attention_backward", "attention_fp8"),
@@ -149,8 +163,20 @@ def wrap(first, last, opening, closing):
     parent.insert(parent.index(first), html(opening))
 
 
+def fold_label(source):
+    """Under what the code of a cell folds, while its output stays; or None.
+
+    What folds is bookkeeping: it lists cases and providers, measures, draws, writes a paragraph.
+    """
+    if label := FOLDED.get(source.split("\n", 1)[0]):
+        return label
+    if "@triton.jit" in source or source.startswith("# Solution:"):
+        return None
+    return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
+
+
 def fold(doctree):
-    """Fold solutions whole, and the code (only) of cells that write a paragraph or draw.
+    """Fold solutions whole, and the code (only) of cells that keep the books.
 
     Of a cell that only shows a kernel's source, the page shows the source and not the call.
     """
@@ -163,8 +189,8 @@ def fold(doctree):
             label = escape(first.removeprefix("# "))
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
-        elif (what := FOLDED.get(first)) and outputs:
-            opening = f'<details class="kb-code"><summary>Code for {what}</summary>'
+        elif (label := fold_label(source)) and outputs:
+            opening = f'<details class="kb-code"><summary>{label}</summary>'
             parent = code.parent
             parent.remove(code)
             parent.insert(parent.index(last) + 1, code)

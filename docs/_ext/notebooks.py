@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import nbformat
+from chapters import fold_label
 from docutils import nodes
 from sphinx import addnodes
 
@@ -45,7 +46,7 @@ def write(env, docname, path, wheel):
 
 def _code_cell(source):
     cell = nbformat.v4.new_code_cell(source)
-    if re.match(r"# (Solution:|(Reading|Drawing|Closing)$)", source, re.MULTILINE):
+    if source.startswith("# Solution:") or fold_label(source):
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
 

@@ -1,9 +1,12 @@
 """Checks: what is wrong in one part fails, whatever the other parts are like."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kernelbook import lab
+from kernelbook.lab import chapter
 from kernelbook.lab.check import COLUMNS, LIMIT, ROWS, error, judge, tolerance
 
 
@@ -19,6 +22,38 @@ def test_a_right_result_passes_and_is_shown():
     assert "pass" in shown.plain
     assert "direction" in shown.plain
     assert "kb-ok" in shown.html
+
+
+def test_of_many_rows_one_of_each_dtype_is_seen_and_the_others_are_folded(monkeypatch):
+    truth = torch.tensor([1.0, -2.0, 3.0]).double()
+    near, exact = (truth.float() + torch.tensor([2e-7, 0, 0]), truth.float())
+    cases = [case(exact, truth), case(near, truth), case(truth.half(), truth)]
+    shown = lab.check("three", cases)
+    line, table = shown.plain.split("\n", 1)
+    assert line.startswith("three: all 3 checks passed in Triton's interpreter, the worst at 0.")
+    assert [row.split()[1] for row in table.splitlines()[2:]] == ["float32", "float16"]
+    assert "2.0e-07" not in table  # of float32 the row that came nearest: in units of 3
+    assert "7.9e-08" in table
+    visible, folded = shown.html.split("<details")
+    assert visible.count("<tr>") == 3
+    assert folded.count("<tr>") == 4
+
+
+def test_what_the_recorded_gpu_found_stands_first(monkeypatch):
+    row = {"case": "3", "direction": "forward", "dtype": "float32", "ok": True}
+    row |= {"error": 1e-7, "torch_error": 1e-7, "tolerance": 2e-7}
+    past = {"checks": {"sum": [row] * 5}, "provenance": {"gpu": "A GPU"}}
+    monkeypatch.setattr(chapter, "_running", SimpleNamespace(past=past, live=False))
+    truth = torch.tensor([1.0, -2.0, 3.0]).double()
+    shown = lab.check("sum", [case(truth.half(), truth)])
+    line, table = shown.plain.split("\n", 1)
+    assert line == (
+        "sum: all 5 checks passed on A GPU, the worst at 0.50 of its tolerance; "
+        "the check passed in Triton's interpreter, the worst at 0.00 of its tolerance."
+    )
+    assert "float32" in table
+    assert "float16" not in table
+    assert shown.html.split("<details")[1].count("<tr>") == 8
 
 
 @pytest.mark.parametrize(

@@ -123,21 +123,17 @@ def keep(kind: str, name: str, value) -> None:
         _running.record[kind][name] = value
 
 
-def where_checked(name: str) -> str:
-    """Say where a check ran, and what the recorded run of the same check found."""
+def checked(name: str, rows: list[dict]) -> dict[str, list[dict]]:
+    """Return the rows of a check by where it ran: on the recorded GPU, if it was not here, first.
+
+    ``rows`` are those of this run.
+    """
     if not runtime.INTERPRETED:
-        return "Run on the GPU."
+        return {f"on {results.provenance()['gpu']}": rows}
     past = _running.past if _running else None
-    rows = past and past["checks"].get(name)
-    if not rows:
-        return "Run in Triton's interpreter."
-    worst = max(row["error"] / row["tolerance"] for row in rows)
-    gpu = past["provenance"]["gpu"]
-    passed = "the row" if len(rows) == 1 else f"all {len(rows)} rows"
-    return (
-        f"Run in Triton's interpreter. On {gpu} {passed} passed, "
-        f"the worst at {worst:.2f} of its tolerance."
-    )
+    recorded = past and past["checks"].get(name)
+    on_gpu = {f"on {past['provenance']['gpu']}": recorded} if recorded else {}
+    return on_gpu | {"in Triton's interpreter": rows}
 
 
 class Table(Shown):

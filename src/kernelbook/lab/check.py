@@ -8,11 +8,12 @@ has a unit of its own: see :func:`judge`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 
 import torch
 
 from kernelbook.lab import chapter
-from kernelbook.lab.display import Shown, table
+from kernelbook.lab.display import Shown, show, tabulated
 from kernelbook.lab.schema import LIMIT
 
 FACTOR = 2
@@ -172,7 +173,11 @@ def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) ->
 
 
 def check(name: str, cases: Iterable[Case]) -> Shown:
-    """Compare each case with float64 truth, part by part, and return the table of worst parts.
+    """Compare each case with float64 truth, part by part.
+
+    Return one line that says how many passed, where, and how near the worst came to its tolerance;
+    the row of each dtype that came nearest; and, folded, all rows. What the recorded run found on
+    its GPU stands before what Triton's interpreter finds here.
 
     Raises:
         CheckFailed: one row is over its tolerance, or there is none. Nothing is recorded then.
@@ -180,23 +185,53 @@ def check(name: str, cases: Iterable[Case]) -> Shown:
     rows = [case.row() for case in cases]
     if not rows:
         raise CheckFailed(f"{name}: no case was checked.")
-    shown = table(
-        [
-            {
-                "input": row["case"],
-                "dtype": row["dtype"],
-                "direction": row["direction"],
-                "error": f"{row['error']:.1e}",
-                "PyTorch's": f"{row['torch_error']:.1e}",
-                "tolerance": f"{row['tolerance']:.1e}",
-                "verdict": row["ok"],
-            }
-            for row in rows
-        ],
-        f"{name}: error of the worst part against float64. {chapter.where_checked(name)}",
-    )
-    failed = sum(not row["ok"] for row in rows)
-    if failed:
-        raise CheckFailed(f"{failed} of {len(rows)} rows failed.\n{shown.plain}")
+    if failed := [row for row in rows if not row["ok"]]:
+        _, plain = tabulated(_columns(failed), f"{name}: error of the worst part against float64")
+        raise CheckFailed(f"{len(failed)} of {len(rows)} rows failed.\n{plain}")
     chapter.keep("checks", name, rows)
-    return shown
+    return show(_summary(name, chapter.checked(name, rows)))
+
+
+def _summary(name: str, runs: dict[str, list[dict]]) -> Shown:
+    """Return a check in short, with all rows folded. ``runs`` maps where it ran to its rows."""
+    line = f"{name}: " + "; ".join(_passed(where, rows) for where, rows in runs.items()) + "."
+    first = next(iter(runs.values()))
+    nearest = list({row["dtype"]: row for row in sorted(first, key=_nearness)}.values())
+    nearest.sort(key=first.index)
+    what = "The row of each dtype that came nearest to its tolerance"
+    html, plain = tabulated(_columns(nearest), what if len(first) > len(nearest) else "Every row")
+    folded = "".join(
+        tabulated(_columns(rows), f"{name}, {where}: error of the worst part against float64")[0]
+        for where, rows in runs.items()
+    )
+    html = (
+        f'<div class="kb-check"><p>{escape(line)}</p>{html}'
+        f'<details class="kb-code"><summary>All rows</summary>{folded}</details></div>'
+    )
+    return Shown(html, f"{line}\n{plain}")
+
+
+def _passed(where: str, rows: list[dict]) -> str:
+    checks = "the check" if len(rows) == 1 else f"all {len(rows)} checks"
+    worst = max(map(_nearness, rows))
+    return f"{checks} passed {where}, the worst at {worst:.2f} of its tolerance"
+
+
+def _nearness(row: dict) -> float:
+    return row["error"] / row["tolerance"]
+
+
+def _columns(rows: list[dict]) -> list[dict]:
+    """Return the rows of a check as a reader sees them."""
+    return [
+        {
+            "input": row["case"],
+            "dtype": row["dtype"],
+            "direction": row["direction"],
+            "error": f"{row['error']:.1e}",
+            "PyTorch's": f"{row['torch_error']:.1e}",
+            "tolerance": f"{row['tolerance']:.1e}",
+            "verdict": row["ok"],
+        }
+        for row in rows
+    ]
