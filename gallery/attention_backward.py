@@ -130,6 +130,7 @@ lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
 # its three gradients not counted.
 
 
+# Measuring
 def allocated(run):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -610,6 +611,7 @@ lab.source(operator.gradient)
 # For the other sweep, we stain a tile of ``v`` and look at ``dq``.
 
 
+# Measuring
 def stains(x, block):
     return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
 
@@ -617,6 +619,7 @@ def stains(x, block):
 # %%
 
 
+# Measuring
 def visited(is_causal):
     q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
     first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
@@ -724,6 +727,7 @@ lab.table(
 # summed in another order, and an exponent that was scaled and shifted is rounded once more.
 
 
+# Measuring
 def gradients(operator, q, k, v, do):
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(operator(*inputs), inputs, do)
@@ -746,6 +750,7 @@ def ours(is_causal, deterministic):
 # %%
 
 
+# Measuring
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
     batch, heads, heads_k, seqlen_q, seqlen_k, dim = sizes
     q, k, v, do = (
@@ -904,6 +909,7 @@ lab.read(
 # masks tiles instead of skipping them.
 
 
+# Measuring
 def points(*lengths, head_dims=(64, 128)):
     return [
         {
@@ -934,6 +940,7 @@ def matmul():
 # %%
 
 
+# Measuring
 def inputs_of(batch, heads, seqlen, head_dim):
     shape = (4, batch, heads, seqlen, head_dim)
     q, k, v, do = torch.randn(
@@ -957,6 +964,7 @@ def tried(run, inputs, do):
 # %%
 
 
+# Measuring
 def all_tiles(q, k, v, do, is_causal):
     q, k, v = (x.detach() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
@@ -974,6 +982,7 @@ def in_tiles(q, k, v, do, is_causal):
 # %%
 
 
+# Measuring
 def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)
@@ -1039,6 +1048,7 @@ lab.read(
 # is forced by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels are
 # written in CuTe. All are called through autograd, backward only.
 
+# Measuring
 import torch._functorch.config
 from torch.nn.attention import SDPBackend
 
@@ -1073,6 +1083,7 @@ def flex(inputs, do, is_causal):
 # %%
 
 
+# Measuring
 def flash(inputs, do, is_causal):
     q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -1091,6 +1102,7 @@ def flash(inputs, do, is_causal):
 # %%
 
 
+# Measuring
 def providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)

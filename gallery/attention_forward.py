@@ -1094,6 +1094,7 @@ lab.source(forward.row_max)
 # Let us see. Here is the same module with that one line changed.
 
 
+# Measuring
 folder = tempfile.TemporaryDirectory()  # Triton reads the source again when it compiles
 
 
@@ -1201,6 +1202,7 @@ lab.table(rows, "Which views are copied")
 # holds for lse, which is float32 whatever the input.
 
 
+# Measuring
 def attention_case(shape, dtype, is_causal, transposed=False):
     batch, heads, heads_k, seqlen_q, seqlen_k, head_dim = shape
     tensors = []
@@ -1406,6 +1408,7 @@ lab.check("With descriptors", first_cases(_described_kernel, run_described))
 # kernels of this page have 128 queries and 64 keys in a tile, as the package's kernel has, but
 # three pipeline stages and no limit of registers.
 
+# Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 
@@ -1495,6 +1498,7 @@ lab.read(
 # are called by name. FlexAttention is compiled for each size. FlashAttention 4 is written in CuTe,
 # close to the machine.
 
+# Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -1793,7 +1797,9 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
-name = mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU that is made up")
+name = mock.patch.object(
+    torch.cuda, "get_device_name", return_value="a GPU that is made up"
+)
 with mock.patch.multiple(runtime, **made_up), name:
     try:
         tuned.forward_config(torch.empty(1, 1, 1, 128, dtype=torch.float16))

@@ -653,6 +653,7 @@ lab.source(fp8.attention_fp8_fwd_kernel, "write")
 # and nothing else; the one in bf16 is rounded to bf16, as always.
 
 
+# Measuring
 def worst_head(out, truth):
     """Root mean square error over that of the truth, of the head where it is largest."""
     off = (out.double() - truth).square().mean((2, 3))
@@ -730,6 +731,7 @@ lab.read(
 # could hide behind one whose values are larger. Every head gets its own size here.
 
 
+# Measuring
 def draw_heads(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim):
     sizes = (heads, seqlen_q), (heads_k, seqlen_k), (heads_k, seqlen_k)
     q, k, v = (
@@ -743,6 +745,7 @@ def draw_heads(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim):
 # %%
 
 
+# Measuring
 def heads_apart(what, operands, out, lse, meant, is_causal):
     """Return the cases of the worst head: for out, and for lse."""
     outs, lses = [], []
@@ -777,6 +780,7 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 # about 12 bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096
 # times half a unit in the last place of float32.
 
+# Measuring
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
     (2, 2, 2, 1, 127, 64),
     (1, 2, 2, 33, 70, 80),
@@ -982,6 +986,7 @@ lab.read(
 # are those of attention, and a causal mask halves them. *With transposition* means that all
 # operands have 8 bits, but V came with head_dim contiguous, and the copy is timed too.
 
+# Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()

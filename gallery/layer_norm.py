@@ -339,6 +339,7 @@ def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
     tl.store(sum_ptr, tl.sum(x, axis=0))
 
+
 # %%
 # Most of it is in a function of its own, because wide rows will need it as well.
 
@@ -611,6 +612,7 @@ lab.source(gradient)
 # rows errs by a few units that depend on its order.
 
 
+# Measuring
 def cases(n_rows, n_cols, dtype):
     x, w, b = (
         torch.randn(size, device=runtime.DEVICE).to(dtype).requires_grad_()
@@ -681,6 +683,7 @@ lab.check("Both reductions", lock_cases())
 # its rows first, and takes the lock once. "Partial sums" has no lock.
 
 
+# Measuring
 def race_providers(columns, rows, dtype):
     x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
     w, dy, dx = x[0].clone(), torch.randn_like(x), torch.empty_like(x)
@@ -796,6 +799,7 @@ sizes
 # while the host queues everything, so that launches are not measured.
 
 
+# Measuring
 def milliseconds(prepare, run, repeats=20):
     times = []
     for _ in range(repeats):
@@ -863,6 +867,7 @@ lab.read(
 # row whatever its length, and the public function.
 
 
+# Measuring
 def one_program(x, w, b):
     n_rows, n_cols = x.shape
     if n_cols > 32768:
@@ -919,6 +924,7 @@ lab.read(
 # Now against the libraries.
 
 
+# Measuring
 def liger(x, w, b):
     return lab.peer(
         "liger_kernel.ops.layer_norm",
@@ -994,6 +1000,7 @@ lab.read(" ".join(summary(forward)))
 # Backward moves three arrays instead of two.
 
 
+# Measuring
 def quack_gradients(x, w, b, dy):
     w, b = w.detach().float(), b.detach().float()
 
@@ -1008,6 +1015,7 @@ def quack_gradients(x, w, b, dy):
 # %%
 
 
+# Measuring
 def backward_providers(columns, rows, dtype):
     x, w, b = (
         torch.randn(size, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
@@ -1087,6 +1095,7 @@ lab.facts(
 # and replays them without the host. So the difference is the cost of launching.
 
 
+# Measuring
 def passes(operator, x, w, b, dy):
     y = operator(x, (x.shape[1],), w, b)
     return torch.autograd.grad(y, (x, w, b), dy)
@@ -1108,6 +1117,7 @@ def microseconds(run, repeats=200):
 # %%
 
 
+# Measuring
 def recorded_graph(run):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -1212,9 +1222,7 @@ def locked_sum_kernel(
 def locked_sum(x, ordered):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
-    compiled = locked_sum_kernel[grid](
-        x, total, lock, x.shape[1], ordered, num_warps=8
-    )
+    compiled = locked_sum_kernel[grid](x, total, lock, x.shape[1], ordered, num_warps=8)
     return total, compiled
 
 
@@ -1321,9 +1329,7 @@ def rms_fwd_kernel(x_ptr, w_ptr, y_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def rms_bwd_kernel(
-    x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr
-):
+def rms_bwd_kernel(x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
     dy = tl.load(dy_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)

@@ -29,8 +29,12 @@ BOOKKEEPING = {
     r"\blab\.check\(": "How this was checked",
     r"\blab\.(bench|measure|facts|host_times)\(": "How this was measured",
     r"\blab\.(plot|ladder)\(": "How this was drawn",
+    r"\blab\.table\(": "How this table was made",
 }
 """What any other cell folds under that does this and holds no kernel."""
+
+MISTAKES = "What breaks it"
+"""The section whose code is what it is about."""
 ORDER = (
     *("dropout", "softmax", "layer_norm"),
     *("attention_forward", "attention_backward", "attention_fp8"),
@@ -163,16 +167,25 @@ def wrap(first, last, opening, closing):
     parent.insert(parent.index(first), html(opening))
 
 
-def fold_label(source):
+def fold_label(code):
     """Under what the code of a cell folds, while its output stays; or None.
 
     What folds is bookkeeping: it lists cases and providers, measures, draws, writes a paragraph.
     """
+    source = code.astext().strip()
     if label := FOLDED.get(source.split("\n", 1)[0]):
         return label
-    if "@triton.jit" in source or source.startswith("# Solution:"):
+    if "@triton.jit" in source or source.startswith("# Solution:") or within(code, MISTAKES):
         return None
     return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
+
+
+def within(node, title):
+    """Whether a node stands in a section of this title."""
+    while node := node.parent:
+        if isinstance(node, nodes.section) and node.next_node(nodes.title).astext() == title:
+            return True
+    return False
 
 
 def fold(doctree):
@@ -189,11 +202,12 @@ def fold(doctree):
             label = escape(first.removeprefix("# "))
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
-        elif (label := fold_label(source)) and outputs:
+        elif label := fold_label(code):
             opening = f'<details class="kb-code"><summary>{label}</summary>'
             parent = code.parent
-            parent.remove(code)
-            parent.insert(parent.index(last) + 1, code)
+            if outputs:
+                parent.remove(code)
+                parent.insert(parent.index(last) + 1, code)
             wrap(code, code, opening, "</details>")
 
 

@@ -44,9 +44,9 @@ def write(env, docname, path, wheel):
     nbformat.write(notebook, path)
 
 
-def _code_cell(source):
+def _code_cell(source, hidden=False):
     cell = nbformat.v4.new_code_cell(source)
-    if source.startswith("# Solution:") or fold_label(source):
+    if hidden:
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
 
@@ -83,7 +83,8 @@ class _Writer:
                 self.depth -= 1
             elif isinstance(node, nodes.literal_block) and node.get("language") == "Python":
                 self.flush()
-                self.cells.append(_code_cell(node.astext()))
+                solution = node.astext().startswith("# Solution:")
+                self.cells.append(_code_cell(node.astext(), solution or bool(fold_label(node))))
             elif markdown := self.block(node):
                 self.pending.append(markdown)
 

@@ -219,6 +219,23 @@ def test_solutions_are_folded_and_readings_are_prose(visit):
     assert page.locator("div.kb-read").first.is_visible()
 
 
+@pytest.mark.parametrize("path", CHAPTERS)
+def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
+    """Only the section on mistakes shows code that makes a table, measures or draws."""
+    page = visit().open(path)
+    for code in page.locator("main div.highlight-Python").all():
+        text = code.text_content()
+        books = r"\blab\.(start|check|bench|measure|facts|host_times|plot|table)\("
+        if "@triton.jit" in text or not re.search(books, text):
+            continue
+        about_mistakes = code.locator("xpath=ancestor::section[@id='what-breaks-it']").count()
+        assert code.is_visible() == bool(about_mistakes), text
+    assert page.locator("details.kb-code[open]").count() == 0
+    first = page.locator("details.kb-code").first
+    first.locator("summary").click()
+    assert first.locator(".highlight").first.is_visible()
+
+
 # -- the switch between GPUs, on a page of its own -------------------------------------------------
 
 

@@ -198,8 +198,9 @@ def _summary(name: str, runs: dict[str, list[dict]]) -> Shown:
     first = next(iter(runs.values()))
     nearest = list({row["dtype"]: row for row in sorted(first, key=_nearness)}.values())
     nearest.sort(key=first.index)
-    what = "The row of each dtype that came nearest to its tolerance"
-    html, plain = tabulated(_columns(nearest), what if len(first) > len(nearest) else "Every row")
+    what = "the row of each dtype that came nearest to its tolerance"
+    what = what if len(first) > len(nearest) else "every row"
+    html, plain = tabulated(_columns(nearest), f"{name}, {what}")
     folded = "".join(
         tabulated(_columns(rows), f"{name}, {where}: error of the worst part against float64")[0]
         for where, rows in runs.items()
