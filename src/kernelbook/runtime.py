@@ -86,8 +86,29 @@ def _look_once_for_builtins() -> None:
         interpreter._patch_builtin = replace_what_is_left
 
 
+def _keep_booleans() -> None:
+    """Mend the interpreter of Triton 3.9, where a boolean spread over a block becomes int32.
+
+    A mask made of a block and a scalar, (cols < n_cols) & (row < n_rows), is refused then.
+    """
+    from triton.runtime import interpreter
+
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    splat = getattr(builder, "create_splat", None)
+
+    def create_splat(self, shape, scalar):
+        block = splat(self, shape, scalar)
+        if scalar.data.dtype == bool:
+            block.data = block.data.astype(bool)
+        return block
+
+    if splat is not None:
+        builder.create_splat = create_splat
+
+
 if INTERPRETED:
     _look_once_for_builtins()
+    _keep_booleans()
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:

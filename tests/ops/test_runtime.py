@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kernelbook import runtime
 from kernelbook.ops import checks
@@ -77,3 +79,16 @@ def test_only_the_interpreter_gets_bfloat16_as_float32():
         assert runtime.kernel_dtype(dtype) == dtype
     interpreted = runtime.kernel_dtype(torch.bfloat16) == torch.float32
     assert interpreted == runtime.INTERPRETED
+
+
+@triton.jit
+def rows_kernel(y_ptr, n_rows, n_cols, BLOCK: tl.constexpr):
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK)
+    tl.store(y_ptr + row * BLOCK + cols, 1.0, mask=(cols < n_cols) & (row < n_rows))
+
+
+def test_a_mask_may_be_made_of_a_block_and_a_scalar():
+    """Triton 3.9's interpreter alone makes int32 of it."""
+    y = torch.zeros(4, 8, device=runtime.DEVICE)
+    rows_kernel[(4,)](y, 3, 5, BLOCK=8)
+    assert y.nonzero().tolist() == [[row, col] for row in range(3) for col in range(5)]
