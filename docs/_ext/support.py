@@ -98,10 +98,15 @@ def versions(app):
     found = defaultdict(set)
     for record in records():
         made = record["provenance"]
-        found[made["gpu"], made["triton"]].add(f"{made['torch']}, {made['python']}")
+        found[made["gpu"], made["triton"]].add(torch_and_python(made))
     for gpu, triton, _, run, _ in tested(app):
-        found[gpu, triton].add(f"{run['torch']}, {run['python']}")
+        found[gpu, triton].add(torch_and_python(run))
     return found
+
+
+def torch_and_python(origin):
+    """The two versions, without what PyTorch was built for."""
+    return f"{origin['torch'].partition('+')[0]}, {origin['python']}"
 
 
 def tested_with(app, chapter):
@@ -168,7 +173,7 @@ class Support(SphinxDirective):
 
 def short(gpu):
     """A GPU's name without its maker's, as people say it; its spaces do not break."""
-    for word in ("NVIDIA ", "AMD ", "GeForce ", "Instinct ", "Tesla "):
+    for word in ("NVIDIA ", "AMD ", "GeForce ", "Instinct ", "Tesla ", "Triton's "):
         gpu = gpu.removeprefix(word)
     return gpu.replace(" ", "\N{NO-BREAK SPACE}")
 
