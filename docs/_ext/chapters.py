@@ -2,7 +2,7 @@
 
 Sphinx-Gallery runs each script of ``gallery/`` and writes one page of reStructuredText. This
 module saves the figures it shows, and then works on the document tree of the page: every SVG gets
-a dark twin, solutions are folded, and the downloads stand at the top and the end.
+a dark twin, solutions and bookkeeping are folded, and the downloads stand at the top and the end.
 """
 
 import re

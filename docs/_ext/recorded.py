@@ -237,10 +237,9 @@ def host_rows(app, docname):
 
     headers = ("GPU", "Chapter", "Pass", "Kernel Book (µs)", "PyTorch (µs)", "Ratio")
     found = [(r["provenance"]["gpu"], r["chapter"], r["tables"].get(HOST)) for r in records()]
-    order = [script.stem for script in chapter_scripts(app)]
     gpus = list(dict.fromkeys(gpu for gpu, *_ in found))
     rows = []
-    for gpu, chapter, times in sorted(found, key=lambda f: (gpus.index(f[0]), order.index(f[1]))):
+    for gpu, chapter, times in sorted(found, key=lambda f: (gpus.index(f[0]), reading_order(f[1]))):
         for passes, ours, theirs in times["rows"] if times else ():
             where = link(docname, f"chapters/{chapter}", chapter.replace("_", " "))
             rows.append(
