@@ -409,6 +409,17 @@ def test_squares_that_overflow_do_not_make_a_row_zero(magnitude, dtype):
         assert_close(y[row], truth[row], truth[row].to(dtype))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_equal_squares_that_overflow_round_as_few_do(seed):
+    """Sums of equal numbers round the same way each time, so that what is lost adds up."""
+    torch.manual_seed(seed)
+    x = (1e20 * torch.randn(4, device=DEVICE)).repeat_interleave(32_000)[None]
+    with runtime.launching_on(x):
+        _, _, rstd = forwards._forward(x, None, None, 1e-5, looping=True)
+    truth = x.double().var(1, correction=0).rsqrt()
+    assert ((rstd - truth).abs() <= 8 * 2**-24 * truth).all()  # the mean, a root, a division, sums
+
+
 # -- properties
 
 

@@ -109,16 +109,22 @@ def moments(x, inside, count):
 def far_rstd(x_ptrs, far, mean, n_cols, eps, COLS: tl.constexpr):
     """1 / sqrt(variance + eps) of far rows, which are read again for it.
 
-    A variance of 0 is that of equal numbers. Beside any other, eps is nothing.
+    A variance of 0 is that of equal numbers. Beside any other, eps is nothing. A lane adds up
+    thousands of squares, one after the other, and what each addition rounds off is added to the
+    next square.
     """
     first = tl.arange(0, COLS)[None, :]
     m2 = tl.zeros((mean + first).shape, tl.float32)
+    rounded_off = tl.zeros(m2.shape, tl.float32)
     for start in range(0, n_cols, COLS):
         cols = start + first
         inside = far & (cols < n_cols)
         x = tl.load(x_ptrs + cols, mask=inside, other=0.0).to(tl.float32)
         tiny = tl.where(inside, (x - mean) * TINY, 0.0)
-        m2 += tiny * tiny
+        squared = tiny * tiny + rounded_off
+        total = m2 + squared
+        rounded_off = squared - (total - m2)
+        m2 = total
     variance = tl.sum(m2, axis=1, keep_dims=True) / n_cols
     return tl.where(variance == 0, tl.rsqrt(variance + eps), tl.rsqrt(variance) * TINY)
 
