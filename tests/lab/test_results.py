@@ -268,7 +268,7 @@ def test_what_contradicts_itself_is_refused(module, root, where, value, message)
 PUBLISHED = sorted((results._CHECKOUT / "results").glob("*/*.json"))
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_published_record_is_read_and_no_spoilt_field_of_it_escapes(published, tmp_path):
     text = published.read_text(encoding="utf-8")
     if json.loads(text)["schema"] != schema.SCHEMA:
