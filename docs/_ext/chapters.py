@@ -191,9 +191,12 @@ def within(node, title):
 def fold(doctree):
     """Fold solutions whole, and the code (only) of cells that keep the books.
 
-    Of a cell that only shows a kernel's source, the page shows the source and not the call.
+    Of a cell that only shows a kernel's source, the page shows the source and not the call. Code
+    moves behind its output there, so each output is told which cell it belongs to.
     """
-    for code, outputs in list(cells(doctree)):
+    for number, (code, outputs) in enumerate(list(cells(doctree))):
+        for node in (code, *outputs):
+            node["cell"] = number
         source = code.astext().strip()
         first, last = source.split("\n", 1)[0], outputs[-1] if outputs else code
         if re.fullmatch(r"lab\.source\(.*\)", source):

@@ -1,7 +1,8 @@
 """Write a chapter's notebook from the document tree of its page.
 
 Sphinx has already parsed the prose, so nothing of reStructuredText is left to convert: each node
-has one Markdown form here. Outputs are left out, because a notebook makes its own.
+has one Markdown form here. A cell holds the outputs that the page shows, so that a viewer that runs
+nothing shows a whole chapter.
 """
 
 import base64
@@ -25,7 +26,8 @@ SKIPPED = (
 INTRODUCTION = """\
 *A chapter of Kernel Book. The package that it needs comes with it: unpack `kernel-book.zip`, open \
 a terminal in its folder, and in a virtual environment run `pip install {wheel}`. Without a GPU \
-the kernels run in Triton's interpreter, and figures are drawn from the recorded measurements.*"""
+the kernels run in Triton's interpreter, and figures are drawn from the recorded measurements. \
+The outputs below are those of the page: run the notebook to make your own.*"""
 
 
 def write(env, docname, path, wheel):
@@ -49,6 +51,11 @@ def _code_cell(source, hidden=False):
     if hidden:
         cell.metadata["jupyter"] = {"source_hidden": True}
     return cell
+
+
+def _cell(node):
+    """The number of the cell that code or an output belongs to."""
+    return node.get("cell") if isinstance(node, nodes.Element) else None
 
 
 def hang(text, indent):
@@ -84,9 +91,27 @@ class _Writer:
             elif isinstance(node, nodes.literal_block) and node.get("language") == "Python":
                 self.flush()
                 solution = node.astext().startswith("# Solution:")
-                self.cells.append(_code_cell(node.astext(), solution or bool(fold_label(node))))
+                cell = _code_cell(node.astext(), solution or bool(fold_label(node)))
+                shown = (other for other in parent.children if _cell(other) == _cell(node))
+                cell.outputs = list(filter(None, map(self.output, shown)))
+                self.cells.append(cell)
+            elif _cell(node) is not None:
+                pass  # an output, which stands in its cell
             elif markdown := self.block(node):
                 self.pending.append(markdown)
+
+    def output(self, node):
+        """What a run of the cell would show, or None for its code and what belongs to a page."""
+        if isinstance(node, nodes.literal_block) and node.get("language") != "Python":
+            return nbformat.v4.new_output("stream", text=node.astext() + "\n")
+        if isinstance(node, nodes.image) and "only-dark" not in node["classes"]:
+            svg = Path(self.env.srcdir, node["uri"].lstrip("/")).read_text(encoding="utf-8")
+            data = {"image/svg+xml": svg, "text/plain": node.get("alt", "")}
+            return nbformat.v4.new_output("display_data", data=data)
+        if isinstance(node, nodes.raw) and "output_html" in node.astext():
+            shown = re.sub(r'<a [^>]*href="\.\./[^>]*>(.*?)</a>', r"\1", node.astext(), flags=re.S)
+            return nbformat.v4.new_output("display_data", data={"text/html": shown})
+        return None
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -95,9 +120,7 @@ class _Writer:
 
     def block(self, node):
         classes = node.get("classes", ()) if isinstance(node, nodes.Element) else ()
-        if isinstance(node, SKIPPED) or {"sphx-glr-script-out", "kb-figure", "only-dark"} & set(
-            classes
-        ):
+        if isinstance(node, SKIPPED) or "only-dark" in classes:
             return ""
         for kind, convert in self.BLOCKS.items():
             if isinstance(node, kind):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from html import unescape
 from pathlib import Path
 
 import nbclient
@@ -130,10 +131,25 @@ def test_notebook_is_clean(stem, book):
     assert_no_markup_left(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            assert cell.outputs == []
             assert "sphinx_gallery_" not in cell.source
             solution = cell.source.startswith("# Solution:")
             assert not solution or cell.metadata["jupyter"]["source_hidden"]
+
+
+@pytest.mark.parametrize("stem", CHAPTERS)
+def test_a_notebook_holds_the_outputs_of_its_page(stem, book):
+    """The same figures, tables and printed lines, in their order, and no link out of the file."""
+    page = (ROOT / f"build/html/chapters/{stem}.html").read_text(encoding="utf-8")
+    notebook = nbformat.read(book / f"{stem}.ipynb", as_version=4)
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    data = [output.data for output in outputs if output.output_type == "display_data"]
+    figures = [shown["text/plain"] for shown in data if "image/svg+xml" in shown]
+    on_page = re.findall(r'<img alt="([^"]*)" class="[^"]*kb-figure[^"]*only-light', page)
+    assert figures == [unescape(alt) for alt in on_page]
+    assert len(figures) > 2
+    tables = [shown["text/html"] for shown in data if "text/html" in shown]
+    assert "".join(tables).count("<table>") == page.count("<table>") > 2
+    assert not any('href="../' in table for table in tables)
 
 
 def assert_no_markup_left(notebook):
