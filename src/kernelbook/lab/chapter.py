@@ -315,7 +315,9 @@ def finish(reaches: str) -> Shown:
         if past is None:
             return note(f"Nothing was measured. {NOT_RECORDED}")
         link = _address(past, chapter.name)
-        return note("Nothing was measured here. The recorded numbers:", link=link)
+        where = past["provenance"]
+        said = f"Replayed from the run recorded on {where['gpu']} on {where['date'][:10]}:"
+        return note(said, link=link)
     if not chapter.record["checks"]:
         raise RuntimeError(f"{chapter.name} checked nothing: its speed is not recorded.")
     record = chapter.record | {
