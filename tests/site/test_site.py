@@ -234,6 +234,12 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
     for text, visible, about_mistakes in cells:
         if re.search(books, text) and "@triton.jit" not in text:
             assert visible == about_mistakes, text
+    rows = page.locator("main table:visible").evaluate_all("all => all.map(t => t.rows.length)")
+    assert max(rows) <= 1 + display.LONG  # the head, and what is shown of a long table
+    clipped = page.locator("main pre:visible").evaluate_all(
+        "all => all.filter(p => p.scrollWidth > p.clientWidth + 1).map(p => p.textContent)"
+    )
+    assert clipped == [], "code is cut off on a desktop"
     assert page.locator("details.kb-code[open]").count() == 0
     first = page.locator("details.kb-code").first
     first.locator("summary").click()

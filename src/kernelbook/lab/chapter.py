@@ -162,7 +162,7 @@ class Table(Shown):
             where = f"{mark} Recorded on {describe(provenance)}.".strip()
         else:
             where = f"Measured on {provenance['gpu']}."
-        html, plain = display.tabulated(rows, f"{name}. {where}")
+        html, plain = display.shortened(rows, f"{name}. {where}")
         if others := display.beside(self.elsewhere):
             variants = [(provenance, html), *((other.provenance, other.html) for other in others)]
             html = "".join(display.of_gpu(made["gpu"], shown) for made, shown in variants)

@@ -96,7 +96,22 @@ def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None)
 
 def table(rows: list[dict], caption: str) -> Shown:
     """Return a table with one column for each key of its rows; booleans become verdicts."""
-    return show(Shown(*tabulated(rows, caption)))
+    return show(Shown(*shortened(rows, caption)))
+
+
+LONG = 12
+"""Rows of a table that a page shows before the others fold."""
+
+
+def shortened(rows: list[dict], caption: str) -> tuple[str, str]:
+    """Return a table as HTML, of which a page shows the first rows, and as plain text, whole."""
+    html, plain = tabulated(rows, caption)
+    if len(rows) <= LONG:
+        return html, plain
+    first, _ = tabulated(rows[:LONG], caption)
+    others, _ = tabulated(rows[LONG:], f"{caption} (continued)")
+    fold = f"<summary>{len(rows) - LONG} more rows</summary>{others}"
+    return f'{first}<details class="kb-code">{fold}</details>', plain
 
 
 def tabulated(rows: list[dict], caption: str) -> tuple[str, str]:
