@@ -2,17 +2,17 @@
 Attention, tile by tile
 =======================
 
-Attention compares every query with every key. The table of scores grows with the square of the
+Attention compares every query with every key, so its table of scores grows with the square of the
 length. *Must that table ever exist?*
 
 You will learn
 
-- how a softmax can carry a weighted sum along, so that a tile of scores lives for one step only;
-- which tiles a causal mask leaves whole, which it cuts, and which are never computed;
-- what brings a correct kernel close to the speed of a matrix product, and how little memory it
-  needs.
+- how a softmax can carry a weighted sum along, so that a tile of scores lives for one iteration of
+  a loop;
+- which tiles a causal mask leaves whole, which it cuts, and which the kernel never computes;
+- what brings a correct kernel close to the speed of a matmul, and how little memory it needs.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
+The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
 speeds are those of a recorded run.
 """
 
@@ -39,14 +39,15 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Each query is a vector, and so is each key. Their product says how well the two go together: it
-# is a *score*. Softmax turns the scores of a query into weights. The result is the sum of the
-# *values*, one a key, by these weights.
+# Attention takes queries, keys and values. Each query is a vector, and so is each key; their dot
+# product measures how well the two match, and is called a *score*. For each query, softmax turns
+# the scores into weights that sum to 1. The output is the weighted sum of the *values*, one weight
+# per key.
 
 
 def standard_attention(q, k, v, is_causal=False):
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    if is_causal:  # a query sees the keys up to its own place, and no later ones
+    if is_causal:  # a query sees the keys up to its own position, and no later ones
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         seen = seen.tril(k.shape[-2] - q.shape[-2])
         scores = scores.masked_fill_(~seen, -torch.inf)
@@ -54,19 +55,24 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# All tensors are (batch, heads, length, head_dim). The heads are independent of each other, so let
-# us count for one head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# All tensors are (batch, heads, length, head_dim). Because the heads are independent of each other,
+# we count for a single head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
 #
-# **Operations.** A score is a product of two vectors: :math:`D` multiplications and :math:`D`
-# additions. There are :math:`N^2` scores. The second product costs the same. So
+# **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
+# and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
+# values, costs the same, so the total is
 #
 # .. math::
 #
 #    \text{FLOPs} = 4\, N^2 D
 #
-# **Bytes.** The first product writes the scores. Softmax reads them and writes the weights. The
-# second product reads the weights. That is four trips of :math:`N^2` numbers. Queries, keys, values
-# and the result are four trips of :math:`N D` numbers, and no version can do with less.
+# **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
+# second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
+# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
+# D` numbers each and make one trip each; no implementation can do with less.
+#
+# In the table, "FLOP / byte" divides the operations by all of these trips, and "at best" by those
+# of queries, keys, values and output alone.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -86,8 +92,8 @@ for length in (1024, 4096, 16384, 65536):
 lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16 bits")
 
 # %%
-# How many operations must a byte be good for? So many as the machine can do while it moves one. We
-# measure both speeds.
+# How many operations must we do per byte? As many as the GPU can execute while it moves one. We
+# measure both speeds: the first with a matmul, the second with a copy.
 
 MATMUL = 8192
 
@@ -118,16 +124,18 @@ machine
 nan = float("nan")
 needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
 lab.read(
-    f"This machine needs {needed:.0f} operations for each byte. Standard attention has "
-    f"{rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
-    f"that grows no further. So it waits for memory at any length. Without the table of scores "
-    f"there would be {rows[1]['at best']:,} at length 4,096, and it could be as fast "
-    f"as a matrix product."
+    f"This machine needs {needed:.0f} operations per byte to be limited by arithmetic. Standard "
+    f"attention does {rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
+    f"this number stops growing, so it waits for memory at any length. Without the table of scores "
+    f"it would do {rows[1]['at best']:,} at length 4,096 and could run as fast as a matmul, if it "
+    f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
+    f"the section on the kernel returns to that."
 )
 
 # %%
-# **Memory.** Scores and weights exist at the same time. How much is that, and when does it no
-# longer fit? We measure the peak beyond inputs and output, for 16 heads.
+# **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
+# growing lengths, we measure how much memory it allocates at its peak beyond inputs and output,
+# until it no longer fits.
 
 
 def peak_memory(run, *inputs):
@@ -187,11 +195,11 @@ fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB more than its inputs and its output. The "
-    f"kernel of this chapter needs {last.get('Kernel Book, MiB', nan):,.1f} MiB: one number for "
-    f"each query. "
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB beyond its inputs and its output. The kernel "
+    f"of this chapter needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because it keeps one "
+    f"number per query. "
     + (
-        f"At {fails[0]:,} the standard version no longer fits."
+        f"At {fails[0]:,} the standard version runs out of memory."
         if fails
         else "On this GPU the standard version fitted at every length."
     )
@@ -201,30 +209,31 @@ lab.read(
 # The idea
 # --------
 #
-# What does one query need? All keys and all values, but not at the same time. A softmax can be
-# computed block by block, as the chapter on online softmax shows. So take a *tile* of queries, and
-# let tiles of keys and values come past. Each time, compute a small tile of scores, use it, and
-# forget it.
+# A query needs all keys and all values, but not all at the same time, because a softmax can be
+# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
+# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
+# keys and values one tile at a time. Each iteration computes a small tile of scores, uses it, and
+# discards it.
 #
 # .. image:: /figures/attention-memory.svg
 #    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
 #          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v,
 #          out and one column lse in memory; on chip a tile each of q, k, v, scores and acc.
 #
-# What must be carried from tile to tile? The two numbers of online softmax, and the weighted sum so
-# far.
+# Three things pass from one iteration to the next: the two numbers of online softmax for each
+# query, and the weighted sum of the values so far.
 #
 # .. image:: /figures/attention-stream.svg
-#    :alt: A tile of q stays. Tiles of k and v stream past, one at a time. Each gives scores, from
-#          these m, alpha and p, and with them l = l alpha + sum of p and acc = acc alpha + p v.
-#          m, l and acc are carried to the next tile. After the last: out = acc / l and
-#          lse = m + log l, written once.
+#    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
+#          from these m, alpha and p, and with them l = l alpha + sum of p and
+#          acc = acc alpha + p v. m, l and acc are carried to the next tile. After the last:
+#          out = acc / l and lse = m + log l, written once.
 #
 # The mathematics
 # ---------------
 #
-# **Three things to carry.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
-# For the keys seen so far, a set :math:`A`, keep
+# **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
+# For the set :math:`A` of the keys seen so far, keep
 #
 # .. math::
 #
@@ -234,13 +243,13 @@ lab.read(
 #    acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
 #    \end{aligned}
 #
-# The last is a vector of :math:`D` numbers. If :math:`A` holds all keys, the result is
-# :math:`acc_A / l_A`: numerator and denominator have the same factor :math:`e^{-m_A}`, and it
-# cancels.
+# The first two are numbers; the third, the *accumulator*, is a vector of :math:`D` numbers. Once
+# :math:`A` holds all keys, the output is :math:`acc_A / l_A`, because numerator and denominator
+# share the factor :math:`e^{-m_A}` and it cancels.
 #
-# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger
-# maximum. Every term of :math:`A` was written relative to :math:`m_A`. To write it relative to
-# :math:`m`, multiply by :math:`e^{m_A - m}`:
+# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger of
+# the two maxima. Every term of :math:`A` was computed relative to :math:`m_A`, and a factor of
+# :math:`e^{m_A - m}` makes it relative to :math:`m`:
 #
 # .. math::
 #
@@ -250,12 +259,12 @@ lab.read(
 #    acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
 #    \end{aligned}
 #
-# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result is again of the form above,
-# for the set :math:`A \cup B`. How the sets were cut does not matter.
+# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result again has the form above,
+# for the set :math:`A \cup B`, so it does not matter how we split the keys.
 #
-# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. Choose the new
-# maximum :math:`m` first and compute the terms of the tile relative to it at once. Then its own
-# factor is 1, and one factor is left:
+# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. If we update the
+# maximum :math:`m` first and compute the terms of the new tile relative to it at once, these need
+# no correction, and a single factor is left:
 #
 # .. math::
 #
@@ -267,13 +276,13 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# By induction this is right after every tile. It holds for the empty set, where :math:`m = -\infty`
-# and both sums are 0. If it holds before a tile, the merge makes it hold after.
+# The factor ``alpha`` rescales the old sums to the new maximum. If the maximum did not change, it
+# is 1.
 #
-# Why ``alpha``, then? It takes the old sums to the new scale. If the maximum did not change, it is
-# 1.
+# By induction the triple is right after every tile. It is right for the empty set, where :math:`m =
+# -\infty` and both sums are 0; and if it is right before a tile, the merge makes it right after.
 #
-# Let us try the merge on pieces, in a random order.
+# To test the merge, we cut 300 keys into pieces and merge their triples in a random order.
 
 
 def triple(s, v):
@@ -304,22 +313,21 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 
 # %%
-# **Why divide once, at the end?** One could keep the average :math:`acc / l` after every tile
-# instead. But the next step would first have to undo it:
+# **One division, at the end.** We could keep the average :math:`acc / l` after every tile instead,
+# but then the next step would first have to undo the division:
 #
 # .. math::
 #
 #    \frac{acc}{l} = \frac{acc_A}{l_A} \cdot \frac{l_A\, \alpha}{l}
 #    + \sum_{j \in B} \frac{p_j}{l}\, v_j
 #
-# Each tile would then scale its :math:`p_j` as well, one more product for every score. The
-# result is the same, so it is work for nothing. The first FlashAttention did this, the second
-# stopped.
+# Each tile would also have to scale its :math:`p_j`, which is one more multiplication per score for
+# the same result. The first FlashAttention divided in every step; FlashAttention-2 divides once.
 #
-# **Does l start at 0 or at 1?** You find both. The first factor ``alpha`` is
-# :math:`e^{-\infty - m} = 0`, so whatever ``l`` started with is multiplied by zero. It can matter
-# for one kind of query only: one that meets no tile at all. Here is the loop over two tiles, with
-# three starts.
+# **Does l start at 0 or at 1?** Published kernels do both, and for almost every query it makes no
+# difference: the first ``alpha`` is :math:`e^{-\infty - m} = 0`, so whatever ``l`` started with is
+# multiplied by zero. The start value can survive only in a query that meets no tile at all. The
+# table runs the loop over two tiles from three start values.
 
 
 def sum_after(tiles, l_i):
@@ -346,11 +354,12 @@ rows = [
 lab.table(rows, "l in the end")
 
 # %%
-# A start of 1 saves a division by zero for a query without tiles, and for no other. A query whose
-# keys are all masked still ends at zero. So the division has to be guarded anyway, and the kernel
-# starts at 0, which is what the sum of nothing is.
+# A start of 1 avoids a division by zero for a query without tiles, and for no other: a query whose
+# keys are all masked still ends at zero. The division has to be guarded anyway, so the kernel
+# starts at 0, the sum of no terms.
 #
-# **One number is enough for backward.** The gradient needs the weights again. A weight is
+# **One number per query is enough for the backward pass.** The gradient needs the weights again. A
+# weight is
 #
 # .. math::
 #
@@ -359,8 +368,9 @@ lab.table(rows, "l in the end")
 #    &= e^{s_{ij} - (m_i + \log l_i)}
 #    \end{aligned}
 #
-# so maximum and sum are never needed apart. Forward stores :math:`lse_i = m_i + \log l_i` for each
-# query: the logarithm of the sum of exponentials, 4 bytes. The weights need not be stored.
+# so the maximum and the sum are never needed apart. The forward pass stores :math:`lse_i = m_i +
+# \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per query. The weights need not be
+# stored, because the scores and lse give them back, as this cell confirms.
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 _, lse = attention(q, k, v, return_lse=True)
@@ -371,10 +381,11 @@ assert off < 1e-5
 lab.table([{"largest difference of a weight": f"{off:.1e}"}], "Weights from lse alone")
 
 # %%
-# **May lse be uninitialised memory?** It is made by ``torch.empty``, and holds anything. That is
-# harmless if every entry is written before one is read. Each query belongs to one program, and each
-# program writes all of its queries. So fill it with NaN first, at lengths that no tile divides, and
-# look for what is left.
+# **lse may start as uninitialised memory.** ``torch.empty`` allocates it without writing anything,
+# which is safe as long as the kernel writes every entry before anyone reads it. It does: a kernel
+# runs as many :term:`programs <program>` in parallel, each query belongs to exactly one of them,
+# and that program writes all of its queries. To verify this, we fill the outputs with NaN before
+# the kernel runs, at lengths that are no multiple of a tile, and count the NaN that remain.
 
 empty = torch.empty
 
@@ -407,31 +418,34 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 lab.source(tiled_forward, "begin")
 
 # %%
-# It meets one tile of keys after the other. ``q_i`` stays, ``k_j`` and ``v_j`` change.
+# The inner loop takes one tile of keys and values after the other: ``q_i`` stays, ``k_j`` and
+# ``v_j`` change. ``_scores`` returns their scaled dot products, with :math:`-\infty` wherever a
+# query does not see a key.
 
 lab.source(tiled_forward, "meet")
 
 # %%
-# Then come the lines of the loop, with the names of the mathematics. ``_finite`` puts a zero
-# in the place of :math:`-\infty`: as long as a query has seen nothing, :math:`-\infty - (-\infty)`
-# would not be a number.
+# The next lines are those of the mathematics, under the same names. ``_finite`` replaces
+# :math:`-\infty` by zero: as long as a query has seen no key, its maximum is :math:`-\infty`, and
+# :math:`-\infty - (-\infty)` would be NaN.
 
 lab.source(tiled_forward, "rescale")
 
 # %%
-# After the last tile, one division, and one logarithm.
+# After the last tile, each query takes one division and one logarithm.
 
 lab.source(tiled_forward, "end")
 
 # %%
-# Which tiles of keys does a tile of queries meet? Without a mask, all. With a causal mask, the
-# function below decides. We come back to it.
+# Without a mask, a tile of queries needs every tile of keys. With a causal mask, ``key_tiles``
+# decides which it needs, and which of them have to be masked; the section on causal stages derives
+# the rule.
 
 lab.source(key_tiles)
 
 # %%
-# Is it right? In float32 it may err by four times as much as PyTorch: each ``alpha`` is one more
-# rounding.
+# We check the result against float64. In float32 the error may be up to four times PyTorch's,
+# because each multiplication by ``alpha`` adds a rounding.
 
 
 def tiled_cases():
@@ -455,10 +469,11 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now the same loop in Triton, as simply as it goes: addresses for every element, and a mask for
-# every tile. The triple comes first.
+# Now we write the same loop in Triton, as simply as possible: with an address for every element and
+# a mask for every tile. The update of the triple comes first, and two of its details need a word.
 #
-# Why ``exp2``? The hardware has an instruction for :math:`2^x`, and none for :math:`e^x`. With
+# **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
+# With
 #
 # .. math::
 #
@@ -467,8 +482,15 @@ lab.check("Tiled PyTorch", tiled_cases())
 #    &= 2^{s' - m'}
 #    \end{aligned}
 #
-# all scores can be kept times :math:`\log_2 e = 1 / \ln 2`, and so can the maximum. That factor
-# joins the scale, which multiplies every score anyway. So it costs nothing.
+# we can keep all scores, and the maximum, multiplied by :math:`\log_2 e = 1 / \ln 2`. This costs
+# nothing, because the factor joins the scale, which multiplies every score anyway.
+#
+# **input_precision.** By default, ``tl.dot`` rounds float32 operands to *TF32*, the 19-bit format
+# in which the GPU's matmul units, its *tensor cores*, take them. TF32 keeps 10 of the 23 fraction
+# bits, as many as float16, so each operand may be off by a thousandth of its value, and a matmul in
+# float32 would be about as coarse as one in float16. ``"ieee"`` keeps all bits and does without the
+# tensor cores. It changes nothing for 16-bit inputs. A third choice, ``"tf32x3"``, follows with the
+# package's kernel.
 
 import triton
 import triton.language as tl
@@ -486,8 +508,11 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# A range of keys is met tile by tile. ``n_visible`` says how many keys each query sees. With
-# ``visits_ptr`` the kernel leaves a trace of each tile that it computes; we shall count them.
+# ``_meet`` loops over a range of keys, one tile per iteration. ``n_visible`` says how many keys
+# each query sees. Keys beyond the end are loaded as zeros by ``other=0.0``, because a masked
+# ``tl.load`` without ``other`` leaves those elements undefined. If ``visits_ptr`` is given, the
+# kernel records each tile that it computes with an :term:`atomic` addition; we count these records
+# later.
 
 
 @triton.jit
@@ -514,7 +539,7 @@ def _meet(
 
 
 # %%
-# The program around it reads a tile of queries once, and begins with nothing seen.
+# Each program loads its tile of queries once, and begins with the triple of the empty set.
 
 
 @triton.jit
@@ -531,7 +556,7 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# All keys are one range, and every tile is masked.
+# The first kernel treats all keys as one range and masks every tile.
 
 
 @triton.jit
@@ -556,7 +581,7 @@ def _first_kernel(
 
 
 # %%
-# One program for each tile of queries and each head. Is it right?
+# The launch asks for one program per tile of queries and head. We check the result as before.
 
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
