@@ -619,8 +619,9 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # Causal stages
 # -------------
 #
-# With a causal mask a query sees only keys up to its own place. The first kernel computes all tiles
-# all the same, and then throws half of the scores away. What could it skip?
+# With a causal mask, a query sees only the keys up to its own position. The first kernel computes
+# every tile all the same and then discards half of the scores. The figure shows which tiles it
+# could skip.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -629,14 +630,15 @@ lab.check("The first kernel", first_cases(_first_kernel))
 #
 # There are three kinds of tiles:
 #
-# - *whole*: every query of the tile sees every key. No mask is needed.
-# - *cut*: the diagonal passes through. Some scores become :math:`-\infty`.
-# - *beyond*: no query sees any key. There is nothing to compute.
+# - *whole*: every query of the tile sees every key, so no mask is needed.
+# - *cut*: the diagonal passes through, and the mask sets some scores to :math:`-\infty`.
+# - *beyond*: no query sees any key, so there is nothing to compute.
 #
-# The whole ones come first, the cut ones next, and the loop ends there. So the loop is split into
-# two *stages*. In most of the work there is then no mask at all. If the last query of a tile sees
-# :math:`n` keys and the first :math:`f` of them, then :math:`\lfloor f / B \rfloor` tiles of
-# :math:`B` keys are whole, and :math:`\lceil n / B \rceil` are computed.
+# In each row the whole tiles come first and the cut ones next, so the loop can end there. We split
+# it into two *stages*: the first, which does most of the work, needs no mask at all, and only the
+# second pays for one. If the last query of a tile sees :math:`n` keys and the first :math:`f` of
+# them, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and :math:`\lceil n /
+# B \rceil` are computed.
 
 
 @triton.jit
@@ -674,8 +676,8 @@ def _staged_kernel(
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# **Are the tiles beyond the diagonal really never computed?** Let us look at the trace. Each
-# computed tile added 1 in the first stage, or 2 in the second.
+# **The tiles beyond the diagonal are never computed.** The trace confirms it: each computed tile
+# added 1 to its counter in the first stage, or 2 in the second.
 
 
 def trace(seqlen_q, seqlen_k, is_causal):
@@ -695,8 +697,8 @@ for number, line in enumerate(trace(128, 128, True).tolist()):
 lab.table(rows, "Tiles that the kernel computed: 128 queries, 128 keys")
 
 # %%
-# And does the count agree with the formula, at other lengths, too? ``key_tiles`` from above lists
-# what should be computed.
+# The count should agree with the formula at other lengths, too. ``key_tiles`` from above lists the
+# tiles that should be computed.
 
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
@@ -716,14 +718,15 @@ for seqlen_q, seqlen_k, is_causal in (
 lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
-# **What do STAGE & 2 and 4 - STAGE mean?** In Triton's own tutorial on fused attention the same
-# thing goes by numbers. The kernel gets ``STAGE = 3`` for causal and 1 for full attention. Read it
-# as two bits. The first says that there is a loop over *whole* tiles, the second that there is one
-# over *cut* tiles. So ``STAGE & 2`` asks for the second loop. The inner function is told which keys
-# to take, by another number: 1 means up to the diagonal, 2 on the diagonal, 3 all keys. And ``4 -
-# STAGE`` is a trick that turns 3 into 1 and 1 into 3: in causal attention the first loop ends at
-# the diagonal, in full attention it takes all keys. Here are the three names in place of the
-# numbers.
+# **STAGE & 2 and 4 - STAGE.** Triton's own tutorial on fused attention has the same two stages, but
+# refers to them by numbers. Its kernel gets ``STAGE = 3`` for causal and 1 for full attention, to
+# be read as two bits: the first asks for a loop over *whole* tiles, the second for one over *cut*
+# tiles. So ``STAGE & 2`` tests whether there is a second loop.
+#
+# Another number tells the inner function which keys to take: 1 means up to the diagonal, 2 on the
+# diagonal, 3 all keys. ``4 - STAGE`` turns 3 into 1 and 1 into 3, because the first loop ends at
+# the diagonal in causal attention and takes all keys in full attention. The table spells the
+# numbers out.
 
 KEYS = {
     1: "before the diagonal, no mask",
@@ -736,19 +739,21 @@ for mask, STAGE in (("full", 1), ("causal", 3)):
     row["first loop takes keys"] = KEYS[4 - STAGE] if STAGE & 1 else "none"
     row["second loop takes keys"] = KEYS[2] if STAGE & 2 else "none"
     rows.append(row)
-lab.table(rows, "The numbers, read aloud")
+lab.table(rows, "What the numbers stand for")
 
 # %%
-# **Queries and keys of different length.** Where is the diagonal then? A model that has read 1,000
-# words and asks about the last 3 has 3 queries and 1,000 keys. The last query should see all keys.
-# So this book aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# **Queries and keys of different length.** If the lengths differ, the position of the diagonal is a
+# convention. A model that has read 1,000 words and asks about the last 3 has 3 queries and 1,000
+# keys, and its last query should see all keys. So this book aligns the diagonal to the *bottom
+# right*: query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
 #    j \le i + \text{seqlen}_k - \text{seqlen}_q
 #
-# PyTorch's ``is_causal`` aligns it to the top left. With equal lengths they agree. To see who sees
-# what, let all scores be equal and let the values be unit vectors: the result shows the weights.
+# PyTorch's ``is_causal`` aligns it to the top left. With equal lengths the two agree. To see which
+# keys each query sees, we make all scores equal and the values unit vectors, so that the output
+# shows the weights.
 
 
 def who_sees(operator, seqlen_q, seqlen_k):
@@ -778,18 +783,19 @@ assert rows[2]["Kernel Book"] == "■■■■■"  # the last of three queries 
 lab.table(rows, "Which keys a query sees with is_causal")
 
 # %%
-# With 5 queries and 3 keys the first two queries see nothing in our rule. We come back to them.
+# With 5 queries and 3 keys, the first two queries see nothing under our rule. The checks below say
+# what they return.
 #
 # The kernel
 # ----------
 #
-# **Who stays, and who streams?** A program could also keep a tile of keys and let queries come
-# past. The first FlashAttention had its loops in that order. What does it cost? Let us count the
-# bytes of one head.
+# **Queries stay, keys stream.** A program could also keep a tile of keys and loop over the queries;
+# the first FlashAttention ordered its loops that way. We compare the two orders by the bytes that
+# the programs of one head load and store.
 #
-# If queries stay, they are read once, and the result is written once. Each tile of queries reads
-# all keys and values. If keys stay, keys and values are read once. But for each tile of keys,
-# every query is read again, and its ``acc`` too, in float32, and written back.
+# If queries stay, they are read once and the output is written once, but each tile of queries reads
+# all keys and values. If keys stay, keys and values are read once, but for each tile of keys every
+# query is read again, and its ``acc``, in float32, is read and written back.
 
 rows = []
 for length in (4096, 16384):
@@ -810,22 +816,34 @@ lab.table(
 )
 
 # %%
-# The smaller the tiles of queries, the less there is to gain. But there is a worse trouble. Two
-# programs with different keys add to the same ``acc``, so they would have to take turns. If queries
-# stay, no two programs write to one place, and there are as many independent programs as tiles of
-# queries. Most of the reads of keys and values come from the L2 cache, for the programs of a head
-# run at the same time.
+# Keeping the queries saves fewer bytes the smaller their tiles are, but keeping the keys has a
+# worse problem: programs with different keys add to the same ``acc``, so they would have to take
+# turns. If queries stay, no two programs write to the same address, and there are as many
+# independent programs as tiles of queries.
 #
-# **Place.** Now the kernel of the package, piece by piece. Which tile does a program take? In
-# causal attention the last queries see the most keys. If they came last, a few heavy programs
-# would run on at the end while the rest of the GPU has nothing to do. So they come first.
+# **The cache closes a gap.** At length 4,096 the table lists 66 MiB, for which the head does 8.59
+# GFLOP: 124 operations per byte, and not the 2,048 that counted each input once. The reason is that
+# each key and value which a program loads serves the 128 queries of one tile only. If all these
+# loads came from HBM, they would limit the kernel, because 124 is less than this machine needs.
+#
+# They do not have to. The programs of a head run at the same time and load the same keys and
+# values, so most of these loads can be served by :term:`L2`, the cache that the whole chip shares.
+# No run on this page measures how many are. But HBM alone would allow at most 124 operations per
+# byte divided by the machine's own ratio, as a share of the matmul, and without a mask the kernel
+# exceeds that share in the last figures of this page.
+#
+# **Place.** Now we build the kernel of the package, piece by piece. In the first piece, ``place``
+# decides which head and which tile of queries a program takes. In causal attention the last queries
+# see the most keys. If they started last, a few heavy programs would run on at the end while the
+# rest of the GPU has nothing to do, so they start first.
 
 lab.source(forward.attention_fwd_kernel, "place")
 
 # %%
-# How much does that gain? Let us play it through with 264 places: an H200 has 132 multiprocessors,
-# and two programs will run on each. A place takes the next program when it is free, and a program
-# takes as long as it has tiles.
+# How much does that gain? Let's simulate this with 264 slots, because an H200 has 132 :term:`SMs
+# <SM>` (streaming multiprocessors, the parts of a GPU that run programs) and two programs of our
+# kernel fit on each. A slot takes the next program when it is free, and a program takes as long as
+# it has tiles.
 
 
 def finish_time(weights, places=264):
@@ -848,47 +866,52 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     }.items():
         row[name] = f"{100 * ideal / finish_time(weights):.0f} %"
     rows.append(row)
-lab.table(rows, "How much of 264 places is at work, causal")
+lab.table(rows, "Share of 264 slots at work, causal")
 
 # %%
-# The first two columns go head by head. "In turn" means that the heaviest tiles of *all* heads
-# start first. But all heads at once have more keys and values than the L2 cache holds. So only as
-# many heads take turns as fit in half of it: that is ``HEADS_AT_ONCE``. Without a mask all tiles
-# weigh the same, and it is 1.
+# "Light first" and "heavy first" go head by head; "in turn" starts the heaviest tiles of *all*
+# heads first. That keeps the most slots at work, but all heads at once may have more keys and
+# values than the L2 cache holds. So the kernel interleaves only as many heads as fit into half of
+# the cache, which is ``HEADS_AT_ONCE``. Without a mask all tiles weigh the same, and it is 1.
 #
-# **Load.** The queries are read once.
+# **Load.** Each program reads its queries once.
 
 lab.source(forward.attention_fwd_kernel, "load")
 
 # %%
-# What is ``q_desc``? A *tensor descriptor*. It says once what a tensor looks like: its address, its
-# sizes, its strides, and the size of a tile.
+# ``q_desc`` is a :term:`tensor descriptor <descriptor>`, which states once what a tensor looks
+# like: its address, its sizes, its strides, and the size of a tile.
 
 lab.source(describe)
 
 # %%
-# What does it change? The first kernel computes an address and a mask for each element, in
-# registers, and every thread asks for its part. With a descriptor, one thread names a tile by its
-# coordinates. The copy engine of the GPU computes the addresses, watches the bounds, fills with
-# zeros what is outside, and puts the tile in shared memory, where the matrix instructions read it.
+# A descriptor takes work from the threads. In the first kernel every thread computes an address and
+# a mask for each of its elements, in :term:`registers <register>`, the storage private to a thread,
+# and loads its own part of the tile. With a descriptor, one thread names a tile by its coordinates.
+# A copy engine of the GPU then computes the addresses, checks the bounds, fills with zeros what
+# lies outside, and puts the tile into :term:`shared memory`, storage on the SM from which the
+# matmul instructions read it.
 
 lab.source(load_tile)
 
 # %%
-# And on other GPUs? Those before Hopper have no copy engine, and the matrix instructions of a
-# GeForce read registers, so that a tile in shared memory is not yet where it is needed. Triton
-# would turn a descriptor into addresses and masks again, but into bad ones: it has to know that
-# neighbours in a row are neighbours in memory before a thread may load 16 bytes at once, and a
-# descriptor that comes from the host does not say so while the kernel is compiled. It would load 2
-# bytes at a time. So there the kernel gets the address of a head, and the last stride is a plain 1.
+# Not every GPU gains from that. GPUs before Hopper, the generation of the H100 and H200, have no
+# such copy engine; and the matmul instructions of a GeForce read registers, so a tile in shared
+# memory is not yet where it is needed.
+#
+# There, Triton would turn a descriptor into addresses and masks again, and into slow ones. Before a
+# thread may load 16 bytes at once, the compiler has to know that neighbours in a row are neighbours
+# in memory, and a descriptor that comes from the host does not tell it so at compile time. It would
+# load 2 bytes at a time. So on these GPUs the kernel gets the address of a head instead, and its
+# last stride is the constant 1.
 
 lab.source(head_of)
 
 # %%
-# **Why four dimensions?** All heads lie one after the other. So why not describe a matrix of
-# (batch · heads · length) rows, and ask for the rows of a head? Because the engine then knows only
-# where the whole matrix ends, and not where a head ends. Let us see: two heads of 20 rows, and a
-# tile of 16. A program copies the last tile of the *first* head, times ten.
+# **Why four dimensions?** All heads lie one after the other in memory, so a descriptor could
+# present them as one matrix of (batch · heads · length) rows. But then the copy engine knows only
+# where the whole matrix ends, and not where a head ends. The experiment takes two heads of 20 rows
+# and tiles of 16: one program copies the last tile of the *first* head, times ten.
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -921,10 +944,12 @@ assert [row["rows written in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "What the program of head 0 wrote")
 
 # %%
-# The flattened program wrote 12 rows of the wrong head. Head 1 has a program that writes the same
-# rows, and who comes last wins. Where the length is a multiple of the tile, nothing goes wrong,
-# and so such a kernel passes many tests. Reading is not harmless either: what was read too much
-# gets weight zero, and zero times infinity is not a number.
+# With the flattened descriptor the program wrote 12 rows of the wrong head. Head 1 has a program
+# that writes the same rows, and whichever finishes last wins. Where the length is a multiple of the
+# tile, nothing goes wrong, which is why such a kernel passes many tests.
+#
+# Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
+# times infinity is NaN.
 
 v = torch.zeros(32, 16)
 v[20:] = torch.inf  # the first rows of the next head
@@ -936,11 +961,11 @@ lab.table(
 )
 
 # %%
-# **What was tl.multiple_of for?** Older kernels compute ``start_n`` in a loop and add it to an
-# address. The compiler has to prove that the address is aligned before it may load 16 bytes at
-# once. ``tl.multiple_of`` is a promise that helps. A descriptor needs no such promise: its
-# addresses come from the engine. Here is the promise at work, in a kernel that reads from a start
-# that the compiler does not know.
+# **What tl.multiple_of was for.** Older kernels compute ``start_n`` in a loop and add it to an
+# address, and the compiler has to prove that the address is aligned before it may load 16 bytes at
+# once. ``tl.multiple_of`` promises what the compiler cannot prove. A descriptor makes the promise
+# unnecessary, because the copy engine computes its addresses. The next kernel, which reads from a
+# start that is unknown at compile time, shows the promise at work.
 
 
 @triton.jit(do_not_specialize=["tile", "rows"])
@@ -968,47 +993,54 @@ def widths():
 lab.measure("8 numbers of 16 bits for each thread", widths)
 
 # %%
-# **A turn ahead.** How can a program avoid waiting for keys? One way is to order them early.
-# *Pipeline stages*, ``num_stages``, say how many tiles of keys and of values are on their way, or
-# in use, at a time. With three, copies start two turns before they are needed. At head_dim 128 that
-# takes 128 KiB of shared memory, and one program fills a multiprocessor. With two stages it takes
-# 96 KiB, and two programs fit. But then copies start only when the turn before ends. A turn that
-# begins with a product has to wait for its keys.
+# **One iteration ahead.** A program can avoid waiting for keys by requesting them early. The number
+# of *pipeline stages*, ``num_stages`` (not the causal stages above), says how many tiles of keys
+# and of values are on their way, or in use, at a time. With three, copies start two iterations
+# before they are needed.
 #
-# What else could be done in the meantime? The exponentials need no new data. So let each turn
-# compute the scores of the *next* tile, as its last act. The next turn then begins with
-# exponentials, and keys and values arrive while it takes them.
+# At head_dim 128, the queries take 32 KiB of shared memory and each tile of 64 keys or values takes
+# 16 KiB. Three pipeline stages add up to 128 KiB, and one program fills an SM. Two stages take 96
+# KiB, and two programs fit. But with two, copies start only when the previous iteration ends, so an
+# iteration that begins with a matmul has to wait for its keys.
+#
+# The kernel fills that wait with the exponentials, because they need no new data. Each iteration
+# computes the scores of the *next* tile as its last step. The next iteration then begins with
+# exponentials, and its keys and values arrive meanwhile.
 #
 # .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one turn. Above, it begins with a product: keys and values are copied
-#          and the program waits. Then come q k, exponentials, and p v. Below, it begins with
+#    :alt: Two timelines of one iteration. Above, it begins with a product: keys and values are
+#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
 #          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
-#          q k of the next tile. The turn is shorter by the wait.
+#          q k of the next tile. The iteration is shorter by the wait.
 #
-# The first scores are computed before the loop. ``tf32x3`` matters in float32 only. There each
-# number is split into a coarse part and a rest, both in the 19 bits of tf32, and three products
-# take the place of one.
+# The scores of the first tile are computed before the loop. On NVIDIA GPUs ``PRECISION`` is
+# ``"tf32x3"``, which matters in float32 only: it splits each number into a coarse part and a
+# remainder, both in TF32, and replaces one matmul by three on the tensor cores.
 
 lab.source(forward.attention_fwd_kernel, "begin")
 
 # %%
-# **Stages.** Here they are again, in the package: what a tile of queries sees,
+# **Stages.** The package has the two causal stages as well. ``visible`` computes what a tile of
+# queries sees,
 
 lab.source(visible)
 
 # %%
-# and the two loops. The last tile is left out, for after it there is none to score. ``last`` is its
-# first key, and ``cut`` is the first key of the first cut tile. If all tiles are whole, ``cut``
-# would lie beyond ``last``: hence the minimum. Queries that see nothing still get one tile, all of
-# it masked: hence the maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a
-# length that the tile divides, there is no second loop.
+# and the kernel calls the loop twice. Both calls leave out the last tile, because there is no tile
+# after it to score. ``last`` is its first key, and ``cut`` is the first key of the first cut tile.
+#
+# Two bounds cover the special cases. If all tiles are whole, ``cut`` would lie beyond ``last``,
+# hence the minimum. Queries that see nothing still get one tile, all of it masked, hence the
+# maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a length that is a
+# multiple of the tile, the second loop does not exist.
 
 lab.source(forward.attention_fwd_kernel, "stages")
 
 # %%
-# How large is a tile? With more queries in it, keys and values are read less often. But a larger
-# tile needs more registers and more shared memory. Which is the fastest was measured once, and
-# stands in a table of the package:
+# The size of a tile is a compromise: with more queries in it, keys and values are read less often,
+# but a larger tile needs more registers and more shared memory. We tuned this once; the package
+# keeps the winners in a table. A :term:`warp` is a group of 32 threads that execute the same
+# instruction together.
 
 rows = []
 for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
@@ -1022,37 +1054,43 @@ for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# Why a limit of registers? The hardware's own is 255 for a thread, and a multiprocessor has 65,536.
-# A program of 8 warps has 256 threads, and 256 · 128 is half of them. So with 128 two programs fit,
-# and while one waits for a product, the other takes exponentials. At head_dim 256 a thread needs
-# more, and a program is alone.
+# The limit on registers decides how many programs share an SM. The hardware allows 255 registers
+# per thread, and an SM has 65,536. A program of 8 warps has 256 threads, and 256 · 128 is half of
+# 65,536, so with 128 registers two programs fit, and while one waits for a matmul, the other
+# computes exponentials. At head_dim 256 a thread needs more registers, and a program has the SM to
+# itself.
 #
-# **The loop.** The same for both stages. ``qk`` holds what the turn before has computed, the
-# products of queries and keys. First they become weights.
+# **The loop.** Both stages run the same loop. ``qk`` holds the products of queries and keys that
+# the previous iteration computed. First they become weights.
 
 lab.source(forward.attend, "weigh")
 
 # %%
-# How? What a query does not see becomes :math:`-\infty`: its exponential is exactly 0.
+# ``weigh`` first sets the scores that a query does not see to :math:`-\infty`, because the
+# exponential of :math:`-\infty` is exactly 0.
 
 lab.source(forward.weigh, "mask")
 
 # %%
-# Then the lines of the mathematics. ``P_LOG2`` is 0 here. It belongs to the chapter on eight bits.
+# Then come the lines of the mathematics. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on
+# FP8 </chapters/attention_fp8>`.
 
 lab.source(forward.weigh, "rescale")
 
 # %%
-# ``qk`` is not scaled before the maximum is taken. The scale is positive, so the largest product
-# belongs to the largest score, and one multiplication for each row is enough. The others
-# disappear in ``qk * scale_log2 - m_exp``, which is one instruction, a fused multiply and add.
+# ``qk`` is not scaled before the maximum is taken: the scale is positive, so the largest product
+# belongs to the largest score, and one multiplication per row is enough. The other multiplications
+# disappear in ``qk * scale_log2 - m_new``, which is a single instruction, a fused multiply-add.
 #
-# Is that worth a thought? For each score, the matrix units do :math:`4 D` operations. On Hopper a
-# multiprocessor does 4,096 of these in a cycle, and 16 exponentials. For head_dim 128 a score
-# keeps the matrix units busy for an eighth of a cycle, and its exponential takes a sixteenth. For
-# head_dim 64 both take a sixteenth. So the exponential, the cheapest line of the mathematics, can
-# cost as much as both products, and every further instruction is felt. Here is what the compiler
-# makes of one exponential, both ways.
+# A single instruction matters here, because the exponentials compete with the matmuls. Per score,
+# the tensor cores do :math:`4 D` operations. A Hopper SM does 4,096 of these per cycle, and 16
+# exponentials. At head_dim 128 a score keeps the tensor cores busy for an eighth of a cycle, and
+# its exponential takes a sixteenth; at head_dim 64 both take a sixteenth.
+#
+# So the exponential, the cheapest line of the mathematics, can cost as much as both matmuls, and
+# every further instruction is felt. The table counts what the compiler makes of one exponential,
+# written both ways: additions (``FADD``), multiplications (``FMUL``), fused multiply-adds
+# (``FFMA``), and the exponential itself (``MUFU.EX2``).
 
 
 @triton.jit
