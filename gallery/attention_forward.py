@@ -830,7 +830,7 @@ lab.table(
 # values, so most of these loads can be served by :term:`L2`, the cache that the whole chip shares.
 # No run on this page measures how many are. But HBM alone would allow at most 124 operations per
 # byte divided by the machine's own ratio, as a share of the matmul, and without a mask the kernel
-# exceeds that share in the last figures of this page.
+# exceeds that share in the figures of speed below.
 #
 # **Place.** Now we build the kernel of the package, piece by piece. In the first piece, ``place``
 # decides which head and which tile of queries a program takes. In causal attention the last queries
@@ -1122,19 +1122,20 @@ def instructions():
 lab.measure("Instructions for one exponential", instructions)
 
 # %%
-# Now the sum of values. The weights of 16-bit inputs are rounded to 16 bits, as the matrix units
-# want it. Their sum ``l_i`` was taken before, in float32.
+# Next comes the weighted sum of the values. For 16-bit inputs the weights are rounded to 16 bits,
+# because the tensor cores take both operands in one format. Their sum ``l_i`` was taken before, in
+# float32.
 
 lab.source(forward.attend, "accumulate")
 
 # %%
-# Last, the scores of the next tile.
+# The last step of an iteration computes the scores of the next tile.
 
 lab.source(forward.attend, "score")
 
 # %%
 # After the loops one tile is left to weigh. It is masked, unless ``ALL_WHOLE``. With 128 queries
-# and 64 keys in a tile the diagonal cuts two tiles: the second loop takes one, and this is the
+# and 64 keys in a tile, the diagonal cuts two tiles: the second loop takes one, and this piece the
 # other.
 
 lab.source(forward.attention_fwd_kernel, "end")
@@ -1146,15 +1147,17 @@ lab.source(forward.attention_fwd_kernel, "end")
 lab.source(forward.row_max)
 
 # %%
-# A *layout* says which thread holds which number of a tile. Each product has a layout for its
-# result: the scores have one, and ``acc`` may have another. ``alpha`` is computed from the scores.
-# With one step it comes in their layout, and to bring the two together the compiler carries ``acc``
-# through the loop twice. Then the assembler, which turns its output into instructions, finds
-# registers of ``acc`` in use while a product is under way. It plays safe, and waits after every
-# single instruction of every product. A reshape gives the maximum a layout of its own, and ``acc``
-# is carried once.
+# The reason is the *layout*, which says which thread holds which element of a tile. Each matmul has
+# a layout for its result: the scores have one, and ``acc`` may have another. ``alpha`` is computed
+# from the scores, and a one-step reduction inherits their layout. To multiply ``acc`` by it, the
+# compiler carries ``acc`` through the loop twice.
 #
-# Let us see. Here is the same module with that one line changed.
+# Then the assembler, which turns the compiler's output into machine instructions, finds registers
+# of ``acc`` in use while a matmul is under way. It plays safe and waits after every single
+# instruction of every matmul. The reshape gives the maximum a layout of its own, so ``acc`` is
+# carried once.
+#
+# To see the effect, we run the same module with that one line changed.
 
 
 # Measuring
@@ -1183,9 +1186,9 @@ outs = [
 assert torch.allclose(*outs, atol=1e-6)
 
 # %%
-# How many instructions do the products have, and how often does the program wait? ``HGMMA`` is an
-# instruction of a product, and ``WARPGROUP.DEPBAR`` is a wait. The code holds six products: one
-# before the loops, two in each of the two loops, and one after them.
+# We count the instructions of the matmuls (``HGMMA``) and the waits for them
+# (``WARPGROUP.DEPBAR``). The code holds six matmuls: one before the loops, two in each of the two
+# loops, and one after them.
 
 
 def maxima():
@@ -1216,27 +1219,30 @@ steps_of_max
 # Reading
 two, one = steps_of_max.rows or ({}, {})
 lab.read(
-    f"Both give the same result. But one step waits {one.get('waits for them', nan)} times for "
-    f"{one.get('instructions of products', nan)} instructions, two steps wait "
-    f"{two.get('waits for them', nan)} times, and run at {two.get('TFLOP/s', nan)} TFLOP/s "
-    f"instead of {one.get('TFLOP/s', nan)}. No error and no warning says so: the assembler's "
-    f"message is not shown. When a loop with products is slower than it should be, count the waits."
+    f"Both give the same result. But with one step the program waits "
+    f"{one.get('waits for them', nan)} times for {one.get('instructions of products', nan)} "
+    f"instructions; with two steps it waits {two.get('waits for them', nan)} times, and runs at "
+    f"{two.get('TFLOP/s', nan)} TFLOP/s instead of {one.get('TFLOP/s', nan)}. No error and no "
+    f"warning reports this, because the assembler's message is not shown. When a loop with matmuls "
+    f"is slower than it should be, count the waits."
 )
 
 # %%
-# **Write.** One division, and the logarithm. ``m_i`` is in base 2, so the sum is turned back to a
-# natural logarithm by a factor :math:`\ln 2`. The row number is 64 bits wide: out may have more
-# than :math:`2^{31}` elements.
+# **Write.** The program ends with one division and one logarithm per query. ``sum_of_weights``
+# returns ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`. ``m_i``
+# is in base 2, so a factor :math:`\ln 2` turns lse back into a natural logarithm. Row numbers are
+# 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
 
 lab.source(forward.attention_fwd_kernel, "write")
 
 # %%
-# **Grouped heads.** Several query heads may share one head of keys. Then head :math:`h` reads keys
-# of head :math:`h / g`, rounded down: that is ``head // group`` in the kernel. Nothing is copied.
+# **Grouped heads.** Several query heads may share one head of keys and values. If :math:`g` of them
+# share one, query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
+# ``head // group`` in the kernel. Nothing is copied.
 #
-# **Strides.** A model often has its tensors as (batch, length, heads, head_dim), and transposes
-# them. A descriptor takes any strides, as long as the last dimension is contiguous and the others
-# are multiples of 16 bytes. What is not like that is copied first.
+# **Strides.** A model often keeps its tensors as (batch, length, heads, head_dim) and passes a
+# transposed view. A descriptor takes any strides, as long as the last dimension is contiguous and
+# the others are multiples of 16 bytes. Any other view is copied first.
 
 x = torch.zeros(2, 10, 4, 96, device=runtime.DEVICE)
 views = {
@@ -1259,10 +1265,11 @@ lab.table(rows, "Which views are copied")
 # Is it right?
 # ------------
 #
-# Against float64: lengths of 1, 127 and 1,000, queries and keys of different length, head_dim 80
-# and 96, shared heads, transposed views. In float32 the error may be eight times PyTorch's: each
-# product is a sum of three products in a shorter format, and ``exp2`` errs by two units. The same
-# holds for lse, which is float32 whatever the input.
+# The check compares with float64 truth over lengths of 1, 127 and 1,000, queries and keys of
+# different length, head_dim 80 and 96, shared heads, and transposed views. In float32 the error may
+# be up to eight times PyTorch's, because each matmul is a sum of three in a shorter format and
+# ``exp2`` errs by two units in the last place. The same bound holds for lse, which is float32 for
+# every input dtype.
 
 
 # Measuring
@@ -1320,10 +1327,10 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# **Queries that see nothing.** With more queries than keys, the first queries see no key. A
-# softmax over nothing has no answer, so a rule is needed. Here the result is 0, and lse is the
-# logarithm of an empty sum, :math:`-\infty`. Beside it PyTorch with the same mask, and the first
-# function of this page, which divides zero by zero.
+# **Queries that see nothing.** With more queries than keys, the first queries see no key. A softmax
+# over nothing is undefined, so we need a convention: the output is 0, and lse is the logarithm of
+# an empty sum, :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside
+# the first function of this page, which divides zero by zero.
 
 q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
@@ -1345,8 +1352,8 @@ assert not out[0, 0, :2].any()
 lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 
 # %%
-# **Properties.** Some things must hold whatever the numbers are. They catch mistakes that a
-# comparison of random inputs may miss.
+# **Properties.** Some relations must hold for any input, and they catch mistakes that a comparison
+# on random inputs may miss.
 
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
 k_later, v_later = k.clone(), v.clone()
@@ -1383,10 +1390,12 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# The limit is a matrix product by cuBLAS, of two square matrices of 8,192 in bfloat16. The number
-# of operations is the one from the beginning; a causal mask halves it. First the ladder, at
-# head_dim 128. ``torch.compile`` gets the standard version. Does it see what it is, and put a
-# ready-made kernel in its place?
+# The limit is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The number
+# of operations is that of the first section, halved for a causal mask. We begin with the ladder
+# from standard attention to the kernel, at head_dim 128.
+#
+# ``torch.compile`` gets the standard version. It has patterns that replace such code by a
+# ready-made kernel, so we first ask whether it recognises this one.
 
 
 def recognised():
@@ -1409,10 +1418,11 @@ def recognised():
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
-# Zero means that it does not, and the table of scores stays.
+# Zero means that it does not, so the table of scores stays.
 #
-# One rung is missing. What do descriptors do alone? Here is the kernel in stages once more, with
-# descriptors for keys and values, and nothing else changed.
+# The ladder still lacks a rung, because the package's kernel introduces descriptors together with
+# other changes. To see what descriptors do alone, here is the staged kernel with descriptors for
+# keys and values, and nothing else changed.
 
 
 @triton.jit
@@ -1467,9 +1477,9 @@ def run_described(kernel, q, k, v, is_causal, **options):
 lab.check("With descriptors", first_cases(_described_kernel, run_described))
 
 # %%
-# The tiled PyTorch version has tiles of 1,024, so that it does not drown in launches. The three
-# kernels of this page have 128 queries and 64 keys in a tile, as the package's kernel has, but
-# three pipeline stages and no limit of registers.
+# The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
+# :term:`launches <launch>`. The three kernels of this page have 128 queries and 64 keys in a tile,
+# as the package's kernel does, but three pipeline stages and no limit on registers.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -1542,24 +1552,25 @@ def at(name, mask):
 
 
 lab.read(
-    f"Without a mask standard attention runs at {at('PyTorch', 'full'):.0f} TFLOP/s: it waits for "
-    f"the table of scores. In tiles of plain PyTorch it runs at "
-    f"{at('tiled PyTorch', 'full'):.0f}, for there every tile goes through memory, too. The first "
-    f"kernel reaches {at('first kernel', 'full'):.0f}. With the causal mask it computes twice what "
-    f"is needed and reaches {at('first kernel', 'causal'):.0f}. Stages bring that to "
-    f"{at('in stages', 'causal'):.0f}, and the full case, which needs no mask, to "
-    f"{at('in stages', 'full'):.0f}. Descriptors change little by themselves: "
-    f"{at('descriptors', 'full'):.0f} full and {at('descriptors', 'causal'):.0f} causal. The "
-    f"package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
-    f"{at('Kernel Book', 'causal'):.0f}. It computes scores a turn ahead, so two pipeline stages "
-    f"are enough, and two programs fit on a multiprocessor. The scale costs it nothing, and with a "
-    f"mask its heavy tiles come first."
+    f"Standard attention waits for the table of scores ({at('PyTorch', 'full'):.0f} TFLOP/s "
+    f"without a mask), and tiles in plain PyTorch do not help "
+    f"({at('tiled PyTorch', 'full'):.0f}), because there every tile goes through memory, too. The "
+    f"first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f}, but "
+    f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
+    f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and lift the full "
+    f"case to {at('in stages', 'full'):.0f} because it needs no mask. Descriptors change "
+    f"little by themselves ({at('descriptors', 'full'):.0f} full, {at('descriptors', 'causal'):.0f} "
+    f"causal). The package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
+    f"{at('Kernel Book', 'causal'):.0f} by several changes at once: it computes scores one "
+    f"iteration ahead, so two pipeline stages are enough and two programs fit on an SM; the scale "
+    f"costs it nothing; its maximum takes two steps; and with a mask its heavy tiles come first. "
+    f"The ladder does not separate these."
 )
 
 # %%
-# Now against the libraries. SDPA is PyTorch's ``scaled_dot_product_attention``; two of its kernels
-# are called by name. FlexAttention is compiled for each size. FlashAttention 4 is written in CuTe,
-# close to the machine.
+# Now we compare the kernel with the libraries. SDPA is PyTorch's ``scaled_dot_product_attention``,
+# of which we call two kernels by name. FlexAttention is compiled for each size. FlashAttention 4 is
+# written in CuTe, which is closer to the machine than Triton.
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1646,27 +1657,34 @@ for head_dim in (128, 64):
         where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
         name, peer = best_peer(**where)
         sentences.append(
-            f"At head_dim {head_dim}, {mask}, length 16,384, the kernel runs at "
+            f"**head_dim {head_dim}, {mask}, length 16,384:** "
             f"{speed.rate('Kernel Book', **where):.0f} TFLOP/s, "
-            f"{100 * speed.share('Kernel Book', **where):.0f} % of a matrix product. The fastest "
-            f"library, {name}, runs at {peer:.0f}, and SDPA's flash kernel at "
+            f"{100 * speed.share('Kernel Book', **where):.0f} % of the matmul; the fastest "
+            f"library, {name}, reaches {peer:.0f}, and SDPA's flash kernel "
             f"{speed.rate('SDPA flash', **where):.0f}."
         )
 lab.read(" ".join(sentences))
 
 # %%
-# Why not the speed of a matrix product? One reason is the exponential, as we counted: at head_dim
-# 64 it takes as long as the products. The maximum and the sum over each row come on top. Two
-# programs share a multiprocessor here, and while one waits for a product the other may take
-# exponentials, but nothing keeps them in step. FlashAttention-3 keeps them in step by hand: one
-# group of warps multiplies while another one takes exponentials. With a causal mask and a short
-# length there is another reason. Half of the scores on the diagonal are thrown away. With 8 tiles
-# of queries that is an eighth more work, and with 128 less than a hundredth.
+# What keeps the kernel below the speed of a matmul? One cost is the exponentials. By the count
+# above they take half as long as the matmuls at head_dim 128 and as long at head_dim 64, so a
+# kernel that never overlapped the two would reach two thirds or half of the speed of a perfect
+# matmul. The row maxima and sums come on top.
 #
-# What did the compiler make of the kernels? A register that *spills* goes to memory, and ``acc`` is
-# large: 128 queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of
-# 64 keys, takes half as many. That makes 96 of the 128 that a thread may have. In float32 operands
-# are split into parts, and registers run short.
+# Two programs share an SM, and while one waits for a matmul, the other may compute exponentials,
+# but nothing keeps them in step. FlashAttention-3 does so by hand: one group of warps multiplies
+# while another computes exponentials. How much time our kernel loses to each cause, no run on this
+# page tells.
+#
+# Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
+# diagonal whole and discards half of their scores. With 8 tiles of queries that is an eighth more
+# work, and with 128 less than a hundredth.
+#
+# **Registers.** A register that :term:`spills <spill>` goes to memory, and ``acc`` is large: 128
+# queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of 64 keys,
+# takes half as many. Together they take 96 of the 128 registers that a thread may have. In float32
+# the operands are split into parts, and registers run short. The table shows what the compiler made
+# of the kernel.
 
 
 def launch(head_dim, dtype):
@@ -1687,9 +1705,8 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** A kernel has to be started, and that takes the host some time, whatever the
-# kernel does. So at small sizes a call costs what its host code takes, and hardly depends on
-# the length.
+# **Small inputs.** Starting a kernel takes the host some time, whatever the kernel does. So at
+# small sizes the time per call is that of its host code, and hardly depends on the length.
 
 
 def microseconds(run, *inputs, repeats=200):
@@ -1725,8 +1742,9 @@ small
 first, last = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
 lab.read(
     f"At length 128 a call costs {first.get('Kernel Book, µs', nan):.0f} µs here and "
-    f"{first.get('SDPA, µs', nan):.0f} µs in PyTorch, whose host code is C++. At 4,096 the kernel "
-    f"has something to do, and they take {last.get('Kernel Book, µs', nan):.0f} and "
+    f"{first.get('SDPA, µs', nan):.0f} µs in PyTorch, because the host code is Python here and C++ "
+    f"there. At 4,096 the kernels themselves take longer than the host code, which hides it, and "
+    f"the calls take {last.get('Kernel Book, µs', nan):.0f} and "
     f"{last.get('SDPA, µs', nan):.0f} µs."
 )
 
@@ -1734,8 +1752,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Here is a kernel for 64 queries of one head that can make five mistakes. Each is run beside the
-# right version.
+# Here is a kernel for 64 queries of one head that can make five mistakes. Each mistake runs beside
+# the right version.
 
 
 @triton.jit
@@ -1795,49 +1813,50 @@ def compare(mistake, row, q, k, v, scale=0.25, mask_value=float("-inf")):
 q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 
 # %%
-# **No maximum subtracted.** On paper it cancels. In float32, :math:`e^{89}` is infinite. Scores
-# around a hundred are enough, and the result is infinity divided by infinity.
+# **No maximum subtracted.** On paper the maximum cancels. In float32 :math:`e^{89}` is infinite, so
+# scores around a hundred are enough to make the result infinity divided by infinity.
 
 compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
-# **The mask is** ``>`` **and not** ``>=``. Every query misses itself. The first query sees nothing
-# at all, and becomes NaN. The second should average two values, and takes one.
+# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
+# sees nothing at all and becomes NaN. The second should average two values, and returns one of
+# them.
 
 compare("> for >=", 1, q, k, v)
 
 # %%
-# **The statistics are not updated.** Without ``m_i = m_new`` the old maximum stays
-# :math:`-\infty`. Then ``alpha`` is always 0, and every tile erases those before it. A single tile
-# would be right: so test with more than one.
+# **The statistics are not updated.** Without ``m_i = m_new`` the old maximum stays :math:`-\infty`,
+# so ``alpha`` is always 0 and every tile erases those before it. With a single tile the result
+# would be right, which is why a test needs more than one.
 
 compare("statistics not updated", 60, q, k, v)
 
 # %%
-# **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator are on
-# different scales. As long as the largest score comes in the first tile, nobody notices. Here the
-# scores rise.
+# **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator end on
+# different scales. The mistake stays hidden as long as the largest score is in the first tile. Here
+# the scores rise along the keys.
 
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 compare("acc not rescaled", 40, q.abs(), k + rising, v)
 
 # %%
-# **-1e6 in the place of minus infinity.** Why would anyone write that? Because :math:`-\infty -
-# (-\infty)` is NaN when a whole row of a tile is masked, and with a finite number it is 0. It
-# works as long as every true score is above it. Scores below are rare, but nothing forbids them.
+# **-1e6 in place of minus infinity.** The finite number avoids a NaN: when a whole row of a tile is
+# masked, :math:`-\infty - (-\infty)` is NaN, and the difference of two finite numbers is 0. It
+# works as long as every true score is above it. Lower scores are rare, but nothing forbids them.
 # Then the *masked* keys win, and a query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
 # With minus infinity a masked key can never win. The package avoids :math:`-\infty - (-\infty)` in
-# another way: its running maximum does not start at minus infinity but at ``LOWEST``, the lowest
-# finite number of float32, because :math:`-\infty` minus a finite number is :math:`-\infty`, whose
-# exponential is 0.
+# another way: its running maximum starts not at minus infinity but at ``LOWEST``, the lowest finite
+# number of float32. This is safe because :math:`-\infty` minus a finite number is :math:`-\infty`,
+# whose exponential is 0.
 #
-# **Too much shared memory.** A tile of 128 keys and head_dim 128 takes 32 KiB in 16 bits, once for
-# keys and once for values, and every stage of the pipeline has its own pair. Nothing warns when the
-# kernel is written. The launch fails.
+# **Too much shared memory.** A tile of 128 keys at head_dim 128 takes 32 KiB in 16 bits, once for
+# keys and once for values, and every pipeline stage has its own pair. Nothing warns when the kernel
+# is written; the launch fails.
 
 
 def greedy():
@@ -1856,7 +1875,7 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 # So the package knows what each configuration needs, and takes the first that fits. If none does,
-# it says what to change. Here a device is made up that has only 8 KiB.
+# it says what to change. Here it meets a made-up device that has only 8 KiB.
 
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
@@ -1875,9 +1894,9 @@ lab.table([{"what the package says": line} for line in lines], "Too little memor
 # Exercises
 # ---------
 #
-# **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own.
-# Which tiles are left? Write the kernel so that it computes no others. ``_begin`` and ``_update``
-# from above will do most of the work.
+# **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
+# tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
+# above do most of the work.
 
 # %%
 
@@ -1925,15 +1944,15 @@ lab.check(
 
 # %%
 # **2. ALiBi, without a new kernel.** ALiBi subtracts a penalty that grows with the distance: the
-# score becomes :math:`s_{ij} - c\,(i - j)`, with its own :math:`c` for each head. Can you get it
+# score becomes :math:`s_{ij} - c\,(i - j)`, with a constant :math:`c` for each head. Can you get it
 # from ``attention`` as it is, by adding columns to q, k and v?
 
 # %%
 
 # Solution: ALiBi, without a new kernel
 #
-# The part c i is the same for all keys of a query, and softmax does not see it. What is left is
-# c j: a product of two numbers, one of the query and one of the key. So it is one more column.
+# The term -c i is the same for all keys of a query, so it cancels in the softmax. What is left is
+# c j, a product of one number of the query and one of the key, so one more column suffices.
 
 
 def alibi_attention(q, k, v, slopes):
@@ -1962,17 +1981,17 @@ lab.check(
 )
 
 # %%
-# **3. One query, many keys.** When a model writes a text, there is one query and a long past. One
-# tile of queries means one program for each head, and most of the GPU stands idle. Split the keys
-# into parts that are computed as if they were heads of their own, and merge. What do you need of
+# **3. One query, many keys.** When a model generates text, there is one query and a long past. A
+# single tile of queries means one program per head, and most of the GPU stands idle. Split the keys
+# into parts that are computed as if they were heads of their own, and merge. What do you need from
 # each part?
 
 # %%
 
 # Solution: one query, many keys
 #
-# The result and lse of each part. The part's sum of exponentials, exp(lse), is its weight in the
-# whole. So the weights are a softmax over lse, and the parts are views: nothing is copied.
+# The merge needs the output and lse of each part. A part weighs in proportion to its sum of
+# exponentials, exp(lse), so the weights are a softmax over lse. The parts are views: no copies.
 
 
 def split_attention(q, k, v, parts):
