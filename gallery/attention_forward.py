@@ -370,7 +370,7 @@ lab.table(rows, "l in the end")
 #
 # so the maximum and the sum are never needed apart. The forward pass stores :math:`lse_i = m_i +
 # \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per query. The weights need not be
-# stored, because the scores and lse give them back, as this cell confirms.
+# stored, because the scores and lse give them back, as the table confirms.
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 _, lse = attention(q, k, v, return_lse=True)
@@ -816,21 +816,24 @@ lab.table(
 )
 
 # %%
-# Keeping the queries saves fewer bytes the smaller their tiles are, but keeping the keys has a
-# worse problem: programs with different keys add to the same ``acc``, so they would have to take
-# turns. If queries stay, no two programs write to the same address, and there are as many
-# independent programs as tiles of queries.
+# The smaller the tiles of queries, the less this order saves. But keeping the keys has a worse
+# problem: programs with different keys add to the same ``acc``, so they would have to take turns.
+# If queries stay, no two programs write to the same address, and there are as many independent
+# programs as tiles of queries.
 #
-# **The cache closes a gap.** At length 4,096 the table lists 66 MiB, for which the head does 8.59
-# GFLOP: 124 operations per byte, and not the 2,048 that counted each input once. The reason is that
-# each key and value which a program loads serves the 128 queries of one tile only. If all these
-# loads came from HBM, they would limit the kernel, because 124 is less than this machine needs.
+# **The cache closes a gap.** At length 4,096 the programs of a head read and write 66 MiB, while
+# the head does 8.59 GFLOP. That is 124 operations per byte, and not the 2,048 of the first table,
+# which counted each input once, because a key or value that a program loads serves only the 128
+# queries of its tile. And 124 is less than this machine needs, so if all of these bytes came from
+# HBM, memory would limit the kernel.
 #
-# They do not have to. The programs of a head run at the same time and load the same keys and
-# values, so most of these loads can be served by :term:`L2`, the cache that the whole chip shares.
-# No run on this page measures how many are. But HBM alone would allow at most 124 operations per
-# byte divided by the machine's own ratio, as a share of the matmul, and without a mask the kernel
-# exceeds that share in the figures of speed below.
+# They need not come from HBM. The programs of a head run at the same time and load the same keys
+# and values, so most of these loads can be served by :term:`L2`, the cache that the whole chip
+# shares.
+#
+# How many are, no run on this page measures. But from HBM alone the kernel could reach at most 124
+# divided by the machine's own ratio, as a share of the speed of a matmul, and at head_dim 128
+# without a mask the speeds below exceed that share.
 #
 # **Place.** Now we build the kernel of the package, piece by piece. In the first piece, ``place``
 # decides which head and which tile of queries a program takes. In causal attention the last queries
@@ -869,9 +872,10 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 lab.table(rows, "Share of 264 slots at work, causal")
 
 # %%
-# "Light first" and "heavy first" go head by head; "in turn" starts the heaviest tiles of *all*
-# heads first. That keeps the most slots at work, but all heads at once may have more keys and
-# values than the L2 cache holds. So the kernel interleaves only as many heads as fit into half of
+# "Light first" and "heavy first" go head by head. The order within a head changes little, because
+# the heavy tiles of the last head still start late. "In turn" starts the heaviest tiles of *all*
+# heads first and keeps nearly every slot at work. But all heads at once may have more keys and
+# values than the L2 cache holds, so the kernel interleaves only as many heads as fit into half of
 # the cache, which is ``HEADS_AT_ONCE``. Without a mask all tiles weigh the same, and it is 1.
 #
 # **Load.** Each program reads its queries once.
@@ -1558,9 +1562,9 @@ lab.read(
     f"first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f}, but "
     f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
     f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and lift the full "
-    f"case to {at('in stages', 'full'):.0f} because it needs no mask. Descriptors change "
-    f"little by themselves ({at('descriptors', 'full'):.0f} full, {at('descriptors', 'causal'):.0f} "
-    f"causal). The package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
+    f"case to {at('in stages', 'full'):.0f} because it needs no mask. Descriptors change little by "
+    f"themselves ({at('descriptors', 'full'):.0f} full, {at('descriptors', 'causal'):.0f} causal). "
+    f"The package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
     f"{at('Kernel Book', 'causal'):.0f} by several changes at once: it computes scores one "
     f"iteration ahead, so two pipeline stages are enough and two programs fit on an SM; the scale "
     f"costs it nothing; its maximum takes two steps; and with a mask its heavy tiles come first. "
@@ -1666,8 +1670,9 @@ for head_dim in (128, 64):
 lab.read(" ".join(sentences))
 
 # %%
-# What keeps the kernel below the speed of a matmul? One cost is the exponentials. By the count
-# above they take half as long as the matmuls at head_dim 128 and as long at head_dim 64, so a
+# At this length the kernel is ahead of SDPA's flash kernel in all four cases, and behind
+# FlashAttention 4. What keeps it below the speed of a matmul? One cost is the exponentials. By the
+# count above they take half as long as the matmuls at head_dim 128 and as long at head_dim 64, so a
 # kernel that never overlapped the two would reach two thirds or half of the speed of a perfect
 # matmul. The row maxima and sums come on top.
 #
