@@ -2050,7 +2050,7 @@ lab.measure("One query, 131,072 keys, 16 heads", decoding)
 # - Press, Smith, Lewis. *Train short, test long: attention with linear biases enables input length
 #   extrapolation.* ICLR 2022.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials
-#   for each multiprocessor and cycle.
+#   per SM and cycle.
 
 # %%
 
