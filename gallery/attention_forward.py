@@ -2,17 +2,17 @@
 Attention, tile by tile
 =======================
 
-Attention compares every query with every key. The table of scores grows with the square of the
+Attention compares every query with every key, so its table of scores grows with the square of the
 length. *Must that table ever exist?*
 
 You will learn
 
-- how a softmax can carry a weighted sum along, so that a tile of scores lives for one step only;
-- which tiles a causal mask leaves whole, which it cuts, and which are never computed;
-- what brings a correct kernel close to the speed of a matrix product, and how little memory it
-  needs.
+- how a softmax can carry a weighted sum along, so that a tile of scores lives for one iteration of
+  a loop;
+- which tiles a causal mask leaves whole, which it cuts, and which the kernel never computes;
+- what brings a correct kernel close to the speed of a matmul, and how little memory it needs.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
+The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
 speeds are those of a recorded run.
 """
 
@@ -39,14 +39,15 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Each query is a vector, and so is each key. Their product says how well the two go together: it
-# is a *score*. Softmax turns the scores of a query into weights. The result is the sum of the
-# *values*, one a key, by these weights.
+# Attention takes queries, keys and values. Each query is a vector, and so is each key; their dot
+# product measures how well the two match, and is called a *score*. For each query, softmax turns
+# the scores into weights that sum to 1. The output is the weighted sum of the *values*, one weight
+# per key.
 
 
 def standard_attention(q, k, v, is_causal=False):
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    if is_causal:  # a query sees the keys up to its own place, and no later ones
+    if is_causal:  # a query sees the keys up to its own position, and no later ones
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         seen = seen.tril(k.shape[-2] - q.shape[-2])
         scores = scores.masked_fill_(~seen, -torch.inf)
@@ -54,19 +55,24 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# All tensors are (batch, heads, length, head_dim). The heads are independent of each other, so let
-# us count for one head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# All tensors are (batch, heads, length, head_dim). Because the heads are independent of each other,
+# we count for a single head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
 #
-# **Operations.** A score is a product of two vectors: :math:`D` multiplications and :math:`D`
-# additions. There are :math:`N^2` scores. The second product costs the same. So
+# **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
+# and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
+# values, costs the same, so the total is
 #
 # .. math::
 #
 #    \text{FLOPs} = 4\, N^2 D
 #
-# **Bytes.** The first product writes the scores. Softmax reads them and writes the weights. The
-# second product reads the weights. That is four trips of :math:`N^2` numbers. Queries, keys, values
-# and the result are four trips of :math:`N D` numbers, and no version can do with less.
+# **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
+# second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
+# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
+# D` numbers each and make one trip each; no implementation can do with less.
+#
+# In the table, "FLOP / byte" divides the operations by all of these trips, and "at best" by those
+# of queries, keys, values and output alone.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -86,8 +92,8 @@ for length in (1024, 4096, 16384, 65536):
 lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16 bits")
 
 # %%
-# How many operations must a byte be good for? So many as the machine can do while it moves one. We
-# measure both speeds.
+# How many operations must we do per byte? As many as the GPU can execute while it moves one. We
+# measure both speeds: the first with a matmul, the second with a copy.
 
 MATMUL = 8192
 
@@ -118,16 +124,18 @@ machine
 nan = float("nan")
 needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
 lab.read(
-    f"This machine needs {needed:.0f} operations for each byte. Standard attention has "
-    f"{rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
-    f"that grows no further. So it waits for memory at any length. Without the table of scores "
-    f"there would be {rows[1]['at best']:,} at length 4,096, and it could be as fast "
-    f"as a matrix product."
+    f"This machine needs {needed:.0f} operations per byte to be limited by arithmetic. Standard "
+    f"attention does {rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
+    f"this number stops growing, so it waits for memory at any length. Without the table of scores "
+    f"it would do {rows[1]['at best']:,} at length 4,096 and could run as fast as a matmul, if it "
+    f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
+    f"the section on the kernel returns to that."
 )
 
 # %%
-# **Memory.** Scores and weights exist at the same time. How much is that, and when does it no
-# longer fit? We measure the peak beyond inputs and output, for 16 heads.
+# **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
+# growing lengths, we measure how much memory it allocates at its peak beyond inputs and output,
+# until it no longer fits.
 
 
 def peak_memory(run, *inputs):
@@ -187,11 +195,11 @@ fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB more than its inputs and its output. The "
-    f"kernel of this chapter needs {last.get('Kernel Book, MiB', nan):,.1f} MiB: one number for "
-    f"each query. "
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB beyond its inputs and its output. The kernel "
+    f"of this chapter needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because it keeps one "
+    f"number per query. "
     + (
-        f"At {fails[0]:,} the standard version no longer fits."
+        f"At {fails[0]:,} the standard version runs out of memory."
         if fails
         else "On this GPU the standard version fitted at every length."
     )
@@ -201,30 +209,31 @@ lab.read(
 # The idea
 # --------
 #
-# What does one query need? All keys and all values, but not at the same time. A softmax can be
-# computed block by block, as the chapter on online softmax shows. So take a *tile* of queries, and
-# let tiles of keys and values come past. Each time, compute a small tile of scores, use it, and
-# forget it.
+# A query needs all keys and all values, but not all at the same time, because a softmax can be
+# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
+# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
+# keys and values one tile at a time. Each iteration computes a small tile of scores, uses it, and
+# discards it.
 #
 # .. image:: /figures/attention-memory.svg
 #    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
 #          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v,
 #          out and one column lse in memory; on chip a tile each of q, k, v, scores and acc.
 #
-# What must be carried from tile to tile? The two numbers of online softmax, and the weighted sum so
-# far.
+# Three things pass from one iteration to the next: the two numbers of online softmax for each
+# query, and the weighted sum of the values so far.
 #
 # .. image:: /figures/attention-stream.svg
-#    :alt: A tile of q stays. Tiles of k and v stream past, one at a time. Each gives scores, from
-#          these m, alpha and p, and with them l = l alpha + sum of p and acc = acc alpha + p v.
-#          m, l and acc are carried to the next tile. After the last: out = acc / l and
-#          lse = m + log l, written once.
+#    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
+#          from these m, alpha and p, and with them l = l alpha + sum of p and
+#          acc = acc alpha + p v. m, l and acc are carried to the next tile. After the last:
+#          out = acc / l and lse = m + log l, written once.
 #
 # The mathematics
 # ---------------
 #
-# **Three things to carry.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
-# For the keys seen so far, a set :math:`A`, keep
+# **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
+# For the set :math:`A` of the keys seen so far, keep
 #
 # .. math::
 #
@@ -234,13 +243,13 @@ lab.read(
 #    acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
 #    \end{aligned}
 #
-# The last is a vector of :math:`D` numbers. If :math:`A` holds all keys, the result is
-# :math:`acc_A / l_A`: numerator and denominator have the same factor :math:`e^{-m_A}`, and it
-# cancels.
+# The first two are numbers; the third, the *accumulator*, is a vector of :math:`D` numbers. Once
+# :math:`A` holds all keys, the output is :math:`acc_A / l_A`, because numerator and denominator
+# share the factor :math:`e^{-m_A}` and it cancels.
 #
-# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger
-# maximum. Every term of :math:`A` was written relative to :math:`m_A`. To write it relative to
-# :math:`m`, multiply by :math:`e^{m_A - m}`:
+# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger of
+# the two maxima. Every term of :math:`A` was computed relative to :math:`m_A`, and a factor of
+# :math:`e^{m_A - m}` makes it relative to :math:`m`:
 #
 # .. math::
 #
@@ -250,12 +259,12 @@ lab.read(
 #    acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
 #    \end{aligned}
 #
-# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result is again of the form above,
-# for the set :math:`A \cup B`. How the sets were cut does not matter.
+# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result again has the form above,
+# for the set :math:`A \cup B`, so it does not matter how we split the keys.
 #
-# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. Choose the new
-# maximum :math:`m` first and compute the terms of the tile relative to it at once. Then its own
-# factor is 1, and one factor is left:
+# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. If we update the
+# maximum :math:`m` first and compute the terms of the new tile relative to it at once, these need
+# no correction, and a single factor is left:
 #
 # .. math::
 #
@@ -267,13 +276,13 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# By induction this is right after every tile. It holds for the empty set, where :math:`m = -\infty`
-# and both sums are 0. If it holds before a tile, the merge makes it hold after.
+# The factor ``alpha`` rescales the old sums to the new maximum. If the maximum did not change, it
+# is 1.
 #
-# Why ``alpha``, then? It takes the old sums to the new scale. If the maximum did not change, it is
-# 1.
+# By induction the triple is right after every tile. It is right for the empty set, where :math:`m =
+# -\infty` and both sums are 0; and if it is right before a tile, the merge makes it right after.
 #
-# Let us try the merge on pieces, in a random order.
+# To test the merge, we cut 300 keys into pieces and merge their triples in a random order.
 
 
 def triple(s, v):
@@ -304,22 +313,21 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 
 # %%
-# **Why divide once, at the end?** One could keep the average :math:`acc / l` after every tile
-# instead. But the next step would first have to undo it:
+# **One division, at the end.** We could keep the average :math:`acc / l` after every tile instead,
+# but then the next step would first have to undo the division:
 #
 # .. math::
 #
 #    \frac{acc}{l} = \frac{acc_A}{l_A} \cdot \frac{l_A\, \alpha}{l}
 #    + \sum_{j \in B} \frac{p_j}{l}\, v_j
 #
-# Each tile would then scale its :math:`p_j` as well, one more product for every score. The
-# result is the same, so it is work for nothing. The first FlashAttention did this, the second
-# stopped.
+# Each tile would also have to scale its :math:`p_j`, which is one more multiplication per score for
+# the same result. The first FlashAttention divided in every step; FlashAttention-2 divides once.
 #
-# **Does l start at 0 or at 1?** You find both. The first factor ``alpha`` is
-# :math:`e^{-\infty - m} = 0`, so whatever ``l`` started with is multiplied by zero. It can matter
-# for one kind of query only: one that meets no tile at all. Here is the loop over two tiles, with
-# three starts.
+# **Does l start at 0 or at 1?** Published kernels do both, and for almost every query it makes no
+# difference: the first ``alpha`` is :math:`e^{-\infty - m} = 0`, so whatever ``l`` started with is
+# multiplied by zero. The start value can survive only in a query that meets no tile at all. The
+# table runs the loop over two tiles from three start values.
 
 
 def sum_after(tiles, l_i):
@@ -346,11 +354,12 @@ rows = [
 lab.table(rows, "l in the end")
 
 # %%
-# A start of 1 saves a division by zero for a query without tiles, and for no other. A query whose
-# keys are all masked still ends at zero. So the division has to be guarded anyway, and the kernel
-# starts at 0, which is what the sum of nothing is.
+# A start of 1 avoids a division by zero for a query without tiles, and for no other: a query whose
+# keys are all masked still ends at zero. The division has to be guarded anyway, so the kernel
+# starts at 0, the sum of no terms.
 #
-# **One number is enough for backward.** The gradient needs the weights again. A weight is
+# **One number per query is enough for the backward pass.** The gradient needs the weights again. A
+# weight is
 #
 # .. math::
 #
@@ -359,8 +368,9 @@ lab.table(rows, "l in the end")
 #    &= e^{s_{ij} - (m_i + \log l_i)}
 #    \end{aligned}
 #
-# so maximum and sum are never needed apart. Forward stores :math:`lse_i = m_i + \log l_i` for each
-# query: the logarithm of the sum of exponentials, 4 bytes. The weights need not be stored.
+# so the maximum and the sum are never needed apart. The forward pass stores :math:`lse_i = m_i +
+# \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per query. The weights need not be
+# stored, because the scores and lse give them back, as the table confirms.
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 _, lse = attention(q, k, v, return_lse=True)
@@ -371,10 +381,11 @@ assert off < 1e-5
 lab.table([{"largest difference of a weight": f"{off:.1e}"}], "Weights from lse alone")
 
 # %%
-# **May lse be uninitialised memory?** It is made by ``torch.empty``, and holds anything. That is
-# harmless if every entry is written before one is read. Each query belongs to one program, and each
-# program writes all of its queries. So fill it with NaN first, at lengths that no tile divides, and
-# look for what is left.
+# **lse may start as uninitialised memory.** ``torch.empty`` allocates it without writing anything,
+# which is safe as long as the kernel writes every entry before anyone reads it. It does: a kernel
+# runs as many :term:`programs <program>` in parallel, each query belongs to exactly one of them,
+# and that program writes all of its queries. To verify this, we fill the outputs with NaN before
+# the kernel runs, at lengths that are no multiple of a tile, and count the NaN that remain.
 
 empty = torch.empty
 
@@ -407,31 +418,34 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 lab.source(tiled_forward, "begin")
 
 # %%
-# It meets one tile of keys after the other. ``q_i`` stays, ``k_j`` and ``v_j`` change.
+# The inner loop takes one tile of keys and values after the other: ``q_i`` stays, ``k_j`` and
+# ``v_j`` change. ``_scores`` returns their scaled dot products, with :math:`-\infty` wherever a
+# query does not see a key.
 
 lab.source(tiled_forward, "meet")
 
 # %%
-# Then come the lines of the loop, with the names of the mathematics. ``_finite`` puts a zero
-# in the place of :math:`-\infty`: as long as a query has seen nothing, :math:`-\infty - (-\infty)`
-# would not be a number.
+# The next lines are those of the mathematics, under the same names. ``_finite`` replaces
+# :math:`-\infty` by zero: as long as a query has seen no key, its maximum is :math:`-\infty`, and
+# :math:`-\infty - (-\infty)` would be NaN.
 
 lab.source(tiled_forward, "rescale")
 
 # %%
-# After the last tile, one division, and one logarithm.
+# After the last tile, each query takes one division and one logarithm.
 
 lab.source(tiled_forward, "end")
 
 # %%
-# Which tiles of keys does a tile of queries meet? Without a mask, all. With a causal mask, the
-# function below decides. We come back to it.
+# Without a mask, a tile of queries needs every tile of keys. With a causal mask, ``key_tiles``
+# decides which it needs, and which of them have to be masked; the section on causal stages derives
+# the rule.
 
 lab.source(key_tiles)
 
 # %%
-# Is it right? In float32 it may err by four times as much as PyTorch: each ``alpha`` is one more
-# rounding.
+# We check the result against float64. In float32 the error may be up to four times PyTorch's,
+# because each multiplication by ``alpha`` adds a rounding.
 
 
 def tiled_cases():
@@ -455,10 +469,11 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now the same loop in Triton, as simply as it goes: addresses for every element, and a mask for
-# every tile. The triple comes first.
+# Now we write the same loop in Triton, as simply as possible: with an address for every element and
+# a mask for every tile. The update of the triple comes first, and two of its details need a word.
 #
-# Why ``exp2``? The hardware has an instruction for :math:`2^x`, and none for :math:`e^x`. With
+# **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
+# With
 #
 # .. math::
 #
@@ -467,8 +482,15 @@ lab.check("Tiled PyTorch", tiled_cases())
 #    &= 2^{s' - m'}
 #    \end{aligned}
 #
-# all scores can be kept times :math:`\log_2 e = 1 / \ln 2`, and so can the maximum. That factor
-# joins the scale, which multiplies every score anyway. So it costs nothing.
+# we can keep all scores, and the maximum, multiplied by :math:`\log_2 e = 1 / \ln 2`. This costs
+# nothing, because the factor joins the scale, which multiplies every score anyway.
+#
+# **input_precision.** By default, ``tl.dot`` rounds float32 operands to *TF32*, the 19-bit format
+# in which the GPU's matmul units, its *tensor cores*, take them. TF32 keeps 10 of the 23 fraction
+# bits, as many as float16, so each operand may be off by a thousandth of its value, and a matmul in
+# float32 would be about as coarse as one in float16. ``"ieee"`` keeps all bits and does without the
+# tensor cores. It changes nothing for 16-bit inputs. A third choice, ``"tf32x3"``, follows with the
+# package's kernel.
 
 import triton
 import triton.language as tl
@@ -486,8 +508,11 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# A range of keys is met tile by tile. ``n_visible`` says how many keys each query sees. With
-# ``visits_ptr`` the kernel leaves a trace of each tile that it computes; we shall count them.
+# ``_meet`` loops over a range of keys, one tile per iteration. ``n_visible`` says how many keys
+# each query sees. Keys beyond the end are loaded as zeros by ``other=0.0``, because a masked
+# ``tl.load`` without ``other`` leaves those elements undefined. If ``visits_ptr`` is given, the
+# kernel records each tile that it computes with an :term:`atomic` addition; we count these records
+# later.
 
 
 @triton.jit
@@ -514,7 +539,7 @@ def _meet(
 
 
 # %%
-# The program around it reads a tile of queries once, and begins with nothing seen.
+# Each program loads its tile of queries once, and begins with the triple of the empty set.
 
 
 @triton.jit
@@ -531,7 +556,7 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# All keys are one range, and every tile is masked.
+# The first kernel treats all keys as one range and masks every tile.
 
 
 @triton.jit
@@ -556,7 +581,7 @@ def _first_kernel(
 
 
 # %%
-# One program for each tile of queries and each head. Is it right?
+# The launch asks for one program per tile of queries and head. We check the result as before.
 
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
@@ -594,8 +619,9 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # Causal stages
 # -------------
 #
-# With a causal mask a query sees only keys up to its own place. The first kernel computes all tiles
-# all the same, and then throws half of the scores away. What could it skip?
+# With a causal mask, a query sees only the keys up to its own position. The first kernel computes
+# every tile all the same and then discards half of the scores. The figure shows which tiles it
+# could skip.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -604,14 +630,15 @@ lab.check("The first kernel", first_cases(_first_kernel))
 #
 # There are three kinds of tiles:
 #
-# - *whole*: every query of the tile sees every key. No mask is needed.
-# - *cut*: the diagonal passes through. Some scores become :math:`-\infty`.
-# - *beyond*: no query sees any key. There is nothing to compute.
+# - *whole*: every query of the tile sees every key, so no mask is needed.
+# - *cut*: the diagonal passes through, and the mask sets some scores to :math:`-\infty`.
+# - *beyond*: no query sees any key, so there is nothing to compute.
 #
-# The whole ones come first, the cut ones next, and the loop ends there. So the loop is split into
-# two *stages*. In most of the work there is then no mask at all. If the last query of a tile sees
-# :math:`n` keys and the first :math:`f` of them, then :math:`\lfloor f / B \rfloor` tiles of
-# :math:`B` keys are whole, and :math:`\lceil n / B \rceil` are computed.
+# In each row the whole tiles come first and the cut ones next, so the loop can end there. We split
+# it into two *stages*: the first, which does most of the work, needs no mask at all, and only the
+# second pays for one. If the last query of a tile sees :math:`n` keys and the first :math:`f` of
+# them, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and :math:`\lceil n /
+# B \rceil` are computed.
 
 
 @triton.jit
@@ -649,8 +676,8 @@ def _staged_kernel(
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# **Are the tiles beyond the diagonal really never computed?** Let us look at the trace. Each
-# computed tile added 1 in the first stage, or 2 in the second.
+# **The tiles beyond the diagonal are never computed.** The trace confirms it: each computed tile
+# added 1 to its counter in the first stage, or 2 in the second.
 
 
 def trace(seqlen_q, seqlen_k, is_causal):
@@ -670,8 +697,8 @@ for number, line in enumerate(trace(128, 128, True).tolist()):
 lab.table(rows, "Tiles that the kernel computed: 128 queries, 128 keys")
 
 # %%
-# And does the count agree with the formula, at other lengths, too? ``key_tiles`` from above lists
-# what should be computed.
+# The count should agree with the formula at other lengths, too. ``key_tiles`` from above lists the
+# tiles that should be computed.
 
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
@@ -691,14 +718,15 @@ for seqlen_q, seqlen_k, is_causal in (
 lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
-# **What do STAGE & 2 and 4 - STAGE mean?** In Triton's own tutorial on fused attention the same
-# thing goes by numbers. The kernel gets ``STAGE = 3`` for causal and 1 for full attention. Read it
-# as two bits. The first says that there is a loop over *whole* tiles, the second that there is one
-# over *cut* tiles. So ``STAGE & 2`` asks for the second loop. The inner function is told which keys
-# to take, by another number: 1 means up to the diagonal, 2 on the diagonal, 3 all keys. And ``4 -
-# STAGE`` is a trick that turns 3 into 1 and 1 into 3: in causal attention the first loop ends at
-# the diagonal, in full attention it takes all keys. Here are the three names in place of the
-# numbers.
+# **STAGE & 2 and 4 - STAGE.** Triton's own tutorial on fused attention has the same two stages, but
+# refers to them by numbers. Its kernel gets ``STAGE = 3`` for causal and 1 for full attention, to
+# be read as two bits: the first asks for a loop over *whole* tiles, the second for one over *cut*
+# tiles. So ``STAGE & 2`` tests whether there is a second loop.
+#
+# Another number tells the inner function which keys to take: 1 means up to the diagonal, 2 on the
+# diagonal, 3 all keys. ``4 - STAGE`` turns 3 into 1 and 1 into 3, because the first loop ends at
+# the diagonal in causal attention and takes all keys in full attention. The table spells the
+# numbers out.
 
 KEYS = {
     1: "before the diagonal, no mask",
@@ -711,19 +739,21 @@ for mask, STAGE in (("full", 1), ("causal", 3)):
     row["first loop takes keys"] = KEYS[4 - STAGE] if STAGE & 1 else "none"
     row["second loop takes keys"] = KEYS[2] if STAGE & 2 else "none"
     rows.append(row)
-lab.table(rows, "The numbers, read aloud")
+lab.table(rows, "What the numbers stand for")
 
 # %%
-# **Queries and keys of different length.** Where is the diagonal then? A model that has read 1,000
-# words and asks about the last 3 has 3 queries and 1,000 keys. The last query should see all keys.
-# So this book aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# **Queries and keys of different length.** If the lengths differ, the position of the diagonal is a
+# convention. A model that has read 1,000 words and asks about the last 3 has 3 queries and 1,000
+# keys, and its last query should see all keys. So this book aligns the diagonal to the *bottom
+# right*: query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
 #    j \le i + \text{seqlen}_k - \text{seqlen}_q
 #
-# PyTorch's ``is_causal`` aligns it to the top left. With equal lengths they agree. To see who sees
-# what, let all scores be equal and let the values be unit vectors: the result shows the weights.
+# PyTorch's ``is_causal`` aligns it to the top left. With equal lengths the two agree. To see which
+# keys each query sees, we make all scores equal and the values unit vectors, so that the output
+# shows the weights.
 
 
 def who_sees(operator, seqlen_q, seqlen_k):
@@ -753,18 +783,19 @@ assert rows[2]["Kernel Book"] == "■■■■■"  # the last of three queries 
 lab.table(rows, "Which keys a query sees with is_causal")
 
 # %%
-# With 5 queries and 3 keys the first two queries see nothing in our rule. We come back to them.
+# With 5 queries and 3 keys, the first two queries see nothing under our rule. The checks below say
+# what they return.
 #
 # The kernel
 # ----------
 #
-# **Who stays, and who streams?** A program could also keep a tile of keys and let queries come
-# past. The first FlashAttention had its loops in that order. What does it cost? Let us count the
-# bytes of one head.
+# **Queries stay, keys stream.** A program could also keep a tile of keys and loop over the queries;
+# the first FlashAttention ordered its loops that way. We compare the two orders by the bytes that
+# the programs of one head load and store.
 #
-# If queries stay, they are read once, and the result is written once. Each tile of queries reads
-# all keys and values. If keys stay, keys and values are read once. But for each tile of keys,
-# every query is read again, and its ``acc`` too, in float32, and written back.
+# If queries stay, they are read once and the output is written once, but each tile of queries reads
+# all keys and values. If keys stay, keys and values are read once, but for each tile of keys every
+# query is read again, and its ``acc``, in float32, is read and written back.
 
 rows = []
 for length in (4096, 16384):
@@ -785,22 +816,37 @@ lab.table(
 )
 
 # %%
-# The smaller the tiles of queries, the less there is to gain. But there is a worse trouble. Two
-# programs with different keys add to the same ``acc``, so they would have to take turns. If queries
-# stay, no two programs write to one place, and there are as many independent programs as tiles of
-# queries. Most of the reads of keys and values come from the L2 cache, for the programs of a head
-# run at the same time.
+# The smaller the tiles of queries, the less this order saves. But keeping the keys has a worse
+# problem: programs with different keys add to the same ``acc``, so they would have to take turns.
+# If queries stay, no two programs write to the same address, and there are as many independent
+# programs as tiles of queries.
 #
-# **Place.** Now the kernel of the package, piece by piece. Which tile does a program take? In
-# causal attention the last queries see the most keys. If they came last, a few heavy programs
-# would run on at the end while the rest of the GPU has nothing to do. So they come first.
+# **The cache closes a gap.** At length 4,096 the programs of a head read and write 66 MiB, while
+# the head does 8.59 GFLOP. That is 124 operations per byte, and not the 2,048 of the first table,
+# which counted each input once, because a key or value that a program loads serves only the 128
+# queries of its tile. And 124 is less than this machine needs, so if all of these bytes came from
+# HBM, memory would limit the kernel.
+#
+# They need not come from HBM. The programs of a head run at the same time and load the same keys
+# and values, so most of these loads can be served by :term:`L2`, the cache that the whole chip
+# shares.
+#
+# How many are, no run on this page measures. But from HBM alone the kernel could reach at most 124
+# divided by the machine's own ratio, as a share of the speed of a matmul, and at head_dim 128
+# without a mask the speeds below exceed that share.
+#
+# **Place.** Now we build the kernel of the package, piece by piece. In the first piece, ``place``
+# decides which head and which tile of queries a program takes. In causal attention the last queries
+# see the most keys. If they started last, a few heavy programs would run on at the end while the
+# rest of the GPU has nothing to do, so they start first.
 
 lab.source(forward.attention_fwd_kernel, "place")
 
 # %%
-# How much does that gain? Let us play it through with 264 places: an H200 has 132 multiprocessors,
-# and two programs will run on each. A place takes the next program when it is free, and a program
-# takes as long as it has tiles.
+# How much does that gain? Let's simulate this with 264 slots, because an H200 has 132 :term:`SMs
+# <SM>` (streaming multiprocessors, the parts of a GPU that run programs) and two programs of our
+# kernel fit on each. A slot takes the next program when it is free, and a program takes as long as
+# it has tiles.
 
 
 def finish_time(weights, places=264):
@@ -823,47 +869,53 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     }.items():
         row[name] = f"{100 * ideal / finish_time(weights):.0f} %"
     rows.append(row)
-lab.table(rows, "How much of 264 places is at work, causal")
+lab.table(rows, "Share of 264 slots at work, causal")
 
 # %%
-# The first two columns go head by head. "In turn" means that the heaviest tiles of *all* heads
-# start first. But all heads at once have more keys and values than the L2 cache holds. So only as
-# many heads take turns as fit in half of it: that is ``HEADS_AT_ONCE``. Without a mask all tiles
-# weigh the same, and it is 1.
+# "Light first" and "heavy first" go head by head. The order within a head changes little, because
+# the heavy tiles of the last head still start late. "In turn" starts the heaviest tiles of *all*
+# heads first and keeps nearly every slot at work. But all heads at once may have more keys and
+# values than the L2 cache holds, so the kernel interleaves only as many heads as fit into half of
+# the cache, which is ``HEADS_AT_ONCE``. Without a mask all tiles weigh the same, and it is 1.
 #
-# **Load.** The queries are read once.
+# **Load.** Each program reads its queries once.
 
 lab.source(forward.attention_fwd_kernel, "load")
 
 # %%
-# What is ``q_desc``? A *tensor descriptor*. It says once what a tensor looks like: its address, its
-# sizes, its strides, and the size of a tile.
+# ``q_desc`` is a :term:`tensor descriptor <descriptor>`, which states once what a tensor looks
+# like: its address, its sizes, its strides, and the size of a tile.
 
 lab.source(describe)
 
 # %%
-# What does it change? The first kernel computes an address and a mask for each element, in
-# registers, and every thread asks for its part. With a descriptor, one thread names a tile by its
-# coordinates. The copy engine of the GPU computes the addresses, watches the bounds, fills with
-# zeros what is outside, and puts the tile in shared memory, where the matrix instructions read it.
+# A descriptor takes work from the threads. In the first kernel every thread computes an address and
+# a mask for each of its elements, in :term:`registers <register>`, the storage private to a thread,
+# and loads its own part of the tile. With a descriptor, one thread names a tile by its coordinates.
+# A copy engine of the GPU then computes the addresses, checks the bounds, fills with zeros what
+# lies outside, and puts the tile into :term:`shared memory`, storage on the SM from which the
+# matmul instructions read it.
 
 lab.source(load_tile)
 
 # %%
-# And on other GPUs? Those before Hopper have no copy engine, and the matrix instructions of a
-# GeForce read registers, so that a tile in shared memory is not yet where it is needed. Triton
-# would turn a descriptor into addresses and masks again, but into bad ones: it has to know that
-# neighbours in a row are neighbours in memory before a thread may load 16 bytes at once, and a
-# descriptor that comes from the host does not say so while the kernel is compiled. It would load 2
-# bytes at a time. So there the kernel gets the address of a head, and the last stride is a plain 1.
+# Not every GPU gains from that. GPUs before Hopper, the generation of the H100 and H200, have no
+# such copy engine; and the matmul instructions of a GeForce read registers, so a tile in shared
+# memory is not yet where it is needed.
+#
+# There, Triton would turn a descriptor into addresses and masks again, and into slow ones. Before a
+# thread may load 16 bytes at once, the compiler has to know that neighbours in a row are neighbours
+# in memory, and a descriptor that comes from the host does not tell it so at compile time. It would
+# load 2 bytes at a time. So on these GPUs the kernel gets the address of a head instead, and its
+# last stride is the constant 1.
 
 lab.source(head_of)
 
 # %%
-# **Why four dimensions?** All heads lie one after the other. So why not describe a matrix of
-# (batch · heads · length) rows, and ask for the rows of a head? Because the engine then knows only
-# where the whole matrix ends, and not where a head ends. Let us see: two heads of 20 rows, and a
-# tile of 16. A program copies the last tile of the *first* head, times ten.
+# **Why four dimensions?** All heads lie one after the other in memory, so a descriptor could
+# present them as one matrix of (batch · heads · length) rows. But then the copy engine knows only
+# where the whole matrix ends, and not where a head ends. The experiment takes two heads of 20 rows
+# and tiles of 16: one program copies the last tile of the *first* head, times ten.
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -896,10 +948,12 @@ assert [row["rows written in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "What the program of head 0 wrote")
 
 # %%
-# The flattened program wrote 12 rows of the wrong head. Head 1 has a program that writes the same
-# rows, and who comes last wins. Where the length is a multiple of the tile, nothing goes wrong,
-# and so such a kernel passes many tests. Reading is not harmless either: what was read too much
-# gets weight zero, and zero times infinity is not a number.
+# With the flattened descriptor the program wrote 12 rows of the wrong head. Head 1 has a program
+# that writes the same rows, and whichever finishes last wins. Where the length is a multiple of the
+# tile, nothing goes wrong, which is why such a kernel passes many tests.
+#
+# Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
+# times infinity is NaN.
 
 v = torch.zeros(32, 16)
 v[20:] = torch.inf  # the first rows of the next head
@@ -911,11 +965,11 @@ lab.table(
 )
 
 # %%
-# **What was tl.multiple_of for?** Older kernels compute ``start_n`` in a loop and add it to an
-# address. The compiler has to prove that the address is aligned before it may load 16 bytes at
-# once. ``tl.multiple_of`` is a promise that helps. A descriptor needs no such promise: its
-# addresses come from the engine. Here is the promise at work, in a kernel that reads from a start
-# that the compiler does not know.
+# **What tl.multiple_of was for.** Older kernels compute ``start_n`` in a loop and add it to an
+# address, and the compiler has to prove that the address is aligned before it may load 16 bytes at
+# once. ``tl.multiple_of`` promises what the compiler cannot prove. A descriptor makes the promise
+# unnecessary, because the copy engine computes its addresses. The next kernel, which reads from a
+# start that is unknown at compile time, shows the promise at work.
 
 
 @triton.jit(do_not_specialize=["tile", "rows"])
@@ -943,47 +997,54 @@ def widths():
 lab.measure("8 numbers of 16 bits for each thread", widths)
 
 # %%
-# **A turn ahead.** How can a program avoid waiting for keys? One way is to order them early.
-# *Pipeline stages*, ``num_stages``, say how many tiles of keys and of values are on their way, or
-# in use, at a time. With three, copies start two turns before they are needed. At head_dim 128 that
-# takes 128 KiB of shared memory, and one program fills a multiprocessor. With two stages it takes
-# 96 KiB, and two programs fit. But then copies start only when the turn before ends. A turn that
-# begins with a product has to wait for its keys.
+# **One iteration ahead.** A program can avoid waiting for keys by requesting them early. The number
+# of *pipeline stages*, ``num_stages`` (not the causal stages above), says how many tiles of keys
+# and of values are on their way, or in use, at a time. With three, copies start two iterations
+# before they are needed.
 #
-# What else could be done in the meantime? The exponentials need no new data. So let each turn
-# compute the scores of the *next* tile, as its last act. The next turn then begins with
-# exponentials, and keys and values arrive while it takes them.
+# At head_dim 128, the queries take 32 KiB of shared memory and each tile of 64 keys or values takes
+# 16 KiB. Three pipeline stages add up to 128 KiB, and one program fills an SM. Two stages take 96
+# KiB, and two programs fit. But with two, copies start only when the previous iteration ends, so an
+# iteration that begins with a matmul has to wait for its keys.
+#
+# The kernel fills that wait with the exponentials, because they need no new data. Each iteration
+# computes the scores of the *next* tile as its last step. The next iteration then begins with
+# exponentials, and its keys and values arrive meanwhile.
 #
 # .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one turn. Above, it begins with a product: keys and values are copied
-#          and the program waits. Then come q k, exponentials, and p v. Below, it begins with
+#    :alt: Two timelines of one iteration. Above, it begins with a product: keys and values are
+#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
 #          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
-#          q k of the next tile. The turn is shorter by the wait.
+#          q k of the next tile. The iteration is shorter by the wait.
 #
-# The first scores are computed before the loop. ``tf32x3`` matters in float32 only. There each
-# number is split into a coarse part and a rest, both in the 19 bits of tf32, and three products
-# take the place of one.
+# The scores of the first tile are computed before the loop. On NVIDIA GPUs ``PRECISION`` is
+# ``"tf32x3"``, which matters in float32 only: it splits each number into a coarse part and a
+# remainder, both in TF32, and replaces one matmul by three on the tensor cores.
 
 lab.source(forward.attention_fwd_kernel, "begin")
 
 # %%
-# **Stages.** Here they are again, in the package: what a tile of queries sees,
+# **Stages.** The package has the two causal stages as well. ``visible`` computes what a tile of
+# queries sees,
 
 lab.source(visible)
 
 # %%
-# and the two loops. The last tile is left out, for after it there is none to score. ``last`` is its
-# first key, and ``cut`` is the first key of the first cut tile. If all tiles are whole, ``cut``
-# would lie beyond ``last``: hence the minimum. Queries that see nothing still get one tile, all of
-# it masked: hence the maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a
-# length that the tile divides, there is no second loop.
+# and the kernel calls the loop twice. Both calls leave out the last tile, because there is no tile
+# after it to score. ``last`` is its first key, and ``cut`` is the first key of the first cut tile.
+#
+# Two bounds cover the special cases. If all tiles are whole, ``cut`` would lie beyond ``last``,
+# hence the minimum. Queries that see nothing still get one tile, all of it masked, hence the
+# maximum. ``ALL_WHOLE`` is known at compile time: without a mask, and with a length that is a
+# multiple of the tile, the second loop does not exist.
 
 lab.source(forward.attention_fwd_kernel, "stages")
 
 # %%
-# How large is a tile? With more queries in it, keys and values are read less often. But a larger
-# tile needs more registers and more shared memory. Which is the fastest was measured once, and
-# stands in a table of the package:
+# The size of a tile is a compromise: with more queries in it, keys and values are read less often,
+# but a larger tile needs more registers and more shared memory. We tuned this once; the package
+# keeps the winners in a table. A :term:`warp` is a group of 32 threads that execute the same
+# instruction together.
 
 rows = []
 for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
@@ -997,37 +1058,43 @@ for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# Why a limit of registers? The hardware's own is 255 for a thread, and a multiprocessor has 65,536.
-# A program of 8 warps has 256 threads, and 256 · 128 is half of them. So with 128 two programs fit,
-# and while one waits for a product, the other takes exponentials. At head_dim 256 a thread needs
-# more, and a program is alone.
+# The limit on registers decides how many programs share an SM. The hardware allows 255 registers
+# per thread, and an SM has 65,536. A program of 8 warps has 256 threads, and 256 · 128 is half of
+# 65,536, so with 128 registers two programs fit, and while one waits for a matmul, the other
+# computes exponentials. At head_dim 256 a thread needs more registers, and a program has the SM to
+# itself.
 #
-# **The loop.** The same for both stages. ``qk`` holds what the turn before has computed, the
-# products of queries and keys. First they become weights.
+# **The loop.** Both stages run the same loop. ``qk`` holds the products of queries and keys that
+# the previous iteration computed. First they become weights.
 
 lab.source(forward.attend, "weigh")
 
 # %%
-# How? What a query does not see becomes :math:`-\infty`: its exponential is exactly 0.
+# ``weigh`` first sets the scores that a query does not see to :math:`-\infty`, because the
+# exponential of :math:`-\infty` is exactly 0.
 
 lab.source(forward.weigh, "mask")
 
 # %%
-# Then the lines of the mathematics. ``P_LOG2`` is 0 here. It belongs to the chapter on eight bits.
+# Then come the lines of the mathematics. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on
+# FP8 </chapters/attention_fp8>`.
 
 lab.source(forward.weigh, "rescale")
 
 # %%
-# ``qk`` is not scaled before the maximum is taken. The scale is positive, so the largest product
-# belongs to the largest score, and one multiplication for each row is enough. The others
-# disappear in ``qk * scale_log2 - m_exp``, which is one instruction, a fused multiply and add.
+# ``qk`` is not scaled before the maximum is taken: the scale is positive, so the largest product
+# belongs to the largest score, and one multiplication per row is enough. The other multiplications
+# disappear in ``qk * scale_log2 - m_new``, which is a single instruction, a fused multiply-add.
 #
-# Is that worth a thought? For each score, the matrix units do :math:`4 D` operations. On Hopper a
-# multiprocessor does 4,096 of these in a cycle, and 16 exponentials. For head_dim 128 a score
-# keeps the matrix units busy for an eighth of a cycle, and its exponential takes a sixteenth. For
-# head_dim 64 both take a sixteenth. So the exponential, the cheapest line of the mathematics, can
-# cost as much as both products, and every further instruction is felt. Here is what the compiler
-# makes of one exponential, both ways.
+# A single instruction matters here, because the exponentials compete with the matmuls. Per score,
+# the tensor cores do :math:`4 D` operations. A Hopper SM does 4,096 of these per cycle, and 16
+# exponentials. At head_dim 128 a score keeps the tensor cores busy for an eighth of a cycle, and
+# its exponential takes a sixteenth; at head_dim 64 both take a sixteenth.
+#
+# So the exponential, the cheapest line of the mathematics, can cost as much as both matmuls, and
+# every further instruction is felt. The table counts what the compiler makes of one exponential,
+# written both ways: additions (``FADD``), multiplications (``FMUL``), fused multiply-adds
+# (``FFMA``), and the exponential itself (``MUFU.EX2``).
 
 
 @triton.jit
@@ -1059,19 +1126,20 @@ def instructions():
 lab.measure("Instructions for one exponential", instructions)
 
 # %%
-# Now the sum of values. The weights of 16-bit inputs are rounded to 16 bits, as the matrix units
-# want it. Their sum ``l_i`` was taken before, in float32.
+# Next comes the weighted sum of the values. For 16-bit inputs the weights are rounded to 16 bits,
+# because the tensor cores take both operands in one format. Their sum ``l_i`` was taken before, in
+# float32.
 
 lab.source(forward.attend, "accumulate")
 
 # %%
-# Last, the scores of the next tile.
+# The last step of an iteration computes the scores of the next tile.
 
 lab.source(forward.attend, "score")
 
 # %%
 # After the loops one tile is left to weigh. It is masked, unless ``ALL_WHOLE``. With 128 queries
-# and 64 keys in a tile the diagonal cuts two tiles: the second loop takes one, and this is the
+# and 64 keys in a tile, the diagonal cuts two tiles: the second loop takes one, and this piece the
 # other.
 
 lab.source(forward.attention_fwd_kernel, "end")
@@ -1083,15 +1151,17 @@ lab.source(forward.attention_fwd_kernel, "end")
 lab.source(forward.row_max)
 
 # %%
-# A *layout* says which thread holds which number of a tile. Each product has a layout for its
-# result: the scores have one, and ``acc`` may have another. ``alpha`` is computed from the scores.
-# With one step it comes in their layout, and to bring the two together the compiler carries ``acc``
-# through the loop twice. Then the assembler, which turns its output into instructions, finds
-# registers of ``acc`` in use while a product is under way. It plays safe, and waits after every
-# single instruction of every product. A reshape gives the maximum a layout of its own, and ``acc``
-# is carried once.
+# The reason is the *layout*, which says which thread holds which element of a tile. Each matmul has
+# a layout for its result: the scores have one, and ``acc`` may have another. ``alpha`` is computed
+# from the scores, and a one-step reduction inherits their layout. To multiply ``acc`` by it, the
+# compiler carries ``acc`` through the loop twice.
 #
-# Let us see. Here is the same module with that one line changed.
+# Then the assembler, which turns the compiler's output into machine instructions, finds registers
+# of ``acc`` in use while a matmul is under way. It plays safe and waits after every single
+# instruction of every matmul. The reshape gives the maximum a layout of its own, so ``acc`` is
+# carried once.
+#
+# To see the effect, we run the same module with that one line changed.
 
 
 # Measuring
@@ -1120,9 +1190,9 @@ outs = [
 assert torch.allclose(*outs, atol=1e-6)
 
 # %%
-# How many instructions do the products have, and how often does the program wait? ``HGMMA`` is an
-# instruction of a product, and ``WARPGROUP.DEPBAR`` is a wait. The code holds six products: one
-# before the loops, two in each of the two loops, and one after them.
+# We count the instructions of the matmuls (``HGMMA``) and the waits for them
+# (``WARPGROUP.DEPBAR``). The code holds six matmuls: one before the loops, two in each of the two
+# loops, and one after them.
 
 
 def maxima():
@@ -1153,27 +1223,30 @@ steps_of_max
 # Reading
 two, one = steps_of_max.rows or ({}, {})
 lab.read(
-    f"Both give the same result. But one step waits {one.get('waits for them', nan)} times for "
-    f"{one.get('instructions of products', nan)} instructions, two steps wait "
-    f"{two.get('waits for them', nan)} times, and run at {two.get('TFLOP/s', nan)} TFLOP/s "
-    f"instead of {one.get('TFLOP/s', nan)}. No error and no warning says so: the assembler's "
-    f"message is not shown. When a loop with products is slower than it should be, count the waits."
+    f"Both give the same result. But with one step the program waits "
+    f"{one.get('waits for them', nan)} times for {one.get('instructions of products', nan)} "
+    f"instructions; with two steps it waits {two.get('waits for them', nan)} times, and runs at "
+    f"{two.get('TFLOP/s', nan)} TFLOP/s instead of {one.get('TFLOP/s', nan)}. No error and no "
+    f"warning reports this, because the assembler's message is not shown. When a loop with matmuls "
+    f"is slower than it should be, count the waits."
 )
 
 # %%
-# **Write.** One division, and the logarithm. ``m_i`` is in base 2, so the sum is turned back to a
-# natural logarithm by a factor :math:`\ln 2`. The row number is 64 bits wide: out may have more
-# than :math:`2^{31}` elements.
+# **Write.** The program ends with one division and one logarithm per query. ``sum_of_weights``
+# returns ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`. ``m_i``
+# is in base 2, so a factor :math:`\ln 2` turns lse back into a natural logarithm. Row numbers are
+# 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
 
 lab.source(forward.attention_fwd_kernel, "write")
 
 # %%
-# **Grouped heads.** Several query heads may share one head of keys. Then head :math:`h` reads keys
-# of head :math:`h / g`, rounded down: that is ``head // group`` in the kernel. Nothing is copied.
+# **Grouped heads.** Several query heads may share one head of keys and values. If :math:`g` of them
+# share one, query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
+# ``head // group`` in the kernel. Nothing is copied.
 #
-# **Strides.** A model often has its tensors as (batch, length, heads, head_dim), and transposes
-# them. A descriptor takes any strides, as long as the last dimension is contiguous and the others
-# are multiples of 16 bytes. What is not like that is copied first.
+# **Strides.** A model often keeps its tensors as (batch, length, heads, head_dim) and passes a
+# transposed view. A descriptor takes any strides, as long as the last dimension is contiguous and
+# the others are multiples of 16 bytes. Any other view is copied first.
 
 x = torch.zeros(2, 10, 4, 96, device=runtime.DEVICE)
 views = {
@@ -1196,10 +1269,11 @@ lab.table(rows, "Which views are copied")
 # Is it right?
 # ------------
 #
-# Against float64: lengths of 1, 127 and 1,000, queries and keys of different length, head_dim 80
-# and 96, shared heads, transposed views. In float32 the error may be eight times PyTorch's: each
-# product is a sum of three products in a shorter format, and ``exp2`` errs by two units. The same
-# holds for lse, which is float32 whatever the input.
+# The check compares with float64 truth over lengths of 1, 127 and 1,000, queries and keys of
+# different length, head_dim 80 and 96, shared heads, and transposed views. In float32 the error may
+# be up to eight times PyTorch's, because each matmul is a sum of three in a shorter format and
+# ``exp2`` errs by two units in the last place. The same bound holds for lse, which is float32 for
+# every input dtype.
 
 
 # Measuring
@@ -1257,10 +1331,10 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# **Queries that see nothing.** With more queries than keys, the first queries see no key. A
-# softmax over nothing has no answer, so a rule is needed. Here the result is 0, and lse is the
-# logarithm of an empty sum, :math:`-\infty`. Beside it PyTorch with the same mask, and the first
-# function of this page, which divides zero by zero.
+# **Queries that see nothing.** With more queries than keys, the first queries see no key. A softmax
+# over nothing is undefined, so we need a convention: the output is 0, and lse is the logarithm of
+# an empty sum, :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside
+# the first function of this page, which divides zero by zero.
 
 q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
@@ -1282,8 +1356,8 @@ assert not out[0, 0, :2].any()
 lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 
 # %%
-# **Properties.** Some things must hold whatever the numbers are. They catch mistakes that a
-# comparison of random inputs may miss.
+# **Properties.** Some relations must hold for any input, and they catch mistakes that a comparison
+# on random inputs may miss.
 
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
 k_later, v_later = k.clone(), v.clone()
@@ -1320,10 +1394,12 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# The limit is a matrix product by cuBLAS, of two square matrices of 8,192 in bfloat16. The number
-# of operations is the one from the beginning; a causal mask halves it. First the ladder, at
-# head_dim 128. ``torch.compile`` gets the standard version. Does it see what it is, and put a
-# ready-made kernel in its place?
+# The limit is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The number
+# of operations is that of the first section, halved for a causal mask. We begin with the ladder
+# from standard attention to the kernel, at head_dim 128.
+#
+# ``torch.compile`` gets the standard version. It has patterns that replace such code by a
+# ready-made kernel, so we first ask whether it recognises this one.
 
 
 def recognised():
@@ -1346,10 +1422,11 @@ def recognised():
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
-# Zero means that it does not, and the table of scores stays.
+# Zero means that it does not, so the table of scores stays.
 #
-# One rung is missing. What do descriptors do alone? Here is the kernel in stages once more, with
-# descriptors for keys and values, and nothing else changed.
+# The ladder still lacks a rung, because the package's kernel introduces descriptors together with
+# other changes. To see what descriptors do alone, here is the staged kernel with descriptors for
+# keys and values, and nothing else changed.
 
 
 @triton.jit
@@ -1404,9 +1481,9 @@ def run_described(kernel, q, k, v, is_causal, **options):
 lab.check("With descriptors", first_cases(_described_kernel, run_described))
 
 # %%
-# The tiled PyTorch version has tiles of 1,024, so that it does not drown in launches. The three
-# kernels of this page have 128 queries and 64 keys in a tile, as the package's kernel has, but
-# three pipeline stages and no limit of registers.
+# The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
+# :term:`launches <launch>`. The three kernels of this page have 128 queries and 64 keys in a tile,
+# as the package's kernel does, but three pipeline stages and no limit on registers.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -1479,24 +1556,25 @@ def at(name, mask):
 
 
 lab.read(
-    f"Without a mask standard attention runs at {at('PyTorch', 'full'):.0f} TFLOP/s: it waits for "
-    f"the table of scores. In tiles of plain PyTorch it runs at "
-    f"{at('tiled PyTorch', 'full'):.0f}, for there every tile goes through memory, too. The first "
-    f"kernel reaches {at('first kernel', 'full'):.0f}. With the causal mask it computes twice what "
-    f"is needed and reaches {at('first kernel', 'causal'):.0f}. Stages bring that to "
-    f"{at('in stages', 'causal'):.0f}, and the full case, which needs no mask, to "
-    f"{at('in stages', 'full'):.0f}. Descriptors change little by themselves: "
-    f"{at('descriptors', 'full'):.0f} full and {at('descriptors', 'causal'):.0f} causal. The "
-    f"package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
-    f"{at('Kernel Book', 'causal'):.0f}. It computes scores a turn ahead, so two pipeline stages "
-    f"are enough, and two programs fit on a multiprocessor. The scale costs it nothing, and with a "
-    f"mask its heavy tiles come first."
+    f"Standard attention waits for the table of scores ({at('PyTorch', 'full'):.0f} TFLOP/s "
+    f"without a mask), and tiles in plain PyTorch do not help "
+    f"({at('tiled PyTorch', 'full'):.0f}), because there every tile goes through memory, too. The "
+    f"first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f}, but "
+    f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
+    f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and lift the full "
+    f"case to {at('in stages', 'full'):.0f} because it needs no mask. Descriptors change little by "
+    f"themselves ({at('descriptors', 'full'):.0f} full, {at('descriptors', 'causal'):.0f} causal). "
+    f"The package's kernel reaches {at('Kernel Book', 'full'):.0f} and "
+    f"{at('Kernel Book', 'causal'):.0f} by several changes at once: it computes scores one "
+    f"iteration ahead, so two pipeline stages are enough and two programs fit on an SM; the scale "
+    f"costs it nothing; its maximum takes two steps; and with a mask its heavy tiles come first. "
+    f"The ladder does not separate these."
 )
 
 # %%
-# Now against the libraries. SDPA is PyTorch's ``scaled_dot_product_attention``; two of its kernels
-# are called by name. FlexAttention is compiled for each size. FlashAttention 4 is written in CuTe,
-# close to the machine.
+# Now we compare the kernel with the libraries. SDPA is PyTorch's ``scaled_dot_product_attention``,
+# of which we call two kernels by name. FlexAttention is compiled for each size. FlashAttention 4 is
+# written in CuTe, which is closer to the machine than Triton.
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1583,27 +1661,35 @@ for head_dim in (128, 64):
         where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
         name, peer = best_peer(**where)
         sentences.append(
-            f"At head_dim {head_dim}, {mask}, length 16,384, the kernel runs at "
+            f"**head_dim {head_dim}, {mask}, length 16,384:** "
             f"{speed.rate('Kernel Book', **where):.0f} TFLOP/s, "
-            f"{100 * speed.share('Kernel Book', **where):.0f} % of a matrix product. The fastest "
-            f"library, {name}, runs at {peer:.0f}, and SDPA's flash kernel at "
+            f"{100 * speed.share('Kernel Book', **where):.0f} % of the matmul; the fastest "
+            f"library, {name}, reaches {peer:.0f}, and SDPA's flash kernel "
             f"{speed.rate('SDPA flash', **where):.0f}."
         )
 lab.read(" ".join(sentences))
 
 # %%
-# Why not the speed of a matrix product? One reason is the exponential, as we counted: at head_dim
-# 64 it takes as long as the products. The maximum and the sum over each row come on top. Two
-# programs share a multiprocessor here, and while one waits for a product the other may take
-# exponentials, but nothing keeps them in step. FlashAttention-3 keeps them in step by hand: one
-# group of warps multiplies while another one takes exponentials. With a causal mask and a short
-# length there is another reason. Half of the scores on the diagonal are thrown away. With 8 tiles
-# of queries that is an eighth more work, and with 128 less than a hundredth.
+# At this length the kernel is ahead of SDPA's flash kernel in all four cases, and behind
+# FlashAttention 4. What keeps it below the speed of a matmul? One cost is the exponentials. By the
+# count above they take half as long as the matmuls at head_dim 128 and as long at head_dim 64, so a
+# kernel that never overlapped the two would reach two thirds or half of the speed of a perfect
+# matmul. The row maxima and sums come on top.
 #
-# What did the compiler make of the kernels? A register that *spills* goes to memory, and ``acc`` is
-# large: 128 queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of
-# 64 keys, takes half as many. That makes 96 of the 128 that a thread may have. In float32 operands
-# are split into parts, and registers run short.
+# Two programs share an SM, and while one waits for a matmul, the other may compute exponentials,
+# but nothing keeps them in step. FlashAttention-3 does so by hand: one group of warps multiplies
+# while another computes exponentials. How much time our kernel loses to each cause, no run on this
+# page tells.
+#
+# Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
+# diagonal whole and discards half of their scores. With 8 tiles of queries that is an eighth more
+# work, and with 128 less than a hundredth.
+#
+# **Registers.** A register that :term:`spills <spill>` goes to memory, and ``acc`` is large: 128
+# queries by 128 numbers are 64 registers for each of 256 threads. A tile of scores, of 64 keys,
+# takes half as many. Together they take 96 of the 128 registers that a thread may have. In float32
+# the operands are split into parts, and registers run short. The table shows what the compiler made
+# of the kernel.
 
 
 def launch(head_dim, dtype):
@@ -1624,9 +1710,8 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** A kernel has to be started, and that takes the host some time, whatever the
-# kernel does. So at small sizes a call costs what its host code takes, and hardly depends on
-# the length.
+# **Small inputs.** Starting a kernel takes the host some time, whatever the kernel does. So at
+# small sizes the time per call is that of its host code, and hardly depends on the length.
 
 
 def microseconds(run, *inputs, repeats=200):
@@ -1662,8 +1747,9 @@ small
 first, last = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
 lab.read(
     f"At length 128 a call costs {first.get('Kernel Book, µs', nan):.0f} µs here and "
-    f"{first.get('SDPA, µs', nan):.0f} µs in PyTorch, whose host code is C++. At 4,096 the kernel "
-    f"has something to do, and they take {last.get('Kernel Book, µs', nan):.0f} and "
+    f"{first.get('SDPA, µs', nan):.0f} µs in PyTorch, because the host code is Python here and C++ "
+    f"there. At 4,096 the kernels themselves take longer than the host code, which hides it, and "
+    f"the calls take {last.get('Kernel Book, µs', nan):.0f} and "
     f"{last.get('SDPA, µs', nan):.0f} µs."
 )
 
@@ -1671,8 +1757,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Here is a kernel for 64 queries of one head that can make five mistakes. Each is run beside the
-# right version.
+# Here is a kernel for 64 queries of one head that can make five mistakes. Each mistake runs beside
+# the right version.
 
 
 @triton.jit
@@ -1732,49 +1818,50 @@ def compare(mistake, row, q, k, v, scale=0.25, mask_value=float("-inf")):
 q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 
 # %%
-# **No maximum subtracted.** On paper it cancels. In float32, :math:`e^{89}` is infinite. Scores
-# around a hundred are enough, and the result is infinity divided by infinity.
+# **No maximum subtracted.** On paper the maximum cancels. In float32 :math:`e^{89}` is infinite, so
+# scores around a hundred are enough to make the result infinity divided by infinity.
 
 compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
-# **The mask is** ``>`` **and not** ``>=``. Every query misses itself. The first query sees nothing
-# at all, and becomes NaN. The second should average two values, and takes one.
+# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
+# sees nothing at all and becomes NaN. The second should average two values, and returns one of
+# them.
 
 compare("> for >=", 1, q, k, v)
 
 # %%
-# **The statistics are not updated.** Without ``m_i = m_new`` the old maximum stays
-# :math:`-\infty`. Then ``alpha`` is always 0, and every tile erases those before it. A single tile
-# would be right: so test with more than one.
+# **The statistics are not updated.** Without ``m_i = m_new`` the old maximum stays :math:`-\infty`,
+# so ``alpha`` is always 0 and every tile erases those before it. With a single tile the result
+# would be right, which is why a test needs more than one.
 
 compare("statistics not updated", 60, q, k, v)
 
 # %%
-# **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator are on
-# different scales. As long as the largest score comes in the first tile, nobody notices. Here the
-# scores rise.
+# **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator end on
+# different scales. The mistake stays hidden as long as the largest score is in the first tile. Here
+# the scores rise along the keys.
 
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 compare("acc not rescaled", 40, q.abs(), k + rising, v)
 
 # %%
-# **-1e6 in the place of minus infinity.** Why would anyone write that? Because :math:`-\infty -
-# (-\infty)` is NaN when a whole row of a tile is masked, and with a finite number it is 0. It
-# works as long as every true score is above it. Scores below are rare, but nothing forbids them.
+# **-1e6 in place of minus infinity.** The finite number avoids a NaN: when a whole row of a tile is
+# masked, :math:`-\infty - (-\infty)` is NaN, and the difference of two finite numbers is 0. It
+# works as long as every true score is above it. Lower scores are rare, but nothing forbids them.
 # Then the *masked* keys win, and a query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
 # With minus infinity a masked key can never win. The package avoids :math:`-\infty - (-\infty)` in
-# another way: its running maximum does not start at minus infinity but at ``LOWEST``, the lowest
-# finite number of float32, because :math:`-\infty` minus a finite number is :math:`-\infty`, whose
-# exponential is 0.
+# another way: its running maximum starts not at minus infinity but at ``LOWEST``, the lowest finite
+# number of float32. This is safe because :math:`-\infty` minus a finite number is :math:`-\infty`,
+# whose exponential is 0.
 #
-# **Too much shared memory.** A tile of 128 keys and head_dim 128 takes 32 KiB in 16 bits, once for
-# keys and once for values, and every stage of the pipeline has its own pair. Nothing warns when the
-# kernel is written. The launch fails.
+# **Too much shared memory.** A tile of 128 keys at head_dim 128 takes 32 KiB in 16 bits, once for
+# keys and once for values, and every pipeline stage has its own pair. Nothing warns when the kernel
+# is written; the launch fails.
 
 
 def greedy():
@@ -1793,7 +1880,7 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 # So the package knows what each configuration needs, and takes the first that fits. If none does,
-# it says what to change. Here a device is made up that has only 8 KiB.
+# it says what to change. Here it meets a made-up device that has only 8 KiB.
 
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
@@ -1812,9 +1899,9 @@ lab.table([{"what the package says": line} for line in lines], "Too little memor
 # Exercises
 # ---------
 #
-# **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own.
-# Which tiles are left? Write the kernel so that it computes no others. ``_begin`` and ``_update``
-# from above will do most of the work.
+# **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
+# tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
+# above do most of the work.
 
 # %%
 
@@ -1862,15 +1949,15 @@ lab.check(
 
 # %%
 # **2. ALiBi, without a new kernel.** ALiBi subtracts a penalty that grows with the distance: the
-# score becomes :math:`s_{ij} - c\,(i - j)`, with its own :math:`c` for each head. Can you get it
+# score becomes :math:`s_{ij} - c\,(i - j)`, with a constant :math:`c` for each head. Can you get it
 # from ``attention`` as it is, by adding columns to q, k and v?
 
 # %%
 
 # Solution: ALiBi, without a new kernel
 #
-# The part c i is the same for all keys of a query, and softmax does not see it. What is left is
-# c j: a product of two numbers, one of the query and one of the key. So it is one more column.
+# The term -c i is the same for all keys of a query, so it cancels in the softmax. What is left is
+# c j, a product of one number of the query and one of the key, so one more column suffices.
 
 
 def alibi_attention(q, k, v, slopes):
@@ -1899,17 +1986,17 @@ lab.check(
 )
 
 # %%
-# **3. One query, many keys.** When a model writes a text, there is one query and a long past. One
-# tile of queries means one program for each head, and most of the GPU stands idle. Split the keys
-# into parts that are computed as if they were heads of their own, and merge. What do you need of
+# **3. One query, many keys.** When a model generates text, there is one query and a long past. A
+# single tile of queries means one program per head, and most of the GPU stands idle. Split the keys
+# into parts that are computed as if they were heads of their own, and merge. What do you need from
 # each part?
 
 # %%
 
 # Solution: one query, many keys
 #
-# The result and lse of each part. The part's sum of exponentials, exp(lse), is its weight in the
-# whole. So the weights are a softmax over lse, and the parts are views: nothing is copied.
+# The merge needs the output and lse of each part. A part weighs in proportion to its sum of
+# exponentials, exp(lse), so the weights are a softmax over lse. The parts are views: no copies.
 
 
 def split_attention(q, k, v, parts):
@@ -1963,7 +2050,7 @@ lab.measure("One query, 131,072 keys, 16 heads", decoding)
 # - Press, Smith, Lewis. *Train short, test long: attention with linear biases enables input length
 #   extrapolation.* ICLR 2022.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials
-#   for each multiprocessor and cycle.
+#   per SM and cycle.
 
 # %%
 
