@@ -279,21 +279,21 @@ lab.source(row_bwd_kernel)
 #
 # How wide can a row be and still fit? An SM has 65,536 registers of 4 bytes. A row of 32,768
 # numbers, widened to float32, takes half of them. The program needs some registers for other values
-# too, so a second one does not fit beside it. A lone program leaves the SM half idle: while it
-# computes, nobody loads, and while it loads, nobody computes.
+# too, so a second one does not fit beside it. A lone program cannot overlap its two kinds of work:
+# while it computes, nothing is loaded, and while it loads, nothing is computed.
 #
 # **Packed.** In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way.
 # Two numbers share a register, and the kernel widens them each time it uses them: for the maximum,
 # for the sum, and for the result. The price is that every exponential is computed twice. The gain
-# is that two programs fit where there was room for one.
+# is that two programs fit where there was room for one, and one can compute while the other loads.
 
 lab.source(packed_row_fwd_kernel)
 
 # %%
-# The odd-looking ``raw += zero`` stops the compiler from being clever. The compiler sees that the
-# row is widened three times and would rather widen it once and keep the result, which is exactly
-# what we want to avoid. So the kernel receives a zero as an argument at run time. The compiler
-# cannot know that adding it changes nothing, and has to widen the row again.
+# The odd-looking ``raw += zero`` prevents an optimisation. The compiler sees that the row is
+# widened three times and would rather widen it once and keep the result, which is exactly what we
+# want to avoid. So the kernel receives a zero as an argument at run time. The compiler cannot know
+# that adding it changes nothing, and has to widen the row again.
 #
 # Widening itself is cheap: a shift, or a conversion, for each half.
 
@@ -324,17 +324,18 @@ lab.source(exchange.publish)
 
 # %%
 # Which bits mean "empty"? The slots start as zeros, because zeros are cheap to write, but two zeros
-# could also be a pair that a program means. So we store a pair XOR a constant, the bits of two NaN
-# that no arithmetic produces. A slot of zeros then stands for these two NaN, and every pair that a
-# program computes is stored as something other than zero.
+# could also be a pair that a program has computed. So we store a pair XOR a constant, the bits of
+# two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every pair
+# that a program computes is stored as something other than zero.
 
 lab.source(exchange.to_slot)
 
 # %%
 # *Wait.* A running program waits for others that may not have started yet. GPUs start programs in
 # the order of their numbers, so the other parts of the row run at about the same time. The hardware
-# does not promise this order, however, so the wait is bounded: the loop looks at the slots a
-# limited number of times.
+# does not promise this order, however. If the others could not start before this program ends, it
+# would wait for ever, so the wait is bounded: the loop looks at the slots a limited number of
+# times.
 
 lab.source(exchange.wait)
 
