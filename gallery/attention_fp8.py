@@ -40,9 +40,11 @@ lab.start("attention_fp8", "kernelbook.ops.attention")
 #
 # Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
 # head_dim. It waits for these operations and not for memory, so what counts is the speed of its
-# matmuls. A matrix unit of Hopper takes 32 bytes of every row in each step, which are 16 numbers of
-# 16 bits or 32 of 8 bits. Does a matmul become twice as fast? We let cuBLAS multiply square
-# matrices of size 8,192 in both.
+# matmuls, which run on the *matrix units* of each :term:`SM` (NVIDIA calls them tensor cores).
+#
+# A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of every row in
+# each step, which are 16 numbers of 16 bits or 32 of 8 bits. Does a matmul become twice as fast? We
+# let cuBLAS multiply square matrices of size 8,192 in both.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -177,8 +179,8 @@ lab.table(rows, "Largest relative error of rounding")
 
 # %%
 # **Which format suits attention?** We choose e4m3, because all operands of a head are about the
-# same size and a scale moves them to where the format has numbers. Range is then not scarce, but
-# precision is. e5m2 is meant for gradients, whose sizes differ wildly. We will measure both.
+# same size and a scale moves them to where the format has numbers. Range is then plentiful, and
+# precision is scarce. e5m2 is meant for gradients, whose sizes differ wildly. We will measure both.
 #
 # **What happens to a number that is too large?** Nothing warns you. e5m2 has an infinity. e4m3 has
 # none: newer versions of PyTorch store its largest number, as the GPU's own instruction does, and
@@ -205,7 +207,7 @@ lab.table(rows, "Conversion by PyTorch")
 #    \text{value} = \text{stored} \cdot \text{descale}
 #
 # We choose the descale so that the largest element becomes the largest number of the format. Then
-# nothing is too large, and the range below is used as far as it goes.
+# nothing is too large, and the elements use the range below as far as it goes.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -627,7 +629,7 @@ lab.table(rows, "Two ways to sum")
 # to programs in the same way, uses the same stages and masks, and again computes scores one
 # iteration ahead. Their matmul has 8-bit operands, or 16-bit ones where only V has 8 bits. The
 # tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
-# on an :term:`SM`.
+# on an SM.
 #
 # Each iteration begins with the weights.
 
