@@ -114,7 +114,7 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 #
 # The eight bits are a sign, an exponent, and some bits after the leading one, the *mantissa*.
 # *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2. So the first is finer, and
-# the second reaches further.
+# the second reaches further. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -159,7 +159,7 @@ lab.table(rows, "e4m3: exponent and bits after the leading one")
 # %%
 # A number between two neighbours is rounded to the nearer one. The relative error is therefore at
 # most :math:`2^{-4}` for e4m3 and :math:`2^{-3}` for e5m2, as long as the number is not too small.
-# We round numbers of many sizes to see where that limit lies.
+# We round numbers of many sizes to see how small is too small.
 
 
 def relative_error(x, dtype):
@@ -351,7 +351,8 @@ lab.table(rows, "How much the result changes")
 #
 # **What does the compiler do with the wrong layout?** It has to rearrange every tile before the
 # instruction can read it. A small matmul shows how: its second operand comes in either layout, in 8
-# bits or in 16. It loads its tiles through a :term:`descriptor`.
+# bits or in 16. The kernel loads its tiles through a :term:`descriptor`, from which the hardware
+# copies a whole tile.
 
 import triton
 import triton.language as tl
