@@ -2,19 +2,20 @@
 Attention in eight bits
 =======================
 
-A matrix unit multiplies numbers of eight bits up to twice as fast as numbers of sixteen, and half
-the bytes have to move. Eight bits hold very few numbers. *What is lost, and what must a kernel do
-so that no more is lost than has to be?*
+A matrix unit multiplies 8-bit numbers up to twice as fast as 16-bit numbers, and only half the
+bytes have to move. But there are very few different 8-bit numbers. *What is lost, and what must a
+kernel do to lose no more than it has to?*
 
 You will learn
 
-- what the two formats of eight bits hold, and how one scale a head places numbers among them;
-- why the values must lie in memory another way than queries and keys;
+- what the two 8-bit formats hold, and how one scale per head places numbers among them;
+- why the values need another memory layout than queries and keys;
 - where the error comes from: the operands, the weights, and the sums.
 
-The chapter needs a GPU with products of eight bits: compute capability 8.9 or above. Without one,
-its checks run in Triton's interpreter, and its speeds are those of a recorded run. Online softmax,
-stages and tensor descriptors are explained in "Attention, tile by tile".
+The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
+run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
+:doc:`/chapters/attention_forward`, which explains online softmax in attention, the stages, and
+tensor descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -34,13 +35,16 @@ from kernelbook.ops.attention.forward import weigh
 lab.start("attention_fp8", "kernelbook.ops.attention")
 
 # %%
-# Why eight bits?
-# ---------------
+# What eight bits gain
+# --------------------
 #
-# Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, and it waits for these
-# operations, not for memory. So what counts is the speed of products. A matrix unit of Hopper takes
-# 32 bytes of every row for each step: 16 numbers of 16 bits, or 32 of 8 bits. Does a product
-# become twice as fast? We let cuBLAS multiply square matrices of 8,192 in both.
+# Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
+# head_dim. It waits for these operations and not for memory, so what counts is the speed of its
+# matmuls, which run on the *matrix units* of each :term:`SM` (NVIDIA calls them tensor cores).
+#
+# A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of every row in
+# each step, which are 16 numbers of 16 bits or 32 of 8 bits. Does a matmul become twice as fast? We
+# let cuBLAS multiply square matrices of size 8,192 in both.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -79,7 +83,7 @@ slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (na
 lab.read(f"Not quite: {fast / slow:.2f} times.")
 
 # %%
-# And the bytes? Here are all of one head. The result keeps 16 bits.
+# Eight bits also halve the bytes. The table counts those of one head, whose result keeps 16 bits.
 
 rows = []
 for length in (1024, 16384):
@@ -101,16 +105,16 @@ for length in (1024, 16384):
 lab.table(rows, "Bytes of one head with head_dim 128")
 
 # %%
-# The last column is a tile of 128 keys and one of 128 values, on chip. It matters most: smaller
-# tiles mean that more of them are on their way at a time. One thing does not become cheaper: the
-# exponentials. There are as many as before, in float32.
+# The last column is one tile of 128 keys and one of 128 values, on chip. It matters most, because
+# smaller tiles let more of them be in flight at a time. The exponentials, however, do not become
+# cheaper: there are as many as before, in float32.
 #
 # Two formats
 # -----------
 #
-# Eight bits are a sign, an exponent and some bits after the leading one. *e4m3* has 4 bits of
-# exponent and 3 after the leading one. *e5m2* has 5 and 2. So the first is finer, and the second
-# reaches further.
+# The eight bits are a sign, an exponent, and some bits after the leading one, the *mantissa*.
+# *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2. So the first is finer, and
+# the second reaches further. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -118,7 +122,7 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# With 256 patterns of bits we can simply look at all of them.
+# There are only 256 bit patterns, so we can simply look at all of them.
 
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
@@ -141,9 +145,9 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# The letters *fn* in e4m3fn mean: finite, with NaN. It has no infinity, and uses those patterns
-# for numbers. Here are all of its numbers above zero. Each row is a power of two, except the first:
-# there the leading one is missing, and the steps no longer shrink.
+# The letters *fn* in e4m3fn mean *finite, with NaN*: the format has no infinity, and uses those
+# patterns for numbers. The next table lists its numbers from zero up. Each row is a power of two,
+# except the first: there the leading one is missing, and the steps no longer shrink.
 
 x = bits[:128].view(E4M3).double().reshape(16, 8)
 rows = [
@@ -153,9 +157,9 @@ rows = [
 lab.table(rows, "e4m3: exponent and bits after the leading one")
 
 # %%
-# A number between two neighbours is rounded to the nearer. So the relative error of e4m3 is
-# :math:`2^{-4}` at most, of e5m2 :math:`2^{-3}`, as long as the number is not too small. We round
-# numbers of many sizes.
+# A number between two neighbours is rounded to the nearer one. The relative error is therefore at
+# most :math:`2^{-4}` for e4m3 and :math:`2^{-3}` for e5m2, as long as the number is not too small.
+# We round numbers of many sizes to see how small is too small.
 
 
 def relative_error(x, dtype):
@@ -174,13 +178,14 @@ for power in (-18, -14, -10, -6, 0, 8):
 lab.table(rows, "Largest relative error of rounding")
 
 # %%
-# **Which for attention?** All operands of a head are about the same size, and a scale brings them
-# where the format has numbers. Range is then not scarce, and bits are. So e4m3 is the choice. e5m2
-# is for gradients, whose sizes differ wildly. We shall measure both.
+# **Which format suits attention?** We choose e4m3, because all operands of a head are about the
+# same size and a scale moves them to where the format has numbers. Range is then plentiful, and
+# precision is scarce. e5m2 is meant for gradients, whose sizes differ wildly. We will measure both.
 #
-# **What is too large?** Nothing warns. e5m2 has an infinity. e4m3 has none: newer versions of
-# PyTorch take its largest number, as the GPU's own instruction does, and older ones NaN. Either is
-# wrong. So the scale has to be right before anything is converted.
+# **What happens to a number that is too large?** Nothing warns you. e5m2 has an infinity. e4m3 has
+# none: newer versions of PyTorch store its largest number, as the GPU's own instruction does, and
+# older ones store NaN. All of these are wrong, so the scale has to be right before anything is
+# converted.
 
 large = torch.tensor([448.0, 460.0, 500.0, 60000.0, 70000.0, float("inf")])
 rows = [
@@ -195,14 +200,14 @@ lab.table(rows, "Conversion by PyTorch")
 # Scales
 # ------
 #
-# The kernel gets *stored* numbers and one factor, the *descale*:
+# The kernel receives *stored* numbers and one factor, the :term:`descale`:
 #
 # .. math::
 #
 #    \text{value} = \text{stored} \cdot \text{descale}
 #
-# Let the largest element become the largest number of the format. Then nothing is too large, and
-# the range below is used as far as it goes.
+# We choose the descale so that the largest element becomes the largest number of the format. Then
+# nothing is too large, and the elements use the range below as far as it goes.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -211,8 +216,8 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# What shares a descale? The whole tensor, or each head for itself. Heads of a model differ in size.
-# Here are three heads, each a thousand times smaller than the one before.
+# Which elements should share a descale: the whole tensor, or only each head? The heads of a model
+# differ in size, so we try three heads, each a thousand times smaller than the one before.
 
 sizes = torch.tensor([1.0, 1e-3, 1e-6], device=runtime.DEVICE).view(1, 3, 1, 1)
 x = torch.randn(1, 3, 200, 64, device=runtime.DEVICE) * sizes
@@ -230,11 +235,13 @@ assert torch.equal(theirs.float(), stored.float())
 lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
-# With one descale for the tensor the smallest head became zero. One a head costs four bytes a head.
-# And one a column, or a block? Those are exercises. Note that the first head gained nothing:
-# a floating-point number has its own exponent, and a scale helps only at the ends of the range.
+# With one descale for the whole tensor, the smallest head becomes zero. One descale per head
+# prevents this and costs four bytes per head. Descales for single columns and for blocks are left
+# to the exercises. Note that the first head gains nothing, because a floating-point number has an
+# exponent of its own, and a scale helps only at the ends of the range.
 #
-# The package's ``quantize`` does the same, and takes care of tensors that are zero, or hold NaN.
+# The package's ``quantize`` does the same, and also takes care of tensors that are zero or hold
+# NaN.
 
 x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
@@ -254,7 +261,8 @@ lab.table(rows, "What quantize returns")
 
 # %%
 # **What does a descale cost in the kernel?** Write :math:`q = a \hat q`, :math:`k = b \hat k` and
-# :math:`v = c \hat v`, where the hat means what is stored. Then
+# :math:`v = c \hat v`, where the hat marks what is stored. With scores :math:`s`, weights :math:`p`
+# and their sum :math:`l`,
 #
 # .. math::
 #
@@ -265,14 +273,18 @@ lab.table(rows, "What quantize returns")
 #    &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
-# The scores are multiplied by a scale already, and the result is divided by :math:`l_i` already. So
-# two multiplications for each program are all.
+# The descales cost only two more multiplications per program, because the kernel multiplies the
+# scores by a scale anyway and divides the result by :math:`l_i` anyway.
 
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# Here ``a``, ``b`` and ``c`` are read once. A step of 0 from head to head means one for all. Does a
-# factor move through as the formula says? Let us halve what is stored, and double the descale.
+# The kernel reads :math:`a`, :math:`b` and :math:`c` once, as ``q_descale``, ``k_descale`` and
+# ``v_descale``. A step of 0 from head to head means that all heads share one descale.
+#
+# We can check that the factors move through as the formula says. If we halve what is stored and
+# double the descale, the result must stay the same up to rounding; if we forget the descale, it
+# must change.
 
 
 def prepare(q, k, v, q_dtype=E4M3, v_dtype=E4M3, per="head"):
@@ -316,14 +328,16 @@ for name, x in zip("qkv", operands, strict=True):
 lab.table(rows, "How much the result changes")
 
 # %%
-# Which way values must lie
-# -------------------------
+# The layout of V
+# ---------------
 #
-# A product adds up over one dimension of both operands: the *contracted* dimension. In
-# :math:`QK^\top` it is head_dim. In :math:`PV` it is the keys. The matrix instruction of Hopper
-# reads its second operand from shared memory. With 16 bits that operand may lie either way: the
-# instruction has a bit that says so. With 8 bits it has no such bit. The contracted dimension has
-# to be *contiguous*: its elements are neighbours in memory.
+# A matmul sums over one dimension of both operands, the *contracted* dimension. In :math:`QK^\top`
+# it is head_dim, and in :math:`PV` it is the keys.
+#
+# Hopper's matrix instruction reads its second operand from :term:`shared memory`. A 16-bit operand
+# may have either layout there, because a bit of the instruction says which. For 8-bit operands
+# there is no such bit, so the contracted dimension has to be *contiguous*: its elements must be
+# neighbours in memory.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -331,12 +345,14 @@ lab.table(rows, "How much the result changes")
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# K lies with head_dim contiguous, and head_dim is contracted: it fits. Q is the first operand, and
-# fits the same way. V lies with head_dim contiguous too, but here the keys are contracted. That is
-# why V is stored transposed, and K and Q are not.
+# K fits, because head_dim is both its contiguous and its contracted dimension. Q, the first
+# operand, fits for the same reason. V has head_dim contiguous too, but its contracted dimension is
+# the keys. That is why we store V transposed, and K and Q as they are.
 #
-# **What does the compiler do otherwise?** It has to obey. A small product shows it: the second
-# operand comes one way or the other, in 8 bits or in 16.
+# **What does the compiler do with the wrong layout?** It has to rearrange every tile before the
+# instruction can read it. A small matmul shows how: its second operand comes in either layout, in 8
+# bits or in 16. The kernel loads its tiles through a :term:`descriptor`, from which the hardware
+# copies a whole tile.
 
 import triton
 import triton.language as tl
@@ -392,9 +408,10 @@ for contracted_first, factor in ((False, b.T), (True, b)):
 lab.check("The product, either way", cases)
 
 # %%
-# Both are right. Now let us count instructions. ``wgmma`` is the product of four warps. ``prmt``
-# permutes bytes in a register. What stands at the end of the line of ``wgmma`` in brackets? For 16
-# bits, the last two operands say whether the first and the second matrix are transposed.
+# Both layouts give the right result. Now we count instructions. ``wgmma`` is a matmul that four
+# :term:`warps <warp>` execute together, and ``prmt`` permutes the bytes of a register. The column
+# *transposes* holds the last two operands of ``wgmma``. For 16 bits they say whether the first and
+# the second matrix are transposed.
 
 
 def instructions():
@@ -447,10 +464,11 @@ lab.read(
 )
 
 # %%
-# In attention each tile of V is read by every tile of queries, so it would be turned again and
-# again. It is better done once, and best by the one who rounds V to 8 bits, who has to write it
-# anyway: ``quantize(v, contiguous="seqlen")``. Where the caller did not do it, the package makes a
-# copy first. Whether V lies right is a question of strides only.
+# In attention, every tile of queries reads each tile of V, so the kernel would transpose the same
+# tile again and again. It is better to transpose V once, and best to do so while rounding it to 8
+# bits, because the result has to be written anyway: ``quantize(v, contiguous="seqlen")``. If the
+# caller has not done so, the package makes a transposed copy first. The strides alone tell whether
+# V has the right layout.
 
 v = torch.randn(1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -470,8 +488,8 @@ for contiguous in ("seqlen", "head_dim"):
 lab.table(rows, "V as quantize returns it")
 
 # %%
-# The length 100 became rows of 112: a descriptor wants rows of a multiple of 16 bytes. What does
-# the copy cost, beside the attention that follows?
+# The rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
+# bytes. What does the copy cost, compared with the attention that follows?
 
 
 def transposition():
@@ -510,29 +528,32 @@ lab.read(
 # Rounding the weights
 # --------------------
 #
-# The second product needs *both* operands in 8 bits. So the weights :math:`p` are rounded as well,
-# in every tile. They lie in :math:`[0, 1]`. Their largest is 1, but most are much smaller: with a
-# thousand keys, a typical weight is a few hundredths or thousandths of the largest. There e4m3 has
-# few numbers: below :math:`2^{-6}` the steps no longer shrink, and below :math:`2^{-10}` all is
-# zero. Above 1 it has numbers up to 448, and :math:`p` uses none of them.
+# The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
+# well, in every tile. They lie in :math:`[0, 1]`. The largest is 1, but most are much smaller: with
+# a thousand keys, a typical weight is a few hundredths or thousandths of the largest.
 #
-# So shift the weights up before they are rounded:
+# In that range e4m3 has few numbers. Below :math:`2^{-6}` its steps no longer shrink, and below
+# :math:`2^{-10}` everything is rounded to zero. Above 1 it has numbers up to 448, and :math:`p`
+# uses none of them. We therefore scale the weights up before rounding them:
 #
 # .. math::
 #
 #    \hat p_j = \text{round}(2^8 p_j)
 #
-# And how is it undone? Not at all. If the sum is taken of :math:`2^8 p_j` too, then
+# This factor never has to be undone, because it cancels if the sum in the denominator is of
+# :math:`2^8 p_j` too:
 #
 # .. math::
 #
 #    \frac{\sum_j 2^8 p_j v_j}{\sum_j 2^8 p_j}
 #    = \frac{\sum_j p_j v_j}{\sum_j p_j}
 #
-# It does not even take a multiplication, for :math:`2^8\, 2^{x} = 2^{x + 8}`: the 8 joins the
-# maximum that is subtracted. Why not :math:`2^9`? Because 512 is above 448: the GPU's instruction
-# would store the largest weights as 448. Let us try in float64, with nothing rounded but the
-# weights.
+# It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
+# combines the 8 with the maximum that it subtracts from the score. A factor of :math:`2^9` would be
+# too large. The largest weights would become 512, which is above 448, and the GPU's instruction
+# would store them as 448.
+#
+# We try several powers in float64, with nothing rounded but the weights.
 
 
 def with_rounded_weights(s, v, power, sum_rounded=False):
@@ -569,14 +590,14 @@ for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
 lab.table(rows, "Error of the result, and weights that became zero, 4,096 keys")
 
 # %%
-# If scores are normal, the weights that matter are large, and little is gained. But models like to
-# put one key far ahead of the others, often the very first. Then all others are small, and it is
-# the many small ones together that say something. Not scaled, they are rounded coarsely, or all to
-# zero. :math:`2^8` costs nothing, and it is the most that fits.
+# With normal scores, the weights that matter are large, so scaling gains little. But models like to
+# put one key far ahead of the others, often the very first. All other weights are then small, and
+# they matter only together. Without the factor they are rounded coarsely, or all to zero. The
+# factor :math:`2^8` costs nothing, and it is the largest power of two that fits.
 #
-# **Why does l sum the weights before they are rounded?** One could think that numerator and
+# **Why does l sum the weights before they are rounded?** One might expect that numerator and
 # denominator should see the same numbers. We try both, with values around 0 and around 1, and look
-# at lse, the logarithm of the sum.
+# at lse, the logarithm of the sum (:term:`logsumexp`).
 
 s = 2 * torch.randn(64, 4096, dtype=torch.float64)
 m, lse = s.amax(-1, keepdim=True), s.logsumexp(-1)
@@ -594,63 +615,70 @@ for mean in (0, 1):
 lab.table(rows, "Two ways to sum")
 
 # %%
-# For the result it is nearly the same: errors of rounding go up and down, and their sum is small
-# beside the sum of weights. For values that share a mean the rounded sum would even be
-# better, for the mean then cancels. But lse would be wrong, and lse is what other parts are merged
-# by. Besides, a rounded number would have to be turned back into float32 to be added. So the sum is
-# of :math:`p`.
+# For the result there is hardly a difference, because rounding errors go up and down, and their sum
+# is small beside the sum of weights. For values that share a mean, the rounded sum would even be
+# better, because the error of the mean then cancels.
+#
+# But lse would be wrong, and lse is what merges this result with those of other keys. Besides, each
+# rounded weight would have to be converted back to float32 before it is added. So the kernel sums
+# :math:`p` itself.
 #
 # The kernel
 # ----------
 #
-# It is the kernel of "Attention, tile by tile" with these changes. Place, stages and masks are the
-# same, and scores are computed a turn ahead. Their product has 8-bit operands, or 16-bit ones where
-# only V has 8 bits. Tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that
-# more programs fit on a multiprocessor. A turn begins with weights.
+# The kernel is that of :doc:`/chapters/attention_forward` with the changes above. It assigns tiles
+# to programs in the same way, uses the same stages and masks, and again computes scores one
+# iteration ahead. Their matmul has 8-bit operands, or 16-bit ones where only V has 8 bits. The
+# tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
+# on an SM.
+#
+# Each iteration begins with the weights.
 
 lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``weigh`` is that of the other chapter, where ``P_LOG2`` was 0. Now it is 8, and is taken off
-# what is subtracted. ``m_exp`` and 8 are combined first, once a row, so that a weight costs one
-# multiply-and-add and one exponential, as before. The sum is taken before rounding.
+# ``weigh`` is the function from that chapter, where ``P_LOG2`` was 0. Here it is 8, which reduces
+# what is subtracted from the scores. The function first combines ``m_new`` and 8, once per row, so
+# that a weight still costs one multiply-and-add and one exponential. It sums the weights before
+# they are rounded.
 
 lab.source(weigh, "rescale")
 
 # %%
-# The values are described as (batch, heads, head_dim, length). The tile is transposed only in name:
-# ``.T`` says which dimension is which, and moves nothing.
+# The descriptor of the values has the shape (batch, heads, head_dim, length). The tile is
+# transposed only in name: ``.T`` says which dimension is which, and moves nothing.
 
 lab.source(fp8.attend_fp8, "accumulate")
 
 # %%
-# And the second product. The weights become e4m3 even where V is e5m2: they need bits, not range.
-# ``PROMOTED`` is the next section.
+# Then comes the second matmul. The weights become e4m3 even where V is e5m2, because they need
+# precision and not range. The next section explains ``PROMOTED``.
 
 lab.source(fp8.add_values)
 
 # %%
-# At the end, one multiplication by the descale of V. Numerator and ``l_i`` both hold the factor
-# :math:`2^8`. The logarithm takes it off again.
+# At the end, the kernel multiplies once by the descale of V. The factor :math:`2^8` cancels in the
+# result, because numerator and ``l_i`` both hold it, and the logarithm subtracts it again.
 
 lab.source(fp8.attention_fp8_fwd_kernel, "write")
 
 # %%
-# Sums in fewer bits
-# ------------------
+# Accumulators with fewer bits
+# ----------------------------
 #
-# A product of eight bits adds up in registers of float32. But Hopper's matrix unit keeps fewer bits
-# than float32 has while it adds, and cuts off the rest. Where the terms have one sign the sum
-# grows, and each new term loses more.
+# The accumulators of an 8-bit matmul are float32 registers. While Hopper's matrix unit adds,
+# however, it keeps fewer bits than float32 has, and truncates the rest. Where all terms have the
+# same sign, the sum grows, and each new term loses more of its low bits.
 #
-# The cure: let the matrix unit add up one tile of keys only, from zero, and add the tiles in
-# ordinary float32 registers. That is called *promotion*. It is nearly free here: the old sum has to
-# be multiplied by ``alpha`` anyway, and a multiply-and-add is one instruction as well.
+# The remedy is called *promotion*. The matrix unit sums over one tile of keys only, starting from
+# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free
+# here, because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-and-add is one
+# instruction as well.
 #
-# Is it needed? We measure both kernels, for 16 heads and 128 queries, and take the worst head.
-# First comes the error that rounding the weights makes by itself, in float64. All are against
-# float64 of the values that were stored. Results in FP8 are kept in float32 here, to see the sums
-# and nothing else; the one in bf16 is rounded to bf16, as always.
+# To see whether it is needed, we measure both kernels with 16 heads and 128 queries, and take the
+# worst head. *Rounding alone* is the error that rounding the weights makes by itself, in float64.
+# All errors are against float64 of the stored values. FP8 results are kept in float32 here, so that
+# the table shows the sums and nothing else; the bf16 result is rounded to bf16, as always.
 
 
 # Measuring
@@ -714,20 +742,22 @@ lab.read(
 )
 
 # %%
-# Cutting off has a direction, towards zero. So if it is to be seen anywhere, then where all terms
-# have one sign and the sum grows: in the rows with mean 1.
+# Truncation always goes towards zero, so its errors add up instead of cancelling. It shows most
+# where all terms have one sign and the sum grows, in the rows with mean 1.
 #
 # Is it right?
 # ------------
 #
-# The truth is attention in float64 of the values that were stored: what ``quantize`` lost is not
-# the kernel's fault, and comes later. No kernel that rounds its weights can meet that truth
-# closely. So the yardstick, in the column that shows PyTorch's error elsewhere in this book, is the
-# *same rounding in float64*: ``reference.attention_fp8`` rounds the weights, tile by tile, and
-# nothing else. The kernel may have twice its error, for its result is rounded to 16 bits besides,
-# and a weight may fall on the other side of a boundary.
+# The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
+# kernel's fault; the next section measures that loss. No kernel that rounds its weights can come
+# close to this truth. So the yardstick is the *same rounding in float64*:
+# ``reference.attention_fp8`` rounds the weights, tile by tile, and nothing else.
 #
-# Each head is compared on its own, and the row shows the worst. Otherwise a head that is wrong
+# The error of this yardstick stands in the column that shows PyTorch's error elsewhere in this
+# book. The kernel may err twice as much, because its result is also rounded to 16 bits, and because
+# a weight may fall on the other side of a rounding boundary.
+#
+# Each head is compared on its own, and the row shows the worst, because otherwise a wrong head
 # could hide behind one whose values are larger. Every head gets its own size here.
 
 
@@ -774,11 +804,13 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 
 
 # %%
-# lse is not touched by the rounding of weights. Where q and k have 16 bits its scores are sums in
-# float32, and it may err eight times as much as one rounding to float32, as in "Attention, tile by
-# tile". Products of 8 bits are added up in fewer bits, because the matrix unit cuts each term off
-# about 12 bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096
-# times half a unit in the last place of float32.
+# Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
+# float32, and it may err eight times as much as one rounding to float32, as in
+# :doc:`/chapters/attention_forward`.
+#
+# With 8-bit operands the sums keep fewer bits, because the matrix unit truncates each term about 12
+# bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096 times
+# half a unit in the last place (:term:`ulp`) of float32.
 
 # Measuring
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
@@ -823,7 +855,7 @@ def every_case():
 lab.check("The worst head", every_case())
 
 # %%
-# Would a result of zeros pass? Then the check would be worth nothing.
+# Would a result of zeros pass? If so, the check would be worth nothing.
 
 operands, descales, meant = prepare(*draw_heads(1, 2, 2, 33, 70, 32))
 out, lse = attention(*operands, **descales, return_lse=True)
@@ -843,7 +875,7 @@ lab.table(
 )
 
 # %%
-# **NaN.** One that goes in must come out, and stay in its head.
+# **NaN.** A NaN in one head must come out in that head, and in no other.
 
 q, k, v = draw_heads(1, 3, 3, 20, 40, 32)
 v[0, 1, 7, 3] = float("nan")
@@ -854,17 +886,17 @@ assert [row["NaN in out"] > 0 for row in rows] == [False, True, False]
 lab.table(rows, "One NaN in the values of head 1")
 
 # %%
-# How exact is it?
-# ----------------
+# What eight bits cost
+# --------------------
 #
-# The check said that the kernel does what it should. Now the other question: what is lost by eight
-# bits? There are two truths to compare with. Against float64 of the *stored* values we see the
-# kernel: the weights and the sums. Against float64 of the *original* values we see all, and that is
+# The check shows that the kernel does what it should. How much do the eight bits lose? We compare
+# with two truths. Against float64 of the *stored* values we see the error of the kernel, from the
+# weights and the sums. Against float64 of the *original* values we see the whole error, which is
 # what a model sees.
 #
-# And two kinds of data. The first is normal. The second has *outliers*, as the activations of
-# language models have: one number in a thousand is ten times as large. Which operand, and which
-# format?
+# We also draw two kinds of data. The first is normal. The second has *outliers*, as the activations
+# of language models do: one number in a thousand is ten times as large. For both, the table
+# compares which operands have 8 bits and in which format.
 
 
 def with_outliers(x):
@@ -933,14 +965,16 @@ lab.read(
 )
 
 # %%
-# Does a descale a head help? Heads are equal in size here, so it hardly matters, but for outliers:
-# the largest of one head is then not the largest of all. Heads of different size are another
-# matter, as we saw.
+# One descale per head hardly matters here, because the heads are equal in size. Outliers are an
+# exception, because the largest element of one head is then not the largest of all. Heads of
+# different sizes are another matter, as we saw.
 #
-# **Why V and not the others?** An error in V is averaged: the result is a mean of many values, each
-# with its own error. An error in q or k moves a score, and the exponential turns that into a factor
-# of the weight. The larger the scores, the worse: scores of 20 that are wrong by two hundredths of
-# themselves make weights that are wrong by half. Let us make the scores grow.
+# **Why V and not the others?** An error in V is averaged, because the result is a mean of many
+# values, each with its own error. An error in q or k moves a score, and the exponential turns that
+# into a factor of the weight.
+#
+# Larger scores make this worse: if scores of 20 are wrong by two hundredths of themselves, the
+# weights are wrong by half. So we let the scores grow.
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -956,7 +990,7 @@ for factor in (1, 4, 16):
 lab.table(rows, "The larger the scores, the more q and k matter")
 
 # %%
-# The same choices at a larger size, with many heads, each on its own.
+# We repeat the comparison at a larger size, with many heads, each on its own.
 
 large = lab.measure(
     "Worst of 32 heads, 4,096 keys, head_dim 128",
@@ -981,10 +1015,17 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The limit is, as in the other chapters, a product by cuBLAS in bfloat16. A kernel with operands of
-# eight bits may pass it; the product of eight bits was measured at the beginning. The operations
-# are those of attention, and a causal mask halves them. *With transposition* means that all
-# operands have 8 bits, but V came with head_dim contiguous, and the copy is timed too.
+# As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16. A kernel
+# with 8-bit operands may exceed it; we measured the 8-bit matmul at the beginning. The operations
+# counted are those of attention, and a causal mask halves them. *With transposition* means that all
+# operands have 8 bits, but V came with head_dim contiguous, and the time includes the copy.
+#
+# This limit differs from the bfloat16 matmul at the beginning, although the size is the same,
+# because it is measured in another way. There, one matmul is repeated by itself, with its second
+# operand transposed. Here, the providers take turns, the GPU pauses before each run, and the
+# operand is not transposed. As :doc:`/reading-figures` explains, the GPU's clock depends on what
+# ran before. So the share of an 8-bit matmul that the text below gives, which compares the two
+# ways, is only approximate.
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1072,8 +1113,9 @@ for head_dim in (128, 64):
 lab.read(" ".join(sentences))
 
 # %%
-# Why not twice as fast? Let us count for one score, as in "Attention, tile by tile". With 8 bits a
-# multiprocessor does 8,192 operations in a cycle, and still 16 exponentials.
+# Why is it not twice as fast? We count cycles for one score, as in
+# :doc:`/chapters/attention_forward`. With 8 bits an SM does 8,192 operations of a matmul in a
+# cycle, but still only 16 exponentials.
 
 rows = []
 for head_dim in (64, 128, 256):
@@ -1086,9 +1128,11 @@ for head_dim in (64, 128, 256):
 lab.table(rows, "Cycles of a multiprocessor for one score")
 
 # %%
-# With head_dim 64 the exponential takes twice as long as the products of 8 bits. So the gain is
-# small there, whatever the kernel does, and greater for a longer head_dim. V alone could speed up
-# the second product only, and its weights must be turned into 8 bits first: compare the figures.
+# With head_dim 64, the exponential takes twice as long as the 8-bit matmuls, so the gain there is
+# small whatever the kernel does. It is greater for a larger head_dim.
+#
+# With V alone in 8 bits, only the second matmul can speed up, and its weights have to be converted
+# to 8 bits first: compare the figures.
 
 
 def launch(head_dim, q_dtype):
@@ -1114,13 +1158,15 @@ lab.facts(
 # --------------
 #
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that was copied many
-# times. V transposed is (heads, head_dim, length). Somebody described it as *one* matrix of
-# head_dim rows and heads · length columns, whose rows are one length apart, and asked for the tile
-# of a head by its column. The address is right. But the copy engine also looks at the bounds:
-# column :math:`h D N` of head :math:`h` lies beyond the last column as soon as
-# :math:`h \ge H / D`. What is beyond the bounds reads as zero.
+# times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as *one*
+# matrix of head_dim rows and heads · length columns, whose rows are one length apart, and selects
+# the tile of a head by its column.
 #
-# Here it is in a few lines, without scores: given weights, and V.
+# The address is right, but the copy engine also checks the bounds. With :math:`H` heads, head_dim
+# :math:`D` and length :math:`N`, column :math:`h D N` of head :math:`h` lies beyond the last column
+# as soon as :math:`h \ge H / D`, and whatever is beyond the bounds reads as zero.
+#
+# A few lines show the mistake. They need no scores, because the weights are given.
 
 
 @triton.jit
@@ -1158,8 +1204,8 @@ def average(p, v_t, flat):
 
 
 # %%
-# How did it pass its test? The test compared with a tolerance of 3, absolute, "because eight bits
-# are coarse". But an average of normal numbers is smaller than 3. So we give the same test a result
+# How did such a kernel pass its test? The test allowed an absolute error of 3, "because eight bits
+# are coarse", but an average of normal numbers is smaller than 3. So we give the same test a result
 # of zeros.
 
 p = torch.softmax(torch.randn(32, 64, device=runtime.DEVICE), -1)
@@ -1184,14 +1230,15 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# With head_dim 16 two of 32 heads are read. With head_dim 128 and 128 heads it would be one, and
-# all others zeros: a kernel that reads nothing is also very fast. Two habits catch it: an error
-# *relative* to each head's truth, and a result of zeros that must fail.
+# With head_dim 16, only two of the 32 heads are read. With head_dim 128 and 128 heads it would be
+# one, and all others would be zeros, and a kernel that reads nothing is also very fast. Two habits
+# catch the mistake: compare an error *relative* to each head's truth, and make sure that a result
+# of zeros fails.
 #
-# **Scores that forget a descale.** We saw above that it changes the result by much. Nothing warns,
-# for any positive number is a legal descale. With ``None`` it is 1.
+# **Scores that forget a descale.** As we saw above, this changes the result by much. Nothing warns,
+# because any positive number is a legal descale. With ``None`` it is 1.
 #
-# **A gradient.** There is none, and asking for it says so.
+# **A gradient.** There is none, and asking for it raises an error that says so.
 
 
 def said(call):
@@ -1209,12 +1256,12 @@ lines = said(lambda: attention(q, k, v, v_descale=v_descale).sum().backward())
 lab.table([{"what backward says": line} for line in lines], "q requires a gradient")
 
 # %%
-# Why not? The gradient of the weights would be rounded to 8 bits as well, and it spans a far wider
-# range than the weights. Training in eight bits keeps such products in 16, and then the gradient of
-# the 16-bit operator is there: "Attention backward".
+# There is none because the gradient of the weights would be rounded to 8 bits as well, and it spans
+# a far wider range than the weights. Training in eight bits keeps such matmuls in 16 bits, and then
+# the gradient of the 16-bit operator applies: see :doc:`/chapters/attention_backward`.
 #
-# **A GPU without products of eight bits.** Ampere has none. The package looks first. Here it meets
-# a tensor that says it lies on such a GPU.
+# **A GPU without 8-bit matmuls.** Ampere has none, so the package looks before it launches
+# anything. Here it meets a tensor that says it lies on such a GPU.
 
 stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
 with (
@@ -1226,7 +1273,7 @@ with (
 lab.table([{"what the package says": line} for line in lines], "Compute capability 8.0")
 
 # %%
-# **Pairs that no product has.** V in 16 bits beside q in 8 would be one.
+# **Pairs of dtypes that no matmul takes.** V in 16 bits beside q in 8 would be one.
 
 q8, _ = quantize(k)
 lines = said(lambda: attention(q8, q8, k))
@@ -1238,18 +1285,18 @@ lab.table(
 # Exercises
 # ---------
 #
-# **1. A rotation against outliers.** A large column of q and k dominates every score, and its
-# rounding error does too. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`.
-# Choose one that spreads a large element over all columns, apply it before ``quantize``, and look
-# at the error.
+# **1. A rotation against outliers.** A large column of q and k dominates every score, and so does
+# its rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Choose
+# one that spreads a large element over all columns, apply it before ``quantize``, and look at the
+# error.
 
 # %%
 
 # Solution: a rotation against outliers
 #
-# A Hadamard matrix has entries of plus and minus one, all of the same size, and orthogonal rows. It
-# helps where a whole column is large. A few large elements anywhere gain nothing: e4m3 rounds every
-# element relative to itself.
+# The rows of a Hadamard matrix are orthogonal, and its entries are plus or minus one. It helps
+# where a whole column is large. It gains nothing where a few large elements lie anywhere, because
+# e4m3 rounds every element relative to itself.
 
 
 def hadamard(n, device):
@@ -1287,8 +1334,9 @@ lab.table(rows, "Error with all operands in e4m3, against the original")
 
 # Solution: one descale for each column of K
 #
-# Hardly. A floating-point number carries its own exponent, so a factor does not change the relative
-# error of an element, unless it was below the range. With int8, which has no exponent, it would.
+# Hardly, because a floating-point number carries its own exponent: a factor does not change the
+# relative error of an element, unless it was below the range. With int8, which has no exponent, it
+# would.
 
 q, k, v = torch.randn(3, 1, 4, 128, 64, device=runtime.DEVICE)
 k[..., 5] *= 6
@@ -1309,15 +1357,15 @@ for name, factor in (("per head", torch.ones_like(column)), ("per column", colum
 lab.table(rows, "Error of the result when K alone is rounded")
 
 # %%
-# **3. One descale for each block of V.** If the values of a later part of a text are much larger,
-# one descale a head rounds the early ones to zero. Can each block of keys have its own, without a
-# new kernel?
+# **3. One descale for each block of V.** If the values in a later part of a text are much larger,
+# one descale per head rounds the early ones to zero. Can each block of keys have its own descale,
+# without a new kernel?
 
 # %%
 
 # Solution: one descale for each block of V
 #
-# Let blocks of keys be heads of their own, each with its descale, and merge the parts by lse.
+# Treat each block of keys as a head of its own, with its own descale, and merge the parts by lse.
 
 
 def by_blocks(q, k, v, blocks):

@@ -2,17 +2,19 @@
 Online softmax
 ==============
 
-Softmax needs the largest element of a row before it can start, and the sum of the row before it can
-finish. *Does it have to read the row three times?*
+Softmax needs the largest element of a row before it can compute the first exponential, and the sum
+of all exponentials before it can write the first result. *Must a kernel therefore read every row
+three times?*
 
 You will learn
 
-- why blocks of a row cannot be normalised one by one, and what to carry along so that they can;
+- why the blocks of a row cannot be normalised one by one, and which two numbers to carry from block
+  to block so that they can;
 - how two partial results are merged in any order, which is what makes softmax parallel;
 - what each further read of a row costs, and how to keep even a very wide row on chip.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
-speeds are those of a recorded run.
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
+its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -38,8 +40,8 @@ lab.start("softmax", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# Softmax turns a row of numbers into weights that are positive and sum to 1. Written with the
-# operations that PyTorch has, it takes five.
+# Softmax turns a row of numbers into weights that are positive and sum to 1. Written with PyTorch's
+# own operations, it takes five of them.
 
 
 def simple_softmax(x):
@@ -51,26 +53,31 @@ def simple_softmax(x):
 
 
 # %%
-# Why subtract the maximum? In float16, :math:`e^{12}` is already too large to be stored. The shift
-# changes nothing else: numerator and denominator shrink by the same factor.
+# We subtract the maximum because exponentials overflow: in float16, even :math:`e^{12}` is too
+# large to store. The shift does not change the result, because it scales the numerator and the
+# denominator by the same factor, :math:`e^{-m}`.
 #
-# What does it cost? Each operation reads its input from memory and writes its output back. For a
-# row of :math:`N` elements that is 5 reads and 3 writes of :math:`N`. One read and one write are
-# the least that any version can do. So four times too many bytes are moved.
+# What does this version cost? Each operation reads its input from memory and writes its output
+# back. For a row of :math:`N` elements, the five operations together make 5 reads and 3 writes of
+# :math:`N` numbers; the maximum and the sum are one number per row, too little to count. Any
+# version must read the row once and write the result once, so this one moves four times as many
+# bytes as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. PyTorch, operation by operation: five reads and three writes. The
 #          three_pass kernel: three reads and one write. The online kernels: two reads and one
 #          write. The row kernel: one read and one write.
 #
-# One kernel can do all five steps. If the row fits on chip, it is read once. If it does not, the
-# row has to be read in blocks, and there the trouble begins.
+# A single :term:`kernel` can do all five steps. If the row fits on chip, in the registers of a
+# streaming multiprocessor (:term:`SM`), the kernel needs to read it only once. If it does not fit,
+# the kernel has to read the row in blocks, and then the blocks must share a maximum and a sum that
+# none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
 #
-# What if each block is simply treated as a row of its own? It has a maximum and a sum. Here is that
-# kernel.
+# The simplest attempt treats each block as if it were a row of its own, with its own maximum and
+# its own sum. In this kernel, each :term:`program` takes one row and loops over its blocks.
 
 import triton
 import triton.language as tl
@@ -103,21 +110,23 @@ lab.table(
 )
 
 # %%
-# Every block sums to 1, so a row sums to its number of blocks. Nothing crashed, and with a block as
-# long as the row the result was even right. That is how such a kernel passes a careless test.
+# Every block sums to 1, so a row sums to its number of blocks. Nothing crashes, and the result is
+# even right when one block covers the whole row, so a careless test that tries only short rows
+# passes.
 #
 # The idea
 # --------
 #
-# What must be carried from block to block? Two numbers: the maximum so far, and the sum so far. But
-# the sum was computed relative to the old maximum. When a larger element arrives, all that was
-# added so far was added on the wrong scale. The repair is one multiplication.
+# What must the loop carry from block to block? Two numbers: the maximum so far and the sum so far.
+# The sum needs care, because its terms were computed relative to the old maximum. When a larger
+# element arrives, all of them are too large, but all by the same factor, so one multiplication
+# repairs the sum. The method is called :term:`online softmax`.
 #
 # The mathematics
 # ---------------
 #
 # **The recurrence.** Let :math:`m_j` be the maximum of the first :math:`j` elements, and
-# :math:`d_j` their sum relative to it:
+# :math:`d_j` the sum of their exponentials relative to that maximum:
 #
 # .. math::
 #
@@ -129,7 +138,8 @@ lab.table(
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
 # :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
 #
-# For :math:`j = 0` both sides are empty. Suppose the claim holds for :math:`j - 1`. Then
+# The proof is by induction. For :math:`j = 0` the sum is empty, and both sides are 0. Suppose that
+# the claim holds for :math:`j - 1`. Then
 #
 # .. math::
 #
@@ -139,11 +149,12 @@ lab.table(
 #    &= \sum_{i \le j} e^{x_i - m_j}
 #    \end{aligned}
 #
-# because the two exponents add up and :math:`m_{j-1}` cancels. So the claim holds for :math:`j`.
-# Maximum and sum are found in one pass.
+# because the two exponents add up and :math:`m_{j-1}` cancels. So the claim holds for :math:`j`,
+# and a single pass over the row finds both its maximum and its sum.
 #
-# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. Take
-# two pieces of a row, with pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)`. Their union has
+# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads to
+# keep busy. So cut the row into two pieces, with the pairs :math:`(m_a, d_a)` and
+# :math:`(m_b, d_b)`. By the same cancellation, their union has the pair
 #
 # .. math::
 #
@@ -152,17 +163,18 @@ lab.table(
 #    d &= d_a\, e^{m_a - m} + d_b\, e^{m_b - m}
 #    \end{aligned}
 #
-# by the same cancellation. The pair of a union does not depend on how it was cut. So the merge is
-# *associative*: any grouping gives the same result. The recurrence is the special case in which
-# one piece is a single element with the pair :math:`(x_j, 1)`. The pair :math:`(-\infty, 0)` of
-# an empty piece changes nothing.
+# The pair of a union does not depend on how the union was cut, so the merge is *associative*: any
+# grouping gives the same result. The recurrence is the special case in which one piece is a single
+# element, whose pair is :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`, and
+# merging it changes nothing.
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
 #          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
 #          these two give (6, 1.96) for the whole row.
 #
-# Let us try it: cut a row in pieces, merge their pairs in a random order, and compare.
+# Let's try it: we cut a row into pieces, merge their pairs in a random order, and compare the
+# result with the pair of the whole row.
 
 
 def pair(x):
@@ -196,10 +208,11 @@ for pieces in (2, 7, 100):
 lab.table(rows, "Pairs merged in a random order, float64")
 
 # %%
-# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives. From
-# :math:`y_j = e^{x_j - m} / d` follows :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} -
-# y_i)`, where :math:`\delta_{ij}` is 1 if :math:`i = j` and else 0. The maximum does not appear:
-# a shift changes nothing, so its derivative is zero. Then
+# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives with it.
+# Differentiating :math:`y_j = e^{x_j - m} / d` gives
+# :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
+# :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does not
+# change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
 #
 # .. math::
 #
@@ -208,49 +221,55 @@ lab.table(rows, "Pairs merged in a random order, float64")
 #    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #    \end{aligned}
 #
-# One sum over the row, and then each element by itself. Backward needs :math:`y` and :math:`dy`,
-# and not :math:`x`: the least it can move is two reads and one write.
+# The backward pass is therefore one :term:`reduction` over the row, after which every element can
+# be computed by itself. It needs :math:`y` and :math:`dy` but not :math:`x`, so the least it can
+# move is two reads and one write.
 #
 # The kernels
 # -----------
 #
-# **Whole rows on chip.** The simplest kernel is also the fastest while it lasts. A program loads
-# some rows, whole, and does everything in registers.
+# **Whole rows on chip.** The simplest kernel also moves the fewest bytes, as long as a row fits.
+# Each program loads one or more whole rows and does everything in its registers, the fastest
+# storage on the chip (see :term:`register`).
 
 lab.source(row_fwd_kernel)
 
 # %%
-# Why ``other=float("-inf")``? The block is a power of two, and a row seldom is. The places past the
-# end must not change the row. Minus infinity never wins a maximum, and its exponential is 0.
+# The load fills the slots past the end of a row with minus infinity (``other=float("-inf")``).
+# These slots exist because the length of a block must be a power of two and that of a row seldom
+# is, and minus infinity leaves the row unchanged: it never wins a maximum, and its exponential is
+# 0.
 #
-# Why the reciprocal? A division on a GPU is several instructions. One reciprocal for the row and
-# one product for each element are cheaper. The exponential goes through ``exp2``, because that is
-# the one that the hardware has.
+# Two details save instructions. The kernel computes one reciprocal per row and multiplies every
+# element by it, because a division on a GPU takes several instructions. And ``exp`` is the
+# package's own: it calls ``exp2`` with :math:`x \log_2 e`, because a power of two is the only
+# exponential that the hardware has.
 #
-# **Three passes.** When the row does not fit, the plain way is to read it three times: for the
-# maximum, for the sum, for the result.
+# **Three passes.** When the row does not fit, the straightforward kernel reads it three times: for
+# the maximum, for the sum, and for the result.
 
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# **Online.** The recurrence joins the first two loops. Here it is for blocks: ``alpha`` is the
-# factor that moves the old sum to the new maximum. The second loop reads the row again to write the
-# result.
+# **Online.** The recurrence joins the first two loops into one. Here it advances by a whole block
+# at a time, and ``alpha`` is the factor that rescales the old sum to the new maximum. A second loop
+# reads the row again to write the result. That is why the load says ``evict_last``: it asks the
+# cache to keep this data longer than other data.
 
 lab.source(online_fwd_kernel, "recur")
 
 # %%
-# The same kernel works on one row or on several: ``m_i`` and ``d_i`` have an entry for each
-# row. With one row a program it is called ``online``, with four ``online_2d``.
+# The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
+# row. With one row per program we call it ``online``, with four ``online_2d``.
 #
-# There is one trap. If all elements so far are minus infinity, so is the maximum, and
-# :math:`-\infty - (-\infty)` is not a number. ``finite`` puts a zero in its place. The exponential
-# of minus infinity is then 0, as it should be.
+# There is one trap. While all elements so far are minus infinity, so is the maximum, and
+# :math:`-\infty - (-\infty)` is not a number. ``finite`` therefore replaces such a maximum by zero.
+# The exponential of minus infinity is then 0, as it should be.
 
 lab.source(finite)
 
 # %%
-# **Backward** of whole rows is as short as its formula.
+# **Backward** for whole rows is as short as its formula.
 
 lab.source(row_bwd_kernel)
 
@@ -258,21 +277,25 @@ lab.source(row_bwd_kernel)
 # Wide rows
 # ---------
 #
-# How wide can a row be and still fit? A multiprocessor has 65,536 registers of 4 bytes. A row of
-# 32,768 numbers, widened to float32, takes half of them, and then there is room for one program
-# only. While it computes, nobody loads. While it loads, nobody computes.
+# How wide can a row be and still fit? An SM has 65,536 registers of 4 bytes. A row of 32,768
+# numbers, widened to float32, takes half of them. The program needs some registers for other values
+# too, so a second one does not fit beside it. A lone program cannot overlap its two kinds of work:
+# while it computes, nothing is loaded, and while it loads, nothing is computed.
 #
-# **Packed.** In 16 bits the row was half as large when it came. Why not keep it that way? Two
-# numbers share a register, and they are widened when they are used: for the maximum, for the sum,
-# for the result. The exponential is computed twice, and two programs fit where there was one.
+# **Packed.** In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way.
+# Two numbers share a register, and the kernel widens them each time it uses them: for the maximum,
+# for the sum, and for the result. The price is that every exponential is computed twice. The gain
+# is that two programs fit where there was room for one, and one can compute while the other loads.
 
 lab.source(packed_row_fwd_kernel)
 
 # %%
-# What is the strange ``raw += zero``? The compiler sees that the row is widened three times. It
-# would rather do it once and keep the result, which is just what we want to avoid. The kernel is
-# *told* a zero at run time, and the compiler cannot know that nothing was added. So it has to widen
-# again. Widening itself is a shift, or a conversion, for each half.
+# The odd-looking ``raw += zero`` prevents an optimisation. The compiler sees that the row is
+# widened three times and would rather widen it once and keep the result, which is exactly what we
+# want to avoid. So the kernel receives a zero as an argument at run time. The compiler cannot know
+# that adding it changes nothing, and has to widen the row again.
+#
+# Widening itself is cheap: a shift, or a conversion, for each half.
 
 lab.source(widen)
 
@@ -282,60 +305,71 @@ lab.source(widen)
 lab.source(narrow)
 
 # %%
-# **Split.** A row of 65,536 columns fills a multiprocessor even when it is packed, so several
-# programs share it. Each keeps its part of the row in registers and computes the pair
-# :math:`(m, d)` of that part.
+# **Split.** A row of 65,536 columns takes half of an SM's registers even when it is packed, so
+# again only one program fits. Several programs therefore share such a row. Each keeps its part of
+# the row in registers and computes the pair :math:`(m, d)` of that part.
 
 lab.source(split_row_fwd_kernel, "load")
 
 # %%
-# Then the programs exchange their pairs, and each merges all of them. The exchange has three steps,
-# and :doc:`layer norm </chapters/layer_norm>` uses the same three.
+# Then the programs exchange their pairs, and each merges all of them. This :term:`exchange` has
+# three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same three.
 #
-# *Publish.* Each part has a slot of 64 bits in memory, and a pair of float32 is 64 bits. One 64-bit
-# store arrives whole, so a reader meets either an empty slot or a complete pair, and no lock is
-# needed. Because there is no other memory to order, the store can be ``relaxed``.
+# *Publish.* Each part has a slot of 64 bits in memory, exactly enough for a pair of float32. A
+# single 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a
+# complete pair, and no lock is needed. The atomic can be ``relaxed``, which means that it does not
+# order any other memory access, because the reader needs no other memory of this part.
 
 lab.source(exchange.publish)
 
 # %%
-# Which bits mean "empty"? The memory is filled with zeros, which is cheap, but two zeros are also a
-# pair that could be meant. So the pair is stored XOR the bits of two NaN that no arithmetic makes:
-# zero then stands for those, and every pair that is computed is something else.
+# Which bits mean "empty"? The slots start as zeros, because zeros are cheap to write, but two zeros
+# could also be a pair that a program has computed. So we store a pair XOR a constant, the bits of
+# two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every pair
+# that a program computes is stored as something other than zero.
 
 lab.source(exchange.to_slot)
 
 # %%
-# *Wait.* A program that runs waits for others that may not have started. GPUs start programs in the
-# order of their numbers, so the neighbours are never far. That is a habit of the hardware and not a
-# promise, so the wait is bounded: the loop looks a limited number of times.
+# *Wait.* A running program waits for others that may not have started yet. GPUs start programs in
+# the order of their numbers, so the other parts of the row run at about the same time. The hardware
+# does not promise this order, however. If the others could not start before this program ends, it
+# would wait for ever, so the wait is bounded: the loop looks at the slots a limited number of
+# times.
 
 lab.source(exchange.wait)
 
 # %%
-# Sixteen parts have sixteen slots. Why does a program read 32? Because in a warp each number of a
-# block of sixteen would be held by two lanes. For other loads that makes no difference. But these
-# slots change while they are read, and a volatile load asks the memory for each lane: one may find
-# a slot filled that its twin, a moment before, found empty. Half of the warp would go on, and the
-# other half compute with a number that was never there. So every lane of a warp looks for itself,
-# and the warp goes on when all of its lanes have seen all slots. The other warps look as well, and
-# each goes on when it can: what they find is the same, only later. Just to give up is a decision
-# that the warps take together, at a barrier.
+# Sixteen parts have sixteen slots, and yet a program reads 32. The reason is the :term:`warp`: its
+# 32 threads, called *lanes*, execute the same instruction together, and if a warp loads a block of
+# sixteen numbers, two lanes hold each number. For other loads that makes no difference.
+#
+# These slots, however, change while they are read, and the load is ``volatile``: it asks the memory
+# anew for each lane. So one lane may find a slot filled that its twin, a moment before, found
+# empty. Half of the warp would then leave the loop, and the other half would compute with a pair
+# that was never there.
+#
+# With 32 reads, every lane looks for itself, and the warp goes on when its lanes have seen all
+# slots filled. The other warps of the program look as well, and each goes on when it can, because
+# all of them find the same pairs, some only later. Only giving up is a decision that the warps take
+# together, at a barrier where each waits for the others.
 
 lab.source(exchange.looks)
 
 # %%
-# *Collect.* Every slot was read at least once, and what lies beyond the last part are copies. They
-# must not change the result, so they count as the *neutral element* of the merge: a maximum of
-# minus infinity, and a sum of 0. A maximum of 0 would be wrong. It wins over every row of negative
-# numbers, and if those lie below -104, all their exponentials become 0.
+# *Collect.* The program has read every slot at least once, and what it read beyond the last part
+# are copies. Counted twice, they would change the sum, so the program replaces them by the
+# :term:`neutral element` of the merge: a maximum of minus infinity and a sum of 0. A maximum of 0
+# would be wrong, because it exceeds that of every row of negative numbers, and if all of these lie
+# below -104, all their exponentials become 0.
 
 lab.source(exchange.collect)
 
 # %%
-# The kernel puts the steps together. If the neighbours do not come, a program reads the whole row
-# itself, with the recurrence, one element of a pair in each lane. That is slow, and right. In
-# Triton's interpreter programs run one after the other, so there it is the rule.
+# The kernel puts the steps together. If the pairs of its neighbours do not come, a program reads
+# the whole row itself. It then uses the recurrence with a separate pair in each lane, and merges
+# these pairs at the end, which is slow but right. In Triton's interpreter this is the rule, because
+# programs run one after the other there.
 
 lab.source(split_row_fwd_kernel, "publish")
 
@@ -355,9 +389,10 @@ lab.source(split_row_fwd_kernel, "write")
 # Is it right?
 # ------------
 #
-# Each algorithm is checked against float64, at lengths that fill its blocks and lengths that do
-# not. In float32 our error may be four times that of PyTorch, not twice: the reciprocal costs one
-# more rounding than a division, and the hardware's ``exp2`` errs in its last two bits.
+# We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
+# do not. In float32 we allow four times PyTorch's error instead of twice, because multiplying by
+# the reciprocal rounds once more than a division does, and the hardware's ``exp2`` errs in its last
+# two bits.
 
 
 def cases():
@@ -388,9 +423,9 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# And the rows that break things? A row of minus infinity has no finite maximum: PyTorch gives NaN,
-# and so do we. A row with *some* of them is fine, even if a whole block comes before the first
-# number. A row of one element is 1.
+# Some rows break a careless kernel. A row of nothing but minus infinity has no finite maximum:
+# PyTorch gives NaN, and so do we. A row with *some* of them is fine, even if a whole block of them
+# comes before the first number. The softmax of a single element is 1.
 
 inf = float("inf")
 special = {
@@ -417,9 +452,10 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# The limit is a copy. First the ladder: each algorithm over the length of the row, in bfloat16,
-# as a share of the copy's speed. "One program" is the row kernel without packing and without
-# splitting.
+# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
+# once and write it once. We begin with the ladder: each algorithm over the length of the row, in
+# bfloat16, as a share of the copy's speed. "One program" is the row kernel without packing and
+# without splitting.
 
 
 def one_program(x):
@@ -484,10 +520,13 @@ lab.read(
 )
 
 # %%
-# Where exactly does the second read become expensive? It hits the L2 cache if all rows in flight
-# fit in it. How many are in flight? The online kernel has a warp for every 1,024 columns, and never
-# more than 8. A multiprocessor runs 64 warps, and 32 programs, at the most. Let us predict, and
-# compare.
+# At which length does the second read become expensive? It is cheap while it hits the :term:`L2`
+# cache, which all SMs share, and it hits if all rows in flight fit there. A row is in flight while
+# a program works on it, so we have to count programs. The online kernel has one warp for every
+# 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at most 32 programs.
+#
+# From these numbers we predict whether the second read is served by L2 or by memory, in the column
+# *again from*, and put the measured share beside it.
 
 
 def prediction():
@@ -506,10 +545,11 @@ def prediction():
 lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
 
 # %%
-# The prediction is rough, for the cache also holds what is being written. But it says where
+# The prediction is rough, because the cache also holds what is being written, but it shows where
 # the edge is.
 #
-# Now the public function against the libraries. ``softmax`` picks the algorithm by length.
+# Next we compare the public function with the libraries. ``softmax`` picks the algorithm by the
+# length of the row.
 
 
 def liger(x):
@@ -576,12 +616,13 @@ for dtype in ("bfloat16", "float32"):
 lab.read(" ".join(sentences))
 
 # %%
-# Why not more at the widest rows? A program publishes its pair and then waits for the slowest of
-# its neighbours. All the while its registers are taken, and nothing new is loaded into them. quack
-# exchanges the pairs between multiprocessors that the hardware groups in a cluster, which is a
-# shorter way than through L2. Triton 3.6 and 3.7 cannot reduce across a cluster; 3.9 can.
+# At the widest rows, waiting costs speed. A program publishes its pair and then waits for the
+# slowest of its neighbours; meanwhile its registers are occupied, and nothing new is loaded into
+# them. quack exchanges the pairs between SMs that the hardware groups in a *cluster*, a shorter
+# path than through L2. Triton 3.6 and 3.7 cannot reduce across a cluster; 3.9 can.
 #
-# Backward moves three arrays instead of two.
+# The backward pass moves three arrays instead of two. Wide rows are split here as well, and the
+# programs of a row exchange their parts of its sum.
 
 
 def backward_providers(columns, rows, dtype):
@@ -619,7 +660,10 @@ backward = lab.bench(
 lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
-# What did the compiler make of the kernels?
+# The next table shows what the compiler made of the kernels. A *shuffle* is an instruction by which
+# the lanes of a warp pass each other numbers, and a :term:`spill` is a value that did not fit into
+# the registers and lives in memory instead. :term:`Shared memory <shared memory>` is the fast
+# storage through which the warps of a program exchange numbers.
 
 
 def launch(columns, dtype):
@@ -651,8 +695,8 @@ lab.read(
 )
 
 # %%
-# All of this was the GPU. The host needs its time for a call as well, and with few rows that is all
-# that counts: :doc:`/hardware` says where it goes.
+# All of this was the GPU's time. The host needs time for a call as well, and with few rows nothing
+# else counts, because the GPU finishes first and waits: :doc:`/hardware` says where this time goes.
 
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(
@@ -663,7 +707,7 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# **No maximum subtracted.** The formula is right on paper, and the exponential overflows.
+# **No maximum subtracted.** The formula is right on paper, but the exponential overflows.
 
 x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
 unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
@@ -682,8 +726,8 @@ lab.table(
 )
 
 # %%
-# **Zero in the places past the end.** It looks harmless, and then every row is padded with elements
-# of weight :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
+# **Zeros past the end of the row.** Zero looks harmless, but it pads every row with elements of
+# weight :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
 
 
 @triton.jit
@@ -704,8 +748,8 @@ for other in (float("-inf"), 0.0):
 lab.table(rows, "100 elements in a block of 128")
 
 # %%
-# **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum,
-# and adds terms of different scales.
+# **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum, but it
+# adds terms of different scales.
 
 pieces = 10 * torch.randn(8, 64, dtype=torch.float64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
@@ -726,8 +770,9 @@ lab.table(
 )
 
 # %%
-# **The sum is kept in 16 bits.** Small terms vanish beside a large sum. That is why all
-# statistics in this book are float32, whatever the input.
+# **The sum is kept in 16 bits.** Small terms vanish beside a large sum, because bfloat16 keeps only
+# 8 significant bits: 256 + 1 is rounded back to 256. That is why all statistics in this book are
+# float32, whatever the input.
 
 ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
 total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
@@ -747,10 +792,16 @@ lab.table(
 # -----------------------
 #
 # Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
-# computed, followed by a weighted sum of the rows of :math:`v`. The scores of long sequences do
-# not fit in memory. With the recurrence they need not exist. Walk over the keys in blocks. Carry
-# the pair of each query, and carry the weighted sum ``acc`` too. It was added up on the scale of
-# the old maximum, so it is rescaled by the same ``alpha``.
+# computed, followed by a weighted sum of the rows of :math:`v`. For long sequences the scores do
+# not fit in memory, and with the recurrence they never need to exist all at once.
+#
+# A program walks over the keys in blocks. For each query it carries the pair and also the weighted
+# sum so far, ``acc``. Because ``acc`` was accumulated relative to the old maximum, it is rescaled
+# by the same ``alpha``.
+#
+# In the kernel, ``tl.dot`` is a matmul of two blocks. By default it may round float32 operands to
+# TF32, a format with 10 bits after the leading one instead of 23. ``input_precision="ieee"`` keeps
+# all of them.
 
 
 @triton.jit
@@ -790,7 +841,7 @@ def attend(q, k, v):
 
 
 truth = attend(q.double(), k.double(), v.double())
-factor = 64**0.5  # its 64 products are added one by one: so many roundings, on average
+factor = 64**0.5  # 64 products are added one by one: so many roundings, on average
 lab.check(
     "One block of queries",
     [
@@ -801,8 +852,8 @@ lab.check(
 )
 
 # %%
-# The 500 scores of a query were never stored. That is the core of FlashAttention, and the
-# reason why this recurrence matters far beyond softmax.
+# The 500 scores of a query were never stored. That is the core of FlashAttention, and the reason
+# why this recurrence matters far beyond softmax.
 #
 # Exercises
 # ---------
@@ -835,9 +886,10 @@ lab.check(
 )
 
 # %%
-# **2. Cross-entropy without probabilities.** The loss of a row with target :math:`t` is
-# :math:`m + \log d - x_t`, and its gradient is :math:`y_i - \delta_{it}`. Write one kernel that
-# reads a row once and gives both, so that the probabilities are never stored beside the gradient.
+# **2. Cross-entropy without probabilities.** For a row with target :math:`t`, the loss is
+# :math:`m + \log d - x_t`, and its gradient with respect to :math:`x_i` is
+# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both, so that
+# the probabilities are never stored beside the gradient.
 
 # %%
 
