@@ -571,6 +571,9 @@ def both_ways():
 lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 
 # %%
+# Computing :math:`S^\top` avoids the detour through shared memory, needs less of it, and is
+# slightly faster.
+#
 # With grouped heads, several query heads share one head of keys and values, and their contributions
 # belong to the same ``dk`` and ``dv``. The program that owns the keys therefore loops over all
 # these query heads. This needs no copies of ``k`` and ``v`` and no sum afterwards.
@@ -1080,7 +1083,7 @@ lab.read(
 import torch._functorch.config
 from torch.nn.attention import SDPBackend
 
-# What is compiled must keep its buffers: its backward pass will run many times.
+# Compiled code must keep its buffers, because its backward pass will run many times.
 torch._functorch.config.donated_buffer = False
 
 
@@ -1402,8 +1405,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 
 # Solution: the gradient of a bias
 #
-# The bias is added to the score, so its gradient is dS. The slope's is the sum of dS times (j -
-# i).
+# The bias is added to the score, so the gradient of the bias is dS, and the gradient of the slope
+# is the sum of dS times (j - i).
 
 
 @triton.jit
@@ -1472,8 +1475,8 @@ lab.check(
 
 # Solution: dropout inside attention
 #
-# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. And D = sum_j p_j z_j (dO · v_j) = dO · O, with O as it
-# came out *after* dropout. So delta is computed as before.
+# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. Then D = sum_j p_j z_j (dO · v_j) = dO · O, where O is
+# the output *after* dropout. So delta is computed as before.
 
 
 def mask_of(rows, keys, n_keys, p, seed):
@@ -1536,9 +1539,9 @@ lab.table(
 
 # Solution: checkpointing whole layers
 #
-# Without: 2 products forward, and 7 backward in two sweeps. With: 2 more, so 11 for 9. Scores are
-# then computed four times: forward, forward again, and in both sweeps. Of each layer only its input
-# is kept; q, k, v, out and lse exist for one layer at a time.
+# Without checkpointing: 2 matmuls forward, and 7 backward in two sweeps. With it: 2 more, so 11
+# instead of 9. Scores are then computed four times: forward, forward again, and in both sweeps.
+# Only the input of each layer is kept; q, k, v, out and lse exist for one layer at a time.
 
 from torch.utils.checkpoint import checkpoint
 
