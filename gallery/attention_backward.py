@@ -2,18 +2,18 @@
 Attention backward
 ==================
 
-The forward pass never stored the scores. A gradient needs them: every weight of every pair of a
-query and a key. *How can the gradient of a matrix be computed that was never there?*
+The forward pass never stored the weights of attention, one for every pair of a query and a key. The
+gradient needs them all. *How can we differentiate through a matrix that was never stored?*
 
 You will learn
 
-- how one number a query, ``delta``, stands in for a whole row of weights and their gradients;
-- what two sweeps with seven products buy over one sweep with five, and what they cost;
+- how one number per query, ``delta``, replaces a whole row of weights and their gradients;
+- what two sweeps with seven matmuls gain over one sweep with five, and what they cost;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
-speeds are those of a recorded run. It builds on the chapter on attention's forward pass: online
-softmax, tiles, tensor descriptors and the stages of a causal loop are explained there.
+speeds are those of a recorded run. It builds on :doc:`/chapters/attention_forward`, which explains
+online softmax, tiles, tensor descriptors and the stages of a causal loop.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -34,8 +34,8 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Here is attention by its formula. Each query is a row of ``s``, each key a column. A causal query
-# sees no key after it, and the last query sees all.
+# Here is attention by its formula. Each query is a row of ``s``, each key a column. With a causal
+# mask, a query sees no key that comes after it, and the last query sees all keys.
 
 
 def visible(seqlen_q, seqlen_k):
@@ -53,17 +53,18 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# Write :math:`S` for the scores, :math:`P` for their softmax and :math:`O` for the output. Forward
-# is two products of matrices: :math:`S = QK^\top`, times the scale, and :math:`O = PV`. Each has
+# Write :math:`S` for the scores, :math:`P` for their softmax and :math:`O` for the output. The
+# forward pass is two matmuls: :math:`S = QK^\top`, times the scale, and :math:`O = PV`. Each takes
 # :math:`2 M N d` floating-point operations for :math:`M` queries, :math:`N` keys and head_dim
 # :math:`d`.
 #
-# How many does backward need? The gradient of a product is two products, one for each factor. That
-# makes four. And if :math:`P` was not kept, :math:`S` has to be computed again. That makes five:
-# two and a half times the forward pass.
+# How many does the backward pass need? The gradient of a matmul is two matmuls, one for each
+# factor, which makes four. If :math:`P` was not kept, :math:`S` has to be computed again, which
+# makes five: two and a half times the work of the forward pass.
 #
-# And bytes? It reads five matrices of :math:`d` columns, ``q``, ``k``, ``v``, ``out`` and its
-# gradient ``do``. It writes three. Which of the two is the limit?
+# As to memory, it reads five matrices of :math:`d` columns, namely ``q``, ``k``, ``v``, ``out`` and
+# the gradient ``do`` of ``out``, and writes three. To see whether arithmetic or memory is the
+# limit, we divide the operations by the bytes; the result is called :term:`arithmetic intensity`.
 
 rows = []
 for seqlen in (1024, 4096, 16384):
@@ -80,8 +81,8 @@ for seqlen in (1024, 4096, 16384):
 lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
 
 # %%
-# How many operations does a GPU do in the time in which it moves a byte? We measure both: a
-# product of large matrices by cuBLAS, and a copy.
+# We compare this with what the GPU can execute in the time in which it moves one byte. Both speeds
+# are measured: a matmul of large matrices by :term:`cuBLAS`, and a copy.
 
 import triton
 import triton.language as tl
@@ -106,10 +107,12 @@ def balance():
 lab.measure("What the GPU does at best, bfloat16", balance)
 
 # %%
-# The gradient does more for each byte, as soon as a sequence is long. So memory is not the limit,
-# the products are. The yardstick of this chapter is therefore a product of large matrices.
+# At all of these lengths the gradient does more operations per byte than that. The limit is
+# therefore not memory but the matmuls, and the yardstick of this chapter is a matmul of large
+# matrices.
 #
-# **Why is P computed again?** It could be kept. What would that take?
+# **Why is P computed again?** The forward pass could keep it, but :math:`P` grows with the square
+# of the length:
 
 rows = []
 for seqlen in (1024, 4096, 16384, 65536):
@@ -124,10 +127,10 @@ for seqlen in (1024, 4096, 16384, 65536):
 lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
 
 # %%
-# The forward kernel keeps ``lse`` instead, the logarithm of the sum of a row's exponentials: four
-# bytes a query. That is the arithmetic. Here is what PyTorch's allocator says. "Kept" is what
-# forward leaves behind for backward, inputs not counted. "Peak" is what backward needs besides,
-# its three gradients not counted.
+# The forward kernel keeps ``lse`` instead, the logarithm of the sum of a row's exponentials, which
+# takes four bytes per query. So much for the calculation; here is what PyTorch's allocator reports.
+# "Kept" is what the forward pass leaves behind for the backward pass, not counting inputs. "Peak"
+# is what the backward pass needs in addition, not counting its three gradients.
 
 
 # Measuring
@@ -208,15 +211,16 @@ lab.read(
 )
 
 # %%
-# Why can one sweep need more than two? That is a question for later.
+# The reason that one sweep needs more memory than two follows below, where programs divide the
+# work.
 #
 # The mathematics
 # ---------------
 #
-# We go from the output back to ``q``, ``k`` and ``v``. Each step is one line of algebra. After the
-# last, all are checked in float64 against automatic differentiation.
+# We go from the output back to ``q``, ``k`` and ``v``. Each step is one line of algebra, and at the
+# end all of them are checked in float64 against automatic differentiation.
 #
-# *Step 1: the last product.* :math:`O = PV`. So
+# *Step 1: the last matmul.* From :math:`O = PV` follows
 #
 # .. math::
 #
@@ -225,8 +229,8 @@ lab.read(
 #    dP &= dO\, V^\top
 #    \end{aligned}
 #
-# *Step 2: softmax.* Look at one query. Its row of weights is :math:`p`, and :math:`p_j =
-# e^{s_j} / \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`:
+# *Step 2: softmax.* Take one query. Its row of weights is :math:`p`, with :math:`p_j = e^{s_j} /
+# \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`:
 #
 # .. math::
 #
@@ -236,9 +240,10 @@ lab.read(
 #    J &= \mathrm{diag}(p) - p\, p^\top
 #    \end{aligned}
 #
-# where :math:`\delta_{ij}` is 1 if :math:`i = j` and else 0.
+# where :math:`\delta_{ij}` is 1 if :math:`i = j` and 0 otherwise.
 #
-# *Step 3: the gradient of the scores.* :math:`J` is symmetric. So, still for one query,
+# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric, we have, still for one
+# query,
 #
 # .. math::
 #
@@ -248,11 +253,11 @@ lab.read(
 #    &= p \circ (dp - D), \qquad D = p^\top dp
 #    \end{aligned}
 #
-# The circle is the product element by element. This is where the trouble sits: :math:`D` is a sum
-# over *all* keys, and it is needed before the first element of :math:`ds`. A program that walks
-# over tiles of keys would have to walk twice.
+# The circle is the elementwise product. The difficulty of the whole chapter lies here: :math:`D` is
+# a sum over *all* keys, and it is needed before the first element of :math:`ds`. A program that
+# loops over tiles of keys would have to loop twice.
 #
-# *Step 4: D without P.* Put in what :math:`dp` is, and swap the two sums:
+# *Step 4: D without P.* Substitute :math:`dp` and swap the two sums:
 #
 # .. math::
 #
@@ -263,11 +268,12 @@ lab.read(
 #    &= \sum_c dO_c\, O_c
 #    \end{aligned}
 #
-# The inner sum in the third line is the output, and the output is there. So a sum over all keys
-# has become a sum over the columns of one row: :math:`D = \mathrm{rowsum}(dO \circ O)`. Neither
-# :math:`P` nor :math:`dP` is needed. The kernels call it ``delta``.
+# The inner sum in the third line is the output, which the forward pass has already computed. A sum
+# over all keys has thus become a sum over the columns of one row, :math:`D = \mathrm{rowsum}(dO
+# \circ O)`, and needs neither :math:`P` nor :math:`dP`. The kernels call it :term:`delta`.
 #
-# *Step 5: the first product.* With the scale :math:`\sigma`, :math:`S = \sigma Q K^\top`. So
+# *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
+# K^\top`. So
 #
 # .. math::
 #
@@ -276,8 +282,8 @@ lab.read(
 #    dK &= \sigma\, dS^\top Q
 #    \end{aligned}
 #
-# *Step 6: P from lse.* By definition :math:`\mathrm{lse} = \log \sum_j e^{s_j}`. So a weight needs
-# no maximum, no sum and no division any more:
+# *Step 6: P from lse.* By definition :math:`\mathrm{lse} = \log \sum_j e^{s_j}`. Computing a weight
+# therefore no longer takes a maximum, a sum or a division:
 #
 # .. math::
 #
@@ -286,13 +292,14 @@ lab.read(
 #    &= 2^{\,s_j \log_2 e \;-\; \mathrm{lse} \log_2 e}
 #    \end{aligned}
 #
-# The hardware has :math:`2^x`. The scale and :math:`\log_2 e` are one factor, and
-# :math:`\mathrm{lse} \log_2 e` is one number a query. What is left for each pair is one
-# multiplication with subtraction, and one ``exp2``.
+# The second line suits the GPU, which has an instruction for :math:`2^x`. The scale and
+# :math:`\log_2 e` are combined into one factor, and :math:`\mathrm{lse} \log_2 e` is one number per
+# query. Each pair of a query and a key then costs one multiplication with subtraction and one
+# ``exp2``.
 #
-# *Step 7: lse has a gradient, too.* A caller may use it, to merge two attentions for instance.
-# From its definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A gradient
-# :math:`d\mathrm{lse}` thus adds
+# *Step 7: lse has a gradient, too.* A caller may use ``lse``, for instance to merge the results of
+# two attentions. From its definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A
+# gradient :math:`d\mathrm{lse}` thus adds
 #
 # .. math::
 #
@@ -301,7 +308,8 @@ lab.read(
 #    &= p \circ \big( dp - (D - d\mathrm{lse}) \big)
 #    \end{aligned}
 #
-# It is one subtraction from ``delta``, before anything else begins. The steps in numbers:
+# This amounts to one subtraction from ``delta``, before anything else begins. Here are the steps in
+# numbers:
 
 from torch.autograd.functional import jacobian
 
@@ -358,17 +366,17 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # In tiles, in PyTorch
 # --------------------
 #
-# Nothing in these formulas needs a whole row any more. With ``lse`` and ``delta`` at hand, each
-# pair of a tile of queries and a tile of keys stands alone. Its contributions to ``dq``, ``dk``
-# and ``dv`` are added up. This is the whole algorithm, in PyTorch:
+# With ``lse`` and ``delta`` at hand, none of these formulas needs a whole row any more. Each pair
+# of a tile of queries and a tile of keys can be processed by itself, and its contributions are
+# added to ``dq``, ``dk`` and ``dv``. This is the whole algorithm, in PyTorch:
 
 lab.source(tiled.tiled_backward)
 
 # %%
-# ``key_tiles`` yields the stages of the forward chapter: tiles that all queries see, tiles that
-# some see and that are masked, and no others. Is it right? ``gradcheck`` moves each input a little
-# and watches the output. The tiles are small and of unequal sides, and no length is a multiple of
-# them.
+# ``key_tiles`` yields the stages of the forward chapter: first the tiles that all queries see, then
+# those that only some see and that need a mask, and no others. ``gradcheck`` checks the result by
+# changing each input slightly and observing the output. The tiles are small and not square, and no
+# length is a multiple of both sides.
 
 rows = []
 for is_causal in (False, True):
@@ -387,16 +395,18 @@ assert all(row["gradcheck"] for row in rows)
 lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64")
 
 # %%
-# Who owns what?
-# --------------
+# Dividing the work among programs
+# --------------------------------
 #
-# Now many programs work at once. Look at the three lines with ``+=``. The gradient of a *query* is
-# a sum over keys. The gradients of a *key* and its value are sums over queries. So no way of
-# dealing out the pairs keeps all three sums private.
+# On the GPU many programs run at once. Look at the three lines with ``+=``. The gradient of a
+# *query* is a sum over keys, while the gradients of a *key* and its value are sums over queries.
+# However we assign the pairs to programs, at least one of these sums is therefore shared between
+# programs. There are two ways to deal with that.
 #
-# **Two sweeps.** In the first, a program owns a tile of keys. It holds ``k`` and ``v``, and
-# queries stream past. It alone adds to its ``dk`` and ``dv``, in registers. In the second, a
-# program owns a tile of queries, keys stream past, and it alone adds to its ``dq``.
+# **Two sweeps.** In the first sweep a program owns a tile of keys. It holds ``k`` and ``v`` and
+# loops over tiles of queries. No other program adds to its ``dk`` and ``dv``, so they stay in
+# :term:`registers <register>`. In the second sweep a program owns a tile of queries, loops over
+# tiles of keys, and is the only one to add to its ``dq``.
 #
 # .. image:: /figures/attention-backward-sweeps.svg
 #    :alt: Two maps of five by five tiles, rows for queries, columns for keys. Tiles above the
@@ -405,78 +415,84 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          program owns a row. It keeps q and do, k and v stream to the right up to the diagonal,
 #          and dq comes out.
 #
-# Nobody shares anything. The price is that :math:`P` and :math:`dP` are computed twice. The first
-# sweep takes four products, for :math:`S`, :math:`dP`, :math:`dV` and :math:`dK`. The second takes
-# three, for :math:`S`, :math:`dP` and :math:`dQ`. That is seven products where five would do.
+# No program shares a sum with another. The price is that :math:`P` and :math:`dP` are computed
+# twice. The first sweep takes four matmuls, for :math:`S`, :math:`dP`, :math:`dV` and :math:`dK`.
+# The second takes three, for :math:`S`, :math:`dP` and :math:`dQ`. That makes seven matmuls where
+# five would do.
 #
-# **One sweep.** A program owns a tile of keys, and computes all three. ``dk`` and ``dv`` stay in
-# registers as before. Its share of ``dq`` it *adds in memory*, tile after tile.
+# **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
+# stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
 #
 # .. image:: /figures/attention-backward-one-sweep.svg
 #    :alt: Four programs, each with its column of tiles, from the diagonal down. Below each column
 #          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
 #          memory. From the last row of tiles, four programs add to one place of dq, in any order.
 #
-# These are five products. But the additions have to be *atomic*: read, add and write in one step
-# that nobody can interrupt. Atomics have no order. So the last bits of ``dq`` differ between runs.
-# And a sum of many terms must be kept in float32, in a buffer of its own: that is the memory that
-# we saw.
+# This takes only five matmuls. The additions, however, have to be :term:`atomic`, which means that
+# each reads, adds and writes in one step that no other program can interrupt. Atomics come in no
+# fixed order, so the last bits of ``dq`` differ between runs. A sum of many terms must also be kept
+# in float32, in a buffer of its own, and this buffer is the additional memory in the table above.
 #
 # What do the additions cost? For a tile of :math:`B` keys, each query adds :math:`4d` bytes. The
-# two products that are saved are :math:`4 B d` operations for that query. So a byte added saves as
-# many operations as a tile has keys. It is not clear which is better. We have to build both.
+# two matmuls that are saved take :math:`4 B d` operations for that query. Each byte added thus
+# saves as many operations as a tile has keys. These counts do not decide the matter, because they
+# do not say how fast the GPU performs atomic additions. We build both versions and measure them.
 #
 # The kernels
 # -----------
 #
-# **Before the sweeps.** A small kernel computes ``delta``. ``None`` is a constant for Triton:
-# without a gradient of ``lse``, the last two lines are not even compiled.
+# **Before the sweeps.** A small kernel computes ``delta``. ``None`` is a constant for Triton, so
+# without a gradient of ``lse`` the last two lines are not even compiled.
 
 lab.source(kernels.preprocess_kernel, "delta")
 
 # %%
-# It also converts ``lse`` to base 2, once. And it takes care of two kinds of rows once and for
-# all: a query that sees no key has ``lse`` :math:`-\infty`, and queries past the end are there
-# because the last tile must be full. Their ``lse`` becomes :math:`+\infty`. Then :math:`2^{s -
-# \infty} = 0`: they weigh nothing, and no sweep has to ask.
+# The same kernel converts ``lse`` to base 2, once for all tiles. It also handles two kinds of rows,
+# so that the sweeps need no test for them. A query that sees no key has the ``lse``
+# :math:`-\infty`, and there are queries past the end because the last tile must be full. Both get
+# the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows contribute nothing.
 
 lab.source(kernels.preprocess_kernel, "guard")
 
 # %%
-# **The sweep over queries.** A program takes a tile of keys. The order is the heaviest first: in a
-# causal sweep the *first* keys are seen by the most queries.
+# **The sweep over queries.** Each program takes a tile of keys. The heaviest tiles start first, so
+# that no long program is left over at the end. In a causal sweep these are the *first* keys,
+# because the most queries see them.
 
 lab.source(kernels.dkdv_kernel, "place")
 
 # %%
-# Which queries come past? In a causal sweep, no query before its key. Then some tiles in which
-# some pairs are masked, up to ``middle``. From there on, every query sees every key of the tile.
-# The length difference ``shift`` moves the diagonal.
+# The next lines decide which queries the program loops over. In a causal sweep it starts at the
+# first query that sees a key of the tile. Up to ``middle``, tiles contain some pairs that have to
+# be masked. From ``middle`` on, every query sees every key of the tile. If there are more keys than
+# queries, or fewer, ``shift`` is the difference, by which the diagonal moves.
 
 lab.source(kernels.dkdv_kernel, "stages")
 
 # %%
-# Why is there no mask for keys past the end? They were loaded as zeros. Each only spoils its own
-# row of ``dk`` and ``dv``, and that row is never stored. ``dq`` would be a different matter, so
-# one sweep has to mask them.
+# Keys past the end need no mask here. They were loaded as zeros, and each of them affects only its
+# own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to rows that
+# count, so one sweep has to mask them.
 #
-# Now the loop. It begins with step 6, but with everything transposed: keys are rows.
+# The loop begins with step 6. Everything is transposed, with keys as rows.
 
 lab.source(kernels.sweep_queries, "recompute")
 
 # %%
-# Why :math:`S^\top = K Q^\top`? Look at what comes next: :math:`dV = P^\top dO`. On Hopper, a
-# product takes its *left* factor from registers or from shared memory, and its right factor from
-# shared memory only. And what a product leaves in registers is laid out as a left factor for the
-# next. Computed as :math:`S`, the weights would have to be transposed first, through shared
-# memory. Computed as :math:`S^\top`, they are in place. The same holds for :math:`dS^\top` and
-# :math:`dK = dS^\top Q`. And why this order of lines? A product runs beside other work until
-# somebody waits for it. That of ``dv`` runs while :math:`dS` is computed.
+# The loop computes :math:`S^\top = K Q^\top` because of the next matmul, :math:`dV = P^\top dO`. On
+# Hopper, a matmul takes its *left* operand from registers or from :term:`shared memory`, the fast
+# storage of an :term:`SM`, and its right operand from shared memory only. What a matmul leaves in
+# registers has the layout that a left operand needs. If we computed :math:`S`, the weights would
+# first have to be transposed, through shared memory. Because we compute :math:`S^\top`, they can be
+# used where they are. The same holds for :math:`dS^\top` and :math:`dK = dS^\top Q`.
+#
+# The order of the lines matters, too. A matmul runs beside other work until its result is needed,
+# so the one for ``dv`` runs while :math:`dS` is computed.
 
 lab.source(kernels.sweep_queries, "gradients")
 
 # %%
-# Is that so? Here is a kernel for ``dv`` alone, which can do it both ways.
+# To test this claim, here is a kernel that computes only ``dv`` and can do it both ways.
 
 
 @triton.jit
@@ -526,8 +542,9 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
-# What did the compiler make of the two? ``stmatrix`` is the instruction with which the threads of
-# a warp put their parts of a matrix into shared memory, so that it can be read in another order.
+# We ask the compiler what it made of the two. ``stmatrix`` is the instruction with which the
+# threads of a :term:`warp` write their parts of a matrix to shared memory, so that it can be read
+# back in another order.
 
 
 def both_ways():
@@ -554,45 +571,51 @@ def both_ways():
 lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 
 # %%
-# With grouped heads, several query heads read the same keys. Their contributions belong to the
-# same ``dk`` and ``dv``. So the program that owns the keys goes over all these heads. No copies of
-# ``k`` and ``v`` are made, and nothing is added up afterwards.
+# Computing :math:`S^\top` avoids the detour through shared memory, needs less of it, and is
+# slightly faster.
+#
+# With grouped heads, several query heads share one head of keys and values, and their contributions
+# belong to the same ``dk`` and ``dv``. The program that owns the keys therefore loops over all
+# these query heads. This needs no copies of ``k`` and ``v`` and no sum afterwards.
 
 lab.source(kernels.dkdv_kernel, "sweep")
 
 # %%
-# At the end ``dk`` gets its scale, once. In the loop it would be a multiplication for each pair.
+# At the end ``dk`` is multiplied by the scale once. Inside the loop, that would take one
+# multiplication for each pair.
 
 lab.source(kernels.dkdv_kernel, "write")
 
 # %%
-# **The sweep over keys** is the mirror image. :math:`dS` is the *left* factor of :math:`dQ = dS\,
-# K`. So here nothing is transposed.
+# **The sweep over keys** mirrors the sweep over queries. Nothing is transposed here, because
+# :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
 
 lab.source(kernels.sweep_keys)
 
 # %%
 # The stages are those of the forward pass, and so is ``visible``, which says how many keys a tile
-# of queries sees. The last queries see the most, and come first.
+# of queries sees. The last queries see the most keys, so they start first.
 
 lab.source(kernels.dq_kernel, "stages")
 
 # %%
-# **One sweep** has these lines more. :math:`dS^\top` is what the program has, and now :math:`dS`
-# is needed. So this one has to be turned in shared memory after all. A descriptor lets the copy
-# engine do the additions, a whole tile with one instruction. Older GPUs add element by element.
+# **One sweep** adds a few lines to the loop over queries. The program has :math:`dS^\top`, but
+# ``dq`` needs :math:`dS`, so this matrix has to be transposed through shared memory after all. With
+# a :term:`descriptor`, the copy engine performs the additions, a whole tile per instruction. Older
+# GPUs add element by element.
 
 lab.source(kernels.sweep_queries, "add")
 
 # %%
-# The host decides. ``deterministic=True`` is the default of ``attention``.
+# The host chooses between the two. ``deterministic=True``, the default of ``attention``, takes two
+# sweeps.
 
 lab.source(kernels.attention_backward)
 
 # %%
-# Autograd sees one function. It saves its inputs, ``out`` and ``lse``, and asks for those gradients
-# alone that are needed. Both are operators of PyTorch's dispatcher, so that ``torch.compile`` finds
-# one node for each and does not look inside.
+# Autograd sees a single function. It saves its inputs, ``out`` and ``lse``, and computes only the
+# gradients that are requested. Forward and backward are registered as operators with PyTorch's
+# dispatcher, so ``torch.compile`` treats each as one node of its graph and does not trace into it.
 
 lab.source(operator.setup_context)
 
@@ -601,14 +624,14 @@ lab.source(operator.setup_context)
 lab.source(operator.gradient)
 
 # %%
-# Which tiles are visited?
-# ------------------------
+# Which tiles the sweeps visit
+# ----------------------------
 #
-# A causal gradient needs about half of the pairs. The stages claim that no other tile is touched.
-# Can we see that from outside? With a dye. NaN spreads through every product, even where its
-# weight is zero: :math:`0 \cdot \mathrm{NaN}` is NaN. So we put NaN in one tile of ``do`` and look
-# which tiles of ``dv`` come out stained. Those programs have read that tile, whatever they masked.
-# For the other sweep, we stain a tile of ``v`` and look at ``dq``.
+# A causal gradient needs about half of the pairs, and the stages are meant to visit no tile outside
+# them. We can verify that from outside with a dye. NaN spreads through every matmul, even where its
+# weight is zero, because :math:`0 \cdot \mathrm{NaN}` is NaN. We put NaN in one tile of ``do`` and
+# look at which tiles of ``dv`` become NaN: the programs that own them have read the dyed tile,
+# whether or not they masked it. For the other sweep, we dye a tile of ``v`` and look at ``dq``.
 
 
 # Measuring
@@ -668,8 +691,8 @@ for is_causal in (False, True):
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
-# And the map itself, of the causal sweep for ``dk`` and ``dv``. Rows are tiles of queries, columns
-# tiles of keys.
+# The next table shows the map itself, for the causal sweep that computes ``dk`` and ``dv``. Rows
+# are tiles of queries, columns tiles of keys.
 
 stained, config = maps["dk and dv"]
 lab.table(
@@ -682,9 +705,9 @@ lab.table(
 )
 
 # %%
-# **And if it forgets that it is causal?** A widely copied kernel has had a backward pass that took
-# no notice of the flag. It was causal always, and so was its test. We can do the same, in both
-# directions: forward with one mask, backward with the other.
+# **A backward pass that forgets its mask.** A widely copied kernel once had a backward pass that
+# ignored the causal flag and was always causal. The error stayed hidden because its test was always
+# causal, too. We can repeat it in both directions: forward with one mask, backward with the other.
 
 
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -705,9 +728,9 @@ for forward_mask in (False, True):
 lab.table(rows, "Relative error, when the two passes do not have the same mask")
 
 # %%
-# All three are wrong, and nothing crashes. Why are they so *much* wrong, where backward sees too
-# much? The ``lse`` is that of the visible keys. For the others, :math:`e^{s - \mathrm{lse}}` is no
-# weight at all, and may exceed 1.
+# The gradients are wrong and nothing crashes. The errors are especially large where the backward
+# pass sees more keys than the forward pass did, because ``lse`` covers only the keys that forward
+# saw. For the others, :math:`e^{s - \mathrm{lse}}` is not a weight at all and may exceed 1.
 
 # sum of a row of exp(s - lse), over all keys
 s = 32**-0.5 * q.double() @ k.double().mT
@@ -722,9 +745,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes, in both modes. PyTorch's error is
-# that of the formula in the same dtype. In float32 we may err eight times as much: tiles are
-# summed in another order, and an exponent that was scaled and shifted is rounded once more.
+# All three gradients are checked against float64, in all dtypes and in both modes. The error is
+# compared with PyTorch's, which comes from the formula above in the same dtype. In float32 we allow
+# eight times that error, because tiles are summed in another order and the scaled and shifted
+# exponent is rounded once more.
 
 
 # Measuring
@@ -791,9 +815,9 @@ lab.check(
 )
 
 # %%
-# Then everything that is awkward: one query, fewer queries than keys, more queries than keys (in a
-# causal mask the first of them see nothing), query heads that share keys, a head_dim that is no
-# power of two, and an expanded gradient, which repeats one row without storing it again.
+# The awkward cases follow: one query, fewer queries than keys, more queries than keys (in a causal
+# mask the first of them see nothing), query heads that share keys, a head_dim that is not a power
+# of two, and an expanded gradient, which repeats one row without storing it again.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -817,7 +841,7 @@ if not runtime.INTERPRETED:
 lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
 
 # %%
-# What of a query that sees nothing? Its gradient is zero, and not NaN.
+# A query that sees no key must get a gradient of zero, and not NaN.
 
 q, do = torch.randn(2, 1, 2, 40, 32, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 2, 33, 32, device=runtime.DEVICE)
@@ -827,7 +851,7 @@ assert zero
 lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 keys")
 
 # %%
-# And where ``lse`` has a gradient of its own? Here the mask is full.
+# The last check gives ``lse`` a gradient of its own, with a full mask.
 
 dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
 weight = (do, dlse)
@@ -846,10 +870,10 @@ lab.check(
 )
 
 # %%
-# Is it the same twice?
-# ---------------------
+# The same bits in every run
+# --------------------------
 #
-# Each mode runs a hundred times on the same input. Results are compared bit by bit.
+# Each mode runs a hundred times on the same input, and the results are compared bit by bit.
 
 
 def runs_differ():
@@ -891,22 +915,22 @@ lab.read(
     f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}. In one sweep up to "
     f"{differ('one sweep', 'dq').get(share, nan):.4f} % of the numbers of `dq` change in a run: "
     f"the sums differ in float32, and rounding to bfloat16 hides most of it. In `dk` it is "
-    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs, for `dk` is never added in memory."
+    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs, because `dk` is never added in memory."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# The limit is a product of two matrices of 8,192 by 8,192. Work is counted as the field counts it:
-# forward is :math:`4 M N d` operations a head, half of that if causal, and backward is 2.5 times
-# forward, whatever is *really* done. So two sweeps, with seven products for five, could reach
-# :math:`5/7` of the limit at best, if nothing but products took time. All points have 16,384
-# tokens and ``heads * head_dim`` of 2,048.
+# The yardstick is a matmul of two matrices of 8,192 by 8,192. We count work as the field does: the
+# forward pass is :math:`4 M N d` operations per head, half of that if causal, and the backward pass
+# is 2.5 times the forward pass, whatever a kernel *really* executes. Two sweeps, with seven matmuls
+# for five, can therefore reach :math:`5/7` of the limit at best, even if nothing but matmuls took
+# time. All points have 16,384 tokens and ``heads * head_dim`` of 2,048.
 #
-# First the ladder. "All tiles" is our two sweeps with the flag ignored: causal or not, they visit
-# every tile. Its result is wrong for a causal mask. But that is the least that a kernel takes that
-# masks tiles instead of skipping them.
+# We begin with the ladder. "All tiles" is our two sweeps with the flag ignored: causal or not, they
+# visit every tile. With a causal mask its result is wrong, but its time is the least that a kernel
+# needs if it masks tiles instead of skipping them.
 
 
 # Measuring
@@ -1035,24 +1059,31 @@ skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
     f"With a full mask the formula reaches {share['standard attention', 'full']:.0f} % of a "
-    f"product, two sweeps {share['Kernel Book', 'full']:.0f} % and one sweep "
+    f"matmul, two sweeps {share['Kernel Book', 'full']:.0f} % and one sweep "
     f"{share['Kernel Book, one sweep', 'full']:.0f} %. With a causal mask the formula falls to "
-    f"{share['standard attention', 'causal']:.0f} %, for it computes what it then masks. Two "
-    f"sweeps reach {share['Kernel Book', 'causal']:.0f} % and one sweep "
+    f"{share['standard attention', 'causal']:.0f} %, because it computes pairs that it then masks. "
+    f"Two sweeps reach {share['Kernel Book', 'causal']:.0f} % and one sweep "
     f"{share['Kernel Book, one sweep', 'causal']:.0f} %. Visiting all tiles takes "
     f"{skipping:.2f} times as long as skipping."
 )
 
 # %%
-# Now beside the others. PyTorch's ``scaled_dot_product_attention`` has two backends here, and each
-# is forced by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels are
-# written in CuTe. All are called through autograd, backward only.
+# With a full mask, ``torch.compile`` on the formula beats our kernels at this length. It has less
+# to do: the forward pass of the formula keeps :math:`P`, so the backward pass takes four matmuls,
+# while the count credits it with five and our two sweeps execute seven. In exchange it keeps a
+# matrix that grows with the square of the length, as the memory table shows for the formula. With a
+# causal mask it falls behind, because it still computes every pair.
+#
+# Next come the libraries. PyTorch's ``scaled_dot_product_attention`` has two backends here, and
+# each is selected by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels
+# are written in CuTe, a language of NVIDIA's at a lower level than Triton. All are called through
+# autograd, backward only.
 
 # Measuring
 import torch._functorch.config
 from torch.nn.attention import SDPBackend
 
-# What is compiled must keep its buffers: its backward pass will run many times.
+# Compiled code must keep its buffers, because its backward pass will run many times.
 torch._functorch.config.donated_buffer = False
 
 
@@ -1192,13 +1223,15 @@ best = max(
 )
 lab.read(
     f"{' '.join([*summary(128), *summary(64)])} One sweep is the faster of our two modes at "
-    f"{faster} of {len(points(*LENGTHS))} points. Two sweeps reach {100 * best:.0f} % of a product "
-    f"at best, and seven products for five allow {100 * 5 / 7:.0f} %."
+    f"{faster} of {len(points(*LENGTHS))} points. Two sweeps reach {100 * best:.0f} % of a matmul "
+    f"at best, and seven matmuls for five allow {100 * 5 / 7:.0f} %."
 )
 
 # %%
-# Which of these are the same in every run? A fast sweep that adds ``dq`` in any order should be
-# compared with one that does so, too.
+# These figures do not say why one sweep is so much slower here, although the algorithm of the
+# FlashAttention papers takes one sweep as well. The next two tables give part of the answer. First,
+# which versions give the same bits in every run? A sweep that adds ``dq`` in any order should be
+# compared with others that do so, too.
 
 
 def peers_differ():
@@ -1216,8 +1249,8 @@ def peers_differ():
 lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
-# What did the compiler make of the kernels? Two sums of 128 columns, two operands and two tiles of
-# scores want registers at the same time.
+# The second table shows what the compiler made of the kernels. In these kernels two accumulators of
+# 128 columns, two operands and two tiles of scores need registers at the same time.
 
 
 def launch(head_dim, deterministic):
@@ -1253,7 +1286,14 @@ lab.read(
 )
 
 # %%
-# The host needs its time for a call as well: backward starts three kernels, and most of their
+# Registers are one likely reason that one sweep is slower. At head_dim 128 it holds a tile of
+# ``dq`` beside everything else, has used up its 255 registers, and spills, while neither kernel of
+# the two sweeps spills a value. At head_dim 64 it does not spill, and it comes closer to two
+# sweeps. What the atomic additions cost by themselves we did not measure; nor did we measure what
+# limits two sweeps below their :math:`5/7`. At head_dim 128 their registers and shared memory leave
+# room for only one or two programs on an SM, so little else can run while a program waits.
+#
+# A call also takes time on the host, because backward starts three kernels and most of their
 # tensors need a descriptor. :doc:`/hardware` says where the time goes.
 
 lab.host_times(
@@ -1270,8 +1310,8 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# The formula is short, and each of its parts can be forgotten. Here it is once right, and with one
-# mistake at a time.
+# The formula is short, but each of its parts is easy to forget. Here it is once correct, and then
+# with one mistake at a time.
 
 
 def with_mistake(q, k, v, do, mistake):
@@ -1315,13 +1355,14 @@ for mistake in MISTAKES:
 lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
-# A test of ``dv`` alone finds two of the four. A test with ``scale=1`` would miss the last. And
-# ``lse`` in 16 bits makes every weight of a row wrong by one factor. All else was float32, and the
-# error is as large as if nothing were.
+# A test of ``dv`` alone finds only two of the four mistakes. A test with ``scale=1`` would miss the
+# last. Keeping ``lse`` in 16 bits multiplies every weight of a row by the same wrong factor.
+# Although everything else is in float32, the error is that of 16 bits.
 #
-# **An expanded gradient is read as if it were contiguous.** ``out.sum().backward()`` makes a
-# ``do`` that has *one* number in memory: all its strides are zero. A kernel that computes its own
-# offsets reads whatever lies behind. Here a buffer stands for that memory.
+# **An expanded gradient is read as if it were contiguous.** ``out.sum().backward()`` creates a
+# ``do`` that has only *one* number in memory, because all its strides are zero. A kernel that
+# computes its own offsets reads whatever lies behind that number. Here a buffer stands for that
+# memory.
 
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
 memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
@@ -1347,23 +1388,25 @@ for name, do in {
 lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
 
 # %%
-# A descriptor cannot have a stride of zero in its last dimension. So ``attention`` copies such a
-# gradient first. One whose heads and length are transposed it reads where it lies.
+# A descriptor cannot have a stride of zero in its last dimension, so ``attention`` copies such a
+# gradient first. It reads a gradient whose heads and length are transposed in place.
 #
 # Exercises
 # ---------
 #
 # **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
 # key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
-# gradient? Write a kernel that owns a tile of queries of one head and leaves one number. No matrix
-# may be stored, and the result must be the same in every run.
+# gradient? Write a kernel that owns a tile of queries of one head and leaves one number. It may
+# store no matrix, and its result must be the same in every run. For float32 matmuls pass
+# ``input_precision="ieee"`` to ``tl.dot``; otherwise Triton rounds their operands to TF32, which
+# has only ten bits after the point.
 
 # %%
 
 # Solution: the gradient of a bias
 #
-# The bias is added to the score, so its gradient is dS. The slope's is the sum of dS times (j -
-# i).
+# The bias is added to the score, so the gradient of the bias is dS, and the gradient of the slope
+# is the sum of dS times (j - i).
 
 
 @triton.jit
@@ -1424,16 +1467,16 @@ lab.check(
 
 # %%
 # **2. Dropout inside attention.** Weights are dropped after the softmax, :math:`O = (P \circ Z)\,
-# V`, where :math:`Z` is 0 or :math:`1/(1 - p)`. What becomes of ``delta``? Write the tiled
-# backward so that no mask is stored: the mask of a pair is a function of a seed and of its index,
-# as in the chapter on dropout.
+# V`, where :math:`Z` is 0 or :math:`1/(1 - p)`. What becomes of ``delta``? Write the tiled backward
+# pass so that no mask is stored: as in the chapter on dropout, the mask of a pair is a function of
+# a seed and of the pair's index.
 
 # %%
 
 # Solution: dropout inside attention
 #
-# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. And D = sum_j p_j z_j (dO · v_j) = dO · O, with O as it
-# came out *after* dropout. So delta is computed as before.
+# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. Then D = sum_j p_j z_j (dO · v_j) = dO · O, where O is
+# the output *after* dropout. So delta is computed as before.
 
 
 def mask_of(rows, keys, n_keys, p, seed):
@@ -1487,18 +1530,18 @@ lab.table(
 )
 
 # %%
-# **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` throws away what a layer keeps, and
-# runs its forward pass again in backward. Attention's own backward already recomputes :math:`P`.
-# How many products does a step take then? Count the forward passes that really run, and see
-# whether the gradients change.
+# **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` discards what a layer keeps, and
+# runs the layer's forward pass again during the backward pass. Attention's own backward pass
+# already recomputes :math:`P`. How many matmuls does a step take then? Count the forward passes
+# that really run, and see whether the gradients change.
 
 # %%
 
 # Solution: checkpointing whole layers
 #
-# Without: 2 products forward, and 7 backward in two sweeps. With: 2 more, so 11 for 9. Scores are
-# then computed four times: forward, forward again, and in both sweeps. Of each layer only its input
-# is kept; q, k, v, out and lse exist for one layer at a time.
+# Without checkpointing: 2 matmuls forward, and 7 backward in two sweeps. With it: 2 more, so 11
+# instead of 9. Scores are then computed four times: forward, forward again, and in both sweeps.
+# Only the input of each layer is kept; q, k, v, out and lse exist for one layer at a time.
 
 from torch.utils.checkpoint import checkpoint
 

@@ -2,15 +2,16 @@
 Layer norm without a lock
 =========================
 
-Every row of a batch adds its share to the gradient of the same weight. *How do thousands of
-programs add to one place without a race, and without waiting for each other?*
+In the backward pass of layer norm, every row of a batch adds to the gradient of the same weight.
+*How do thousands of programs add to one array without a race, and without waiting for each other?*
 
 You will learn
 
 - how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``, and where
-  epsilon goes;
-- what a lock must order besides itself, and what it costs in time and in reproducibility;
-- how partial sums per program make the gradient faster, and the same in every run.
+  epsilon enters it;
+- what a lock has to order besides its own variable, and what it costs in time and in
+  reproducibility;
+- how partial sums, one per program, make the gradient faster and the same in every run.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
 speeds are those of a recorded run.
@@ -48,8 +49,8 @@ lab.start("layer_norm", "kernelbook.ops.layer_norm")
 # The problem in PyTorch
 # ----------------------
 #
-# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. Then it applies a
-# weight and a bias, which all rows share.
+# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. It then multiplies
+# by a weight and adds a bias, one of each per column, which all rows share.
 
 
 def simple_layer_norm(x, w, b, eps=1e-5):
@@ -61,38 +62,40 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 
 
 # %%
-# What does it cost? Each operation reads its input from memory and writes its output back. For a
-# row of :math:`N` elements, leaving out what is small:
+# What does this cost? PyTorch runs each operation as a :term:`kernel` of its own, which reads its
+# input from the GPU's main memory (:term:`HBM`) and writes its output back. For a row of :math:`N`
+# elements, and ignoring the small tensors:
 #
 # - the mean reads :math:`N`;
-# - the difference reads :math:`N` and writes :math:`N`, and so does the square;
+# - the subtraction reads :math:`N` and writes :math:`N`, and so does the square;
 # - the mean of the squares reads :math:`N`;
-# - the two products and the sum read and write :math:`N` each.
+# - the two multiplications and the addition of the bias read and write :math:`N` each.
 #
-# That is 7 reads and 5 writes, where one read and one write would do. So one kernel should do it
-# all.
+# That makes 7 reads and 5 writes, where one read and one write would do. Layer norm does little
+# arithmetic per element, so this traffic decides how long it takes. A single kernel that keeps the
+# row on the chip saves most of it.
 #
-# Backward reads ``x`` and ``dy`` and writes ``dx``: three times :math:`N` for each row at the
-# least. It also needs the mean and ``rstd``, the reciprocal of the standard deviation. Why keep
-# them from the forward pass? They are 8 bytes a row, and to compute them again takes two sums over
-# the row before anything else can start.
+# The backward pass has to read ``x`` and ``dy`` and to write ``dx``: at least three times :math:`N`
+# per row. It also needs the mean and ``rstd``, the reciprocal of the standard deviation. We save
+# both in the forward pass, because they are only 8 bytes per row, while computing them again would
+# take two sums over the row before any other work could start.
 #
 # The idea
 # --------
 #
-# Where is the difficulty? The sums of layer norm go in two directions. The mean and the variance
-# are sums *along a row*. A program that owns the row does them alone. But the gradient of the
-# weight is a sum *down the columns*: every row adds to it, and the rows belong to different
-# programs.
+# Layer norm sums in two directions, and the second one is hard to parallelise. The mean and the
+# variance are sums *along a row*, so the :term:`program` that owns the row computes them alone. The
+# gradient of the weight is a sum *down the columns*: every row contributes to it, and the rows
+# belong to different programs, which run at the same time and in no fixed order.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel adds up the three rows to dw and db.
 #
-# There are two ways out. Programs can take turns to add to a shared buffer, under a *lock*. Or each
-# program adds up its own rows and leaves a *partial sum*, and a second kernel adds those up. We
-# build both and let them race.
+# There are two ways out. Programs can add to one shared buffer, one program at a time, under a
+# *lock*. Or each program sums its own rows and stores a *partial sum*, and a second kernel adds the
+# partial sums. We build both and time them against each other.
 #
 # The mathematics
 # ---------------
@@ -109,9 +112,9 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    y_j &= \hat{x}_j\, w_j + b_j
 #    \end{aligned}
 #
-# In the code :math:`r` is ``rstd`` and :math:`\hat{x}` is ``xhat``. The variance needs the mean
-# first. There is a formula that does not: the mean of the squares minus the square of the mean.
-# Why not use that? Let us try it on rows whose mean is large.
+# The code calls :math:`r` ``rstd`` and :math:`\hat{x}` ``xhat``. This formula for the variance
+# needs the mean first. Another formula does not: the mean of the squares minus the square of the
+# mean. It would save a step, but it loses precision when the mean of a row is large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):
@@ -130,14 +133,17 @@ for mean in (0, 100, 1000, 10_000):
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
-# The squares of large numbers have no digits left for a small variance. Their difference may even
-# be negative, and then its root is not a number. So the kernels always take the mean first.
+# The mean of the squares and the square of the mean are large and agree in almost all of their
+# digits, so float32 has few digits left for the small difference between them. This difference may
+# even come out negative, and its square root is then NaN. The kernels therefore always compute the
+# mean first.
 #
-# **Backward, step by step.** Let :math:`dy` be the gradient that arrives. We want what each input
-# adds to the loss. We go from :math:`y` back to :math:`x`, and check each step against numbers:
-# PyTorch computes every Jacobian in float64 by automatic differentiation.
+# **Backward, step by step.** Let :math:`dy` be the gradient of the loss with respect to :math:`y`,
+# which autograd passes in; we want the gradient with respect to :math:`x`. We go from :math:`y`
+# back to :math:`x`, and check each step numerically against the Jacobian that PyTorch computes in
+# float64 by automatic differentiation.
 #
-# *Step 1.* Weight and bias act on each element alone. So
+# *Step 1.* Weight and bias act on each element separately. So
 #
 # .. math::
 #
@@ -147,7 +153,7 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #    d\hat{x}_j &= w_j\, dy_j
 #    \end{aligned}
 #
-# where the first two are summed over all rows. The last is called ``wdy`` in the code.
+# where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
 # :math:`\mathbf{1}` the column of ones:
@@ -156,7 +162,7 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #
 #    d = P x, \qquad P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #
-# *Step 3.* Now :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain rule
+# *Step 3.* In terms of :math:`d`, :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain rule
 #
 # .. math::
 #
@@ -167,8 +173,8 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #    &= -\tfrac{1}{N}\, r^3\, d^\top
 #    \end{aligned}
 #
-# This is the place where epsilon enters the derivative. It is inside :math:`r`, and the power
-# :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
+# Epsilon enters the derivative here. It stays inside :math:`r`, because the sum in brackets to the
+# power :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
 #
 # *Step 4.* By the product rule, :math:`\hat{x} = r\, d` has the Jacobian
 #
@@ -180,7 +186,7 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #    &= r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #    \end{aligned}
 #
-# because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
+# The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
 #
 # *Step 5.* Put steps 2 and 4 together:
 #
@@ -193,12 +199,13 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #    \end{aligned}
 #
-# In the last step :math:`\hat{x}^\top P = \hat{x}^\top`: the elements of :math:`\hat{x}` sum to
-# zero, so taking their mean away changes nothing.
+# The last line uses :math:`\hat{x}^\top P = \hat{x}^\top`, which holds because the elements of
+# :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing.
 #
 # *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
-# never build it. A product with :math:`\mathbf{1} \mathbf{1}^\top / N` is a mean, and so is one
-# with :math:`\hat{x} \hat{x}^\top / N`:
+# never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
+# \mathbf{1}^\top / N` replaces each element by the mean, and multiplying it by :math:`\hat{x}
+# \hat{x}^\top / N` gives :math:`\hat{x}` times another mean:
 #
 # .. math::
 #
@@ -208,8 +215,9 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# Two means over the row, and then each element by itself. Here are the steps in numbers. Epsilon is
-# as large as the variance, so that a step that lost it would show.
+# The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
+# per element. Here are the six steps in numbers. Epsilon is set as large as the variance, so that a
+# step that dropped it would stand out.
 
 from torch.autograd.functional import jacobian
 
@@ -260,9 +268,10 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "Each step against automatic differentiation, float64")
 
 # %%
-# Does epsilon matter, then? It does if it is dropped. One way to drop it is to divide by the plain
-# standard deviation in backward only. Another is to say that :math:`\hat{x}` has variance 1: with
-# epsilon it has a little less. Here is how far ``dx`` is off then, for rows of small variance.
+# Epsilon is easy to lose in the backward pass. One way is to divide by the plain standard deviation
+# there. Another is to assume that :math:`\hat{x}` has variance 1, while epsilon makes it a little
+# smaller. The table shows how wrong ``dx`` becomes in rows of small variance, where epsilon is a
+# large part of the sum under the root.
 
 rows = []
 for deviation in (1.0, 0.01, 0.001):
@@ -283,8 +292,8 @@ for deviation in (1.0, 0.01, 0.001):
 lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 
 # %%
-# One more check, of everything at once. ``gradcheck`` compares a gradient with finite differences:
-# it moves each input a little and watches the output.
+# One more check covers all steps at once. ``gradcheck`` compares a gradient with finite
+# differences: it changes each input slightly and observes how the output changes.
 
 
 class LayerNormOfSix(torch.autograd.Function):
@@ -316,14 +325,20 @@ lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
 # The forward kernels
 # -------------------
 #
-# **Whole rows on chip.** A program loads some rows, whole.
+# **Whole rows on chip.** The first kernel gives each program a few rows, and the program loads them
+# whole. The mask keeps the load from reading past the end of a row, and ``other=0.0`` fills the
+# masked elements with zeros; without ``other`` their value would be undefined. ``.cg`` is a cache
+# hint: it keeps ``x``, which is read once, out of L1 and leaves that cache to the weight and the
+# bias, which every row needs. L1 is the small cache in each :term:`SM` (streaming multiprocessor),
+# the part of the GPU that runs programs.
 
 lab.source(row_fwd_kernel, "load")
 
 # %%
-# Then come the statistics. How often is ``x`` read? The mean needs it, the variance needs it, and
-# the result needs it: three passes. But a pass over registers is no pass over memory. The row was
-# read once. Written as a loop over blocks, each of the three loops would run exactly once.
+# Next come the statistics. The formulas read ``x`` three times: for the mean, for the variance and
+# for the output. A kernel that looped over blocks of the row would therefore read memory three
+# times. Here the whole row sits in :term:`registers <register>`, the fastest storage on the chip,
+# so it comes from memory once, and reading it again costs no traffic.
 
 lab.source(row_fwd_kernel, "statistics")
 
@@ -341,20 +356,24 @@ def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
 
 
 # %%
-# Most of it is in a function of its own, because wide rows will need it as well.
+# This small kernel only sums a row; an experiment below uses it. Most of the statistics are in a
+# function of their own, because the kernel for wide rows needs it as well.
 
 lab.source(moments)
 
 # %%
-# What is the correction for? Floating-point addition rounds, so the mean that is made of a sum is
-# off in its last digits. That is harmless while the numbers lie around zero, because the error is
-# small beside their spread. It is not harmless for numbers that are nearly equal and far from zero:
-# then the error of the mean is as large as the deviations, and dividing by their small spread
-# enlarges it. The cure costs one more sum. Deviations from the true mean add up to zero; if ours
-# add up to something else, the mean was off by that sum over N. The variance loses the square of
+# The function corrects the mean, because floating-point addition rounds and a mean computed from a
+# rounded sum is wrong in its last digits. Usually that is harmless: in numbers that lie around
+# zero, the error is small compared with their spread. In numbers that are nearly equal and far from
+# zero, the error is as large as the deviations themselves, and dividing by their small spread
+# magnifies it.
+#
+# The correction costs one more sum. Deviations from the true mean sum to zero; if ours do not, the
+# mean was wrong by their sum divided by :math:`N`. The variance is then reduced by the square of
 # the correction, because the deviations were measured from the uncorrected mean.
 #
-# A row of 1,000 equal numbers has no deviation at all, so its result has to be 0.
+# The most extreme case is a row of 1,000 equal numbers. It has no deviation at all, so its result
+# has to be 0.
 
 row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
 total = torch.empty(1, device=runtime.DEVICE)
@@ -374,18 +393,21 @@ lab.table(
 )
 
 # %%
-# Short rows need one more precaution. In a row that is no longer than a warp has lanes, a lane
-# holds one number, and its square would go straight into the sum of two lanes: the compiler makes
-# one instruction of both, a fused multiply-add that does not round the product. One lane fuses its
-# own square, the other fuses *its* own, and their sums differ in the last bit. Which of the two is
-# then stored as ``rstd`` is a race. ``square`` rounds before anything is added.
+# Short rows need one more precaution. A :term:`warp` is a group of 32 threads, its *lanes*, which
+# execute together. In a row with no more elements than a warp has lanes, each lane holds one
+# number, and the first addition combines the squares of two lanes. The compiler fuses that
+# multiplication and addition into one instruction, a fused multiply-add, which does not round the
+# product. Each lane fuses its own square and takes the other lane's rounded square, so the sums of
+# the two lanes may differ in the last bit. Which of the two sums ends up in ``rstd`` is then a
+# race. ``square`` prevents it by rounding before anything is added.
 
 lab.source(square)
 
 # %%
-# Why ``tl.where`` in ``moments``? The block is a power of two, and the row may be shorter. The
-# places past the end hold zeros, which is fine for the mean. But their *deviation* is not zero: it
-# is minus the mean, and its square would be added for every such place. Leave it out, and see.
+# ``moments`` also needs ``tl.where``, because a block is a power of two wide and the row may be
+# shorter. The elements past the end were loaded as zeros, which does not disturb the sum for the
+# mean. Their *deviation*, however, is not zero but minus the mean, and without ``tl.where`` its
+# square is added to the variance once for every such element. Let's leave it out and see.
 
 
 @triton.jit
@@ -417,56 +439,59 @@ for n_cols in (1024, 1000, 520):
 lab.table(rows, "The variance of a row with mean 3")
 
 # %%
-# With 1,024 columns nothing is wrong, and that is how the mistake survives a careless test. It also
-# hides when the mean is zero, as it is in most random tests.
+# With 1,024 columns both versions are right, because no element is past the end; this is how the
+# mistake survives a careless test. It also hides when the mean is zero, as it is in most random
+# tests.
 #
-# The next piece writes the result. Weight and bias may be absent; the compiler then leaves their
-# lines out.
+# The next piece writes the result. Weight and bias may be absent. In that case their pointer is
+# ``None``, which is a constant for the compiler, so it leaves their lines out.
 
 lab.source(row_fwd_kernel, "write")
 
 # %%
-# Is that all? Not for *far rows*. Squares of numbers above :math:`10^{19}` overflow float32; the
-# variance is then infinite, ``rstd`` is 0, and so is the whole row, without a word. So a row whose
-# sum of squares is infinite is read once more, and its deviations are multiplied by a small power
-# of two before they are squared.
+# Rows of very large numbers, which we call *far rows*, need more. The squares of numbers above
+# :math:`10^{19}` overflow float32. The variance is then infinite and ``rstd`` is 0, so the whole
+# output row is 0, and no error is raised. A row whose sum of squares is infinite is therefore read
+# once more, and its deviations are multiplied by a small power of two before they are squared.
 
 lab.source(far_rstd)
 
 # %%
-# Why does the kernel ask so late, when it has already written a wrong result? The rows of a program
-# may lie in different warps, and an ``if`` is for the whole program, so the warps meet at a barrier
-# to agree on the answer. In the middle of the kernel every row would pay for that. At its end
-# nothing is left that could have been done meanwhile.
+# The kernel checks for far rows only at its end, after it has already written a wrong result for
+# them. The reason is that an ``if`` applies to the whole program, while the program's rows may
+# belong to different warps. To agree on the answer, the warps have to meet at a *barrier*, a point
+# that no thread passes before all have reached it. In the middle of the kernel every row would pay
+# for that wait; at the end the program has nothing left to do that the wait could delay.
 
 lab.source(row_fwd_kernel, "far")
 
 # %%
-# **In a loop.** A row of any length can be read in blocks, three times. This is the kernel that
-# needs the three passes.
+# **In a loop.** A row of any length can be read in blocks. This kernel cannot keep the row on the
+# chip, so it really reads memory three times.
 
 lab.source(loop_fwd_kernel)
 
 # %%
-# **Packed.** A row of 16,384 columns, widened to float32, takes a quarter of a multiprocessor's
-# registers. Few programs fit then, and while they compute nobody loads. But 16-bit numbers come in
-# pairs, and a pair is one register. So a longer row stays packed, in four pieces, and is widened
+# **Packed.** Each SM runs several programs at once, which share its fixed number of registers. A
+# row of 16,384 columns, widened to float32, takes a quarter of an SM's registers. Few programs then
+# fit on the SM, and while they compute, none of them loads. Two 16-bit numbers, however, fit in one
+# 32-bit register. A longer row therefore stays packed in pairs, in four pieces, and is widened only
 # for one step at a time.
 
 lab.source(packed_row_fwd_kernel, "load")
 
 # %%
-# What about weight and bias? Together they would take twice as many registers as the row. So the
-# last step goes piece by piece. A barrier keeps the compiler from loading all pieces first.
+# Weight and bias together would take twice as many registers as the packed row. The last step
+# therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
 
 lab.source(packed_row_fwd_kernel, "write")
 
 # %%
-# **Split.** A longer row still, or one of float32, would fill a multiprocessor's registers, or
-# nearly so. So several programs share it. Each computes the mean and the
-# sum of squared deviations of its part. How are two such pairs merged? Let part :math:`i` have
-# :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x - m_i)^2`. The mean of the row is
-# :math:`m = \sum_i n_i m_i / N`. For the elements of one part
+# **Split.** A row that is longer still, or one of float32, would fill an SM's registers, or nearly
+# so. Several programs therefore share it, and each computes the mean and the sum of squared
+# deviations of its own part. The parts then have to be merged. Let part :math:`i` have :math:`n_i`
+# elements, mean :math:`m_i` and :math:`M_i = \sum (x - m_i)^2`. The mean of the row is :math:`m =
+# \sum_i n_i m_i / N`. For the elements of one part
 #
 # .. math::
 #
@@ -477,24 +502,26 @@ lab.source(packed_row_fwd_kernel, "write")
 #    \end{aligned}
 #
 # because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
-# the formula of Chan, Golub and LeVeque. No large squares are subtracted.
+# the formula of Chan, Golub and LeVeque. Unlike the difference of two means above, it never
+# subtracts large squares.
 
 lab.source(merge_moments)
 
 # %%
-# Why does the kernel add up how far the means are from a *pivot*, the mean of the first part, and
-# not the means themselves? Because a sum of large means would lose the digits in which they differ.
+# The kernel does not sum the means themselves, because a sum of large means would lose the digits
+# in which they differ. It sums their distances from a *pivot*, the mean of the first part.
 #
-# The programs of a row tell each other their pairs by the exchange that the chapter on
-# :doc:`softmax </chapters/softmax>` explains: publish, wait, collect. If the neighbours do not
-# come, a program computes their pairs itself, which is slow, and right as well.
+# The programs of a row share their means and sums through the :term:`exchange` that the chapter on
+# :doc:`softmax </chapters/softmax>` explains: publish, wait, collect. A program that waits in vain
+# for its neighbours computes their numbers itself, which is slow but just as correct.
 
 lab.source(split_fwd_kernel, "collect")
 
 # %%
-# Weight and bias, read again for every row, are as many bytes as ``x`` and ``y``. They come from a
-# cache, but even a cache has a limit. A part of a row needs a part of them only, and so a program
-# can take its part of *two* rows and read them once for both.
+# Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come from
+# a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of a row
+# needs only the same part of the weight and bias, so it can process its part of *two* rows and load
+# them once for both.
 
 lab.source(split_fwd_kernel, "write")
 
@@ -502,47 +529,54 @@ lab.source(split_fwd_kernel, "write")
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One for each row would leave as many partial sums as there are
-# rows: as much memory as ``x`` itself. So few programs, as many as run at once, loop over the rows.
-# Their sums for ``dw`` and ``db`` live in registers all the time, in float32.
+# How many programs should there be? One program per row would leave as many partial sums as there
+# are rows, which is as much data as ``x`` itself. We therefore launch only as many programs as can
+# run at once, and each loops over many rows. Its partial sums for ``dw`` and ``db`` stay in
+# registers, in float32, for the whole loop.
 
 lab.source(row_bwd_kernel, "begin")
 
 # %%
-# Where is the mask for the sums? It is not needed. Outside, ``dy`` is loaded as zero, so both terms
-# are zero. What is ``num_stages``? While the program works on one row, the loads of the next ones
-# are under way into shared memory. Most kernels leave that to other programs on the same
-# multiprocessor. Here one or two programs fill it with their sums.
+# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix and both terms
+# contain it.
+#
+# ``num_stages`` tells the compiler how many iterations of the loop may be in flight: while the
+# program works on one row, the next rows are already being copied into :term:`shared memory`, the
+# fast storage of the SM. Most kernels get the same effect by letting several programs share an SM,
+# so that one loads while another computes. Here one or two programs fill the SM with their partial
+# sums.
 
 lab.source(row_bwd_kernel, "add")
 
 # %%
-# The gradient of ``x`` is the formula of step 6, with its names.
+# The gradient of ``x`` is the formula of step 6, in the same names.
 
 lab.source(row_bwd_kernel, "row")
 
 # %%
-# At the end, a program has one row of sums to hand over.
+# At the end, the program has one row of partial sums to hand over.
 
 lab.source(row_bwd_kernel, "end")
 
 # %%
-# **Partial sums.** Each program stores its row in a buffer of its own. The second kernel adds up
-# the buffers: a program takes some columns, and goes down the rows in a fixed order. Nobody waits.
+# **Partial sums.** Each program stores its row in a buffer of its own, so no program waits for
+# another. A second kernel then adds the buffers: each of its programs takes some columns and goes
+# down the rows in a fixed order.
 
 lab.source(sum_of_buffers)
 
 # %%
-# **The lock.** Here programs share a few buffers, and add to them in turn. The lock is an integer:
-# 0 is free, 1 is taken. An atomic compare-and-swap looks at it and takes it in one step, so only
-# one program can succeed.
+# **The lock.** Here programs share a few buffers and take turns adding to them. The lock is an
+# integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
+# reads the lock and takes it in a single step, and only one program can succeed.
 
 lab.source(hand_over, "acquire")
 
 # %%
-# Is that enough? The lock says whose turn it is. It says nothing yet about *memory*. A store is
-# not seen by others at once: it may linger in a queue, and a load may be answered by an old line of
-# a cache. And a program is many threads. One of them takes the lock. What holds back the others?
+# The swap alone is not enough, because it orders the programs but not their *memory accesses*.
+# Other programs do not see a store at once: it may wait in a queue, and a load may be served from
+# an outdated line of a cache. A program also consists of many threads, and only one of them takes
+# the lock, so something has to hold back the others.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -551,16 +585,17 @@ lab.source(hand_over, "acquire")
 #
 # Four things have to be ordered, and each has its own tool:
 #
-# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: what its thread
-#    does later is not done earlier, and does not see caches from before.
-# 2. *The loads of my other threads, too.* They meet the first thread at a barrier.
-# 3. *All my stores come before I give the lock back.* A second barrier: no thread passes it before
+# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
+#    its thread are not moved before it, and do not see data that a cache held from before.
+# 2. *So do the loads of my other threads.* They wait for the first thread at a barrier.
+# 3. *All my stores come before I release the lock.* At a second barrier no thread continues before
 #    all have stored.
-# 4. *Others see those stores when they see the lock free.* The exchange has ``release`` semantics,
-#    and it speaks for all that its thread has seen at the barrier, not only for its own stores.
+# 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
+#    ``release`` semantics. Because of the barrier before it, it covers the stores of all threads,
+#    not only those of its own.
 #
-# A release that is read by an acquire makes everything before the one visible to everything after
-# the other. Leave out a barrier, and it holds for one thread of each program.
+# When an acquire reads what a release wrote, everything before the release is visible to everything
+# after the acquire. Without the barriers, this holds for only one thread of each program.
 
 lab.source(hand_over, "add")
 
@@ -569,36 +604,37 @@ lab.source(hand_over, "add")
 lab.source(hand_over, "release")
 
 # %%
-# What is *not* ordered is who comes first. Floating-point addition depends on the order, so the
-# last bits differ from run to run.
+# The lock does *not* decide in which order the programs add. Floating-point addition depends on the
+# order, so the last bits of the result differ from run to run.
 #
-# **Wide rows.** The sums of a row of 16,384 columns fill half of a multiprocessor's registers. In
-# 16 bits the row fits beside them if it stays packed, and there is one program to a multiprocessor.
+# **Wide rows.** The partial sums of a row of 16,384 columns fill half of an SM's registers. A row
+# of 16-bit numbers fits beside them if it stays packed, with one program per SM.
 #
-# Any wider, and programs share a row, as in forward. A group of them exchanges what each part adds
-# to ``c1`` and ``c2``: two float32 numbers, again one slot of 64 bits.
+# For wider rows, several programs share a row, as in the forward pass. A group of programs
+# exchanges what each part adds to ``c1`` and ``c2``. These are two float32 numbers, so they again
+# fit in one slot of 64 bits.
 
 lab.source(split_bwd_kernel, "publish")
 
 # %%
-# Now it would have to wait for its neighbours, whose numbers come by way of L2. A program does
-# something else meanwhile. It asks for its part of the next row.
+# The program would now have to wait for its neighbours' numbers, which travel through the
+# :term:`L2` cache that all SMs share. It uses this time to request its part of the next row.
 
 lab.source(split_bwd_kernel, "ahead")
 
 # %%
-# And then it does not collect the numbers of this row at all, but those of the row *before*. All
-# parts had a whole turn of the loop to publish those, so they are there already. Three rows are
-# under way at any time: one is being loaded, one is published, and one is finished. The price is
-# registers, in which ``x`` and ``dy`` of a row stay a turn longer.
+# After that it still does not collect the numbers of this row, but those of the row *before*. All
+# parts had a whole iteration to publish those, so they have usually arrived. Three rows are in
+# progress at any time: one being loaded, one published and one finished. The price is registers,
+# because ``x`` and ``dy`` of a row stay there for one iteration longer.
 
 lab.source(split_bwd_kernel, "collect")
 
 # %%
-# Autograd sees one function. It computes those gradients only that somebody needs. If gradients of
-# gradients are wanted, which is rare, PyTorch's own operations compute them. The kernels stand
-# behind an operator of PyTorch's dispatcher, so that ``torch.compile`` finds one node here and does
-# not look inside.
+# Autograd sees a single function, which computes only the gradients that are requested. If
+# gradients of gradients are wanted, which is rare, PyTorch's own operations compute them. The
+# kernels are registered as an operator with PyTorch's dispatcher, so ``torch.compile`` treats them
+# as one node of its graph and does not trace into them.
 
 lab.source(gradient)
 
@@ -606,10 +642,10 @@ lab.source(gradient)
 # Is it right?
 # ------------
 #
-# Output and gradients are checked against float64, with weight and bias of the dtype of ``x``. In
-# float32, ``y`` and ``dx`` may err four times as much as PyTorch's, because the hardware's
-# reciprocal root errs by two units. ``dw`` and ``db`` may err eight times as much: a sum over many
-# rows errs by a few units that depend on its order.
+# Output and gradients are checked against float64, with weight and bias of the same dtype as ``x``.
+# In float32 we allow ``y`` and ``dx`` four times PyTorch's error, because the hardware's reciprocal
+# square root may be wrong by two units in the last place. We allow ``dw`` and ``db`` eight times,
+# because a sum over many rows may be wrong by a few such units, depending on its order.
 
 
 # Measuring
@@ -649,7 +685,7 @@ lab.check(
 )
 
 # %%
-# And the lock? It is no public function, so we call what lies below.
+# The lock is not part of the public function, so its check calls the layer below.
 
 
 def gradients(x, w, dy, reduction, n_programs=None):
@@ -678,9 +714,10 @@ lab.check("Both reductions", lock_cases())
 # The price of the lock
 # ---------------------
 #
-# Now the race. Three versions compute the same gradients. "One tile a program" takes the lock after
-# each tile, as it is usually taught: a row or, when rows are short, two. "Lock, looping" adds up
-# its rows first, and takes the lock once. "Partial sums" has no lock.
+# We can now time the lock against partial sums. Three versions compute the same gradients. "One
+# tile a program" takes the lock after each tile, which is how it is usually taught; a tile is one
+# row or, if rows are short, two. "Lock, looping" first sums its rows in registers and takes the
+# lock once. "Partial sums" has no lock.
 
 
 # Measuring
@@ -727,17 +764,19 @@ share = {
 slower = race.milliseconds_at("one tile a program", columns=4096)
 slower /= race.milliseconds_at("partial sums", columns=4096)
 lab.read(
-    f"With one tile a program the lock reaches {share['one tile a program', 1024]:.0f} % of a "
-    f"copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096. There it takes "
-    f"{slower:.1f} times as long as partial sums. Looping first gives "
-    f"{share['lock, looping', 1024]:.0f} % and {share['lock, looping', 4096]:.0f} %, partial sums "
-    f"{share['partial sums', 1024]:.0f} % and {share['partial sums', 4096]:.0f} %."
+    f"Taking the lock after every tile reaches {share['one tile a program', 1024]:.0f} % of the "
+    f"speed of a copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096, "
+    f"where it takes {slower:.1f} times as long as partial sums. Taking it once per program "
+    f"reaches {share['lock, looping', 1024]:.0f} % and {share['lock, looping', 4096]:.0f} %, and "
+    f"partial sums {share['partial sums', 1024]:.0f} % and {share['partial sums', 4096]:.0f} %."
 )
 
 # %%
-# So most of the price is paid for *how often* the lock is taken. Each time, a program reads and
-# writes a row of the buffers, and the next one waits for it. The second question is whether two
-# runs agree. Each version runs a hundred times on the same input.
+# Most of the cost therefore comes from *how often* the lock is taken, because each time a program
+# reads and writes a row of the buffers while the next one waits.
+#
+# The second criterion is whether two runs agree. Each version runs a hundred times on the same
+# input.
 
 
 def runs_differ():
@@ -761,16 +800,17 @@ def runs_differ():
 lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
 
 # %%
-# A lock that works is still not reproducible. Partial sums are, because each addition has its
-# place. That is why ``layer_norm`` uses them.
+# Even a correct lock does not give reproducible results, because the programs add in whatever order
+# they arrive. Partial sums are always added in the same order. ``layer_norm`` uses them because
+# they are faster *and* reproducible.
 #
-# Do the partial sums stay in L2?
-# -------------------------------
+# Partial sums stay in L2
+# -----------------------
 #
-# The partial sums are written by one kernel and read by the next. If they stay in the L2 cache, the
-# memory never feels them. How large are they? Each program leaves one row for ``dw`` and one for
-# ``db``, 4 bytes a number. What goes through the cache meanwhile is ``x``, ``dy`` and ``dx``, but
-# the sums are written last.
+# One kernel writes the partial sums and the next one reads them. If they stay in the L2 cache in
+# between, they cause no traffic to main memory. Each program leaves one row for ``dw`` and one for
+# ``db``, at 4 bytes per number. ``x``, ``dy`` and ``dx`` pass through the same cache, but the
+# partial sums are written last. The table compares the size of the buffers with that of L2.
 
 
 def buffer_sizes():
@@ -794,9 +834,10 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By size they should stay. Let us measure. We write buffers of growing size and add them up, once
-# at once, and once after other data has gone through the cache. A pause keeps the GPU waiting
-# while the host queues everything, so that launches are not measured.
+# By their size, the partial sums should stay in L2. To confirm this, we write buffers of growing
+# size and add them, once right after writing and once after other data has passed through the
+# cache. Each measurement first pauses the GPU while the host queues all the work, so that the cost
+# of launching is not measured.
 
 
 # Measuring
@@ -849,22 +890,25 @@ def rate(mib, name):
 
 
 lab.read(
-    f"The largest sums of the table take {largest:.1f} MiB. At 8 MiB, adding up runs at "
-    f"{rate(8, 'just written'):,.0f} GB/s right after writing, and at "
-    f"{rate(8, 'after other data'):,.0f} GB/s when other data has pushed the buffers out. "
-    f"At 256 MiB, more than any L2 holds, the two are {rate(256, 'just written'):,.0f} and "
+    f"The largest buffers of the first table take {largest:.1f} MiB. At 8 MiB, the kernel that "
+    f"adds them reads {rate(8, 'just written'):,.0f} GB/s right after writing, and "
+    f"{rate(8, 'after other data'):,.0f} GB/s after other data has pushed the buffers out. "
+    f"At 256 MiB, more than any L2 holds, the two rates are {rate(256, 'just written'):,.0f} and "
     f"{rate(256, 'after other data'):,.0f} GB/s."
 )
 
 # %%
-# Where the two columns differ, the buffers were still in the cache. Where they meet, the buffers
-# did not fit.
+# Where the two columns differ, at least a part of the buffers was still in the cache. Where they
+# agree, the buffers were too large for it. At small sizes both rates are low, because the kernel is
+# too short to reach full speed: right after writing, it takes hardly longer for 8 MiB than for 2.
 #
 # How fast is it?
 # ---------------
 #
-# The limit is a copy. First the ladder of forward: the loop that reads three times, one program a
-# row whatever its length, and the public function.
+# The yardstick is a copy, because no kernel can move the bytes faster than that. We begin with the
+# ladder of forward kernels: the loop that reads three times, one program per row whatever its
+# length, and the public function, which chooses among the kernels above. The baseline is PyTorch's
+# single operations.
 
 
 # Measuring
@@ -921,7 +965,19 @@ lab.read(
 )
 
 # %%
-# Now against the libraries.
+# The loop is slow at both ends of the plot, probably for different reasons. It always uses eight
+# warps, so at 1,024 columns a thread has only four elements of a row and little to do between the
+# sums across warps. The longest rows are too large to stay in a cache between the passes. We did
+# not measure either cause by itself.
+#
+# At 65,536 columns the packed kernel is well below its own speed on shorter rows. It uses 1,024
+# threads of 64 registers, which is every register of an SM. Only one program then fits, and nothing
+# loads while it computes. The chapter on :doc:`softmax </chapters/softmax>` splits such a row and
+# stays closer to a copy. Layer norm was slower when split at this length, as the comments beside
+# its configurations record. One difference is known: every program here also loads a weight and a
+# bias. How much of the gap that explains, we did not measure.
+#
+# Next come the libraries.
 
 
 # Measuring
@@ -933,7 +989,7 @@ def liger(x, w, b):
 
 
 def quack(x, w, b):
-    w, b = w.float(), b.float()  # it takes parameters in float32 alone
+    w, b = w.float(), b.float()  # it takes parameters in float32 only
     return lab.peer(
         "quack.rmsnorm", lambda ops: lambda: ops.layernorm_fwd(x, w, b, 1e-5)
     )
@@ -997,7 +1053,11 @@ def summary(sweep):
 lab.read(" ".join(summary(forward)))
 
 # %%
-# Backward moves three arrays instead of two.
+# One point stands out in the plots: quack at 16,384 columns in bfloat16, far below its neighbours
+# on either side. This is what the installed version of that library did on the recorded machine; we
+# did not look for the cause.
+#
+# The backward pass moves three arrays instead of two.
 
 
 # Measuring
@@ -1062,8 +1122,8 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 lab.read(" ".join(summary(backward)))
 
 # %%
-# What did the compiler make of the kernels? A number that finds no register *spills*: it makes a
-# trip to memory, and here one for every row.
+# The compiler's report helps to read these plots. A value that finds no register :term:`spills
+# <spill>`: it is written to memory and read back, in these kernels once per row.
 
 
 def launch(columns, dtype):
@@ -1086,13 +1146,21 @@ lab.facts(
 )
 
 # %%
+# The table explains part of the backward plots, too. At 32,768 columns and above, and in float32
+# from 16,384, several programs share a row. A thread of their kernel holds parts of three rows and
+# takes up to 255 registers, which is the most a thread can have. Few warps then fit on an SM, so
+# few loads are in flight at a time. How much of the gap to a copy is due to this, to the exchange
+# or to the spills, we did not measure.
+#
 # Small inputs
 # ------------
 #
-# Why is a kernel with such figures no faster than PyTorch in a small network? Because the host has
-# to *start* it. A forward and a backward pass here are three launches, called from Python, and
-# each costs microseconds on the host whatever the kernel does. A CUDA graph records launches once
-# and replays them without the host. So the difference is the cost of launching.
+# In a small network, this kernel is slower than PyTorch's although its plots above are better,
+# because the host has to *start* every kernel. A forward and a backward pass here are three
+# :term:`launches <launch>` from Python. Around them the host checks the arguments, allocates the
+# results and runs autograd, and all of this takes the same time whatever the size of the input. A
+# CUDA graph records the launches once and replays them without that work, so the difference between
+# the two measurements is the cost on the host.
 
 
 # Measuring
@@ -1162,16 +1230,21 @@ small
 few, many = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
 called, alone = "Kernel Book, µs", "Kernel Book in a graph, µs"
 lab.read(
-    f"With 16 rows both passes take {few.get(called, nan):.0f} µs when they are called, and "
+    f"With 16 rows both passes together take {few.get(called, nan):.0f} µs when called, and "
     f"{few.get(alone, nan):.0f} µs in a graph: the rest is the host. PyTorch, called from C++, "
-    f"takes {few.get('PyTorch, µs', nan):.0f} µs. With 32,768 rows the GPU has enough to do, and "
-    f"the two ways take {many.get(called, nan):.0f} and {many.get(alone, nan):.0f} µs."
+    f"takes {few.get('PyTorch, µs', nan):.0f} µs. With 32,768 rows the two ways still take "
+    f"{many.get(called, nan):.0f} and {many.get(alone, nan):.0f} µs."
 )
 
 # %%
-# A benchmark of large inputs says what the kernel can do. End to end, small inputs wait for the
-# host. A graph helps, and so does doing more in one launch. How long is the host busy with a call?
-# :doc:`/hardware` says what with.
+# Even 32,768 rows do not hide the host: a call still takes longer than the graph, because the GPU
+# finishes before the host has prepared the next launches. PyTorch's two columns meet there, because
+# its kernels take longer and its host code is faster.
+#
+# Benchmarks on large inputs show what a kernel can do. End to end, small inputs wait for the host.
+# A CUDA graph helps, and so does doing more work per launch. The last table shows how long the host
+# is busy with one call. That time covers checks, allocations and autograd as well as the launches,
+# as :doc:`/hardware` explains.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE)
 lab.host_times(
@@ -1187,12 +1260,13 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# ``tl.where`` and the difference of two means were two mistakes that do not crash. Here are three
-# more.
+# We have already seen two mistakes that do not crash: leaving out ``tl.where``, and computing the
+# variance as a difference of two means. Here are three more.
 #
-# **The lock is released too early.** This kernel adds rows to one buffer. It can leave out the
-# barriers and the ``release``. The rows hold small integers, so their sum is exact in any order:
-# whatever is off was lost.
+# **The lock is released too early.** This kernel adds rows to one buffer. With ``ORDERED`` off, it
+# leaves out the barriers and replaces ``acquire`` and ``release`` by ``relaxed``, which orders
+# nothing. The rows hold small integers, so their sum is exact in any order, and any difference
+# means that an addition was lost.
 
 
 @triton.jit
@@ -1243,8 +1317,8 @@ def lost_additions():
 lab.measure("A sum of 500 rows under one lock", lost_additions)
 
 # %%
-# What makes the difference, in the machine's own words? These are the instructions that touch
-# memory or wait, from the one that takes the lock to the one that gives it back.
+# The compiled code shows what has changed. These are the instructions of PTX, NVIDIA's assembly
+# language, that access memory or wait, from the one that takes the lock to the one that frees it.
 
 
 def instructions():
@@ -1267,8 +1341,13 @@ def instructions():
 lab.measure("The lock in PTX", instructions)
 
 # %%
-# **The partial sums are kept in 16 bits.** A sum of many rows outgrows its digits: the next term is
-# too small to change it.
+# The kernel without order has lost both kinds of protection at once: the barrier before the
+# exchange is gone, and the two atomics no longer order memory. (The barrier that remains is the
+# compiler's own.) The experiment therefore shows that the protection is needed, and not which half
+# of it lost the additions.
+#
+# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: once it is large
+# enough, adding the next term no longer changes it.
 
 ones = torch.ones(5000, 4, device=runtime.DEVICE)
 rows = []
@@ -1285,8 +1364,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 lab.table(rows, "db of 5,000 rows with dy = 1")
 
 # %%
-# **The variance is divided by N - 1.** That is what ``torch.var`` does unless it is told otherwise.
-# For long rows nobody notices. For short ones the result is another.
+# **The variance is divided by N - 1.** This is what ``torch.var`` does by default. In long rows the
+# difference is too small to notice; in short rows it changes the result.
 
 x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=runtime.DEVICE)
 deviation = x - x.mean()
@@ -1312,7 +1391,8 @@ lab.table(
 # ---------
 #
 # **1. RMS norm.** Leave out the mean: :math:`y_j = x_j\, w_j / \sqrt{\tfrac{1}{N} \sum x_k^2 +
-# \epsilon}`. Which of ``c1`` and ``c2`` is left in its gradient? Write forward, and ``dx``.
+# \epsilon}`. Which of ``c1`` and ``c2`` is left in its gradient? Write the forward kernel, and the
+# one for ``dx``.
 
 # %%
 
@@ -1369,16 +1449,16 @@ lab.check(
 )
 
 # %%
-# **2. A fused residual.** Networks add the input of a block to its output, and normalise the sum.
-# Write one kernel that reads both, writes the sum, which is needed again, and writes its layer
-# norm. How many bytes does it save?
+# **2. A fused residual.** Networks add the input of a block to its output and normalise the sum.
+# Write one kernel that reads both, writes the sum, because it is needed again, and writes the layer
+# norm of the sum. How many bytes does it save?
 
 # %%
 
 # Solution: a fused residual
 #
-# Apart: the addition reads 2 and writes 1, layer norm reads 1 and writes 1, in all 5. Fused: reads
-# 2 and writes 2, in all 4. A fifth of the bytes, and a launch, are saved.
+# Separately, the addition reads 2 and writes 1, and layer norm reads 1 and writes 1: 5 in all.
+# Fused, the kernel reads 2 and writes 2: 4 in all. This saves a fifth of the bytes, and a launch.
 
 
 @triton.jit
@@ -1410,10 +1490,10 @@ lab.check(
 
 # %%
 # **3. One reduction.** The formula of Chan, Golub and LeVeque merges two triples of count, mean and
-# squared deviations. Write mean and variance of a row as *one* ``tl.reduce`` over such triples.
-# Every element enters as :math:`(1, x_j, 0)`, and a place past the end as :math:`(0, 0, 0)`. Each
-# merge rounds a few times, and the interpreter merges one element after the other: allow 16 times
-# PyTorch's error.
+# sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``
+# over such triples. Every element enters as :math:`(1, x_j, 0)`, and an element past the end as
+# :math:`(0, 0, 0)`. Each merge rounds a few times, and the interpreter merges one element after
+# another, so allow 16 times PyTorch's error.
 
 # %%
 
