@@ -2,18 +2,18 @@
 Low-memory dropout
 ==================
 
-Dropout tosses a coin for every element, and needs the same coins again in the backward pass.
-*Does it have to remember them?*
+Dropout tosses a coin for every element in the forward pass, and needs the same results again in
+the backward pass. *Does it have to store them?*
 
 You will learn
 
 - what a stored mask costs in memory and in time, and how a single seed replaces it;
 - how a counter-based generator gives every element its own random number, in any order;
-- why one number a call keeps the GPU busy with arithmetic, and four a call let it run at the speed
-  of a copy.
+- why a kernel that uses one number per call of the generator is limited by arithmetic, while one
+  that uses four runs at the speed of a copy.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
-speeds are those of a recorded run.
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`,
+and its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 5
@@ -38,9 +38,9 @@ lab.start("dropout", "kernelbook.ops.dropout")
 # The problem in PyTorch
 # ----------------------
 #
-# What does dropout do? In training it sets each element to zero with probability :math:`p` and
-# divides the others by :math:`1 - p`. The division keeps the mean where it was, so that nothing
-# has to change when training is over.
+# In training, dropout sets each element to zero with probability :math:`p` and divides the others
+# by :math:`1 - p`. The division keeps the expected value of every element unchanged, so that the
+# network needs no correction when dropout is switched off after training.
 
 
 def simple_dropout(x, p):
@@ -49,28 +49,32 @@ def simple_dropout(x, p):
 
 
 # %%
-# How fast could this be? A kernel must read ``x`` once and write ``y`` once. In 16 bits that is
-# 4 bytes an element, and no version can move fewer. The function above has four operations.
-# Each reads its inputs from memory and writes its output back:
+# How fast could this be? Both tensors lie in the GPU's main memory, :term:`HBM`, so every
+# implementation must read ``x`` once and write ``y`` once. In 16 bits that makes 4 bytes per
+# element, and no version can move fewer. The function above moves more, because PyTorch runs each
+# of its four operations as a :term:`kernel` of its own, which reads its inputs from memory and
+# writes its output back:
 #
 # - ``rand_like`` writes 2 bytes;
 # - the comparison reads 2 and writes a mask of 1;
-# - the product reads 2 and 1 and writes 2;
+# - the multiplication by the mask reads 2 and 1 and writes 2;
 # - the division reads 2 and writes 2.
 #
-# That is 14 bytes instead of 4. One kernel that does all of it at once needs only the 4. But what
-# about the backward pass? It multiplies the gradient with the *same* mask, so autograd keeps the
-# mask: one byte for every element, from the forward pass to the backward pass.
+# That makes 14 bytes instead of 4. One *fused* kernel that does all four steps needs only the 4,
+# because its intermediate results never leave the chip.
+#
+# The backward pass adds a second cost. It multiplies the gradient by the *same* mask, so autograd
+# keeps the mask from the forward pass to the backward pass, at one byte for every element.
 #
 # .. image:: /figures/dropout-bytes.svg
 #    :alt: Bars of the bytes moved for each element in 16 bits. With a stored mask, forward and
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# How much memory is that in practice? Let us run both versions on a large input and ask the
-# allocator what is still held after the forward pass, beside ``x`` and ``y``. Of this book's two
-# operators, ``masked_dropout`` is given a mask. ``dropout`` draws a seed, and calls
-# ``seeded_dropout`` with it.
+# How much memory is that in practice? We run each version on a large input and ask the allocator
+# what is still held after the forward pass, apart from ``x`` and ``y``. Two of the versions are
+# this book's operators: ``masked_dropout`` is given a mask, while ``dropout`` draws a seed and
+# calls ``seeded_dropout`` with it.
 
 
 def held_for_backward():
@@ -102,21 +106,21 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# Wherever the mask is stored, it costs a byte for every element, half as much again as the float16
-# activation itself. The seed costs 8 bytes for any input, rounded up to the smallest piece of
-# memory that the allocator hands out.
+# Whichever operator stores it, the mask costs one byte per element, half the size of the float16
+# activation itself. The seed costs 8 bytes for an input of any size, rounded up to the smallest
+# piece of memory that the allocator hands out.
 #
 # The idea
 # --------
 #
-# How can a seed replace the mask? An ordinary generator will not do. It has a state, and each
-# number comes from the one before. Thousands of threads cannot share such a state, and the
-# backward pass could not start in the middle.
+# How can a seed replace the mask? An ordinary random number generator is no help, because it has a
+# state and computes each number from the one before. Thousands of threads cannot share such a
+# state, and the backward pass could not start in the middle of the sequence.
 #
-# A *counter-based* generator has no state. It is a function: give it a seed and a counter, and it
-# returns random bits. The same two always give the same bits. So let the counter be the element's
-# own index. Any thread can then draw the number of any element, in any order, now or later. The
-# backward pass draws the same numbers again, and there is nothing to store.
+# A :term:`counter-based generator` has no state. It is a function that maps a seed and a counter to
+# random bits, and it maps the same pair to the same bits every time. If the counter is derived from
+# the element's own index, any thread can compute the random number of any element, in any order and
+# at any time. The backward pass computes the same numbers again, so there is nothing to store.
 #
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
@@ -124,15 +128,15 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #          kept and scaled where its number is at least p times two to the power of 32, and is
 #          zero elsewhere.
 #
-# The generator here is called Philox. One call takes a counter of 128 bits and returns 128 random
-# bits: four numbers of 32 bits. So one call serves four elements. Element ``i`` uses the call with
-# counter ``i // 4`` and takes number ``i % 4`` of the four.
+# The generator used here is called :term:`Philox`. One call takes a counter of 128 bits and returns
+# 128 random bits, which are four numbers of 32 bits, so one call serves four elements: element
+# ``i`` uses the call with counter ``i // 4`` and takes number ``i % 4`` of the four.
 #
 # The mathematics
 # ---------------
 #
-# **Forward.** Let :math:`r_i` be the number of element :math:`i`, uniform in
-# :math:`\{0, \dots, 2^{32} - 1\}`. Keep the element where :math:`r_i` reaches a threshold:
+# **Forward.** Let :math:`r_i` be the random number of element :math:`i`, uniform in
+# :math:`\{0, \dots, 2^{32} - 1\}`. Dropout keeps the element where :math:`r_i` reaches a threshold:
 #
 # .. math::
 #
@@ -142,12 +146,12 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    \end{cases}
 #
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is
-# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. The threshold is rounded to an integer, which changes
-# :math:`p` by at most :math:`2^{-33}`. Then the comparison is one of integers, and there is no need
-# to turn random bits into a float first.
+# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. We round the threshold to an integer, which changes
+# :math:`p` by at most :math:`2^{-33}`. The kernel can then compare two integers, so it need not
+# convert the random bits to a float first.
 #
-# **Backward.** Each output depends on one input, by a factor that is :math:`1 / (1 - p)` or zero.
-# So the gradient is multiplied with the same factor:
+# **Backward.** Each output depends on one input, through a factor that is either
+# :math:`1 / (1 - p)` or zero. By the chain rule, the gradient is multiplied by the same factor:
 #
 # .. math::
 #
@@ -156,13 +160,13 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #      0 & \text{otherwise}
 #    \end{cases}
 #
-# That is dropout again, with ``dy`` in the place of ``x``. One kernel serves both passes.
+# This is dropout again, with ``dy`` in place of ``x``, so one kernel serves both passes.
 #
-# **Philox.** How does a function of a counter look random? By mixing, again and again. Philox
-# splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`, and the seed into
-# two, :math:`(k_0, k_1)`. One round multiplies :math:`c_0` by a constant :math:`A` and :math:`c_2`
-# by a constant :math:`B`. Each product has 64 bits: a high half, written hi, and a low half, lo.
-# The exclusive or, written :math:`\oplus`, mixes in the seed.
+# **Philox.** How can a function of a counter look random? Philox mixes the counter's bits over and
+# over, in *rounds*. It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`,
+# and the seed into two, :math:`(k_0, k_1)`. One round multiplies :math:`c_0` by a constant
+# :math:`A` and :math:`c_2` by a constant :math:`B`. Each product has 64 bits, of which hi denotes
+# the upper 32 and lo the lower 32. The exclusive or, written :math:`\oplus`, mixes in the seed:
 #
 # .. math::
 #
@@ -173,39 +177,52 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    c_3' &= \mathrm{lo}(A c_0)
 #    \end{aligned}
 #
-# Then the two words of the seed are raised by constants of their own, and the next round begins. A
-# high half depends on the whole word. So a change of one bit of the counter spreads, from round to
-# round, until it reaches all 128.
+# Then each word of the seed is increased by a constant of its own, and the next round begins.
+# Because an upper half depends on every bit of the word that was multiplied, a change of a single
+# bit of the counter spreads from round to round until it reaches all 128.
 #
-# Could two counters give the same numbers? No: a round can be undone. :math:`A` and :math:`B` are
-# odd, and multiplying by an odd number modulo :math:`2^{32}` loses nothing. So :math:`c_2` can be
-# found from :math:`c_1'`, then :math:`c_1` from :math:`c_0'`, and the others in the same way. A
-# step that can be undone never sends two counters to one place.
+# Could two counters give the same numbers? They cannot, because every round is invertible.
+# :math:`A` and :math:`B` are odd, and multiplication by an odd number modulo :math:`2^{32}` can be
+# undone. So :math:`c_1'` determines :math:`c_2`, then :math:`c_0'` determines :math:`c_1`, and the
+# other two words follow in the same way. An invertible step cannot map two counters to the same
+# output.
 #
 # The kernels
 # -----------
 #
-# How does a kernel look in Triton? It is a Python function with the decorator ``@triton.jit``.
-# Many *programs* run it at once, and each works on a block of elements. Arguments marked
-# ``tl.constexpr`` are known when the kernel is compiled. ``tl.arange`` makes a block of numbers,
-# ``tl.load`` and ``tl.store`` read and write memory at a block of addresses, and arithmetic works
-# on whole blocks.
+# A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
+# instances of it in parallel, called :term:`programs <program>`, and each program works on one
+# :term:`block` of elements. A tensor arrives in the kernel as a pointer to its first element, so
+# ``x_ptr + offsets`` is a block of addresses. Arguments marked ``tl.constexpr`` are fixed when the
+# kernel is compiled.
 #
-# We climb in three steps. The first kernel is the baseline: it reads a mask that somebody stored.
+# ``tl.arange`` makes a block of consecutive integers, ``tl.load`` and ``tl.store`` read and write
+# memory at a block of addresses, and arithmetic works on whole blocks, as PyTorch's does on whole
+# tensors.
+#
+# We reach the final kernel in three steps. The first kernel is the baseline, which reads a mask
+# that was stored beforehand.
 
 lab.source(masked_dropout_kernel)
 
 # %%
-# A program finds its place with ``tl.program_id``. The last block may stick out over the end, so
-# every load and store is masked with ``inside``.
+# Each program computes which elements are its own from ``tl.program_id``, its number within the
+# :term:`launch`. The last block may extend past the end of the tensor, so every load and store is
+# masked with ``inside``. The load leaves the elements past the end undefined, which does no harm
+# because the store skips them.
 #
-# Why ``.to(tl.int64)``? A program's number has 32 bits, and so would its product with the block
-# size. Past element :math:`2^{31}` it would wrap around to a negative address.
+# The program's number is converted to ``int64``, because it has only 32 bits, and so would its
+# product with the block size. Past element :math:`2^{31}` the product would wrap around to a
+# negative offset.
 #
-# Who starts the programs? In Triton ``kernel[grid](...)`` does, once for each number of the grid.
-# With a grid of two numbers, ``tl.program_id(1)`` counts along the second. The book's operators
-# hand the kernel, the grid and all but the tensors to a ``Launch``, which does the same. It
-# remembers which compiled kernel that was, so that Triton need not look at every argument again.
+# In Triton, ``kernel[grid](...)`` launches a kernel, with one program for each number of the
+# :term:`grid`. A grid may also have two dimensions; ``tl.program_id(1)`` then counts along the
+# second. The book's operators put the kernel, the grid and every argument but the tensors into a
+# ``Launch``, which makes the same call. It also remembers the compiled kernel, so that Triton need
+# not inspect every argument again the next time.
+#
+# ``_plan`` prepares such a launch, with one program for every ``BLOCK_SIZE`` elements. ``_run``
+# allocates the output and calls the launch with the tensors.
 
 lab.source(_plan)
 
@@ -214,60 +231,65 @@ lab.source(_plan)
 lab.source(_run)
 
 # %%
-# ``num_warps`` says how many *warps* of 32 threads run a program. Four warps for 1,024 elements
-# leave eight to a thread.
+# ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program. Four warps are
+# 128 threads, so each thread handles eight of the block's 1,024 elements.
 #
-# The second kernel draws a number for each element. This is how dropout is usually written.
+# The second kernel draws a random number for each element, which is how dropout is usually written.
 
 lab.source(rand_dropout_kernel)
 
 # %%
-# The mask is gone, and with it a byte an element. But look at what ``tl.rand`` does: it calls
-# Philox with the element's index, gets four numbers, and throws three of them away.
+# This kernel reads no mask, which saves one byte per element. It wastes most of its random numbers,
+# however, because ``tl.rand`` calls Philox with the element's index, gets four numbers, and
+# discards three of them.
 #
-# The third kernel uses all four. It has three pieces. The first finds the place, as before, and
-# loads ``x`` early, so that the load is under way while the random numbers are computed.
+# The third kernel uses all four. We look at it in three pieces. The first computes the offsets as
+# before and loads ``x`` early, so that the random numbers are computed while the load is under way.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# The second piece makes the random numbers. A block of ``BLOCK_SIZE`` elements needs a quarter as
-# many counters. Four blocks of numbers come back, ``r0`` to ``r3``, and must be laid out so that
-# number 0 meets element 0, number 1 element 1, and so on. ``tl.interleave(a, b)`` takes turns
-# between two blocks. First it makes r0 r2 r0 r2 ... and r1 r3 r1 r3 ..., and then it takes turns
-# between these: r0 r1 r2 r3 ...
+# The second piece draws the random numbers. A block of ``BLOCK_SIZE`` elements needs only a quarter
+# as many counters. ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``, which must be
+# arranged so that number 0 meets element 0, number 1 meets element 1, and so on.
+#
+# ``tl.interleave(a, b)`` alternates between the elements of two blocks. The inner calls produce
+# ``r0 r2 r0 r2 ...`` and ``r1 r3 r1 r3 ...``. The outer call alternates between these two and
+# produces ``r0 r1 r2 r3 ...``, which is the order of the elements.
 
 lab.source(seeded_dropout_kernel, "draw")
 
 # %%
-# Does this cost anything? A thread that loads 16 bytes at once holds consecutive elements. If it
-# also computes the four numbers of these very elements, nothing has to move between threads. A
-# table further down shows what the compiler made of it.
+# The interleaving is free if no number has to move from one thread to another. A thread that loads
+# 16 bytes at once holds consecutive elements, so it can compute the four numbers of these very
+# elements itself. A table further down shows what the compiler made of it.
 #
-# The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU, and the
-# kernel reads it there. So the host never waits for the GPU to tell it a number.
+# The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU and passes a
+# pointer to it. The kernel reads the seed there, so the :term:`host` never has to synchronise with
+# the GPU to learn it.
 
 lab.source(seeded_dropout_kernel, "decide")
 
 # %%
 # The last piece compares, scales in float32 and stores. It selects with ``tl.where`` instead of
-# multiplying with the mask: zero times infinity would be NaN, and a dropped element must be zero.
+# multiplying by the mask, because a dropped element must be zero even where ``x`` is infinite, and
+# zero times infinity is NaN.
 #
-# Autograd is told about the kernel once. The backward pass calls the same operator with the same
-# seed, so gradients of gradients work too. It is an operator of PyTorch's dispatcher, so that
-# ``torch.compile`` finds one node here and does not look inside.
+# Autograd needs one short function for the gradient. It calls the same operator with the same seed,
+# so gradients of gradients work too. The operator is registered with PyTorch's dispatcher, so that
+# ``torch.compile`` treats it as a single node of its graph and does not look inside.
 
 lab.source(seeded_gradient)
 
 # %%
-# Is it right?
-# ------------
+# Correctness
+# -----------
 #
-# Before we ask how fast it is, we check it. The truth is computed in float64, with a Philox
-# written in plain PyTorch that shares no code with the kernel. The table also shows the error that
-# PyTorch makes in the same dtype with the same mask. Ours may be off by twice PyTorch's error, or
-# twice half a unit in the last place, whichever is larger: no result that is rounded to this dtype
-# can promise less.
+# Before we ask how fast the kernel is, we check that it is right. The truth is computed in float64,
+# with a Philox written in plain PyTorch that shares no code with the kernel. The table also shows
+# the error of PyTorch itself, in the same dtype and with the same mask. Our error may be at most
+# twice PyTorch's, or twice half a unit in the last place (:term:`ulp`), whichever is larger,
+# because no result that is rounded to this dtype can promise less.
 
 
 def cases():
@@ -289,8 +311,9 @@ def cases():
 lab.check("seeded_dropout", cases())
 
 # %%
-# The mask must depend on the seed and the index alone. If the block size or the shape changed it,
-# a tuned kernel would train another network.
+# The mask must depend on the seed and the index alone. If it also depended on the block size or the
+# shape, tuning the kernel would change the network that is trained. So we draw the mask of one seed
+# in four other ways, and compare.
 
 
 def in_blocks_of_256(x):
@@ -319,14 +342,16 @@ lab.table(rows, "One seed, one mask")
 # Is it random enough?
 # --------------------
 #
-# A mask that is right may still be a bad coin. What would a bad coin look like? It would keep too
-# many elements or too few. Or one toss would tell us something about another: the neighbour, the
-# toss some places on, the same element under the next seed.
+# A mask can be computed correctly and still be a bad coin. A bad coin keeps too many elements or
+# too few, or one toss tells something about another: about its neighbour, about a toss some
+# positions further on, or about the same element under the next seed.
 #
-# Each suspicion becomes a number. Subtract from every coin its mean :math:`q = 1 - p`. Then sum the
-# coins, or sum the products of pairs of coins. For a fair coin each sum has mean zero and a known
-# standard deviation. Divide by it, and call the result :math:`z`. A fair coin gives
-# :math:`|z| > 5` less than once in a million tests.
+# We turn each of these suspicions into a number. Let a toss be 1 where the element is kept and 0
+# where it is dropped, and subtract its mean :math:`q = 1 - p`. Then sum the tosses, or sum the
+# products of pairs of tosses. For a fair coin, whose tosses are independent and have this mean,
+# each sum has mean zero and a known standard deviation. Dividing by the standard deviation gives a
+# score :math:`z`, which exceeds 5 in absolute value less than once in a million tests of a fair
+# coin.
 
 
 def z_rate(mask, p):
@@ -371,10 +396,10 @@ assert all(row["fair"] for row in rows)
 lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
-# How many rounds does that take? Triton's ``tl.rand`` runs 10 unless it is told otherwise. Philox's
-# authors found that 7 pass every test of the hardest published suite, and recommend 10 for a margin
-# (Salmon et al., 2011). Rounds cost time, so the kernel uses 7. That choice deserves evidence, so
-# here are the same tests with every number of rounds.
+# How many rounds does a fair coin take? Triton's ``tl.rand`` runs 10 unless it is told otherwise.
+# Philox's authors found that 7 pass every test of the hardest published suite, BigCrush, and
+# recommend 10 for a margin (Salmon et al., 2011). Our kernel runs only 7, because every round costs
+# time. That choice deserves evidence, so we repeat the tests above with each number of rounds.
 
 
 def rounds_experiment():
@@ -420,7 +445,7 @@ def curve(axes, rows):
     axes.set(xlabel="rounds of Philox", ylabel="worst |z|", xticks=list(worst))
 
 
-lab.draw(rounds, "How many rounds make a fair coin?", in_words, curve)
+lab.draw(rounds, "Rounds that make a fair coin", in_words, curve)
 
 # %%
 
@@ -431,27 +456,29 @@ fewest = min(
 )
 nan = float("nan")
 lab.read(
-    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 it is "
-    f"{worst.get(5, nan):.0f}. That flaw is small: z grows with the root of the number of tosses, "
-    f"and 100,000 of them would show {worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
+    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
+    f"still {worst.get(5, nan):.0f}, but that flaw is small: because z grows with the square root "
+    "of the number of tosses, 100,000 of them would show only "
+    f"{worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
     f"From {fewest} rounds on, none of these tests can tell the mask from fair "
-    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. Still, our tests are few. The "
-    f"kernel runs 7 rounds and not {fewest}, because 7 is where its authors' far harder tests "
-    "begin to pass."
+    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. Our tests are few, however. The "
+    f"kernel runs 7 rounds and not {fewest}, because 7 is where the far harder tests of Philox's "
+    "authors begin to pass."
 )
 
 # %%
 # Checkpointing
 # -------------
 #
-# Activation checkpointing saves memory by running the forward pass twice: once to get the output,
-# and again in the backward pass to rebuild what was thrown away. Dropout must drop the same
-# elements both times, or the gradient belongs to another network.
+# Activation :term:`checkpointing` saves memory by running the forward pass twice: once to compute
+# the output, and again in the backward pass to rebuild the activations that were thrown away.
+# Dropout must drop the same elements both times, because otherwise the gradient belongs to another
+# network.
 #
-# PyTorch takes care of this. ``torch.utils.checkpoint`` saves the state of the generators, that of
-# the CPU and that of the GPU, before the first run and restores it for the second. ``dropout``
-# draws its seed from the generator, so it draws the same seed twice. This can be switched off,
-# with ``preserve_rng_state=False``. What happens then?
+# PyTorch takes care of this by default. ``torch.utils.checkpoint`` saves the state of the random
+# number generators, both the CPU's and the GPU's, before the first run and restores it for the
+# second. Since ``dropout`` draws its seed from PyTorch's generator, both runs draw the same seed.
+# What happens if we switch this off, with ``preserve_rng_state=False``?
 
 from torch.utils.checkpoint import checkpoint
 
@@ -482,21 +509,26 @@ for name, operator in {
     rows.append(
         {"operator": name, "state restored": str(kept), "not restored": str(lost)}
     )
-lab.table(rows, "Is the mask of the second run that of the first?")
+lab.table(rows, "Do both runs use the same mask?")
 
 # %%
-# With the state restored, all agree. Without it, the two that draw from the generator get another
-# mask, and the gradient is silently wrong. A seed that is passed by hand is the same in both runs.
-# But draw it anew for every step, outside the checkpointed function: a constant seed drops the same
-# elements for the whole training.
+# With the state restored, every operator uses the same mask in both runs. Without it, the two
+# operators that draw from the generator use another mask in the second run, and the gradient is
+# silently wrong. A seed that is passed by hand is the same in both runs. Draw it anew for every
+# step, though, outside the checkpointed function, because a constant seed drops the same elements
+# for the whole training.
 #
 # How fast is it?
 # ---------------
 #
-# The limit is a copy: it reads ``x``, writes ``y`` and does nothing else. We time it beside
-# everything else, in the same process and in turns. "Kernel Book" is the public ``dropout``, which
-# also draws its seed. One warning about "stored mask": its time does not include drawing the mask.
-# It is given one for nothing.
+# The limit is a copy, which reads ``x``, writes ``y`` and does nothing else. We time the copy and
+# all versions in the same process and in turns, as :doc:`/reading-figures` explains. In the figure,
+# "one a call" and "four a call" say how many numbers of each Philox call a kernel uses, with ten
+# rounds; "seven rounds" uses four of each call and runs seven. "Kernel Book" is the public
+# ``dropout``, which also draws its seed.
+#
+# The bar named "stored mask" flatters that kernel, because its time does not include drawing the
+# mask: it gets its mask for free.
 
 
 def providers(elements, dtype):
@@ -546,27 +578,29 @@ shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
 half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
 single = 100 * forward.share("Kernel Book", dtype="float32")
 lab.read(
-    f"Take float16. The four operations in PyTorch reach {half['simple_dropout']:.0f} % of a copy; "
-    f"their bytes alone would allow {100 * 4 / 14:.0f} %, and drawing the numbers takes the rest. "
-    f"PyTorch's own kernel, which also writes a mask, reaches {half['PyTorch']:.0f} %. Reading a "
-    f"stored mask in one kernel gives {half['stored mask']:.0f} %: the mask is a fifth byte beside "
-    f"four. Drawing one number a call moves the fewest bytes, and yet stops at "
-    f"{half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
-    f"`torch.compile` writes draws one a call too, and reaches {half['torch.compile']:.0f} %."
+    "In float16, the four operations of `simple_dropout` reach "
+    f"{half['simple_dropout']:.0f} % of the speed of a copy. "
+    f"Their bytes alone would allow {100 * 4 / 14:.0f} %; drawing the numbers takes the rest. "
+    f"PyTorch's own kernel, which also writes a mask, reaches {half['PyTorch']:.0f} %. A single "
+    f"kernel that reads a stored mask reaches {half['stored mask']:.0f} %, because the mask is a "
+    "fifth byte beside four. Drawing one number per call moves the fewest bytes and yet reaches "
+    f"only {half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
+    "`torch.compile` writes draws one number per call too, and reaches "
+    f"{half['torch.compile']:.0f} %."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"Four a call reach {half['four a call']:.0f} %, and with seven rounds instead of ten "
-    f"{half['seven rounds']:.0f} %. With the seed drawn as well, the public function reaches "
-    f"{half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to hide the same "
-    f"arithmetic behind, and it reaches {single:.0f} %."
+    f"Using all four numbers of a call raises this to {half['four a call']:.0f} %, and running "
+    f"seven rounds instead of ten to {half['seven rounds']:.0f} %. The public function, which also "
+    f"draws the seed, reaches {half['Kernel Book']:.0f} %. In float32 there are twice as many "
+    f"bytes to hide the same arithmetic behind, and it reaches {single:.0f} %."
 )
 
 # %%
-# Is backward as fast? It should be: it is the same kernel.
+# The backward pass should be as fast, because it runs the same kernel.
 
 
 def backward_providers(elements, dtype):
@@ -611,19 +645,20 @@ back = {
     for name in ("PyTorch", "Kernel Book")
 }
 lab.read(
-    f"In float16 PyTorch's backward reaches {back['PyTorch']:.0f} % of a copy: it reads the mask "
-    f"that forward stored, so that 5 bytes move in the place of 4. Ours draws the mask again and "
-    f"reaches {back['Kernel Book']:.0f} %."
+    f"In float16, PyTorch's backward reaches {back['PyTorch']:.0f} % of the speed of a copy, "
+    "because it reads the mask that forward stored and so moves 5 bytes instead of 4. Ours "
+    f"computes the mask again and reaches {back['Kernel Book']:.0f} %."
 )
 
 # %%
-# What does Philox cost?
-# ----------------------
+# The cost of Philox
+# ------------------
 #
-# The ladder says that arithmetic can be the limit. How much arithmetic is it? One round has two
-# wide multiplications, a few exclusive ors and two additions to the seed. To see the cost, vary the
-# number of rounds and nothing else. As long as memory is the limit, more rounds are free. From the
-# point where arithmetic takes longer, every round shows.
+# The figures above show that arithmetic can be the limit. One round has two multiplications of
+# 32-bit words to 64 bits, a few exclusive ors and two additions to the seed. To measure what a
+# round costs, we vary the number of rounds and nothing else. As long as memory is the limit,
+# further rounds are free, because some warps compute while others wait for their bytes. From the
+# point where arithmetic takes longer than the bytes, every round adds time.
 
 
 def rounds_providers(rounds, elements, dtype):
@@ -646,7 +681,7 @@ cost = lab.bench(
     limit="copy",
     work="2 * elements * itemsize",
 )
-lab.plot(cost, "More rounds: free, until they are not", share=True, log=False)
+lab.plot(cost, "Speed by rounds of Philox, forward, float16", share=True, log=False)
 
 # %%
 
@@ -662,19 +697,21 @@ slope = {
     for name in ("one a call", "four a call")
 }
 lab.read(
-    f"The copy takes {copy:.2f} picoseconds of the GPU's time for each element. With ten rounds, "
-    f"one number a call takes {picoseconds('one a call', 10):.2f}, and four a call "
-    f"{picoseconds('four a call', 10):.2f}. With seven, four a call takes "
-    f"{picoseconds('four a call', 7):.2f}: the arithmetic hides behind the bytes. Where the lines "
-    f"fall, each further round costs {slope['one a call']:.2f} picoseconds an element with one "
-    f"number a call and {slope['four a call']:.2f} with four. A call costs its rounds however many "
-    f"of its numbers are used, and four elements share it."
+    f"The copy takes {copy:.2f} picoseconds of the GPU's time per element. With ten rounds, the "
+    f"kernel that uses one number per call takes {picoseconds('one a call', 10):.2f}, and the one "
+    f"that uses four takes {picoseconds('four a call', 10):.2f}. With seven rounds the latter "
+    f"takes {picoseconds('four a call', 7):.2f}, because its arithmetic hides behind the bytes. "
+    f"Where the lines fall, each further round costs {slope['one a call']:.2f} picoseconds per "
+    f"element with one number per call and {slope['four a call']:.2f} with four: a call costs its "
+    "rounds however many of its numbers are used, and with four numbers, four elements share that "
+    "cost."
 )
 
 # %%
-# What did the compiler make of the kernels? A *register* holds 4 bytes for one thread; a *spill*
-# is a value that found no register. *Shared memory* is the store on chip through which the threads
-# of a program exchange values, and a *shuffle* exchanges them within a warp.
+# What did the compiler make of the kernels? In the table below, a :term:`register` holds 4 bytes
+# for one thread, and a :term:`spill` is a value for which no register was left. The threads of a
+# program exchange values through :term:`shared memory` on the chip; within a warp, they can also
+# use a :term:`shuffle`.
 
 
 def launches(dtype):
@@ -696,10 +733,11 @@ lab.facts(
 )
 
 # %%
-# Nothing spills. The seeded kernel uses neither shared memory nor shuffles, so the four numbers of
-# a call are indeed computed where they are needed.
+# No kernel spills. The seeded kernel uses neither shared memory nor shuffles, so each thread indeed
+# computes the four numbers of a call where they are needed.
 #
-# Small inputs tell another story. A launch takes some microseconds, however little it does.
+# On small inputs, neither the bytes nor the arithmetic set the time, because a launch takes some
+# microseconds however little the kernel does.
 
 sizes = lab.bench(
     "sizes",
@@ -716,15 +754,16 @@ lab.plot(sizes, "From small to large, forward, float16")
 small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
 lab.read(
-    f"At 16Ki elements a call takes {small:.1f} µs. Moving its bytes at full speed would take "
-    f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed "
-    "and one of the kernel. A faster kernel cannot help: only doing more in one launch can, by "
-    "fusing dropout with its neighbours."
+    f"At 16Ki elements a call takes {small:.1f} µs, although moving its bytes at full speed would "
+    f"take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws "
+    "the seed and one of the kernel. A faster kernel cannot lower that cost. Fusing dropout with "
+    "its neighbours can, because one launch then does the work of several."
 )
 
 # %%
-# That was the GPU. The host, too, needs its time for a call: it checks the input, allocates the
-# output and queues the kernels. :doc:`/hardware` says where that time goes.
+# The figures so far show the time of the GPU. The host needs time for each call as well, because it
+# checks the input, allocates the output and queues the kernels. :doc:`/hardware` says where that
+# time goes.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times(
@@ -736,10 +775,12 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Four mistakes are easy to make, and most give no error. Here is what each does.
+# Four mistakes are easy to make, and most raise no error. We make each of them here and look at the
+# result.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. The keep rate looks harmless, and the coins are copies.
+# gets the same mask. The keep rate looks harmless, but the tosses of one block are copies of those
+# of the block before, and a test of pairs one block apart detects this.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
@@ -757,8 +798,8 @@ rows = [
 lab.table(rows, "Copies of one block")
 
 # %%
-# **Two layers share a seed.** Where their shapes agree, so do their masks. The second layer drops
-# nothing that the first has left. Draw a new seed for every call, as ``dropout`` does.
+# **Two layers share a seed.** If their shapes agree, so do their masks, and the second layer drops
+# nothing that the first has kept. Draw a new seed for every call, as ``dropout`` does.
 
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
@@ -779,8 +820,9 @@ lab.table(
 )
 
 # %%
-# **The scale is forgotten.** Then the mean of the output shrinks with every layer, and a network
-# that was trained so behaves differently once dropout is switched off.
+# **The scale is forgotten.** Without the division by :math:`1 - p`, the mean of the output shrinks
+# with every layer, and a network that was trained this way behaves differently once dropout is
+# switched off.
 
 unscaled = x * (seeded_dropout(x, 0.5, seed=1) != 0)
 lab.table(
@@ -792,9 +834,9 @@ lab.table(
 )
 
 # %%
-# **The offset has 32 bits.** Multiply a program's number by the block size in int32, and past
-# element :math:`2^{31}` the address is negative. On a GPU that is a crash at best, and somebody
-# else's memory at worst.
+# **The offset has 32 bits.** If a program's number is multiplied by the block size in int32, the
+# offset is negative past element :math:`2^{31}`. On a GPU the kernel then crashes at best, and at
+# worst touches memory that belongs to something else.
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 lab.table(
@@ -812,13 +854,13 @@ lab.table(
 # Exercises
 # ---------
 #
-# **1. A seed a row.** Give each row of a matrix a seed of its own, so that a row keeps its mask
-# wherever it stands in the batch. A grid of two numbers helps: rows, and blocks of columns. Test
-# it: move a row, and its mask must move along.
+# **1. One seed per row.** Give each row of a matrix a seed of its own, so that a row keeps its mask
+# wherever it stands in the batch. A grid of two dimensions helps, one for the rows and one for the
+# blocks of columns. Test it by moving a row: its mask must move along.
 
 # %%
 
-# Solution: a seed a row
+# Solution: one seed per row
 import triton
 import triton.language as tl
 
@@ -863,9 +905,10 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 
 # %%
 # **2. Any stride, no copy.** ``seeded_dropout`` copies an input that is not contiguous. Write a
-# kernel for a matrix that takes the two strides of ``x`` instead. The mask must not change: it
-# belongs to the element's number in row-major order, not to its address. A row may begin in the
-# middle of a group of four, so one call an element is the simple way.
+# kernel for a matrix that takes the two :term:`strides <stride>` of ``x`` instead. The mask must
+# not change, because it belongs to the element's number in row-major order and not to its address.
+# Since a row may begin in the middle of a group of four, the simple way is one call of Philox per
+# element.
 
 # %%
 
@@ -914,12 +957,12 @@ lab.check(
 )
 
 # %%
-# **3. A random projection that is never stored.** By the lemma of Johnson and Lindenstrauss, a
-# random matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly keeps their
+# **3. A random projection that is never stored.** By the Johnson–Lindenstrauss lemma, a random
+# matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly preserves their
 # distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
-# each, and zero otherwise. With d = 1,000,000 the matrix would be large. Write :math:`x R` so that
-# each entry of :math:`R` is drawn where it is used. ``tl.randint`` gives one number an index, and
-# ``tl.sum`` adds up a block along an axis.
+# each, and zero otherwise. With d = 1,000,000 the matrix would be large, so write :math:`x R` such
+# that each entry of :math:`R` is drawn where it is used. ``tl.randint`` gives one number per index,
+# and ``tl.sum`` reduces a block along an axis.
 
 # %%
 
@@ -975,8 +1018,8 @@ lab.check(
 )
 
 # %%
-# Are the distances nearly kept? The typical error is one part in :math:`\sqrt{2k}`, and the worst
-# of six pairs may be a few times that.
+# The distances should be nearly preserved: the typical error is one part in :math:`\sqrt{2k}`, and
+# the worst of six pairs may be a few times that.
 
 kept = torch.pdist(y) / torch.pdist(points)
 lab.table(
@@ -994,8 +1037,8 @@ lab.table(
 #   neural networks from overfitting.* JMLR 15, 2014.
 # - Salmon, Moraes, Dror, Shaw. *Parallel random numbers: as easy as 1, 2, 3.* SC 2011.
 # - Chen, Xu, Zhang, Guestrin. *Training deep nets with sublinear memory cost.* 2016.
-# - Achlioptas. *Database-friendly random projections.* Journal of Computer and System Sciences
-#   66, 2003.
+# - Achlioptas. *Database-friendly random projections.* Journal of Computer and System Sciences 66,
+#   2003.
 
 reached = {
     str(d).removeprefix("torch."): forward.share("Kernel Book", dtype=d) for d in DTYPES
