@@ -282,8 +282,8 @@ lab.source(seeded_dropout_kernel, "decide")
 lab.source(seeded_gradient)
 
 # %%
-# Correctness
-# -----------
+# Is it right?
+# ------------
 #
 # Before we ask how fast the kernel is, we check that it is right. The truth is computed in float64,
 # with a Philox written in plain PyTorch that shares no code with the kernel. The table also shows
