@@ -128,7 +128,7 @@ def chapter_scripts(app):
 
 
 class Chapters(SphinxDirective):
-    """One card a chapter: a picture of its speeds, its question, and the facts of its reading."""
+    """One card a chapter: a picture of its speeds, its question, what it reaches, how it reads."""
 
     def run(self):
         self.env.note_reread()
@@ -150,12 +150,13 @@ class Chapters(SphinxDirective):
         head = f"::::{{grid-item-card}} {{doc}}`/chapters/{stem}`\n:class-card: kb-card\n"
         head += ":shadow: none\n"
         found = [record for record in primary() if record["chapter"] == stem]
-        remark = "" if found else "Not recorded yet."
+        reached = "" if found else "Not recorded yet."
         for record in found:
             uri, alt = thumbnail(self.env.srcdir, record)
             head += f":img-top: {uri}\n:img-alt: {alt}\n"
-            remark = "" if state(self.env.app, record) == "current" else "Picture out of date."
-        body = f"{CHAPTERS[stem].question} {remark}".strip()
+            remark = "" if state(self.env.app, record) == "current" else " Out of date."
+            reached = f"{record['reaches'].rstrip('.')}.{remark}"
+        body = f"{CHAPTERS[stem].question}\n\n{reached}"
         return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
 
     def legend(self):
@@ -377,22 +378,22 @@ def draw_bars(bars, limit):
     from kernelbook.lab import figures
 
     width, height, top = 360, 190, 30
-    step = (height - top) / len(bars)
-    scale = (width - 44) / max(100, *(percent for _, percent in bars))  # a number fits beside
-    end, number = round(100 * scale), len(bars)
+    step, number = (height - top) / len(bars), len(bars)
+    scale = (width - 44) / max(100, *(percent for _, percent in bars))  # the numbers stand beside
+    end = round(100 * scale)
     drawn = (
+        f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
         f'<text x="{end}" y="16" text-anchor="end" fill="{figures.MUTED}">{limit} = 100 %</text>'
     )
     for place, (label, percent) in enumerate(bars, 1):
-        y = top + step * (place - 1)
+        y = round(top + step * (place - 1))
         colour = figures.colour(OURS if place == number else "copy")
         drawn += (
-            f'<text x="0" y="{y + 13:.0f}" fill="{figures.TEXT}">{escape(label)}</text>'
-            f'<rect x="0" y="{y + 19:.0f}" width="{percent * scale:.0f}" height="13" rx="2" '
-            f'fill="{colour}"/><text x="{percent * scale + 6:.0f}" y="{y + 31:.0f}" '
+            f'<text x="0" y="{y + 13}" fill="{figures.TEXT}">{escape(label)}</text>'
+            f'<rect x="0" y="{y + 19}" width="{percent * scale:.0f}" height="13" rx="2" '
+            f'fill="{colour}"/><text x="{width}" y="{y + 31}" text-anchor="end" '
             f'font-weight="600" fill="{figures.TEXT}">{percent}</text>'
         )
-    drawn += f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="system-ui, sans-serif" font-size="15">{drawn}</svg>\n'

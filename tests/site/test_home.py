@@ -28,7 +28,7 @@ def size(point):
 def work(chapter, name, point):
     """The bytes or FLOPs of an operator, counted here a second time."""
     if "attention" not in chapter:
-        return (3 if name == "backward" and chapter != "dropout" else 2) * size(point)
+        return (3 if name in ("backward", "race") and chapter != "dropout" else 2) * size(point)
     forward = 4 * point["batch"] * point["heads"] * point["seqlen"] ** 2 * point["head_dim"]
     part = 1 if point["mask"] == "full" else 0.5
     return forward * part * (2.5 if chapter == "attention_backward" else 1)
@@ -76,6 +76,7 @@ def test_a_card_says_what_a_reader_must_know(stem, path):
     card, facts = cards_of(path)[stem], CHAPTERS[stem]
     assert facts.question in text_of(card).replace("’", "'")
     assert re.search(rf"\b\d+ min · {facts.difficulty} · before this: ", text_of(card))
+    assert RECORDS[stem]["reaches"] in text_of(card)
     for need in facts.needs:
         assert f"{need}.html" in card.split("before this: ")[1]
     for provider, label in facts.bars.items():
