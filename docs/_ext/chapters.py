@@ -1,4 +1,4 @@
-"""Chapters: what Sphinx-Gallery is told, and how its pages become the book's pages.
+"""Chapters: the facts of each, what Sphinx-Gallery is told, and how its pages become the book's.
 
 Sphinx-Gallery runs each script of ``gallery/`` and writes one page of reStructuredText. This
 module saves the figures it shows, and then works on the document tree of the page: every SVG gets
@@ -9,10 +9,13 @@ import re
 import sys
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
+from sphinx.util.docutils import SphinxRole
 
 logger = logging.getLogger(__name__)
 GENERATED = "GENERATED FROM PYTHON SOURCE LINES"
@@ -35,10 +38,109 @@ BOOKKEEPING = {
 
 MISTAKES = "What breaks it"
 """The section whose code is what it is about."""
-ORDER = (
-    *("dropout", "softmax", "layer_norm"),
-    *("attention_forward", "attention_backward", "attention_fp8"),
-)
+PACE = {"words": 130, "lines of code": 15, "lines of mathematics": 2, "figures": 2}
+"""How much of each is read in a minute, by readers who follow every step: with it the six chapters
+take as long as two such readings of them took."""
+
+
+class Facts(NamedTuple):
+    """What a chapter's card and the line under its title say.
+
+    ``needs`` are the chapters to read before. ``bars`` are the card's picture: a label for each
+    provider of the recorded ``sweep`` at the point that ``where`` names.
+    """
+
+    question: str
+    difficulty: str
+    needs: tuple[str, ...]
+    sweep: str
+    where: dict
+    bars: dict[str, str]
+
+
+CHAPTERS = {
+    "dropout": Facts(
+        "Can the backward pass of dropout zero the same elements again without a stored mask?",
+        "introductory",
+        (),
+        "forward",
+        {"dtype": "bfloat16"},
+        {
+            "simple_dropout": "four PyTorch operations",
+            "stored mask": "kernel with a stored mask",
+            "Kernel Book": "kernel with a seed",
+        },
+    ),
+    "softmax": Facts(
+        "Softmax needs the maximum and the sum of a row before it can write anything: must it read "
+        "the row three times?",
+        "intermediate",
+        ("dropout",),
+        "ladder",
+        {"columns": 131072},
+        {
+            "simple_softmax": "five PyTorch operations",
+            "three_pass": "three reads of a row",
+            "online": "two reads",
+            "Kernel Book": "one read",
+        },
+    ),
+    "layer_norm": Facts(
+        "How do thousands of programs add to the gradient of one weight without a race, and "
+        "without waiting for each other?",
+        "intermediate",
+        ("softmax",),
+        "race",
+        {"columns": 1024},
+        {
+            "one tile a program": "a lock for every tile",
+            "lock, looping": "a lock for many tiles",
+            "partial sums": "partial sums, no lock",
+        },
+    ),
+    "attention_forward": Facts(
+        "Attention compares every query with every key: must the table of scores ever exist in "
+        "memory?",
+        "advanced",
+        ("softmax",),
+        "ladder",
+        {"mask": "causal"},
+        {
+            "PyTorch": "PyTorch, with the table",
+            "first kernel": "first kernel",
+            "in stages": "masked tiles skipped",
+            "Kernel Book": "last kernel",
+        },
+    ),
+    "attention_backward": Facts(
+        "How do you compute the gradient through a matrix of weights that was never stored?",
+        "advanced",
+        ("attention_forward",),
+        "ladder",
+        {"mask": "causal"},
+        {
+            "standard attention": "PyTorch, with the matrix",
+            "all tiles": "two sweeps, all tiles",
+            "Kernel Book": "two sweeps, causal tiles",
+        },
+    ),
+    "attention_fp8": Facts(
+        "What does attention gain in eight bits, what does it lose, and how does a kernel keep the "
+        "loss small?",
+        "advanced",
+        ("attention_forward",),
+        "fp8",
+        {"mask": "full", "head_dim": 128, "seqlen": 16384},
+        {
+            "Kernel Book bf16": "all in 16 bits",
+            "V in FP8": "values in 8 bits",
+            "all in FP8": "all in 8 bits",
+        },
+    ),
+}
+"""The chapters in the order in which they are read."""
+
+ORDER = tuple(CHAPTERS)
 
 
 # -- what Sphinx-Gallery calls while it runs the scripts ------------------------------------------
@@ -93,6 +195,75 @@ def save_figures(block, block_vars, gallery_conf):
         rst.append(shown)
     plt.close("all")
     return "\n".join(rst)
+
+
+# -- the path from chapter to chapter --------------------------------------------------------------
+
+
+def chapters_first(app, env, docnames):
+    """Let Sphinx read the chapters before the pages that say how long they take."""
+    docnames.sort(key=lambda name: (not is_chapter(name), name))
+
+
+def note_amount(env, doctree):
+    """Keep how much there is to read in a chapter: all that is not folded, if nothing is yet."""
+    html = "".join(raw.astext() for raw in doctree.findall(nodes.raw))
+    text = [paragraph.astext() for paragraph in doctree.findall(nodes.paragraph)]
+    read = re.findall(r'(?s)<div class="kb-read">.*?</div>', html)
+    text += [re.sub("<[^>]*>", "", part) for part in read]
+    code = [cell.astext() for cell, _ in cells(doctree) if not is_folded(cell)]
+    code += re.findall(r"(?s)<pre>.*?</pre>", html)
+    mathematics = [node.astext() for node in doctree.findall(nodes.math_block)]
+    env.metadata[env.docname]["amount"] = {
+        "words": sum(len(part.split()) for part in text),
+        "lines of code": sum(bool(line.strip()) for part in code for line in part.split("\n")),
+        "lines of mathematics": sum(1 + part.count(r"\\") for part in mathematics),
+        "figures": sum("only-light" in node["classes"] for node in doctree.findall(nodes.image)),
+    }
+
+
+def minutes(amount):
+    """How long a chapter takes, in steps of five minutes."""
+    return 5 * max(1, round(sum(amount[kind] / pace for kind, pace in PACE.items()) / 5))
+
+
+def chapter_link(env, stem):
+    """A link to a chapter, which shows its title."""
+    return addnodes.pending_xref(
+        "",
+        nodes.inline(),
+        refdomain="std",
+        reftype="doc",
+        reftarget=f"/chapters/{stem}",
+        refexplicit=False,
+        refwarn=True,
+        refdoc=env.docname,
+    )
+
+
+def facts_of(env, stem):
+    """Reading time, difficulty and what comes before: a list of text and links."""
+    facts, amount = CHAPTERS[stem], env.metadata[f"chapters/{stem}"]["amount"]
+    line = [nodes.Text(f"{minutes(amount)} min · {facts.difficulty} · before this: ")]
+    for number, need in enumerate(facts.needs):
+        line += [nodes.Text(", ")] * (number > 0) + [chapter_link(env, need)]
+    return line if facts.needs else [*line, nodes.Text("nothing but PyTorch")]
+
+
+class FactsRole(SphinxRole):
+    """The facts of a chapter, in a line."""
+
+    def run(self):
+        return facts_of(self.env, self.text), []
+
+
+def add_path(env, doctree, stem):
+    """Say under the title how long a chapter takes, how hard it is, what comes before and after."""
+    line = nodes.paragraph("", "", *facts_of(env, stem), classes=["kb-path"])
+    if after := ORDER[ORDER.index(stem) + 1 :]:
+        line += [nodes.Text(" · after this: "), chapter_link(env, after[0])]
+    section = next(doctree.findall(nodes.section))
+    section.insert(section.first_child_matching_class(nodes.title) + 1, line)
 
 
 # -- what is done to each page after Sphinx has read it -------------------------------------------
@@ -180,6 +351,11 @@ def fold_label(code):
     return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
 
 
+def is_folded(code):
+    """Whether the page does not show the code of a cell unless the reader asks for it."""
+    return bool(fold_label(code) or re.match(r"# Solution:|lab\.source\(", code.astext().strip()))
+
+
 def within(node, title):
     """Whether a node stands in a section of this title."""
     while node := node.parent:
@@ -261,11 +437,17 @@ def on_doctree_read(app, doctree):
     if is_chapter(app.env.docname):
         warn_if_out_of_date(doctree, app.env.docname)
         tidy(doctree)
+        note_amount(app.env, doctree)
         fold(doctree)
-        add_downloads(app, doctree, Path(app.env.docname).name)
+        stem = Path(app.env.docname).name
+        add_downloads(app, doctree, stem)
+        if stem in CHAPTERS:
+            add_path(app.env, doctree, stem)
 
 
 def setup(app):
+    app.add_role("facts", FactsRole())
+    app.connect("env-before-read-docs", chapters_first)
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

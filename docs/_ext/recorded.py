@@ -1,22 +1,23 @@
-"""Pages made from what is recorded: the chapter list, the hardware tables, the API reference.
+"""Pages made from what is recorded: the home page, the hardware tables, the API reference.
 
 Also the guard of the whole book: a build with results older than the kernel that they measured
 warns (and so fails in CI), and a results file that cannot be read stops the build.
 """
 
-import ast
 import importlib
 import json
 import re
+from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
-from chapters import reading_order
+from chapters import CHAPTERS, PACE, reading_order
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
-from sphinx.util.docutils import SphinxDirective
+from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 logger = logging.getLogger(__name__)
 NOT_RECORDED = "Not recorded yet: no GPU has run this book."
@@ -103,7 +104,7 @@ def raw_json(record):
     return nodes.raw("", f'<a href="{address}">{record["chapter"]}.json</a>', format="html")
 
 
-def table(headers, rows):
+def table(headers, rows, caption=""):
     """A table of strings and inline nodes."""
     group = nodes.tgroup(cols=len(headers))
     group += [nodes.colspec(colwidth=1) for _ in headers]
@@ -114,7 +115,8 @@ def table(headers, rows):
 
     group += nodes.thead("", row(headers))
     group += nodes.tbody("", *map(row, rows))
-    return nodes.table("", group)
+    title = [nodes.title("", caption)] if caption else []
+    return nodes.table("", *title, group)
 
 
 # -- the chapter list -----------------------------------------------------------------------------
@@ -126,44 +128,44 @@ def chapter_scripts(app):
 
 
 class Chapters(SphinxDirective):
-    """One card a chapter: its figure, its question, and what it reaches on the primary GPU."""
+    """One card a chapter: a picture of its speeds, its question, what it reaches, how it reads."""
 
     def run(self):
         self.env.note_reread()
-        cards = nodes.container(classes=["kb-cards"])
-        entries = []
-        for script in chapter_scripts(self.env.app):
-            cards += self.card(script)
-            entries.append((None, f"chapters/{script.stem}"))
-        content = [cards] if entries else [paragraph("No chapter has been written yet.")]
-        if self.env.docname == "chapters" and entries:
-            content.append(self.toctree(entries))
-        return content
+        stems = [script.stem for script in chapter_scripts(self.env.app)]
+        if not stems:
+            return [paragraph("No chapter has been written yet.")]
+        cards = "".join(map(self.card, stems))
+        lines = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::".split("\n")
+        content = nodes.container(classes=["kb-cards"])
+        self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
+        content += paragraph(self.legend(), classes=["kb-small"])
+        if self.env.docname == "chapters":
+            content += self.toctree([(None, f"chapters/{stem}") for stem in stems])
+        return [content]
 
-    def card(self, script):
-        from sphinx_gallery.gen_rst import extract_intro_and_title  # what has it is in the site
+    def card(self, stem):
+        if stem not in CHAPTERS:
+            raise ExtensionError(f"gallery/{stem}.py: docs/_ext/chapters.py has no facts of it.")
+        head = f"::::{{grid-item-card}} {{doc}}`/chapters/{stem}`\n:class-card: kb-card\n"
+        head += ":shadow: none\n"
+        found = [record for record in primary() if record["chapter"] == stem]
+        reached = "" if found else "Not recorded yet."
+        for record in found:
+            uri, alt = thumbnail(self.env.srcdir, record)
+            head += f":img-top: {uri}\n:img-alt: {alt}\n"
+            remark = "" if state(self.env.app, record) == "current" else " Out of date."
+            reached = f"{record['reaches'].rstrip('.')}.{remark}"
+        body = f"{CHAPTERS[stem].question}\n\n{reached}"
+        return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
 
-        text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
-        intro, title = extract_intro_and_title(script, text)
-        card = nodes.container(classes=["kb-card"])
-        thumbnail = f"chapters/images/thumb/sphx_glr_{script.stem}_thumb.svg"
-        if Path(self.env.srcdir, thumbnail).exists():
-            alt = f"A figure from the chapter {title}"
-            card += nodes.image(uri=f"/{thumbnail}", alt=alt, classes=["kb-thumb"])
-        target = f"chapters/{script.stem}"
-        card += paragraph(link(self.env.docname, target, title), classes=["kb-card-title"])
-        card += paragraph(intro)
-        runs = [r for r in records() if r["chapter"] == script.stem]
-        if runs:
-            run = runs[0]  # the primary's, where there is one
-            made, found = run["provenance"], state(self.env.app, run)
-            remark = "" if found == "current" else f" ({found})"
-            where = f" Measured on {made['gpu']}, {made['date'][:10]}{remark}."
-            reach = (nodes.strong("", run["reaches"].rstrip(".") + "."), where)
-        else:
-            reach = ("Not recorded yet.",)
-        card += paragraph(*reach, classes=["kb-reaches"])
-        return card
+    def legend(self):
+        *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
+        return (
+            f"The pictures show the speed of a chapter's versions in percent of the limit that was "
+            f"measured beside them, {measured_on(primary())}. Reading times count all that is not "
+            f"folded, at {', '.join(others)} or {last} a minute."
+        )
 
     def toctree(self, entries):
         """A hidden table of contents, so that the chapters stand in the navigation."""
@@ -180,6 +182,222 @@ class Chapters(SphinxDirective):
             titlesonly=True,
         )
         return nodes.compound("", toctree, classes=["toctree-wrapper"])
+
+
+# -- what the home page says in numbers ------------------------------------------------------------
+
+LIMITS = {"copy": "a copy", "matmul": "a matrix product"}
+PYTORCH = ("PyTorch", "SDPA flash", "SDPA cuDNN")
+COMPILED = ("torch.compile",)
+LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")
+OURS = "Kernel Book"
+
+
+class Operator(NamedTuple):
+    """A row of the table of operators: where its shares are recorded, and of which point.
+
+    Where a provider is in several of the ``sweeps``, the last one counts.
+    """
+
+    name: str
+    chapter: str
+    sweeps: tuple[str, ...]
+    where: dict
+    ours: str = OURS
+
+
+_ROW = {"columns": 4096, "dtype": "bfloat16"}
+_FULL, _CAUSAL = ({"seqlen": 4096, "head_dim": 128, "mask": mask} for mask in ("full", "causal"))
+OPERATORS = (
+    Operator("Dropout", "dropout", ("forward",), {"dtype": "bfloat16"}),
+    Operator("Dropout, backward", "dropout", ("backward",), {"dtype": "bfloat16"}),
+    Operator("Softmax", "softmax", ("forward",), _ROW),
+    Operator("Softmax, backward", "softmax", ("backward",), _ROW),
+    Operator("Layer norm", "layer_norm", ("forward",), _ROW),
+    Operator("Layer norm, backward", "layer_norm", ("backward",), _ROW),
+    Operator("Attention", "attention_forward", ("ladder", "forward"), _FULL),
+    Operator("Attention, causal", "attention_forward", ("ladder", "forward"), _CAUSAL),
+    Operator("Attention backward", "attention_backward", ("ladder", "backward"), _FULL),
+    Operator("Attention backward, causal", "attention_backward", ("ladder", "backward"), _CAUSAL),
+    Operator("Attention in FP8", "attention_fp8", ("fp8",), _FULL, "all in FP8"),
+    Operator("Attention in FP8, causal", "attention_fp8", ("fp8",), _CAUSAL, "all in FP8"),
+)
+
+
+def primary():
+    """The records of the GPU whose numbers the text reads."""
+    return [record for record in records() if is_primary(record)]
+
+
+def measured_on(found):
+    """On which GPU and when some records were made."""
+    if not found:
+        return "on no GPU yet"
+    dates = sorted({record["provenance"]["date"][:10] for record in found})
+    return (
+        f"on {found[0]['provenance']['gpu']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    )
+
+
+def sweep(record, name):
+    """A recorded sweep, which knows the share of the limit that each provider reaches."""
+    from kernelbook.lab.bench import Sweep
+
+    found = {key: value for key, value in record["sweeps"][name].items() if key != "providers_code"}
+    return Sweep(name, **found, provenance=record["provenance"])
+
+
+def percents(sweeps, where):
+    """The percentage of the limit that each provider reaches at one point, whole as it is shown."""
+    found = {}
+    for rows in (sweep.at(**where) for sweep in sweeps):
+        shares = zip(rows["provider"], rows["share"], strict=True)
+        found |= {provider: round(100 * share) for provider, share in shares}
+    return found
+
+
+def best(found, providers):
+    """(percent, provider) of the fastest of some providers, or None where none was timed."""
+    return max(((found[name], name) for name in providers if name in found), default=None)
+
+
+def is_unbeaten(found, ours):
+    return found[ours] >= best(found, (ours, *PYTORCH, *COMPILED, *LIBRARIES))[0]
+
+
+def size_of(point):
+    """The size of the input at a point of a sweep, as people write it."""
+    if "elements" in point:
+        return f"{point['elements']:,} elements"
+    names = ("batch", "heads", "seqlen", "head_dim") if "heads" in point else ("rows", "columns")
+    return " × ".join(f"{point[name]:,}" for name in names)
+
+
+def operator_rows(app, docname):
+    headers = ("Operator", "Input", OURS, "PyTorch", "torch.compile", "Fastest library", "Unbeaten")
+    rows, by_chapter = [], {record["chapter"]: record for record in primary()}
+    for operator in OPERATORS:
+        if operator.chapter not in by_chapter:
+            continue
+        sweeps = [sweep(by_chapter[operator.chapter], name) for name in operator.sweeps]
+        points = sweeps[-1].points
+        [point] = [p for p in points if operator.where.items() <= p.items()]
+        found = percents(sweeps, point)
+        groups = [best(found, names) for names in ([operator.ours], PYTORCH, COMPILED, LIBRARIES)]
+        alike = operator.ours == OURS  # the peers of FP8 were timed in 16 bits
+        fastest = max(percent for percent, _ in filter(None, groups)) if alike else None
+        unbeaten = sum(is_unbeaten(percents(sweeps, p), OURS) for p in points) if alike else 0
+        rows.append(
+            (
+                link(docname, f"chapters/{operator.chapter}", operator.name),
+                size_of(point),
+                *(operator_cell(group, fastest, alike) for group in groups),
+                f"{unbeaten} of {len(points)}" if alike else "no peer in FP8",
+            )
+        )
+    return headers, rows
+
+
+def operator_cell(group, fastest, alike):
+    """A percentage and, where the column does not say it, whose it is; the fastest is marked."""
+    if group is None:
+        return "not timed"
+    percent, provider = group
+    if provider not in (OURS, "PyTorch", *COMPILED, "all in FP8"):
+        name = provider.removeprefix("SDPA ")
+        text = f"{percent} ({name if alike else f'{name}, bf16'})"
+    else:
+        text = str(percent)
+    return nodes.strong("", f"★ {text}") if percent == fastest else text
+
+
+def operator_caption():
+    return f"Speed in percent of the limit, {measured_on(primary())}"
+
+
+def count_derived(env):
+    """Displayed lines of mathematics, in all chapters."""
+    amounts = (about["amount"] for about in env.metadata.values() if "amount" in about)
+    return sum(amount["lines of mathematics"] for amount in amounts)
+
+
+def count_checked(env):
+    """Results that were compared with float64 on the primary GPU."""
+    return sum(len(rows) for record in primary() for rows in record["checks"].values())
+
+
+def count_timed(env):
+    """Times of PyTorch, torch.compile and libraries that stand in the records of the primary."""
+    return sum(
+        len(times) > 0
+        for record in primary()
+        for found in record["sweeps"].values()
+        for peer in (*PYTORCH, *COMPILED, *LIBRARIES)
+        for times in found["milliseconds"].get(peer, ())
+    )
+
+
+class Count(SphinxRole):
+    """A number that is counted when the book is built."""
+
+    COUNTS = {"derived": count_derived, "checked": count_checked, "timed": count_timed}
+
+    def run(self):
+        self.env.note_reread()
+        count = self.COUNTS[self.text](self.env)
+        return [nodes.inline("", f"{count:,}", classes=["kb-count"])], []
+
+
+# -- the pictures of the cards --------------------------------------------------------------------
+
+
+def thumbnail(srcdir, record):
+    """Draw a chapter's bars; return the address of the picture, and what it shows in words."""
+    facts = CHAPTERS[record["chapter"]]
+    measured = sweep(record, facts.sweep)
+    found = percents([measured], facts.where)
+    if missing := facts.bars.keys() - found.keys():
+        raise ExtensionError(
+            f"docs/_ext/chapters.py: {record['chapter']} has no {', '.join(sorted(missing))} in "
+            f"its sweep {facts.sweep!r} at {facts.where}."
+        )
+    bars = [(label, found[provider]) for provider, label in facts.bars.items()]
+    limit = LIMITS[measured.limit]
+    path = Path(srcdir, "chapters", "images", f"{record['chapter']}_card.svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(draw_bars(bars, limit), encoding="utf-8")
+    spoken = ", ".join(f"{label} {percent}" for label, percent in bars)
+    return f"/{path.relative_to(srcdir).as_posix()}", f"Bars, % of the speed of {limit}: {spoken}."
+
+
+def draw_bars(bars, limit):
+    """An SVG of a bar for each (label, percent), the last one the book's, and a line at the limit.
+
+    Its colours are those of the figures, so that it has a dark twin as they have.
+    """
+    from kernelbook.lab import figures
+
+    width, height, top = 360, 190, 30
+    step, number = (height - top) / len(bars), len(bars)
+    scale = (width - 44) / max(100, *(percent for _, percent in bars))  # the numbers stand beside
+    end = round(100 * scale)
+    drawn = (
+        f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
+        f'<text x="{end}" y="16" text-anchor="end" fill="{figures.MUTED}">{limit} = 100 %</text>'
+    )
+    for place, (label, percent) in enumerate(bars, 1):
+        y = round(top + step * (place - 1))
+        colour = figures.colour(OURS if place == number else "copy")
+        drawn += (
+            f'<text x="0" y="{y + 13}" fill="{figures.TEXT}">{escape(label)}</text>'
+            f'<rect x="0" y="{y + 19}" width="{percent * scale:.0f}" height="13" rx="2" '
+            f'fill="{colour}"/><text x="{width}" y="{y + 31}" text-anchor="end" '
+            f'font-weight="600" fill="{figures.TEXT}">{percent}</text>'
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="system-ui, sans-serif" font-size="15">{drawn}</svg>\n'
+    )
 
 
 # -- the hardware page ----------------------------------------------------------------------------
@@ -249,10 +467,11 @@ def host_rows(app, docname):
 
 
 class Recorded(SphinxDirective):
-    """A table of what was recorded: runs, files, devices, kernels or the host's time."""
+    """A table of what was recorded: operators, runs, files, devices, kernels or the host's time."""
 
     required_arguments = 1
     TABLES = {
+        "operators": operator_rows,
         "runs": run_rows,
         "files": file_rows,
         "devices": device_rows,
@@ -263,7 +482,8 @@ class Recorded(SphinxDirective):
     def run(self):
         self.env.note_reread()
         headers, rows = self.TABLES[self.arguments[0]](self.env.app, self.env.docname)
-        return [table(headers, rows) if rows else paragraph(NOT_RECORDED)]
+        caption = operator_caption() if self.arguments[0] == "operators" else ""
+        return [table(headers, rows, caption) if rows else paragraph(NOT_RECORDED)]
 
 
 # -- the API reference ----------------------------------------------------------------------------
@@ -321,6 +541,7 @@ def flatten_source_index(app, pagename, templatename, context, doctree):
 def setup(app):
     app.connect("env-updated", show_sources)
     app.connect("html-page-context", flatten_source_index)
+    app.add_role("count", Count())
     app.add_directive("chapters", Chapters)
     app.add_directive("recorded", Recorded)
     app.add_directive("functions", Functions)

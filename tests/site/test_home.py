@@ -1,0 +1,163 @@
+"""The home page: its numbers are those of the records, and each chapter has a card and a path."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+from chapters import CHAPTERS, PACE, minutes
+from recorded import OPERATORS, best, draw_bars, is_unbeaten
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build" / "html"
+STEMS = sorted(path.stem for path in (ROOT / "gallery").glob("[!_]*.py"))
+RECORDS = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in (ROOT / "results" / "nvidia-h200").glob("*.json")
+}
+WORK = {"copy": lambda point: 2 * size(point), "matmul": lambda point: 2 * 8192**3}
+
+
+def size(point):
+    """The bytes of one input of a row operator."""
+    elements = point.get("elements") or point["rows"] * point["columns"]
+    return elements * point["itemsize"]
+
+
+def work(chapter, name, point):
+    """The bytes or FLOPs of an operator, counted here a second time."""
+    if "attention" not in chapter:
+        return (3 if name in ("backward", "race") and chapter != "dropout" else 2) * size(point)
+    forward = 4 * point["batch"] * point["heads"] * point["seqlen"] ** 2 * point["head_dim"]
+    part = 1 if point["mask"] == "full" else 0.5
+    return forward * part * (2.5 if chapter == "attention_backward" else 1)
+
+
+def percent(chapter, name, provider, where):
+    """A provider's share of the limit, from its recorded median."""
+    sweep = RECORDS[chapter]["sweeps"][name]
+    [(number, point)] = [
+        (number, point)
+        for number, point in enumerate(sweep["points"])
+        if where.items() <= point.items()
+    ]
+    medians = sweep["milliseconds"]
+    ours = work(chapter, name, point) / medians[provider][number][1]
+    limit = WORK[sweep["limit"]](point) / medians[sweep["limit"]][number][1]
+    return round(100 * ours / limit)
+
+
+def text_of(page):
+    """The words of some HTML."""
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
+
+
+def page_of(path):
+    return (SITE / path).read_text(encoding="utf-8").split("<main", 1)[1]
+
+
+def cards_of(path):
+    """The HTML of each card, by the chapter to which its title leads."""
+    cards = re.split(r'<div class="[^"]*\bkb-card\b', page_of(path))[1:]
+    return {re.search(r'href="(?:[^"]*/)?(\w+)\.html"', card)[1]: card for card in cards}
+
+
+def test_every_chapter_has_its_facts():
+    assert sorted(CHAPTERS) == STEMS
+    for number, (stem, facts) in enumerate(CHAPTERS.items()):
+        assert set(facts.needs) <= set(list(CHAPTERS)[:number]), f"{stem} comes before its needs"
+        assert facts.question.endswith("?")
+
+
+@pytest.mark.parametrize("path", ["index.html", "chapters.html"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_card_says_what_a_reader_must_know(stem, path):
+    card, facts = cards_of(path)[stem], CHAPTERS[stem]
+    assert facts.question in text_of(card).replace("’", "'")
+    assert re.search(rf"\b\d+ min · {facts.difficulty} · before this: ", text_of(card))
+    assert RECORDS[stem]["reaches"] in text_of(card)
+    for need in facts.needs:
+        assert f"{need}.html" in card.split("before this: ")[1]
+    for provider, label in facts.bars.items():
+        share = percent(stem, facts.sweep, provider, facts.where)
+        assert f"{label} {share}" in html.unescape(re.search('alt="([^"]*)"', card)[1])
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_chapter_says_the_same_under_its_title(stem):
+    [line] = re.findall(
+        r'(?s)</h1>\s*<p class="kb-path">(.*?)</p>', page_of(f"chapters/{stem}.html")
+    )
+    [on_card] = re.findall(r"\d+ min · .*", text_of(cards_of("index.html")[stem]))
+    assert text_of(line).startswith(re.split(" · before", on_card)[0])
+    before, _, after = line.partition(" · after this: ")
+    order = list(CHAPTERS)
+    following = order[order.index(stem) + 1 :][:1]
+    assert re.findall(r'href="(\w+)\.html"', before) == list(CHAPTERS[stem].needs)
+    assert re.findall(r'href="(\w+)\.html"', after) == following
+
+
+def test_reading_starts_at_the_first_chapter():
+    [button] = re.findall(r'<a [^>]*sd-btn[^>]*href="([^"]*)"', page_of("index.html"))
+    assert button == f"chapters/{next(iter(CHAPTERS))}.html"
+
+
+def test_the_claims_are_counted():
+    counts = re.findall(r'<span class="kb-count">(?:<span[^>]*>)?([\d,]+)<', page_of("index.html"))
+    derived, checked, timed = (int(count.replace(",", "")) for count in counts)
+    assert checked == sum(len(rows) for r in RECORDS.values() for rows in r["checks"].values())
+    peers = {"PyTorch", "SDPA flash", "SDPA cuDNN", "torch.compile"}
+    peers |= {"Liger", "quack", "FlexAttention", "FlashAttention"}
+    assert timed == sum(
+        bool(times)
+        for record in RECORDS.values()
+        for sweep in record["sweeps"].values()
+        for peer in peers & sweep["milliseconds"].keys()
+        for times in sweep["milliseconds"][peer]
+    )
+    displayed = "".join(page_of(f"chapters/{stem}.html") for stem in STEMS)
+    formulas = re.findall('(?s)<div class="math[^>]*>.*?</div>', displayed)
+    assert derived == sum(1 + formula.count(r"\\") for formula in formulas)
+
+
+@pytest.mark.parametrize("row", range(len(OPERATORS)))
+def test_the_table_of_operators_is_recorded(row):
+    operator = OPERATORS[row]
+    [table] = re.findall("(?s)<table.*?</table>", page_of("index.html"))
+    made = RECORDS[operator.chapter]["provenance"]
+    assert made["gpu"] in table.split("<thead")[0]
+    assert made["date"][:10] in table.split("<thead")[0]
+    cells = re.findall("(?s)<td>(.*?)</td>", re.findall("(?s)<tr.*?</tr>", table)[row + 1])
+    assert f"chapters/{operator.chapter}.html" in cells[0]
+    assert text_of(cells[0]) == operator.name
+    shown = [text_of(cell) for cell in cells[2:6]]
+    main = operator.sweeps[-1]
+    ours = percent(operator.chapter, main, operator.ours, operator.where)
+    assert shown[0].removeprefix("★ ") == str(ours)
+    numbers = [int(re.search(r"\d+", cell)[0]) for cell in shown if cell != "not timed"]
+    fastest = [cell.startswith("★") for cell in shown if cell != "not timed"]
+    alike = operator.ours == "Kernel Book"
+    assert fastest == [alike and number == max(numbers) for number in numbers]
+    for cell in shown[1:]:
+        if named := re.search(r"(\d+) \((\w+)", cell):
+            provider = {"cuDNN": "SDPA cuDNN", "flash": "SDPA flash"}.get(named[2], named[2])
+            assert int(named[1]) == percent(operator.chapter, main, provider, operator.where)
+
+
+def test_level_is_unbeaten_and_slower_is_not():
+    found = {"Kernel Book": 97, "quack": 97, "PyTorch": 31}
+    assert best(found, ("PyTorch", "quack", "Liger")) == (97, "quack")
+    assert best(found, ("Liger",)) is None
+    assert is_unbeaten(found, "Kernel Book")
+    assert not is_unbeaten(found | {"Liger": 98}, "Kernel Book")
+
+
+def test_bars_are_as_long_as_their_percentages():
+    widths = re.findall(r'<rect [^>]*width="(\d+)"', draw_bars([("a & b", 50), ("c", 100)], "it"))
+    assert int(widths[0]) * 2 == int(widths[1])
+
+
+def test_reading_time_follows_the_pace():
+    assert minutes({kind: 10 * pace for kind, pace in PACE.items()}) == 10 * len(PACE)
+    assert minutes(dict.fromkeys(PACE, 0)) == 5
