@@ -691,6 +691,9 @@ for seqlen_q, seqlen_k, is_causal in (
 lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
+# .. tilemap::
+
+# %%
 # **What do STAGE & 2 and 4 - STAGE mean?** In Triton's own tutorial on fused attention the same
 # thing goes by numbers. The kernel gets ``STAGE = 3`` for causal and 1 for full attention. Read it
 # as two bits. The first says that there is a loop over *whole* tiles, the second that there is one
