@@ -28,6 +28,7 @@ extensions = [
     "recorded",
     "support",
     "downloads",
+    "tilemap",
 ]
 exclude_patterns = ["_dark/**", "_ext/**", "figures/**", "chapters/index.rst"]
 show_warning_types = True

@@ -718,6 +718,9 @@ for seqlen_q, seqlen_k, is_causal in (
 lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
+# .. tilemap::
+
+# %%
 # **STAGE & 2 and 4 - STAGE.** Triton's own tutorial on fused attention has the same two stages, but
 # refers to them by numbers. Its kernel gets ``STAGE = 3`` for causal and 1 for full attention, to
 # be read as two bits: the first asks for a loop over *whole* tiles, the second for one over *cut*
