@@ -56,8 +56,9 @@ def test_wheel_and_zip_carry_the_licences():
 
 def test_every_page_names_the_licences():
     for path in PAGES:
-        links = parsed(path).select("footer a[rel=license]")
-        assert [link.text for link in links] == ["MIT", "CC BY 4.0", "CC0 1.0"], path
+        footer = path.read_text(encoding="utf-8").rpartition("<footer")[2]
+        links = re.findall(r'<a rel="license" href="https://[^"]+">([^<]+)</a>', footer)
+        assert links == ["MIT", "CC BY 4.0", "CC0 1.0"], path
 
 
 def test_citation_is_valid_and_agrees_with_the_page_and_the_package():
@@ -85,7 +86,8 @@ def test_citation_is_valid_and_agrees_with_the_page_and_the_package():
 
 def test_every_page_has_a_title_and_a_description_for_its_link():
     for path in PAGES:
-        found = metadata(parsed(path))
+        head = path.read_text(encoding="utf-8").partition("</head>")[0]
+        found = metadata(BeautifulSoup(head, "html.parser"))
         assert found["og:title"], path
         assert found["og:description"] == found["description"], path
         assert len(found["description"]) > 20, path
@@ -102,66 +104,55 @@ def test_a_chapter_is_described_by_its_first_paragraph(stem):
     assert page.find("h1").get_text().startswith(found["og:title"])
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
+def test_a_published_site_has_pictures_a_sitemap_and_reports(tmp_path):
     """A small book, built as a site whose address and repository are known."""
-    folder = tmp_path_factory.mktemp("published")
-    (folder / "docs").mkdir()
-    (folder / "gallery").mkdir()
-    (folder / "gallery" / "README.md").write_text("# Chapters\n")
-    (folder / "gallery" / "trial.py").write_text('"""\nA & B\n=====\n\nOne *idea*.\n"""\n')
-    (folder / "docs" / "index.rst").write_text(
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "gallery").mkdir()
+    (tmp_path / "gallery" / "README.md").write_text("# Chapters\n")
+    (tmp_path / "gallery" / "trial.py").write_text('"""\nA & B\n=====\n\nOne *idea*.\n"""\n')
+    (tmp_path / "docs" / "index.rst").write_text(
         "Book\n====\n\nAbout.\n\n.. toctree::\n\n   chapters/trial\n"
     )
-    (folder / "results" / "nvidia-h200").mkdir(parents=True)
+    (tmp_path / "results" / "nvidia-h200").mkdir(parents=True)
     made = PROVENANCE | {"gpu": "NVIDIA H200", "slug": "nvidia-h200"}
     measured = record(["kernelbook.ops.dropout"], chapter="trial", provenance=made)
-    (folder / "results" / "nvidia-h200" / "trial.json").write_text(json.dumps(measured))
-    build = [sys.executable, "-m", "sphinx", "-W", "-b", "html", "-c", ROOT]
+    (tmp_path / "results" / "nvidia-h200" / "trial.json").write_text(json.dumps(measured))
+    site = tmp_path / "site"
     variables = {
         "KERNELBOOK_URL": ADDRESS.rstrip("/"),
         "KERNELBOOK_REPOSITORY": REPOSITORY,
-        "KERNELBOOK_RESULTS": str(folder / "results"),
+        "KERNELBOOK_RESULTS": str(tmp_path / "results"),
         "KERNELBOOK_COMMIT": "abc1234",
         "KERNELBOOK_MODE": "replay",
     }
     done = subprocess.run(
-        [*build, folder / "docs", folder / "site"],
+        [sys.executable, "-m", "sphinx", "-W", "-b", "html", "-c", ROOT, tmp_path / "docs", site],
         env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site"
 
-
-def test_a_published_page_has_an_address_and_a_picture(published):
-    page = parsed(published / "chapters" / "trial.html")
+    page = parsed(site / "chapters" / "trial.html")
     found = metadata(page)
     assert found["og:title"] == "A & B"
     assert found["og:description"] == "One idea."
-    address = f"{ADDRESS}chapters/trial.html"
-    assert found["og:url"] == page.select_one("link[rel=canonical]")["href"] == address
+    assert found["og:url"] == f"{ADDRESS}chapters/trial.html"
+    assert page.select_one("link[rel=canonical]")["href"] == found["og:url"]
     assert found["og:image"].startswith(ADDRESS)
-    png = (published / found["og:image"].removeprefix(ADDRESS)).read_bytes()
+    png = (site / found["og:image"].removeprefix(ADDRESS)).read_bytes()
     assert png.startswith(b"\x89PNG")
     assert struct.unpack(">II", png[16:24]) == (1200, 630)
 
-
-def test_a_published_site_lists_its_pages(published):
-    tree = ElementTree.parse(published / "sitemap.xml")
-    listed = {location.text for location in tree.iter("{*}loc")}
+    tree = ElementTree.parse(site / "sitemap.xml")
+    listed = {location.text for location in tree.findall(".//{*}loc")}
     assert listed == {f"{ADDRESS}index.html", f"{ADDRESS}chapters/trial.html"}
-    assert f"Sitemap: {ADDRESS}sitemap.xml" in (published / "robots.txt").read_text()
+    assert f"Sitemap: {ADDRESS}sitemap.xml\n" in (site / "robots.txt").read_text()
 
-
-def test_a_report_brings_page_commit_and_gpu_along(published):
-    address = urlsplit(
-        parsed(published / "chapters" / "trial.html").select_one(".kb-report")["href"]
-    )
-    assert address.geturl().startswith(f"{REPOSITORY}/issues/new?")
-    fields = parse_qs(address.query)
+    report = urlsplit(page.select_one(".kb-report")["href"])
+    assert report.geturl().startswith(f"{REPOSITORY}/issues/new?")
+    fields = parse_qs(report.query)
     assert fields["title"] == ["A & B: "]
     [body] = fields["body"]
     assert f"Page: {ADDRESS}chapters/trial.html\n" in body
