@@ -18,8 +18,8 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 SITE := build/html
 BUILT := build/.built
-WRITTEN := build docs/chapters docs/api docs/_dark
-SOURCES = $(shell find conf.py pyproject.toml src docs gallery results -type f \
+GENERATED := docs/chapters docs/api docs/_dark
+SOURCES = $(shell find conf.py pyproject.toml CITATION.cff LICENSE* src docs gallery results -type f \
 	-not -path '*/__pycache__/*' -not -path 'docs/chapters/*' -not -path 'docs/api/*' \
 	-not -path 'docs/_dark/*' 2>/dev/null)
 
@@ -37,8 +37,11 @@ help:  ## show this list
 	@echo "  KERNELBOOK_MODE=live|replay   measure, or redraw what is recorded"
 
 html: $(READY)  ## build the book into build/html, running every chapter
-	@rm -rf $(WRITTEN)
-	$(PYTHON) -m sphinx -b html -c . -d build/doctrees $(SPHINXOPTS) docs $(SITE)
+	@rm -rf $(GENERATED) build/doctrees $(SITE).new $(SITE).old
+	$(PYTHON) -m sphinx -b html -c . -d build/doctrees $(SPHINXOPTS) docs $(SITE).new
+	@if [ -e $(SITE) ]; then mv $(SITE) $(SITE).old; fi
+	@mv $(SITE).new $(SITE)
+	@rm -rf $(SITE).old
 	@touch $(BUILT)
 
 test: $(READY) $(if $(filter ops lab,$(ONLY)),,$(BUILT))  ## run every test, or those of one room: ONLY=ops
@@ -60,7 +63,7 @@ serve: $(BUILT)  ## open the built book on http://127.0.0.1:8000 (PORT= to chang
 	$(PYTHON) -m http.server $(PORT) --bind 127.0.0.1 --directory $(SITE)
 
 clean:  ## remove what the build wrote (not .venv, not results)
-	rm -rf $(WRITTEN)
+	rm -rf build $(GENERATED)
 
 $(BUILT): $(SOURCES)
 	@$(MAKE) --no-print-directory html

@@ -29,7 +29,9 @@ extensions = [
     "support",
     "downloads",
     "tilemap",
+    "sharing",
 ]
+templates_path = ["docs/_templates"]
 exclude_patterns = ["_dark/**", "_ext/**", "figures/**", "chapters/index.rst"]
 show_warning_types = True
 nitpicky = False
@@ -87,6 +89,9 @@ sphinx_gallery_conf = {
 
 html_theme = "pydata_sphinx_theme"
 html_title = "Kernel Book"
+html_baseurl = os.environ.get("KERNELBOOK_URL", "").strip()
+if html_baseurl:
+    html_baseurl = html_baseurl.rstrip("/") + "/"
 html_static_path = ["docs/_static"]
 html_css_files = ["book.css"]
 html_js_files = ["book.js"]
@@ -100,7 +105,7 @@ html_theme_options = {
     "navbar_align": "left",
     "header_links_before_dropdown": 6,
     "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
-    "footer_start": ["copyright"],
+    "footer_start": ["copyright", "colophon"],
     "footer_end": [],
     "show_prev_next": True,
     "show_toc_level": 2,

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import notebooks
+import plaintext
 from chapters import is_chapter
 from sphinx.util import logging
 from support import tested_with
@@ -33,6 +34,9 @@ interpreter, and figures show recorded results. With one, each chapter writes wh
 measured to kernel-book-results/.
 
 {tested}
+
+Code: MIT licence (LICENSE). Text and figures: CC BY 4.0 (LICENSE-text). Recorded results:
+CC0 1.0 (LICENSE-results).
 """
 
 
@@ -59,7 +63,7 @@ def write_zip(path, files):
 
 
 def write_downloads(app, root):
-    """Write downloads/: each chapter twice, and kernel-book.zip with everything."""
+    """Write downloads/: each chapter twice, everything as a zip, and the text as one file."""
     target = Path(app.outdir, "downloads")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -72,6 +76,7 @@ def write_downloads(app, root):
         notebooks.write(app.env, f"chapters/{stem}", target / f"{stem}.ipynb", wheel_name(root))
     results = root / "results"
     files |= {p.relative_to(root).as_posix(): p for p in sorted(results.rglob("*.json"))}
+    files |= {p.name: p for p in sorted(root.glob("LICENSE*"))}
     with tempfile.TemporaryDirectory() as scratch:
         wheel = build_wheel(root, Path(scratch))
         files[wheel.name] = wheel
@@ -85,6 +90,7 @@ def write_downloads(app, root):
             encoding="utf-8",
         )
         write_zip(target / "kernel-book.zip", files)
+    plaintext.write(app, target / "kernel-book.txt")
 
 
 def copy_results(app, root):

@@ -73,7 +73,8 @@ def test_zip_holds_the_whole_book(book):
     results = {p.relative_to(ROOT).as_posix() for p in (ROOT / "results").rglob("*.json")}
     chapters = {f"{stem}.{kind}" for stem in CHAPTERS for kind in ("py", "ipynb")}
     assert len(wheels) == 1
-    assert files == wheels | results | chapters | {"README.txt"}
+    licences = {"LICENSE", "LICENSE-text", "LICENSE-results"}
+    assert files == wheels | results | chapters | licences | {"README.txt"}
     assert wheels.pop() in (book / "README.txt").read_text(encoding="utf-8")
 
 

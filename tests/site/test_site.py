@@ -334,7 +334,7 @@ class _Links(HTMLParser):
         self.anchors |= {attrs[key] for key in ("id", "name") if attrs.get(key)}
         if tag == "img":
             self.images.append(attrs)
-        for key in ("href", "src"):
+        for key in ("href", "src") if attrs.get("rel") != "canonical" else ():
             if tag in ("a", "img", "link", "script", "source") and attrs.get(key):
                 self.links.append((tag, attrs[key]))
 
