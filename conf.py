@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "chapters",
+    "animations",
     "recorded",
     "support",
     "downloads",

@@ -671,6 +671,15 @@ def _staged_kernel(
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
 
+# %% An animation
+# The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
+# head_dim 2. In each iteration the loop loads a tile of ``k`` and of ``v`` and computes a tile of
+# scores; where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled before
+# the new terms are added. Only the last tile, on the diagonal, is masked. The animation computes
+# ``exp`` where the kernel computes ``exp2``.
+#
+# .. animation:: attention_loop
+
 # %%
 
 lab.check("With stages", first_cases(_staged_kernel))
@@ -844,6 +853,13 @@ lab.table(
 # rest of the GPU has nothing to do, so they start first.
 
 lab.source(forward.attention_fwd_kernel, "place")
+
+# %% An animation
+# A small example shows the difference: 16 programs run on three SMs, two at a time on each. Light
+# first, a program of 8 tiles starts when most of the work is done, and the other slots idle until
+# it ends. Heavy first, the light programs fill the gaps.
+#
+# .. animation:: light_or_heavy_first
 
 # %%
 # How much does that gain? Let's simulate this with 264 slots, because an H200 has 132 :term:`SMs

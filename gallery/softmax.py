@@ -258,6 +258,13 @@ lab.source(three_pass_fwd_kernel)
 
 lab.source(online_fwd_kernel, "recur")
 
+# %% An animation
+# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha`` is
+# less than 1 and shrinks the old sum before the block adds its own share. When it does not,
+# ``alpha`` is 1 and the sum only grows.
+#
+# .. animation:: online_softmax
+
 # %%
 # The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
 # row. With one row per program we call it ``online``, with four ``online_2d``.
@@ -384,6 +391,14 @@ lab.source(row_statistics)
 # %%
 
 lab.source(split_row_fwd_kernel, "write")
+
+# %% An animation
+# The animation shows four programs of one row, of which one starts late. A program that still polls
+# when the last pair is published collects all four. A program that has given up by then reads the
+# whole row, and because it needs nothing from the others, it cannot deadlock. Both arrive at the
+# same maximum and sum.
+#
+# .. animation:: publish_and_collect
 
 # %%
 # Is it right?

@@ -12,7 +12,7 @@ from bs4 import BeautifulSoup, NavigableString, Tag
 
 WIDTH = 100
 UNSEEN = (
-    "[hidden], .only-dark, .headerlink, .viewcode-link, .eqno, nav, "
+    "[hidden], svg, .only-dark, .headerlink, .viewcode-link, .eqno, nav, "
     ".kb-thumb, .kb-raw, .kb-tested a"
 )
 BLOCKS = {

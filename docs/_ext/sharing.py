@@ -44,7 +44,8 @@ def citation(confdir):
 
 def description(app, doctree):
     """The first paragraph of a page; a page without one is described as the book is."""
-    paragraph = doctree and doctree.next_node(nodes.paragraph)
+    paragraphs = doctree.findall(nodes.paragraph) if doctree else ()
+    paragraph = next((p for p in paragraphs if "kb-path" not in p["classes"]), None)
     text = paragraph.astext() if paragraph else citation(app.confdir)["abstract"]
     return " ".join(text.split())
 
