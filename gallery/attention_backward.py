@@ -400,8 +400,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # On the GPU many programs run at once. Look at the three lines with ``+=``. The gradient of a
 # *query* is a sum over keys, while the gradients of a *key* and its value are sums over queries.
-# However we assign the pairs to programs, at least one of these sums is therefore shared between
-# programs. There are two ways to deal with that.
+# If each pair is computed once, and a head is divided among several programs, at least one of these
+# sums is therefore shared between programs. There are two ways to deal with that.
 #
 # **Two sweeps.** In the first sweep a program owns a tile of keys. It holds ``k`` and ``v`` and
 # loops over tiles of queries. No other program adds to its ``dk`` and ``dv``, so they stay in
@@ -1231,7 +1231,8 @@ lab.read(
 # These figures do not say why one sweep is so much slower here, although the algorithm of the
 # FlashAttention papers takes one sweep as well. The next two tables give part of the answer. First,
 # which versions give the same bits in every run? A sweep that adds ``dq`` in any order should be
-# compared with others that do so, too.
+# compared with others that do so, too: giving up a fixed order does not by itself make a kernel
+# slow.
 
 
 def peers_differ():
@@ -1249,8 +1250,9 @@ def peers_differ():
 lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
-# The second table shows what the compiler made of the kernels. In these kernels two accumulators of
-# 128 columns, two operands and two tiles of scores need registers at the same time.
+# The second table shows what the compiler made of the kernels. At head_dim 128 the sweep for ``dk``
+# and ``dv`` keeps two accumulators of 128 columns and two tiles of scores in registers at the same
+# time.
 
 
 def launch(head_dim, deterministic):

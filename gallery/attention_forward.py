@@ -355,8 +355,8 @@ lab.table(rows, "l in the end")
 
 # %%
 # A start of 1 avoids a division by zero for a query without tiles, and for no other: a query whose
-# keys are all masked still ends at zero. The division has to be guarded anyway, so the kernel
-# starts at 0, the sum of no terms.
+# keys are all masked still ends at zero, because its first ``alpha`` is zero. The division has to
+# be guarded anyway, so the kernel starts at 0, the sum of no terms.
 #
 # **One number per query is enough for the backward pass.** The gradient needs the weights again. A
 # weight is
@@ -850,7 +850,8 @@ lab.table(
 # **Place.** Now we build the kernel of the package, piece by piece. In the first piece, ``place``
 # decides which head and which tile of queries a program takes. In causal attention the last queries
 # see the most keys. If they started last, a few heavy programs would run on at the end while the
-# rest of the GPU has nothing to do, so they start first.
+# rest of the GPU has nothing to do, so they start first, across several heads at once, because
+# reordering within one head gains little.
 
 lab.source(forward.attention_fwd_kernel, "place")
 
@@ -911,9 +912,9 @@ lab.source(describe)
 # A descriptor takes work from the threads. In the first kernel every thread computes an address and
 # a mask for each of its elements, in :term:`registers <register>`, the storage private to a thread,
 # and loads its own part of the tile. With a descriptor, one thread names a tile by its coordinates.
-# A copy engine of the GPU then computes the addresses, checks the bounds, fills with zeros what
-# lies outside, and puts the tile into :term:`shared memory`, storage on the SM from which the
-# matmul instructions read it.
+# The Tensor Memory Accelerator (TMA), the SM's copy engine, then computes the addresses, checks the
+# bounds, fills with zeros what lies outside, and puts the tile into :term:`shared memory`, storage
+# on the SM from which the matmul instructions read it.
 
 lab.source(load_tile)
 
@@ -1022,9 +1023,9 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # before they are needed.
 #
 # At head_dim 128, the queries take 32 KiB of shared memory and each tile of 64 keys or values takes
-# 16 KiB. Three pipeline stages add up to 128 KiB, and one program fills an SM. Two stages take 96
-# KiB, and two programs fit. But with two, copies start only when the previous iteration ends, so an
-# iteration that begins with a matmul has to wait for its keys.
+# 16 KiB. Three pipeline stages add up to 128 KiB, and only one program fits on an SM. Two stages
+# take 96 KiB, and two programs fit. But with two, copies start only when the previous iteration
+# ends, so an iteration that begins with a matmul has to wait for its keys.
 #
 # The kernel fills that wait with the exponentials, because they need no new data. Each iteration
 # computes the scores of the *next* tile as its last step. The next iteration then begins with
@@ -1077,11 +1078,11 @@ for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
 lab.table(rows, "How the kernel is cut on Hopper")
 
 # %%
-# The limit on registers decides how many programs share an SM. The hardware allows 255 registers
-# per thread, and an SM has 65,536. A program of 8 warps has 256 threads, and 256 · 128 is half of
-# 65,536, so with 128 registers two programs fit, and while one waits for a matmul, the other
-# computes exponentials. At head_dim 256 a thread needs more registers, and a program has the SM to
-# itself.
+# Registers, like shared memory, limit how many programs share an SM. The hardware allows 255
+# registers per thread, and an SM has 65,536. A program of 8 warps has 256 threads, and 256 · 128 is
+# half of 65,536, so with 128 registers two programs fit, and while one waits for a matmul, the
+# other computes exponentials. At head_dim 256 a thread needs more registers, and a program has the
+# SM to itself.
 #
 # **The loop.** Both stages run the same loop. ``qk`` holds the products of queries and keys that
 # the previous iteration computed. First they become weights.

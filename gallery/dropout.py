@@ -10,7 +10,7 @@ You will learn
 - what a stored mask costs in memory and in time, and how a single seed replaces it;
 - how a counter-based generator gives every element its own random number, in any order;
 - why a kernel that uses one number per call of the generator is limited by arithmetic, while one
-  that uses four runs at the speed of a copy.
+  that uses all four, of a generator with fewer rounds, runs at the speed of a copy.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`,
 and its speeds are those of a recorded run.
@@ -288,8 +288,8 @@ lab.source(seeded_gradient)
 # Before we ask how fast the kernel is, we check that it is right. The truth is computed in float64,
 # with a Philox written in plain PyTorch that shares no code with the kernel. The table also shows
 # the error of PyTorch itself, in the same dtype and with the same mask. Our error may be at most
-# twice PyTorch's, or twice half a unit in the last place (:term:`ulp`), whichever is larger,
-# because no result that is rounded to this dtype can promise less.
+# twice PyTorch's, or one unit in the last place (:term:`ulp`), whichever is larger, because
+# rounding a result to this dtype can alone cost half of that.
 
 
 def cases():
@@ -754,7 +754,7 @@ lab.plot(sizes, "From small to large, forward, float16")
 small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
 lab.read(
-    f"At 16Ki elements a call takes {small:.1f} µs, although moving its bytes at full speed would "
+    f"At 16Ki elements the GPU needs {small:.1f} µs, although moving its bytes at full speed would "
     f"take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws "
     "the seed and one of the kernel. A faster kernel cannot lower that cost. Fusing dropout with "
     "its neighbours can, because one launch then does the work of several."
@@ -762,8 +762,9 @@ lab.read(
 
 # %%
 # The figures so far show the time of the GPU. The host needs time for each call as well, because it
-# checks the input, allocates the output and queues the kernels. :doc:`/hardware` says where that
-# time goes.
+# checks the input, allocates the output and queues the kernels. Our host code is Python where
+# PyTorch's is C++, so PyTorch is faster on inputs this small, for which the host is the bottleneck.
+# :doc:`/hardware` says where that time goes.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times(

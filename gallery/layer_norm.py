@@ -487,11 +487,11 @@ lab.source(packed_row_fwd_kernel, "load")
 lab.source(packed_row_fwd_kernel, "write")
 
 # %%
-# **Split.** A row that is longer still, or one of float32, would fill an SM's registers, or nearly
-# so. Several programs therefore share it, and each computes the mean and the sum of squared
-# deviations of its own part. The parts then have to be merged. Let part :math:`i` have :math:`n_i`
-# elements, mean :math:`m_i` and :math:`M_i = \sum (x - m_i)^2`. The mean of the row is :math:`m =
-# \sum_i n_i m_i / N`. For the elements of one part
+# **Split.** A row that is longer still would fill an SM's registers, and a long row of float32
+# cannot be packed in pairs. Several programs therefore share such a row, and each computes the mean
+# and the sum of squared deviations of its own part. The parts then have to be merged. Let part
+# :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x - m_i)^2`. The mean
+# of the row is :math:`m = \sum_i n_i m_i / N`. For the elements of one part
 #
 # .. math::
 #
@@ -529,8 +529,9 @@ lab.source(split_fwd_kernel, "write")
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One program per row would leave as many partial sums as there
-# are rows, which is as much data as ``x`` itself. We therefore launch only as many programs as can
+# How many programs should there be? One program per row would leave two rows of float32 partial
+# sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
+# launch only as many programs as can
 # run at once, and each loops over many rows. Its partial sums for ``dw`` and ``db`` stay in
 # registers, in float32, for the whole loop.
 
@@ -543,8 +544,8 @@ lab.source(row_bwd_kernel, "begin")
 # ``num_stages`` tells the compiler how many iterations of the loop may be in flight: while the
 # program works on one row, the next rows are already being copied into :term:`shared memory`, the
 # fast storage of the SM. Most kernels get the same effect by letting several programs share an SM,
-# so that one loads while another computes. Here one or two programs fill the SM with their partial
-# sums.
+# so that one loads while another computes. Here the partial sums take so many registers that only
+# few programs fit on an SM.
 
 lab.source(row_bwd_kernel, "add")
 
@@ -568,7 +569,8 @@ lab.source(sum_of_buffers)
 # %%
 # **The lock.** Here programs share a few buffers and take turns adding to them. The lock is an
 # integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
-# reads the lock and takes it in a single step, and only one program can succeed.
+# reads the lock, and writes 1 only if it read 0, in one indivisible step. Only one program can
+# succeed.
 
 lab.source(hand_over, "acquire")
 
@@ -834,7 +836,8 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By their size, the partial sums should stay in L2. To confirm this, we write buffers of growing
+# By their size, the partial sums should stay in L2. To see when a buffer that was just written is
+# still there, we write buffers of growing
 # size and add them, once right after writing and once after other data has passed through the
 # cache. Each measurement first pauses the GPU while the host queues all the work, so that the cost
 # of launching is not measured.
@@ -1159,8 +1162,9 @@ lab.facts(
 # because the host has to *start* every kernel. A forward and a backward pass here are three
 # :term:`launches <launch>` from Python. Around them the host checks the arguments, allocates the
 # results and runs autograd, and all of this takes the same time whatever the size of the input. A
-# CUDA graph records the launches once and replays them without that work, so the difference between
-# the two measurements is the cost on the host.
+# CUDA graph records the launches once and replays them without that work. For small inputs, where
+# the GPU waits for the host, the difference between the two measurements is nearly all host time;
+# for large ones host and GPU work at the same time, and the difference understates it.
 
 
 # Measuring
@@ -1263,7 +1267,7 @@ lab.host_times(
 # We have already seen two mistakes that do not crash: leaving out ``tl.where``, and computing the
 # variance as a difference of two means. Here are three more.
 #
-# **The lock is released too early.** This kernel adds rows to one buffer. With ``ORDERED`` off, it
+# **The lock orders nothing.** This kernel adds rows to one buffer. With ``ORDERED`` off, it
 # leaves out the barriers and replaces ``acquire`` and ``release`` by ``relaxed``, which orders
 # nothing. The rows hold small integers, so their sum is exact in any order, and any difference
 # means that an addition was lost.

@@ -347,9 +347,10 @@ lab.source(exchange.to_slot)
 lab.source(exchange.wait)
 
 # %%
-# Sixteen parts have sixteen slots, and yet a program reads 32. The reason is the :term:`warp`: its
-# 32 threads, called *lanes*, execute the same instruction together, and if a warp loads a block of
-# sixteen numbers, two lanes hold each number. For other loads that makes no difference.
+# A row that is split into sixteen parts has sixteen slots, and yet a program reads 32. The reason
+# is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction together, and if
+# a warp loads a block of sixteen numbers, Triton gives each number to two lanes, which both load
+# it. For other loads that makes no difference.
 #
 # These slots, however, change while they are read, and the load is ``volatile``: it asks the memory
 # anew for each lane. So one lane may find a slot filled that its twin, a moment before, found
@@ -524,9 +525,9 @@ share = {
     for n in (short, 32768, 65536, long)
 }
 lab.read(
-    f"While a row is short, a second or third read finds it in a cache, and costs little: at "
-    f"{short:,} columns three passes reach {share['three_pass', short]:.0f} % and the online "
-    f"kernel {share['online', short]:.0f} %. At {long:,} they fall to "
+    f"While a row is short, a second or third read finds it in a cache, and costs less than a read "
+    f"from memory: at {short:,} columns three passes reach {share['three_pass', short]:.0f} % and "
+    f"the online kernel {share['online', short]:.0f} %. At {long:,} they fall to "
     f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %: the further reads now "
     f"go to memory. One program a row holds out longer, but at 32,768 columns it fills its "
     f"multiprocessor and drops to {share['one program', 32768]:.0f} %. Packed, the same row gives "
@@ -764,9 +765,10 @@ lab.table(rows, "100 elements in a block of 128")
 
 # %%
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum, but it
-# adds terms of different scales.
+# adds terms of different scales. The row is sorted here, so that every block brings a new maximum:
+# with the maximum in the first block, alpha would be 1 ever after, and the mistake would not show.
 
-pieces = 10 * torch.randn(8, 64, dtype=torch.float64)
+pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
 for piece in pieces:
     m_new = torch.maximum(m, piece.max())
@@ -775,6 +777,7 @@ for piece in pieces:
     wrong = wrong + term
     m = m_new
 truth = (pieces - pieces.max()).exp().sum()
+assert wrong > 2 * truth
 lab.table(
     [
         {"sum": "truth", "value": f"{truth:.6f}"},

@@ -187,8 +187,14 @@ def save_figures(block, block_vars, gallery_conf):
         uri = path.relative_to(gallery_conf["src_dir"]).as_posix()
         shown = f".. image:: /{uri}\n   :alt: {alt}\n   :class: kb-figure\n"
         if address := getattr(figure, "results", None):
-            link = f'<p class="kb-raw"><a href="../{address}">Raw data of this figure</a></p>'
-            shown += f"\n.. raw:: html\n\n   {link}\n"
+            count = int(own.stem.rpartition("_")[2])
+            anchor = "-".join(filter(None, ("figure", str(count), variant)))
+            links = f'<a href="../{address}">Raw data of this figure</a>'
+            links += f' · <a href="#{anchor}">Link to figure {count}</a>'
+            shown = (
+                f'.. raw:: html\n\n   <span id="{anchor}"></span>\n\n{shown}\n'
+                f'.. raw:: html\n\n   <p class="kb-raw">{links}</p>\n'
+            )
         if gpu := getattr(figure, "gpu", None):
             opening, closing = display.of_gpu(gpu, "|").split("|")
             shown = f".. raw:: html\n\n   {opening}\n\n{shown}\n.. raw:: html\n\n   {closing}\n"
