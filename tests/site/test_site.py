@@ -36,6 +36,9 @@ PROSE = """() => {  // what a reader sees of the page's text, outside code
 }"""
 ONE_TOKEN_OF_A_KIND = """() => {  // of code, because a rule of colours looks at every element
     const seen = new Set();
+    for (const body of document.querySelectorAll("main tbody"))
+        [...body.rows].slice(6).forEach(row => row.remove());  // alike, as formulas are
+    [...document.querySelectorAll("mjx-container")].slice(6).forEach(formula => formula.remove());
     for (const code of document.querySelectorAll("pre")) {
         const kind = code.closest("div[class]").className;
         for (const token of [...code.querySelectorAll("span")].reverse()) {
