@@ -11,10 +11,7 @@ from textwrap import fill, indent
 from bs4 import BeautifulSoup, NavigableString, Tag
 
 WIDTH = 100
-UNSEEN = (
-    "[hidden], svg, .only-dark, .headerlink, .viewcode-link, .eqno, nav, "
-    ".kb-thumb, .kb-raw, .kb-tested a"
-)
+UNSEEN = "[hidden], svg, .only-dark, .headerlink, .viewcode-link, .eqno, nav, .kb-raw, .kb-tested a"
 BLOCKS = {
     *("article", "blockquote", "dd", "details", "div", "dl", "dt", "figcaption", "figure"),
     *("h1", "h2", "h3", "h4", "li", "ol", "p", "pre", "section", "summary", "table", "ul"),
