@@ -213,7 +213,7 @@ lab.table(
 #    in the last bit. Which of the two ends up in ``rstd`` is then a race. ``square`` prevents it by
 #    rounding before anything is added.
 
-# Folded: square
+# Folded: The function square
 lab.source(square)
 
 # %%
@@ -241,7 +241,7 @@ lab.source(row_fwd_kernel, "write")
 #    the middle of the kernel every row would pay for that wait; at the end the program has nothing
 #    left to do that the wait could delay.
 
-# Folded: far_rstd
+# Folded: The function far_rstd
 lab.source(far_rstd)
 
 # %%
@@ -326,9 +326,10 @@ lab.source(split_fwd_kernel)
 #
 # The output is checked against float64, with weight and bias of the same dtype as ``x``. Each
 # result is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
-# largest difference from the truth, divided by its largest true number. The table shows the part that comes nearest to its tolerance, which is twice PyTorch's own error there. In
-# float32 we allow four times that error, because the hardware's reciprocal square root may be wrong
-# by two units in the last place.
+# largest difference from the truth, divided by its largest true number. The table shows the part
+# that comes nearest to its tolerance, which is twice PyTorch's own error there. In float32 we allow
+# four times that error, because the hardware's reciprocal square root may be wrong by two units in
+# the last place.
 
 
 # Measuring

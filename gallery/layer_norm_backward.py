@@ -358,7 +358,7 @@ lab.source(hand_over, "release")
 #    kernels are registered as an operator with PyTorch's dispatcher, so ``torch.compile`` treats
 #    them as one node of its graph and does not trace into them.
 
-# Folded: gradient
+# Folded: The function gradient
 lab.source(gradient)
 
 # %%
@@ -458,8 +458,9 @@ lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
 
 # %%
 # Even a correct lock does not give reproducible results, because the programs add in whatever order
-# they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are always added in the same order. ``layer_norm`` uses them because
-# they are faster *and* reproducible.
+# they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
+# always added in the same order. ``layer_norm`` uses them because they are faster *and*
+# reproducible.
 #
 # Partial sums stay in L2
 # -----------------------
@@ -590,12 +591,12 @@ lab.source(split_bwd_kernel)
 # ------------
 #
 # The gradients are checked against float64, with a weight and a bias of the same dtype as ``x``.
-# Each is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its largest
-# difference from the truth, divided by its largest true number. The table shows the part that comes
-# nearest to its tolerance, which is twice PyTorch's own error there. In float32 we allow ``dx`` four
-# times that error, because the hardware's reciprocal square root may be wrong by two units in the
-# last place, and ``dw`` and ``db`` eight times, because a sum over many rows may be wrong by a few
-# such units, depending on its order.
+# Each is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
+# largest difference from the truth, divided by its largest true number. The table shows the part
+# that comes nearest to its tolerance, which is twice PyTorch's own error there. In float32 we allow
+# ``dx`` four times that error, because the hardware's reciprocal square root may be wrong by two
+# units in the last place, and ``dw`` and ``db`` eight times, because a sum over many rows may be
+# wrong by a few such units, depending on its order.
 
 
 # Measuring
@@ -827,8 +828,6 @@ def locked_sum(x, ordered):
 
 x = torch.randint(-8, 9, (10, 256), device=runtime.DEVICE).float()
 
-# %%
-
 
 def lost_additions():
     x = torch.randint(-8, 9, (500, 4096), device=runtime.DEVICE).float()
@@ -839,6 +838,8 @@ def lost_additions():
         rows.append({"lock": name, "wrong runs of 100": wrong})
     return rows
 
+
+# %%
 
 lab.measure("A sum of 500 rows under one lock", lost_additions)
 
