@@ -158,7 +158,7 @@ lab.source(moments)
 # - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the
 #   mean of equal numbers is exactly that number.
 # - ``two_sums`` computes two sums in one reduction, because the :term:`warps <warp>` of a program,
-#   groups of 32 threads, wait for each other in each.
+#   groups of 32 threads, wait for each other in every reduction.
 # - ``without`` takes the error of the mean out of the sum of squares, as explained next.
 # - ``square`` rounds a square before it is added.
 #
@@ -555,7 +555,9 @@ lab.facts(
 # :term:`launches <launch>` from Python, two of them of the next chapter's kernels. Around them the
 # host checks the arguments, allocates the results and runs autograd, and all of this takes the same
 # time whatever the size of the input. A CUDA graph records the launches once and replays them
-# without that work.
+# without that work. For small inputs, where the GPU waits for the host, the difference between the
+# two measurements is nearly all host time; for large ones host and GPU work at the same time, and
+# the difference understates it.
 
 
 # Measuring

@@ -88,6 +88,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # check each step against the Jacobian that PyTorch computes in float64 by automatic
 # differentiation.
 #
+# *Step 1.* Weight and bias act on each element separately. So
+#
 # .. math::
 #
 #    \begin{aligned}
@@ -167,8 +169,6 @@ from torch.autograd.functional import jacobian
 N, eps = 7, 1.0
 x, w, dy = torch.randn(3, N, dtype=torch.float64)
 one, eye = torch.ones(N, 1, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
-
-
 P = eye - one @ one.T / N
 d = x - x.mean()
 r = (d @ d / N + eps).rsqrt()
@@ -494,7 +494,8 @@ sizes
 # %%
 # By their size, the partial sums should stay in L2. To see whether a buffer does, we write buffers
 # of growing size and add them, once right after writing and once after other data has passed
-# through the cache.
+# through the cache. Each measurement first pauses the GPU while the host queues all the work, so
+# that the cost of launching is not measured.
 
 
 # Measuring
@@ -827,6 +828,7 @@ def locked_sum(x, ordered):
 
 
 x = torch.randint(-8, 9, (10, 256), device=runtime.DEVICE).float()
+assert torch.equal(locked_sum(x, ordered=True)[0], x.sum(0))
 
 
 def lost_additions():
