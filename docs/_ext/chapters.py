@@ -255,7 +255,7 @@ def amount_of(parts):
     read = re.findall(r'(?s)<div class="kb-read">.*?</div>', html)
     text += [re.sub("<[^>]*>", "", part) for part in read]
     code = [part.astext() for part in parts if part.get("language") == "Python"]
-    code += re.findall(r"(?s)<pre>.*?</pre>", html)
+    code += [re.sub("<[^>]*>", "", part) for part in re.findall(r"(?s)<pre>.*?</pre>", html)]
     mathematics = [part.astext() for part in parts if isinstance(part, nodes.math_block)]
     pictures = [part for part in parts if "only-light" in part.get("classes", ())]
     return {
