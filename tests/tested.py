@@ -19,6 +19,7 @@ CHAPTERS = {
     "softmax": ("test_softmax", "kernelbook.ops.softmax"),
     "layer_norm": ("test_layer_norm", "kernelbook.ops.layer_norm"),
     "attention_forward": ("test_attention", "kernelbook.ops.attention"),
+    "attention_fast": ("test_attention", "kernelbook.ops.attention"),
     "attention_backward": ("test_attention_backward", "kernelbook.ops.attention"),
     "attention_fp8": ("test_attention_fp8", "kernelbook.ops.attention"),
 }

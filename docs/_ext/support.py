@@ -17,7 +17,7 @@ OPERATORS = {
     "dropout": ("dropout",),
     "softmax": ("softmax",),
     "layer norm": ("layer_norm",),
-    "attention": ("attention_forward", "attention_backward"),
+    "attention": ("attention_forward", "attention_fast", "attention_backward"),
     "fp8": ("attention_fp8",),
 }
 """The chapters of a compiled case, by how its name begins."""
@@ -61,7 +61,7 @@ def newest_first(architecture):
 
 def concerns(chapter, reason):
     """Whether a reason that ends a case is one of this chapter: a gradient's is not forward's."""
-    return chapter != "attention_forward" or "gradient" not in reason
+    return chapter not in ("attention_forward", "attention_fast") or "gradient" not in reason
 
 
 def reason_of(found, chapter):
