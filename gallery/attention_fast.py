@@ -142,7 +142,7 @@ def _staged_kernel(
 # keys each query of the tile sees, all of them see, and some of them see. We check the kernel
 # against float64, as every rung after it.
 
-BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
+BLOCKS = {"BLOCK_M": 64, "BLOCK_N": 32}  # small, so that small inputs have many tiles
 
 
 def run(kernel, q, k, v, is_causal, described=True, **options):
@@ -383,61 +383,39 @@ def verdict(gain):
 lab.source(load_tile)
 
 # %%
-# The loop now loads its tiles by ``load_tile``; the rest of the kernel stays. Its two flags belong
-# to the next two rungs.
-
-
-@triton.jit
-def _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS: tl.constexpr):
-    largest = row_max(qk) if TWO_STEPS else tl.max(qk, axis=1)
-    m_new = tl.maximum(m_i, largest * scale_log2)
-    alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(qk * scale_log2 - m_new[:, None])
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, l_i, m_new
+# The loop now loads its tiles by ``load_tile``; the rest of the kernel stays.
 
 
 @triton.jit
 def _meet_described(
     acc, l_i, m_i, q, k_head, v_head, start, end, n_visible, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
-    TWO_STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for start_n in range(start, end, BLOCK_N):
         k = load_tile(k_head, start_n)
-        qk = tl.dot(q, k.T, input_precision="ieee")
-        if not FOLDED:
-            qk = qk * scale_log2
+        qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
         if MASKED:
             seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
             qk = tl.where(seen, qk, float("-inf"))
         v = load_tile(v_head, start_n)
-        if FOLDED:
-            acc, l_i, m_i = _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS)
-        else:
-            acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
     return acc, l_i, m_i
 
 
 # %%
 
+
 # Whole
-
-
 @triton.jit
 def _described_kernel(
     q_ptr, k_desc, v_desc, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FOLDED: tl.constexpr = False, TWO_STEPS: tl.constexpr = False,
 ):  # fmt: skip
     tile, head = place(tl.cdiv(seqlen_q, BLOCK_M), heads, 1)
     offsets, exist, q, m_i, l_i, acc = _begin(
         q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
     )
-    if FOLDED:
-        m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     n_visible, by_all, by_some = visible(
         tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
     )
@@ -446,11 +424,11 @@ def _described_kernel(
     whole = by_all // BLOCK_N * BLOCK_N
     acc, l_i, m_i = _meet_described(
         acc, l_i, m_i, q, k_head, v_head, 0, whole,
-        n_visible, scale_log2, BLOCK_N, False, FOLDED, TWO_STEPS,
+        n_visible, scale_log2, BLOCK_N, MASKED=False,
     )  # fmt: skip
     acc, l_i, m_i = _meet_described(
         acc, l_i, m_i, q, k_head, v_head, whole, by_some,
-        n_visible, scale_log2, BLOCK_N, True, FOLDED, TWO_STEPS,
+        n_visible, scale_log2, BLOCK_N, MASKED=True,
     )  # fmt: skip
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
@@ -510,14 +488,74 @@ lab.read(
 #    &= \text{ex2}(\text{fma}(x,\, c,\, -m))
 #    \end{aligned}
 #
-# Multiplication and subtraction are now one instruction, a fused multiply-add. In
-# ``_update_folded`` above this is the line of ``p``; the flag ``FOLDED`` selects it.
-#
+# Multiplication and subtraction are now one instruction, a fused multiply-add. It is in the line of
+# ``p``; the flag ``TWO_STEPS`` belongs to the next rung.
+
+
+@triton.jit
+def _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS: tl.constexpr):
+    largest = row_max(qk) if TWO_STEPS else tl.max(qk, axis=1)
+    m_new = tl.maximum(m_i, largest * scale_log2)
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.exp2(qk * scale_log2 - m_new[:, None])
+    l_i = l_i * alpha + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, l_i, m_new
+
+
+# %%
+
+
+# Whole
+@triton.jit
+def _meet_folded(
+    acc, l_i, m_i, q, k_head, v_head, start, end, n_visible, scale_log2,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TWO_STEPS: tl.constexpr,
+):  # fmt: skip
+    for start_n in range(start, end, BLOCK_N):
+        k = load_tile(k_head, start_n)
+        qk = tl.dot(q, k.T, input_precision="ieee")
+        if MASKED:
+            seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
+            qk = tl.where(seen, qk, float("-inf"))
+        v = load_tile(v_head, start_n)
+        acc, l_i, m_i = _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS)
+    return acc, l_i, m_i
+
+
+@triton.jit
+def _folded_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
+    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_STEPS: tl.constexpr,
+):  # fmt: skip
+    tile, head = place(tl.cdiv(seqlen_q, BLOCK_M), heads, 1)
+    offsets, exist, q, m_i, l_i, acc = _begin(
+        q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
+    )
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    n_visible, by_all, by_some = visible(
+        tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
+    )
+    k_head = head_of(k_desc, 0, head, BLOCK_N, HEAD_DIM)
+    v_head = head_of(v_desc, 0, head, BLOCK_N, HEAD_DIM)
+    whole = by_all // BLOCK_N * BLOCK_N
+    acc, l_i, m_i = _meet_folded(
+        acc, l_i, m_i, q, k_head, v_head, 0, whole,
+        n_visible, scale_log2, BLOCK_N, MASKED=False, TWO_STEPS=TWO_STEPS,
+    )  # fmt: skip
+    acc, l_i, m_i = _meet_folded(
+        acc, l_i, m_i, q, k_head, v_head, whole, by_some,
+        n_visible, scale_log2, BLOCK_N, MASKED=True, TWO_STEPS=TWO_STEPS,
+    )  # fmt: skip
+    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
+
+
+# %%
 # The same function saves one operation per row. A maximum that starts at :math:`-\infty` needs a
 # guard, because :math:`-\infty - (-\infty)` is NaN for a query that has seen no key. This one
 # starts at ``LOWEST``, the lowest finite number of float32, which needs none: :math:`-\infty` minus
-# a finite number is :math:`-\infty`, whose exponential is 0, and any true score is at least
-# ``LOWEST``, so it never wins over one.
+# a finite number is :math:`-\infty`, whose exponential is 0, and no true score is below ``LOWEST``.
 #
 # The table counts what the compiler makes of one exponential, written in three ways: additions
 # (``FADD``), multiplications (``FMUL``), fused multiply-adds (``FFMA``), and the exponential itself
@@ -559,13 +597,13 @@ lab.measure("Instructions for one exponential", instructions)
 
 # %%
 
-FOLDED = {"FOLDED": True}
-lab.check("With the scale folded", cases(partial(run, _described_kernel, **FOLDED)))
+ONE_STEP = {"TWO_STEPS": False}
+lab.check("With the scale folded", cases(partial(run, _folded_kernel, **ONE_STEP)))
 
 # %%
 
 # Measuring
-step = climb("scale folded", partial(run, _described_kernel, **FOLDED, **WIDE))
+step = climb("scale folded", partial(run, _folded_kernel, **ONE_STEP, **WIDE))
 
 # %%
 
@@ -598,13 +636,13 @@ lab.source(forward.row_max)
 #
 # In our kernel the flag ``TWO_STEPS`` selects ``row_max``.
 
-TWO_STEPS = {"FOLDED": True, "TWO_STEPS": True}
-lab.check("Two-step maximum", cases(partial(run, _described_kernel, **TWO_STEPS)))
+TWO_STEPS = {"TWO_STEPS": True}
+lab.check("Two-step maximum", cases(partial(run, _folded_kernel, **TWO_STEPS)))
 
 # %%
 
 # Measuring
-step = climb("two-step maximum", partial(run, _described_kernel, **TWO_STEPS, **WIDE))
+step = climb("two-step maximum", partial(run, _folded_kernel, **TWO_STEPS, **WIDE))
 
 # %%
 
@@ -726,7 +764,7 @@ lab.source(forward.attend, "score")
 # part and a remainder, both in TF32, and replaces one matmul by three on the tensor cores.
 #
 # Around the loop, the kernel scores the first tile before it and weighs the last tile after it, so
-# both stages leave out the last tile.
+# both stages leave out the last tile. Its last two flags belong to rung 6.
 #
 # .. dropdown:: Where the two stages end
 #
@@ -811,7 +849,8 @@ lab.read(
 # the same instruction together, and a program of 8 warps has 256 threads; 256 · 128 is half of
 # 65,536. So ``maxnreg`` limits a thread to 128 registers, of the 255 that the hardware allows.
 # ``acc``, with 128 queries by 128 numbers, takes 64 of them in each thread, and a tile of scores,
-# with 64 keys, takes 32. The change is two options of the launch:
+# with 64 keys, takes 32. What does not fit :term:`spills <spill>` to memory. The change is two
+# options of the launch:
 
 TWO = WIDE | {"num_stages": 2} | runtime.register_limit(128)
 
@@ -836,8 +875,7 @@ lab.facts(
 full, causal = gains(step)
 lab.read(
     told(step)
-    + f"A second program on each SM {verdict(full)} without a mask and {verdict(causal)} with one. "
-    f"In the table, a :term:`spill <spill>` is a register that had to go to memory."
+    + f"A second program on each SM {verdict(full)} without a mask and {verdict(causal)} with one."
 )
 
 # %%
