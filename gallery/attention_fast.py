@@ -1414,7 +1414,6 @@ lab.table(
 # is written; the launch fails.
 
 
-# Measuring
 def greedy():
     q = draw(1024, 1, 4, 128, torch.bfloat16)[0]
     config = tuned.by_descriptor(128, 128, num_warps=8, num_stages=5, shared=0)

@@ -983,7 +983,6 @@ def _fragile_kernel(
 # %%
 
 
-# Measuring
 def listed(row):
     return ", ".join(f"{value:.3f}" for value in row[:3].tolist())
 
