@@ -827,9 +827,9 @@ step = climb("one iteration ahead", partial(run, _ahead_kernel, **WIDE))
 full, causal = gains(step)
 lab.read(
     told(step)
-    + f"With three pipeline stages the tiles arrive early in either loop, so the new order by "
-    f"itself {verdict(full)} without a mask and {verdict(causal)} with one. Its use is that two "
-    f"stages are enough now, which is the next rung."
+    + f"With three pipeline stages the tiles arrive early in either loop. There, the new order by "
+    f"itself {verdict(full)} without a mask and {verdict(causal)} with one. It also makes two "
+    f"stages enough, which the next rung needs."
 )
 
 # %%
