@@ -14,8 +14,8 @@ You will learn
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
 run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
-:doc:`/chapters/attention_forward`, which explains online softmax in attention, the stages, and
-tensor descriptors.
+:doc:`/chapters/attention_forward`, which explains online softmax in attention and the stages, and
+:doc:`/chapters/attention_fast`, which explains tensor descriptors and the loop.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -626,7 +626,7 @@ lab.table(rows, "Two ways to sum")
 # The kernel
 # ----------
 #
-# The kernel is that of :doc:`/chapters/attention_forward` with the changes above. It assigns tiles
+# The kernel is that of :doc:`/chapters/attention_fast` with the changes above. It assigns tiles
 # to programs in the same way, uses the same stages and masks, and again computes scores one
 # iteration ahead. Their matmul has 8-bit operands, or 16-bit ones where only V has 8 bits. The
 # tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
@@ -806,7 +806,7 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 # %%
 # Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
 # float32, and it may err eight times as much as one rounding to float32, as in
-# :doc:`/chapters/attention_forward`.
+# :doc:`/chapters/attention_fast`.
 #
 # With 8-bit operands the sums keep fewer bits, because the matrix unit truncates each term about 12
 # bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096 times
@@ -1114,7 +1114,7 @@ lab.read(" ".join(sentences))
 
 # %%
 # Why is it not twice as fast? We count cycles for one score, as in
-# :doc:`/chapters/attention_forward`. With 8 bits an SM does 8,192 operations of a matmul in a
+# :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192 operations of a matmul in a
 # cycle, but still only 16 exponentials.
 
 rows = []
