@@ -195,6 +195,57 @@ class Drawing:
         return f"@media {media} {{\n{moving}}}\n{dark}"
 
 
+# -- the rounds of Philox, in the dropout chapter --------------------------------------------------
+
+SEED, COUNTER, FLIPPED, ROUNDS = 7, 2024, 0, 7
+"""Seed and counter, the bit of the counter that is flipped, and the rounds of the kernel."""
+
+
+def differences():
+    """Yield, for each number of rounds, which bits of the four words differ after it."""
+    import torch
+
+    from kernelbook.reference import philox
+
+    counters = torch.tensor([COUNTER, COUNTER ^ 1 << FLIPPED])
+    for rounds in range(ROUNDS + 1):
+        one, other = philox(SEED, counters, rounds).tolist()
+        words = zip(one, other, strict=True)
+        yield [[bit for bit in range(32) if (a ^ b) >> bit & 1] for a, b in words]
+
+
+def one_flipped_bit():
+    """One bit of a counter is flipped; round by round, more bits differ because of it."""
+    left, pitch, gap, high, each = 64, 2.1, 5, 24, 1.3  # bits and rows; seconds of a round
+    drawing = Drawing("one flipped bit spreads", 262, seconds=13, still=12)
+    drawing.tell(
+        f"Bit {FLIPPED} of a counter is flipped. Bars mark which of the 128 bits differ after each "
+        "round of Philox."
+    )
+    add = drawing.add
+    words = [left + (32 * pitch + gap) * word for word in range(4)]
+    for word, x in enumerate(words):
+        add(text(x + 16 * pitch, 18, f"c{'₀₁₂₃'[word]}", MUTED, size=13))
+    add(text(left - 8, 18, "rounds", MUTED, "end", size=13))
+    add(text(396, 18, "differ", MUTED, "end", size=13))
+    for rounds, found in enumerate(differences()):
+        y, second = 28 + high * rounds, each * rounds + 0.4
+        add(text(left - 8, y + 14, rounds, anchor="end", size=13))
+        add("".join(rect(x, y, 32 * pitch, high - 5, PALE, LINE, radius=0) for x in words))
+        bars = "".join(
+            f"M{x + pitch * (31 - bit):.1f} {y}v{high - 5}h{pitch}v-{high - 5}z"
+            for x, bits in zip(words, found, strict=True)
+            for bit in bits
+        )
+        count = sum(map(len, found))
+        add(f'<path d="{bars}" fill="{NEW}"/>', shown(second))
+        add(text(396, y + 14, count, anchor="end", size=13), shown(second))
+        drawing.tell(f"After {rounds}: {count}.")
+    words = "unrelated numbers differ in about 64 of 128 bits"
+    add(text(left, 244, words, MUTED, "start", size=12))
+    return drawing
+
+
 # -- the row of the softmax chapter ---------------------------------------------------------------
 
 ROW = ((1, 2, 0, 1), (3, 1, 2, 3), (2, 3, 1, 2), (4, 2, 3, 1))
@@ -576,6 +627,7 @@ def light_or_heavy_first():
 
 
 ANIMATIONS = {
+    "one_flipped_bit": one_flipped_bit,
     "online_softmax": online_softmax,
     "publish_and_collect": publish_and_collect,
     "attention_loop": attention_loop,
