@@ -301,11 +301,7 @@ lab.source(row_bwd_kernel)
 # lone program cannot overlap its two kinds of work: while it computes, nothing is loaded, and while
 # it loads, nothing is computed.
 #
-# .. image:: /figures/softmax-registers.svg
-#    :alt: The 65,536 registers of an SM as a bar, three times. A row of 32,768 columns, widened:
-#          one program, whose numbers take half of the bar; no second program fits. The same row,
-#          packed: two programs, whose numbers take a quarter each. A row of 65,536 columns, split
-#          into sixteen parts of 4,096: many programs, whose numbers take a sixteenth each.
+# .. animation:: registers_of_an_sm
 #
 # **Packed.** In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way.
 # Two numbers share a register, and the kernel widens them each time it uses them: for the maximum,
@@ -559,9 +555,9 @@ share = {
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
     f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one, but "
-    "PyTorch's source shows three that are slower than a copy: the maximum also finds its own "
-    "position, and the subtraction and the division, whose operands differ in shape, load element "
-    "by element."
+    "PyTorch's source shows where three of them do more than a copy: the maximum also finds its "
+    "own position, and the subtraction and the division, whose operands differ in shape, load "
+    "element by element."
 )
 
 # %%

@@ -332,6 +332,57 @@ def online_softmax():
     return drawing
 
 
+REGISTERS, EACH = 65536, 64
+"""The registers of an SM, and the numbers of a row that each thread of softmax has."""
+
+
+def programs_of_an_sm():
+    """Yield (name, columns, programs of a row, registers for numbers, registers) of a program."""
+    from kernelbook.lab import results
+    from kernelbook.ops.softmax import tuned
+
+    table = results.find("softmax")["tables"]["What the compiler made of the kernels"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    compiled = {(row["kernel"], row["case"].split()[0]): row["registers"] for row in rows}
+    parts, columns, _ = tuned.split(65536, 2, "forward")
+    widened = compiled["row_fwd_kernel", "4,096"] * 32768 // EACH
+    packed = compiled["packed_row_fwd_kernel", "32,768"] * 32768 // EACH
+    split = compiled["split_row_fwd_kernel", "65,536"] * columns // EACH
+    yield "widened", 32768, 1, 32768, widened
+    yield "packed", 32768, 1, 32768 // 2, packed
+    yield "split", 65536, parts, columns, split
+
+
+def registers_of_an_sm():
+    """Programs fill the registers of an SM: with rows widened, packed and split."""
+    drawing = Drawing("programs fill the registers of an SM", 322, seconds=12, still=11)
+    drawing.tell(
+        f"A bar is the {REGISTERS:,} registers of an SM. Programs come until no other fits."
+    )
+    add, unit, second = drawing.add, 392 / REGISTERS, 0.6
+    for place, (name, columns, parts, numbers, registers) in enumerate(programs_of_an_sm()):
+        y, fit = 8 + 96 * place, REGISTERS // registers
+        row = f"a row of {columns:,} columns" + f" in {parts} parts" * (parts > 1)
+        words = "1 program fits" if fit == 1 else f"{fit} programs fit"
+        add(text(4, y + 14, name, anchor="start", bold=True))
+        add(text(396, y + 14, row, MUTED, "end", size=13))
+        add(rect(4, y + 22, 392, 30, stroke=MUTED))
+        for program in range(fit):
+            x = 4 + unit * registers * program
+            there = rect(x, y + 22, unit * registers, 30, PALE, MUTED)
+            there += rect(x, y + 22, unit * numbers, 30, KEPT_PALE, KEPT)
+            add(there, shown(second))
+            second += 0.9 if fit < 4 else 0.3
+        outcome = "while it computes, nothing loads" if fit == 1 else "some compute, others load"
+        add(text(4, y + 70, f"{words}: {outcome}", anchor="start", size=13), shown(second))
+        drawing.tell(f"{name.capitalize()}, {row}: {words}, {outcome}.")
+        second += 1.4
+    add(rect(4, 300, 18, 14, KEPT_PALE, KEPT) + rect(182, 300, 18, 14, PALE, MUTED))
+    add(text(28, 312, "numbers of the row", MUTED, "start", size=13))
+    add(text(206, 312, "other values", MUTED, "start", size=13))
+    return drawing
+
+
 PARTS = range(len(ROW))
 STARTS, READ, WRITE, PATIENCE = (0, 1, 6, 13), 3, 3, 8
 """When the programs start, the late one last; how long a part takes to read and to write, and for
@@ -629,6 +680,7 @@ def light_or_heavy_first():
 ANIMATIONS = {
     "one_flipped_bit": one_flipped_bit,
     "online_softmax": online_softmax,
+    "registers_of_an_sm": registers_of_an_sm,
     "publish_and_collect": publish_and_collect,
     "attention_loop": attention_loop,
     "light_or_heavy_first": light_or_heavy_first,
