@@ -51,30 +51,29 @@ def simple_dropout(x, p):
 # %%
 # How fast could this be? Both tensors lie in the GPU's main memory, :term:`HBM`, so every
 # implementation must read ``x`` once and write ``y`` once. In 16 bits that makes 4 bytes per
-# element, and no version can move fewer. The function above moves more, because PyTorch runs each
-# of its four operations as a :term:`kernel` of its own, which reads its inputs from memory and
-# writes its output back:
+# element. The function above moves 14, because PyTorch runs each of its four operations as a
+# :term:`kernel` of its own, which reads its inputs from memory and writes its output back:
 #
 # - ``rand_like`` writes 2 bytes;
 # - the comparison reads 2 and writes a mask of 1;
 # - the multiplication by the mask reads 2 and 1 and writes 2;
 # - the division reads 2 and writes 2.
 #
-# That makes 14 bytes instead of 4. One *fused* kernel that does all four steps needs only the 4,
-# because its intermediate results never leave the chip.
+# One *fused* kernel for all four steps needs only the 4 bytes, because its intermediate results
+# never leave the chip.
 #
 # The backward pass adds a second cost. It multiplies the gradient by the *same* mask, so autograd
-# keeps the mask from the forward pass to the backward pass, at one byte for every element.
+# keeps the mask from the forward pass to the backward pass, at one byte per element.
 #
 # .. image:: /figures/dropout-bytes.svg
 #    :alt: Bars of the bytes moved for each element in 16 bits. With a stored mask, forward and
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# How much memory is that in practice? We run each version on a large input and ask the allocator
-# what is still held after the forward pass, apart from ``x`` and ``y``. Two of the versions are
-# this book's operators: ``masked_dropout`` is given a mask, while ``dropout`` draws a seed and
-# calls ``seeded_dropout`` with it.
+# We run each version on a large input and ask the allocator what is still held after the forward
+# pass, apart from ``x`` and ``y``. Two of the versions are this book's operators:
+# ``masked_dropout`` is given a mask, while ``dropout`` draws a seed and calls ``seeded_dropout``
+# with it.
 
 
 def held_for_backward():
@@ -113,14 +112,14 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The idea
 # --------
 #
-# How can a seed replace the mask? An ordinary random number generator is no help, because it has a
-# state and computes each number from the one before. Thousands of threads cannot share such a
-# state, and the backward pass could not start in the middle of the sequence.
+# An ordinary random number generator cannot replace the mask, because it computes each number from
+# the one before. Thousands of threads cannot share such a state, and the backward pass could not
+# start in the middle of the sequence.
 #
 # A :term:`counter-based generator` has no state. It is a function that maps a seed and a counter to
 # random bits, and it maps the same pair to the same bits every time. If the counter is derived from
-# the element's own index, any thread can compute the random number of any element, in any order and
-# at any time. The backward pass computes the same numbers again, so there is nothing to store.
+# the element's own index, any thread can compute the random number of any element at any time. The
+# backward pass computes the same numbers again, so there is nothing to store.
 #
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
@@ -147,20 +146,13 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is
 # :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. We round the threshold to an integer, which changes
-# :math:`p` by at most :math:`2^{-33}`. The kernel can then compare two integers, so it need not
-# convert the random bits to a float first.
+# :math:`p` by at most :math:`2^{-33}`, so that the kernel can compare two integers instead of
+# converting the random bits to a float first.
 #
 # **Backward.** Each output depends on one input, through a factor that is either
 # :math:`1 / (1 - p)` or zero. By the chain rule, the gradient is multiplied by the same factor:
-#
-# .. math::
-#
-#    dx_i = \begin{cases}
-#      \dfrac{dy_i}{1 - p} & \text{if } r_i \ge p \cdot 2^{32} \\
-#      0 & \text{otherwise}
-#    \end{cases}
-#
-# This is dropout again, with ``dy`` in place of ``x``, so one kernel serves both passes.
+# :math:`dx_i = dy_i / (1 - p)` if :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise. This is
+# dropout again, with ``dy`` in place of ``x``, so one kernel serves both passes.
 #
 # **Philox.** How can a function of a counter look random? Philox mixes the counter's bits over and
 # over, in *rounds*. It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`,
@@ -179,13 +171,16 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # Then each word of the seed is increased by a constant of its own, and the next round begins.
 # Because an upper half depends on every bit of the word that was multiplied, a change of a single
-# bit of the counter spreads from round to round until it reaches all 128.
+# bit of the counter spreads from round to round.
 #
-# Could two counters give the same numbers? They cannot, because every round is invertible.
-# :math:`A` and :math:`B` are odd, and multiplication by an odd number modulo :math:`2^{32}` can be
-# undone. So :math:`c_1'` determines :math:`c_2`, then :math:`c_0'` determines :math:`c_1`, and the
-# other two words follow in the same way. An invertible step cannot map two counters to the same
-# output.
+# .. animation:: one_flipped_bit
+#
+# .. dropdown:: Why two counters never give the same numbers
+#
+#    Every round is invertible. :math:`A` and :math:`B` are odd, and multiplication by an odd number
+#    modulo :math:`2^{32}` can be undone. So :math:`c_1'` determines :math:`c_2`, then :math:`c_0'`
+#    determines :math:`c_1`, and the other two words follow in the same way. An invertible step
+#    cannot map two counters to the same output.
 #
 # The kernels
 # -----------
@@ -193,12 +188,14 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
 # instances of it in parallel, called :term:`programs <program>`, and each program works on one
 # :term:`block` of elements. A tensor arrives in the kernel as a pointer to its first element, so
-# ``x_ptr + offsets`` is a block of addresses. Arguments marked ``tl.constexpr`` are fixed when the
-# kernel is compiled.
+# ``x_ptr + offsets`` is a block of addresses. ``tl.arange`` makes a block of consecutive integers,
+# ``tl.load`` and ``tl.store`` read and write memory at a block of addresses, and arithmetic works
+# on whole blocks. Arguments marked ``tl.constexpr`` are fixed when the kernel is compiled.
 #
-# ``tl.arange`` makes a block of consecutive integers, ``tl.load`` and ``tl.store`` read and write
-# memory at a block of addresses, and arithmetic works on whole blocks, as PyTorch's does on whole
-# tensors.
+# .. image:: /figures/dropout-blocks.svg
+#    :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
+#          blocks. The block of program 2 begins at element 2,048 and extends past the end of the
+#          array: 452 of its elements are inside, the other 572 are masked.
 #
 # We reach the final kernel in three steps. The first kernel is the baseline, which reads a mask
 # that was stored beforehand.
@@ -207,33 +204,34 @@ lab.source(masked_dropout_kernel)
 
 # %%
 # Each program computes which elements are its own from ``tl.program_id``, its number within the
-# :term:`launch`. The last block may extend past the end of the tensor, so every load and store is
-# masked with ``inside``. The load leaves the elements past the end undefined, which does no harm
-# because the store skips them.
+# :term:`launch`. This number is converted to ``int64``, because it has only 32 bits, and its
+# product with the block size would wrap around past element :math:`2^{31}`. The last block may
+# extend past the end of the tensor, so every load and store is masked with ``inside``. The load
+# leaves the elements past the end undefined, which does no harm because the store skips them.
 #
-# The program's number is converted to ``int64``, because it has only 32 bits, and so would its
-# product with the block size. Past element :math:`2^{31}` the product would wrap around to a
-# negative offset.
+# ``kernel[grid](...)`` launches a kernel, with one program for each number of the :term:`grid`,
+# here one for every ``BLOCK_SIZE = 1024`` elements. ``num_warps`` sets how many :term:`warps
+# <warp>` of 32 threads execute a program. Four warps are 128 threads, so each thread handles eight
+# elements.
 #
-# In Triton, ``kernel[grid](...)`` launches a kernel, with one program for each number of the
-# :term:`grid`. A grid may also have two dimensions; ``tl.program_id(1)`` then counts along the
-# second. The book's operators put the kernel, the grid and every argument but the tensors into a
-# ``Launch``, which makes the same call. It also remembers the compiled kernel, so that Triton need
-# not inspect every argument again the next time.
+# .. dropdown:: How the book's operators launch a kernel
 #
-# ``_plan`` prepares such a launch, with one program for every ``BLOCK_SIZE`` elements. ``_run``
-# allocates the output and calls the launch with the tensors.
+#    The operators put the kernel, the grid and every argument but the tensors into a ``Launch``,
+#    which makes the call ``kernel[grid](...)``. It also remembers the compiled kernel, so that
+#    Triton need not inspect every argument again the next time. ``_plan`` prepares such a launch,
+#    and ``_run`` allocates the output and calls it with the tensors.
 
+# %%
+
+# Folded: _plan
 lab.source(_plan)
 
 # %%
 
+# Folded: _run
 lab.source(_run)
 
 # %%
-# ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program. Four warps are
-# 128 threads, so each thread handles eight of the block's 1,024 elements.
-#
 # The second kernel draws a random number for each element, which is how dropout is usually written.
 
 lab.source(rand_dropout_kernel)
@@ -243,53 +241,66 @@ lab.source(rand_dropout_kernel)
 # however, because ``tl.rand`` calls Philox with the element's index, gets four numbers, and
 # discards three of them.
 #
-# The third kernel uses all four. We look at it in three pieces. The first computes the offsets as
-# before and loads ``x`` early, so that the random numbers are computed while the load is under way.
+# The third kernel uses all four. Its first piece computes the offsets as before and loads ``x``
+# early, so that the random numbers are computed while the load is under way.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
 # The second piece draws the random numbers. A block of ``BLOCK_SIZE`` elements needs only a quarter
-# as many counters. ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``, which must be
-# arranged so that number 0 meets element 0, number 1 meets element 1, and so on.
-#
-# ``tl.interleave(a, b)`` alternates between the elements of two blocks. The inner calls produce
-# ``r0 r2 r0 r2 ...`` and ``r1 r3 r1 r3 ...``. The outer call alternates between these two and
-# produces ``r0 r1 r2 r3 ...``, which is the order of the elements.
+# as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``. Element 0
+# must meet number 0 of counter 0, element 1 number 1, and so on. ``tl.interleave(a, b)`` alternates
+# between the elements of two blocks, so two inner calls and an outer one restore this order.
 
 lab.source(seeded_dropout_kernel, "draw")
 
 # %%
-# The interleaving is free if no number has to move from one thread to another. A thread that loads
-# 16 bytes at once holds consecutive elements, so it can compute the four numbers of these very
-# elements itself. A table further down shows what the compiler made of it.
+# .. image:: /figures/dropout-interleave.svg
+#    :alt: Four counters, two for each of two threads. The blocks r0 to r3 hold one number per
+#          counter. The inner interleave makes r0 r2 r0 r2 and r1 r3 r1 r3, the outer one r0 r1 r2
+#          r3 for each counter in order. The first eight numbers belong to thread 0 at every step,
+#          the other eight to thread 1.
+#
+# The interleaving is free, because no number has to move from one thread to another: a thread that
+# loads 16 bytes at once holds eight consecutive elements, and computes the numbers of the two
+# counters of these very elements itself. A table further down shows that the compiler found this.
 #
 # The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU and passes a
-# pointer to it. The kernel reads the seed there, so the :term:`host` never has to synchronise with
-# the GPU to learn it.
+# pointer, so the :term:`host` never has to synchronise with the GPU to learn the seed.
 
 lab.source(seeded_dropout_kernel, "decide")
 
 # %%
-# The last piece compares, scales in float32 and stores. It selects with ``tl.where`` instead of
-# multiplying by the mask, because a dropped element must be zero even where ``x`` is infinite, and
-# zero times infinity is NaN.
-#
-# Autograd needs one short function for the gradient. It calls the same operator with the same seed,
-# so gradients of gradients work too. The operator is registered with PyTorch's dispatcher, so that
-# ``torch.compile`` treats it as a single node of its graph and does not look inside.
+# The last piece compares, scales in float32 and stores. ``threshold`` is :math:`p \cdot 2^{32}`,
+# rounded to an integer by the host, so an element is dropped where its number lies below it. The
+# kernel selects with ``tl.where`` instead of multiplying by the mask, because a dropped element
+# must be zero even where ``x`` is infinite, and zero times infinity is NaN.
 
+# %%
+
+# Folded: The kernel whole
+lab.source(seeded_dropout_kernel)
+
+# %%
+# .. dropdown:: What autograd and torch.compile need
+#
+#    Autograd needs one short function for the gradient. It calls the same operator with the same
+#    seed, so gradients of gradients work too. The operator is registered with PyTorch's dispatcher,
+#    so that ``torch.compile`` treats it as a single node of its graph and does not look inside.
+
+# %%
+
+# Folded: seeded_gradient
 lab.source(seeded_gradient)
 
 # %%
 # Is it right?
 # ------------
 #
-# Before we ask how fast the kernel is, we check that it is right. The truth is computed in float64,
-# with a Philox written in plain PyTorch that shares no code with the kernel. The table also shows
-# the error of PyTorch itself, in the same dtype and with the same mask. Our error may be at most
-# twice PyTorch's, or one unit in the last place (:term:`ulp`), whichever is larger, because
-# rounding a result to this dtype can alone cost half of that.
+# The truth is computed in float64, with a Philox written in plain PyTorch that shares no code with
+# the kernel. The table also shows the error of PyTorch itself, in the same dtype and with the same
+# mask. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`),
+# whichever is larger, because rounding a result to this dtype can alone cost half of that.
 
 
 def cases():
@@ -311,9 +322,9 @@ def cases():
 lab.check("seeded_dropout", cases())
 
 # %%
-# The mask must depend on the seed and the index alone. If it also depended on the block size or the
-# shape, tuning the kernel would change the network that is trained. So we draw the mask of one seed
-# in four other ways, and compare.
+# The mask must depend on the seed and the index alone, because otherwise tuning the block size
+# would change the network that is trained. Four other ways to draw the mask of one seed must
+# therefore give the same mask.
 
 
 def in_blocks_of_256(x):
@@ -342,16 +353,14 @@ lab.table(rows, "One seed, one mask")
 # Is it random enough?
 # --------------------
 #
-# A mask can be computed correctly and still be a bad coin. A bad coin keeps too many elements or
-# too few, or one toss tells something about another: about its neighbour, about a toss some
-# positions further on, or about the same element under the next seed.
+# A mask can be computed correctly and still be a bad coin: it may keep too many elements or too
+# few, or one toss may tell something about another, such as its neighbour, a toss some positions
+# further on, or the same element under the next seed.
 #
-# We turn each of these suspicions into a number. Let a toss be 1 where the element is kept and 0
-# where it is dropped, and subtract its mean :math:`q = 1 - p`. Then sum the tosses, or sum the
-# products of pairs of tosses. For a fair coin, whose tosses are independent and have this mean,
-# each sum has mean zero and a known standard deviation. Dividing by the standard deviation gives a
-# score :math:`z`, which exceeds 5 in absolute value less than once in a million tests of a fair
-# coin.
+# We turn each of these suspicions into a score :math:`z`. A toss is 1 where the element is kept and
+# 0 where it is dropped. We subtract the mean :math:`1 - p`, sum the tosses or the products of
+# pairs, and divide by the standard deviation that this sum has for a fair coin. Then :math:`|z|`
+# exceeds 5 less than once in a million tests of a fair coin.
 
 
 def z_rate(mask, p):
@@ -399,7 +408,7 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 # How many rounds does a fair coin take? Triton's ``tl.rand`` runs 10 unless it is told otherwise.
 # Philox's authors found that 7 pass every test of the hardest published suite, BigCrush, and
 # recommend 10 for a margin (Salmon et al., 2011). Our kernel runs only 7, because every round costs
-# time. That choice deserves evidence, so we repeat the tests above with each number of rounds.
+# time, so we repeat the tests above with each number of rounds.
 
 
 def rounds_experiment():
@@ -457,13 +466,13 @@ fewest = min(
 nan = float("nan")
 lab.read(
     f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
-    f"still {worst.get(5, nan):.0f}, but that flaw is small: because z grows with the square root "
-    "of the number of tosses, 100,000 of them would show only "
+    f"still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see: because z grows with "
+    "the square root of their number, 100,000 of them would show only "
     f"{worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
     f"From {fewest} rounds on, none of these tests can tell the mask from fair "
-    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. Our tests are few, however. The "
-    f"kernel runs 7 rounds and not {fewest}, because 7 is where the far harder tests of Philox's "
-    "authors begin to pass."
+    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. The "
+    f"kernel runs 7 rounds and not {fewest}, because our tests are few, and 7 is where the far "
+    "harder tests of Philox's authors begin to pass."
 )
 
 # %%
@@ -473,12 +482,9 @@ lab.read(
 # Activation :term:`checkpointing` saves memory by running the forward pass twice: once to compute
 # the output, and again in the backward pass to rebuild the activations that were thrown away.
 # Dropout must drop the same elements both times, because otherwise the gradient belongs to another
-# network.
-#
-# PyTorch takes care of this by default. ``torch.utils.checkpoint`` saves the state of the random
-# number generators, both the CPU's and the GPU's, before the first run and restores it for the
-# second. Since ``dropout`` draws its seed from PyTorch's generator, both runs draw the same seed.
-# What happens if we switch this off, with ``preserve_rng_state=False``?
+# network. ``torch.utils.checkpoint`` therefore saves the state of PyTorch's random number
+# generators before the first run and restores it for the second, and ``dropout`` draws the same
+# seed from them, unless this is switched off with ``preserve_rng_state=False``.
 
 from torch.utils.checkpoint import checkpoint
 
@@ -512,23 +518,20 @@ for name, operator in {
 lab.table(rows, "Do both runs use the same mask?")
 
 # %%
-# With the state restored, every operator uses the same mask in both runs. Without it, the two
-# operators that draw from the generator use another mask in the second run, and the gradient is
-# silently wrong. A seed that is passed by hand is the same in both runs. Draw it anew for every
-# step, though, outside the checkpointed function, because a constant seed drops the same elements
-# for the whole training.
+# Without the state restored, the two operators that draw from the generator use another mask in the
+# second run, and the gradient is silently wrong. A seed that is passed by hand is the same in both
+# runs. Draw it anew for every step, though, outside the checkpointed function, or the same elements
+# are dropped for the whole training.
 #
 # How fast is it?
 # ---------------
 #
-# The limit is a copy, which reads ``x``, writes ``y`` and does nothing else. We time the copy and
-# all versions in the same process and in turns, as :doc:`/reading-figures` explains. In the figure,
-# "one a call" and "four a call" say how many numbers of each Philox call a kernel uses, with ten
-# rounds; "seven rounds" uses four of each call and runs seven. "Kernel Book" is the public
-# ``dropout``, which also draws its seed.
-#
-# The bar named "stored mask" flatters that kernel, because its time does not include drawing the
-# mask: it gets its mask for free.
+# The limit is a copy, which reads ``x``, writes ``y`` and does nothing else. The copy and all
+# versions take turns in the same process, as :doc:`/reading-figures` explains. In the figure, "one
+# a call" and "four a call" say how many numbers of each Philox call a kernel uses, with ten rounds;
+# "seven rounds" uses four of each call and runs seven. "Kernel Book" is the public ``dropout``,
+# which also draws its seed. "stored mask" is flattered, because its time does not include drawing
+# the mask: it gets its mask for free.
 
 
 def providers(elements, dtype):
@@ -581,9 +584,12 @@ lab.read(
     "In float16, the four operations of `simple_dropout` reach "
     f"{half['simple_dropout']:.0f} % of the speed of a copy. "
     f"Their bytes alone would allow {100 * 4 / 14:.0f} %; drawing the numbers takes the rest. "
-    f"PyTorch's own kernel, which also writes a mask, reaches {half['PyTorch']:.0f} %. A single "
-    f"kernel that reads a stored mask reaches {half['stored mask']:.0f} %, because the mask is a "
-    "fifth byte beside four. Drawing one number per call moves the fewest bytes and yet reaches "
+    f"A single kernel that reads a stored mask reaches {half['stored mask']:.0f} %, because the "
+    "mask is a fifth byte beside four. PyTorch's own kernel writes such a mask and moves the same "
+    f"5 bytes, yet it reaches only {half['PyTorch']:.0f} %. Part of the reason is arithmetic, "
+    "because it also draws the numbers, with ten rounds and four numbers per call, and converts "
+    "each to a float; we did not measure what takes the rest. "
+    "Drawing one number per call moves the fewest bytes and yet reaches "
     f"only {half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
     "`torch.compile` writes draws one number per call too, and reaches "
     f"{half['torch.compile']:.0f} %."
@@ -654,11 +660,9 @@ lab.read(
 # The cost of Philox
 # ------------------
 #
-# The figures above show that arithmetic can be the limit. One round has two multiplications of
-# 32-bit words to 64 bits, a few exclusive ors and two additions to the seed. To measure what a
-# round costs, we vary the number of rounds and nothing else. As long as memory is the limit,
-# further rounds are free, because some warps compute while others wait for their bytes. From the
-# point where arithmetic takes longer than the bytes, every round adds time.
+# To measure what a round costs, we vary the number of rounds and nothing else. As long as memory is
+# the limit, further rounds are free, because some warps compute while others wait for their bytes.
+# From the point where arithmetic takes longer than the bytes, every round adds time.
 
 
 def rounds_providers(rounds, elements, dtype):
@@ -702,16 +706,15 @@ lab.read(
     f"that uses four takes {picoseconds('four a call', 10):.2f}. With seven rounds the latter "
     f"takes {picoseconds('four a call', 7):.2f}, because its arithmetic hides behind the bytes. "
     f"Where the lines fall, each further round costs {slope['one a call']:.2f} picoseconds per "
-    f"element with one number per call and {slope['four a call']:.2f} with four: a call costs its "
-    "rounds however many of its numbers are used, and with four numbers, four elements share that "
-    "cost."
+    f"element with one number per call and {slope['four a call']:.2f} with four, because four "
+    "elements then share the cost of a call."
 )
 
 # %%
-# What did the compiler make of the kernels? In the table below, a :term:`register` holds 4 bytes
-# for one thread, and a :term:`spill` is a value for which no register was left. The threads of a
-# program exchange values through :term:`shared memory` on the chip; within a warp, they can also
-# use a :term:`shuffle`.
+# What did the compiler make of the kernels? In the table, a :term:`register` holds 4 bytes for one
+# thread, and a :term:`spill` is a value for which no register was left. The threads of a program
+# exchange values through :term:`shared memory`, those of one warp also by :term:`shuffles
+# <shuffle>`.
 
 
 def launches(dtype):
@@ -733,8 +736,8 @@ lab.facts(
 )
 
 # %%
-# No kernel spills. The seeded kernel uses neither shared memory nor shuffles, so each thread indeed
-# computes the four numbers of a call where they are needed.
+# The seeded kernel uses neither shared memory nor shuffles, so each thread indeed computes the
+# numbers where they are needed.
 #
 # On small inputs, neither the bytes nor the arithmetic set the time, because a launch takes some
 # microseconds however little the kernel does.
@@ -754,17 +757,17 @@ lab.plot(sizes, "From small to large, forward, float16")
 small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
 lab.read(
-    f"At 16Ki elements the GPU needs {small:.1f} µs, although moving its bytes at full speed would "
+    f"At 16Ki elements the GPU needs {small:.1f} µs, although moving the bytes at full speed would "
     f"take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws "
-    "the seed and one of the kernel. A faster kernel cannot lower that cost. Fusing dropout with "
-    "its neighbours can, because one launch then does the work of several."
+    "the seed and one of the kernel. Only fusing dropout with its neighbours can lower that cost, "
+    "because one launch then does the work of several."
 )
 
 # %%
-# The figures so far show the time of the GPU. The host needs time for each call as well, because it
-# checks the input, allocates the output and queues the kernels. Our host code is Python where
-# PyTorch's is C++, so PyTorch is faster on inputs this small, for which the host is the bottleneck.
-# :doc:`/hardware` says where that time goes.
+# The host needs time for each call as well, because it checks the input, allocates the output and
+# queues the kernels. On inputs this small the host is the bottleneck, and PyTorch is faster,
+# because our host code is Python where PyTorch's is C++. :doc:`/hardware` says where that time
+# goes.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times(
@@ -776,12 +779,11 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Four mistakes are easy to make, and most raise no error. We make each of them here and look at the
-# result.
+# Four mistakes are easy to make, and most raise no error.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. The keep rate looks harmless, but the tosses of one block are copies of those
-# of the block before, and a test of pairs one block apart detects this.
+# gets the same mask. The keep rate looks harmless, but a test of pairs one block apart detects that
+# the blocks are copies.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
@@ -799,23 +801,21 @@ rows = [
 lab.table(rows, "Copies of one block")
 
 # %%
-# **Two layers share a seed.** If their shapes agree, so do their masks, and the second layer drops
-# nothing that the first has kept. Draw a new seed for every call, as ``dropout`` does.
+# **Two layers share a seed.** If their shapes agree, the second layer drops nothing that the first
+# has kept. Draw a new seed for every call, as ``dropout`` does.
 
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
 apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
+kept = {
+    "1 and 1": (shared != 0).float().mean(),
+    "1 and 2": (apart != 0).float().mean(),
+    "what independence gives": 0.5 * 0.5,
+}
 lab.table(
     [
-        {
-            "seeds of two layers": "1 and 1",
-            "kept": f"{(shared != 0).float().mean():.3f}",
-        },
-        {
-            "seeds of two layers": "1 and 2",
-            "kept": f"{(apart != 0).float().mean():.3f}",
-        },
-        {"seeds of two layers": "what independence gives", "kept": f"{0.5 * 0.5:.3f}"},
+        {"seeds of two layers": name, "kept": f"{rate:.3f}"}
+        for name, rate in kept.items()
     ],
     "The share of elements that survive two layers with p = 0.5",
 )
@@ -825,12 +825,10 @@ lab.table(
 # with every layer, and a network that was trained this way behaves differently once dropout is
 # switched off.
 
-unscaled = x * (seeded_dropout(x, 0.5, seed=1) != 0)
+scaled = seeded_dropout(x, 0.5, seed=1)
+outputs = {"scaled": scaled, "not scaled": x * (scaled != 0)}
 lab.table(
-    [
-        {"output": "scaled", "mean": f"{seeded_dropout(x, 0.5, seed=1).mean():.3f}"},
-        {"output": "not scaled", "mean": f"{unscaled.mean():.3f}"},
-    ],
+    [{"output": name, "mean": f"{y.mean():.3f}"} for name, y in outputs.items()],
     "The mean of the output, for an input of ones",
 )
 
@@ -840,14 +838,9 @@ lab.table(
 # worst touches memory that belongs to something else.
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
+starts = {"int32": program * block, "int64": program.long() * block}
 lab.table(
-    [
-        {"arithmetic": "int32", "first element": f"{(program * block).item():,}"},
-        {
-            "arithmetic": "int64",
-            "first element": f"{(program.long() * block).item():,}",
-        },
-    ],
+    [{"arithmetic": n, "first element": f"{s.item():,}"} for n, s in starts.items()],
     f"Where program {program.item():,} of a large launch begins",
 )
 
@@ -856,8 +849,8 @@ lab.table(
 # ---------
 #
 # **1. One seed per row.** Give each row of a matrix a seed of its own, so that a row keeps its mask
-# wherever it stands in the batch. A grid of two dimensions helps, one for the rows and one for the
-# blocks of columns. Test it by moving a row: its mask must move along.
+# wherever it stands in the batch. Use a grid of two dimensions, one for the rows and one for the
+# blocks of columns, which ``tl.program_id(1)`` counts. Test it by moving a row.
 
 # %%
 
@@ -906,10 +899,9 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 
 # %%
 # **2. Any stride, no copy.** ``seeded_dropout`` copies an input that is not contiguous. Write a
-# kernel for a matrix that takes the two :term:`strides <stride>` of ``x`` instead. The mask must
-# not change, because it belongs to the element's number in row-major order and not to its address.
-# Since a row may begin in the middle of a group of four, the simple way is one call of Philox per
-# element.
+# kernel that takes the two :term:`strides <stride>` of a matrix instead. The mask must not change,
+# because it belongs to the element's number in row-major order and not to its address.
+# Since a row may begin in the middle of a group of four, call Philox once per element.
 
 # %%
 
@@ -961,9 +953,8 @@ lab.check(
 # **3. A random projection that is never stored.** By the Johnson–Lindenstrauss lemma, a random
 # matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly preserves their
 # distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
-# each, and zero otherwise. With d = 1,000,000 the matrix would be large, so write :math:`x R` such
-# that each entry of :math:`R` is drawn where it is used. ``tl.randint`` gives one number per index,
-# and ``tl.sum`` reduces a block along an axis.
+# each, and zero otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is
+# used. ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
 
 # %%
 
@@ -1041,6 +1032,9 @@ lab.table(
 # - Achlioptas. *Database-friendly random projections.* Journal of Computer and System Sciences 66,
 #   2003.
 
+# %%
+
+# Closing
 reached = {
     str(d).removeprefix("torch."): forward.share("Kernel Book", dtype=d) for d in DTYPES
 }

@@ -17,7 +17,7 @@ The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :ter
 its speeds are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
 import torch
 
 from kernelbook import lab, reference, runtime, softmax
@@ -57,21 +57,20 @@ def simple_softmax(x):
 # large to store. The shift does not change the result, because it scales the numerator and the
 # denominator by the same factor, :math:`e^{-m}`.
 #
-# What does this version cost? Each operation reads its input from memory and writes its output
-# back. For a row of :math:`N` elements, the five operations together make 5 reads and 3 writes of
-# :math:`N` numbers; the maximum and the sum are one number per row, too little to count. Any
-# version must read the row once and write the result once, so this one moves four times as many
-# bytes as necessary.
+# Each operation reads its input from memory and writes its output back. For a row of :math:`N`
+# elements, the five operations together make 5 reads and 3 writes of :math:`N` numbers; the maximum
+# and the sum are one number per row, too little to count. Any version must read the row once and
+# write the result once, so this one moves four times as many bytes as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. PyTorch, operation by operation: five reads and three writes. The
 #          three_pass kernel: three reads and one write. The online kernels: two reads and one
 #          write. The row kernel: one read and one write.
 #
-# A single :term:`kernel` can do all five steps. If the row fits on chip, in the registers of a
-# streaming multiprocessor (:term:`SM`), the kernel needs to read it only once. If it does not fit,
-# the kernel has to read the row in blocks, and then the blocks must share a maximum and a sum that
-# none of them knows alone.
+# A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
+# multiprocessor (:term:`SM`), the kernel needs to read it only once. If it does not fit, the kernel
+# has to read the row in blocks, and then the blocks must share a maximum and a sum that none of
+# them knows alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -96,6 +95,8 @@ def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
         tl.store(y_ptr + row * n_cols + cols, y, mask=cols < n_cols)
 
 
+# %%
+
 x = torch.randn(3, 1000, device=runtime.DEVICE)
 rows = []
 for block in (1024, 512, 256):
@@ -110,17 +111,16 @@ lab.table(
 )
 
 # %%
-# Every block sums to 1, so a row sums to its number of blocks. Nothing crashes, and the result is
-# even right when one block covers the whole row, so a careless test that tries only short rows
-# passes.
+# Every block sums to 1, so a row sums to its number of blocks. The result is right when one block
+# covers the whole row, so a careless test that tries only short rows passes.
 #
 # The idea
 # --------
 #
-# What must the loop carry from block to block? Two numbers: the maximum so far and the sum so far.
-# The sum needs care, because its terms were computed relative to the old maximum. When a larger
-# element arrives, all of them are too large, but all by the same factor, so one multiplication
-# repairs the sum. The method is called :term:`online softmax`.
+# The loop must carry two numbers from block to block: the maximum so far and the sum so far. The
+# terms of the sum were computed relative to the old maximum. When a larger element arrives, all of
+# them are too large, but all by the same factor, so one multiplication repairs the sum. The method
+# is called :term:`online softmax`.
 #
 # The mathematics
 # ---------------
@@ -138,8 +138,8 @@ lab.table(
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
 # :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
 #
-# The proof is by induction. For :math:`j = 0` the sum is empty, and both sides are 0. Suppose that
-# the claim holds for :math:`j - 1`. Then
+# The proof is by induction. For :math:`j = 0` both sides are 0. If the claim holds for
+# :math:`j - 1`, then
 #
 # .. math::
 #
@@ -149,8 +149,8 @@ lab.table(
 #    &= \sum_{i \le j} e^{x_i - m_j}
 #    \end{aligned}
 #
-# because the two exponents add up and :math:`m_{j-1}` cancels. So the claim holds for :math:`j`,
-# and a single pass over the row finds both its maximum and its sum.
+# because the two exponents add up and :math:`m_{j-1}` cancels. So a single pass over the row finds
+# both its maximum and its sum.
 #
 # **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads to
 # keep busy. So cut the row into two pieces, with the pairs :math:`(m_a, d_a)` and
@@ -165,16 +165,15 @@ lab.table(
 #
 # The pair of a union does not depend on how the union was cut, so the merge is *associative*: any
 # grouping gives the same result. The recurrence is the special case in which one piece is a single
-# element, whose pair is :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`, and
-# merging it changes nothing.
+# element, with the pair :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
 #          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
 #          these two give (6, 1.96) for the whole row.
 #
-# Let's try it: we cut a row into pieces, merge their pairs in a random order, and compare the
-# result with the pair of the whole row.
+# We cut a row into pieces, merge their pairs in a random order, and compare the result with the
+# pair of the whole row.
 
 
 def pair(x):
@@ -208,53 +207,56 @@ for pieces in (2, 7, 100):
 lab.table(rows, "Pairs merged in a random order, float64")
 
 # %%
-# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives with it.
-# Differentiating :math:`y_j = e^{x_j - m} / d` gives
-# :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does not
-# change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
+# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives with it. The
+# gradient of the input is :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one
+# :term:`reduction` over the row, after which every element can be computed by itself. It needs
+# :math:`y` and :math:`dy` but not :math:`x`, so the least it can move is two reads and one write.
 #
-# .. math::
+# .. dropdown:: The gradient, derived
 #
-#    \begin{aligned}
-#    dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
-#    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#    \end{aligned}
+#    Differentiating :math:`y_j = e^{x_j - m} / d` gives
+#    :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1
+#    if :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does
+#    not change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
 #
-# The backward pass is therefore one :term:`reduction` over the row, after which every element can
-# be computed by itself. It needs :math:`y` and :math:`dy` but not :math:`x`, so the least it can
-# move is two reads and one write.
+#    .. math::
+#
+#       \begin{aligned}
+#       dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
+#       &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#       \end{aligned}
 #
 # The kernels
 # -----------
 #
 # **Whole rows on chip.** The simplest kernel also moves the fewest bytes, as long as a row fits.
-# Each program loads one or more whole rows and does everything in its registers, the fastest
-# storage on the chip (see :term:`register`).
+# Each program loads one or more whole rows and does everything in its :term:`registers <register>`,
+# the fastest storage on the chip.
 
 lab.source(row_fwd_kernel)
 
 # %%
-# The load fills the slots past the end of a row with minus infinity (``other=float("-inf")``).
-# These slots exist because the length of a block must be a power of two and that of a row seldom
-# is, and minus infinity leaves the row unchanged: it never wins a maximum, and its exponential is
-# 0.
+# The length of a block must be a power of two and that of a row seldom is, so the load fills the
+# slots past the end of the row with minus infinity (``other=float("-inf")``). Minus infinity leaves
+# the row unchanged: it never wins a maximum, and its exponential is 0.
 #
-# Two details save instructions. The kernel computes one reciprocal per row and multiplies every
-# element by it, because a division on a GPU takes several instructions. And ``exp`` is the
-# package's own: it calls ``exp2`` with :math:`x \log_2 e`, because a power of two is the only
-# exponential that the hardware has.
+# The kernel computes one reciprocal per row and multiplies every element by it, because a division
+# takes several instructions. And ``exp`` is the package's own: it calls ``exp2`` with
+# :math:`x \log_2 e`, because a power of two is the only exponential that the hardware has.
 #
-# **Three passes.** When the row does not fit, the straightforward kernel reads it three times: for
-# the maximum, for the sum, and for the result.
+# **Three passes.** When the row does not fit, the straightforward kernel loops over it for the
+# maximum, for the sum, and for the result.
 
+# %%
+
+# Folded: The kernel of three passes
 lab.source(three_pass_fwd_kernel)
 
 # %%
 # **Online.** The recurrence joins the first two loops into one. Here it advances by a whole block
-# at a time, and ``alpha`` is the factor that rescales the old sum to the new maximum. A second loop
-# reads the row again to write the result. That is why the load says ``evict_last``: it asks the
-# cache to keep this data longer than other data.
+# at a time, and ``alpha`` rescales the old sum to the new maximum. A second loop reads the row
+# again to write the result, so the load says ``evict_last``, which asks the cache to keep this data
+# longer than other data.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -269,135 +271,164 @@ lab.source(online_fwd_kernel, "recur")
 # The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
 # row. With one row per program we call it ``online``, with four ``online_2d``.
 #
-# There is one trap. While all elements so far are minus infinity, so is the maximum, and
-# :math:`-\infty - (-\infty)` is not a number. ``finite`` therefore replaces such a maximum by zero.
-# The exponential of minus infinity is then 0, as it should be.
+# While all elements so far are minus infinity, so is the maximum, and :math:`-\infty - (-\infty)`
+# is not a number. ``finite`` replaces such a maximum by zero, so that the exponentials are 0.
 
+# %%
+
+# Folded: finite
 lab.source(finite)
+
+# %%
+
+# Folded: The online kernel whole
+lab.source(online_fwd_kernel)
 
 # %%
 # **Backward** for whole rows is as short as its formula.
 
+# %%
+
+# Folded: The backward kernel whole
 lab.source(row_bwd_kernel)
 
 # %%
 # Wide rows
 # ---------
 #
-# How wide can a row be and still fit? An SM has 65,536 registers of 4 bytes. A row of 32,768
-# numbers, widened to float32, takes half of them. The program needs some registers for other values
-# too, so a second one does not fit beside it. A lone program cannot overlap its two kinds of work:
-# while it computes, nothing is loaded, and while it loads, nothing is computed.
+# An SM has 65,536 registers of 4 bytes. A row of 32,768 numbers, widened to float32, takes half of
+# them, and the program needs some for other values too, so a second one does not fit beside it. A
+# lone program cannot overlap its two kinds of work: while it computes, nothing is loaded, and while
+# it loads, nothing is computed.
+#
+# .. animation:: registers_of_an_sm
 #
 # **Packed.** In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way.
 # Two numbers share a register, and the kernel widens them each time it uses them: for the maximum,
 # for the sum, and for the result. The price is that every exponential is computed twice. The gain
 # is that two programs fit where there was room for one, and one can compute while the other loads.
 
-lab.source(packed_row_fwd_kernel)
+lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
-# The odd-looking ``raw += zero`` prevents an optimisation. The compiler sees that the row is
-# widened three times and would rather widen it once and keep the result, which is exactly what we
-# want to avoid. So the kernel receives a zero as an argument at run time. The compiler cannot know
-# that adding it changes nothing, and has to widen the row again.
-#
-# Widening itself is cheap: a shift, or a conversion, for each half.
+# The odd-looking ``raw += zero`` prevents an optimisation: the compiler would rather widen the row
+# once and keep the result, which is what we want to avoid. It cannot know that adding an argument
+# of the kernel changes nothing, so it has to widen the row again, which is cheap: a shift, or a
+# conversion, for each half.
 
+# %%
+
+# Folded: widen
 lab.source(widen)
 
 # %%
-# ``tl.interleave`` puts the halves back in their order, and ``narrow`` does the reverse.
 
+# Folded: narrow, the reverse
 lab.source(narrow)
+
+# %%
+
+# Folded: The packed kernel whole
+lab.source(packed_row_fwd_kernel)
 
 # %%
 # **Split.** A row of 65,536 columns takes half of an SM's registers even when it is packed, so
 # again only one program fits. Several programs therefore share such a row. Each keeps its part of
-# the row in registers and computes the pair :math:`(m, d)` of that part.
-
-lab.source(split_row_fwd_kernel, "load")
-
-# %%
-# Then the programs exchange their pairs, and each merges all of them. This :term:`exchange` has
-# three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same three.
+# the row in registers and computes the pair of that part, its maximum ``m`` and the sum of its
+# ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
+# :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
 #
-# *Publish.* Each part has a slot of 64 bits in memory, exactly enough for a pair of float32. A
-# single 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a
-# complete pair, and no lock is needed. The atomic can be ``relaxed``, which means that it does not
-# order any other memory access, because the reader needs no other memory of this part.
-
-lab.source(exchange.publish)
-
-# %%
-# Which bits mean "empty"? The slots start as zeros, because zeros are cheap to write, but two zeros
-# could also be a pair that a program has computed. So we store a pair XOR a constant, the bits of
-# two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every pair
-# that a program computes is stored as something other than zero.
-
-lab.source(exchange.to_slot)
-
-# %%
-# *Wait.* A running program waits for others that may not have started yet. GPUs start programs in
-# the order of their numbers, so the other parts of the row run at about the same time. The hardware
-# does not promise this order, however. If the others could not start before this program ends, it
-# would wait for ever, so the wait is bounded: the loop looks at the slots a limited number of
-# times.
-
-lab.source(exchange.wait)
-
-# %%
-# A row that is split into sixteen parts has sixteen slots, and yet a program reads 32. The reason
-# is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction together, and if
-# a warp loads a block of sixteen numbers, Triton gives each number to two lanes, which both load
-# it. For other loads that makes no difference.
-#
-# These slots, however, change while they are read, and the load is ``volatile``: it asks the memory
-# anew for each lane. So one lane may find a slot filled that its twin, a moment before, found
-# empty. Half of the warp would then leave the loop, and the other half would compute with a pair
-# that was never there.
-#
-# With 32 reads, every lane looks for itself, and the warp goes on when its lanes have seen all
-# slots filled. The other warps of the program look as well, and each goes on when it can, because
-# all of them find the same pairs, some only later. Only giving up is a decision that the warps take
-# together, at a barrier where each waits for the others.
-
-lab.source(exchange.looks)
-
-# %%
-# *Collect.* The program has read every slot at least once, and what it read beyond the last part
-# are copies. Counted twice, they would change the sum, so the program replaces them by the
-# :term:`neutral element` of the merge: a maximum of minus infinity and a sum of 0. A maximum of 0
-# would be wrong, because it exceeds that of every row of negative numbers, and if all of these lie
-# below -104, all their exponentials become 0.
-
-lab.source(exchange.collect)
-
-# %%
-# The kernel puts the steps together. If the pairs of its neighbours do not come, a program reads
-# the whole row itself. It then uses the recurrence with a separate pair in each lane, and merges
-# these pairs at the end, which is slow but right. In Triton's interpreter this is the rule, because
-# programs run one after the other there.
+# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. A single
+# 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a complete
+# pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "publish")
 
 # %%
+# *Wait.* The program reads the slots again and again until none is empty. GPUs start programs in
+# the order of their numbers, so the other parts of the row run at about the same time. The hardware
+# does not promise this order, however. If the others could not start before this program ends, it
+# would wait for ever, so it looks at the slots a limited number of times.
+#
+# *Collect.* It then merges all pairs. If some did not come, it reads the whole row itself, which is
+# slow but right. In Triton's interpreter this is the rule, because programs run one after the other
+# there.
 
 lab.source(split_row_fwd_kernel, "collect")
 
 # %%
-
-lab.source(row_statistics)
-
-# %%
+# The last step rescales the part from its own maximum to that of the row, and writes it.
 
 lab.source(split_row_fwd_kernel, "write")
 
+# %%
+
+# Folded: The split kernel whole
+lab.source(split_row_fwd_kernel)
+
+# %%
+# .. dropdown:: The exchange in detail: when a slot is empty, and why 32 are read
+#
+#    *Publish.* The slots start as zeros, because zeros are cheap to write, but two zeros could also
+#    be a pair that a program has computed. So ``to_slot`` stores a pair XOR a constant, the bits of
+#    two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every
+#    pair that a program computes is stored as something other than zero. The atomic of ``publish``
+#    can be ``relaxed``, which means that it does not order any other memory access, because the
+#    reader needs no other memory of this part.
+#
+#    *Wait.* A row that is split into sixteen parts has sixteen slots, and yet a program reads 32.
+#    The reason is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction
+#    together, and if a warp loads a block of sixteen numbers, Triton gives each number to two
+#    lanes, which both load it. For other loads that makes no difference. These slots, however,
+#    change while they are read, and the load is ``volatile``: it asks the memory anew for each
+#    lane. So one lane may find a slot filled that its twin, a moment before, found empty. Half of
+#    the warp would then leave the loop, and the other half would compute with a pair that was never
+#    there. With 32 reads, every lane looks for itself, and the warp goes on when its lanes have
+#    seen all slots filled. The other warps of the program look as well, and each goes on when it
+#    can, because all of them find the same pairs, some only later. Only giving up is a decision
+#    that the warps take together, at a barrier where each waits for the others.
+#
+#    *Collect.* What the program read beyond the last part are copies. Counted twice, they would
+#    change the sum, so ``collect`` replaces them by the :term:`neutral element` of the merge: a
+#    maximum of minus infinity and a sum of 0. A maximum of 0 would be wrong, because it exceeds
+#    that of every row of negative numbers, and if all of these lie below -104, all their
+#    exponentials become 0. A program that reads the row itself, in ``row_statistics``, keeps a
+#    separate pair in each lane, and merges these pairs at the end.
+
+# %%
+
+# Folded: publish
+lab.source(exchange.publish)
+
+# %%
+
+# Folded: to_slot
+lab.source(exchange.to_slot)
+
+# %%
+
+# Folded: wait
+lab.source(exchange.wait)
+
+# %%
+
+# Folded: looks
+lab.source(exchange.looks)
+
+# %%
+
+# Folded: collect
+lab.source(exchange.collect)
+
+# %%
+
+# Folded: row_statistics
+lab.source(row_statistics)
+
 # %% An animation
-# The animation shows four programs of one row, of which one starts late. A program that still polls
-# when the last pair is published collects all four. A program that has given up by then reads the
-# whole row, and because it needs nothing from the others, it cannot deadlock. Both arrive at the
-# same maximum and sum.
+# In the animation one of four programs starts late. A program that still polls when the last pair
+# is published collects all four. One that has given up by then reads the whole row. Both arrive at
+# the same maximum and sum.
 #
 # .. animation:: publish_and_collect
 
@@ -406,9 +437,8 @@ lab.source(split_row_fwd_kernel, "write")
 # ------------
 #
 # We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
-# do not. In float32 we allow four times PyTorch's error instead of twice, because multiplying by
-# the reciprocal rounds once more than a division does, and the hardware's ``exp2`` errs in its last
-# two bits.
+# do not. In float32 we allow four times PyTorch's error, because multiplying by the reciprocal
+# rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits.
 
 
 def cases():
@@ -439,9 +469,8 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# Some rows break a careless kernel. A row of nothing but minus infinity has no finite maximum:
-# PyTorch gives NaN, and so do we. A row with *some* of them is fine, even if a whole block of them
-# comes before the first number. The softmax of a single element is 1.
+# A row of nothing but minus infinity has no finite maximum: PyTorch gives NaN, and so do we. A row
+# with *some* of them is fine, even if a whole block of them comes before the first number.
 
 inf = float("inf")
 special = {
@@ -469,9 +498,8 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # ---------------
 #
 # The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
-# once and write it once. We begin with the ladder: each algorithm over the length of the row, in
-# bfloat16, as a share of the copy's speed. "One program" is the row kernel without packing and
-# without splitting.
+# once and write it once. The ladder shows each algorithm over the length of the row, in bfloat16.
+# "one program" is the row kernel without packing and without splitting.
 
 
 def one_program(x):
@@ -525,24 +553,33 @@ share = {
     for n in (short, 32768, 65536, long)
 }
 lab.read(
+    f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
+    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one, but "
+    "PyTorch's source shows where three of them do more than a copy: the maximum also finds its "
+    "own position, and the subtraction and the division, whose operands differ in shape, load "
+    "element by element."
+)
+
+# %%
+
+# Reading
+lab.read(
     f"While a row is short, a second or third read finds it in a cache, and costs less than a read "
     f"from memory: at {short:,} columns three passes reach {share['three_pass', short]:.0f} % and "
     f"the online kernel {share['online', short]:.0f} %. At {long:,} they fall to "
-    f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %: the further reads now "
-    f"go to memory. One program a row holds out longer, but at 32,768 columns it fills its "
-    f"multiprocessor and drops to {share['one program', 32768]:.0f} %. Packed, the same row gives "
+    f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, because the further "
+    f"reads now go to memory. One program per row holds out longer, but at 32,768 columns it fills "
+    f"its SM and drops to {share['one program', 32768]:.0f} %. Packed, the same row gives "
     f"{share['Kernel Book', 32768]:.0f} %. Split over programs, 65,536 columns give "
     f"{share['Kernel Book', 65536]:.0f} % and {long:,} give {share['Kernel Book', long]:.0f} %."
 )
 
 # %%
-# At which length does the second read become expensive? It is cheap while it hits the :term:`L2`
-# cache, which all SMs share, and it hits if all rows in flight fit there. A row is in flight while
-# a program works on it, so we have to count programs. The online kernel has one warp for every
-# 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at most 32 programs.
-#
-# From these numbers we predict whether the second read is served by L2 or by memory, in the column
-# *again from*, and put the measured share beside it.
+# At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
+# which all SMs share, if all rows *in flight* fit in L2 together. A row is in flight while a
+# program works on it, so we count programs: the online kernel has one warp for every 1,024 columns,
+# and never more than 8, and an SM runs at most 64 warps and at most 32 programs. The column *again
+# from* predicts where the second read is served from.
 
 
 def prediction():
@@ -558,14 +595,56 @@ def prediction():
     return table
 
 
-lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
+flight = lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
+flight
+
+# %%
+
+
+# Drawing
+def size_of_l2(rows):
+    tables = (flight, *flight.elsewhere)
+    return next(t.provenance["l2_mib"] for t in tables if t.rows is rows)
+
+
+def in_flight(rows):
+    bars = ", ".join(
+        f"{row['columns']:,} columns {row['MiB in flight']:,}" for row in rows
+    )
+    return (
+        f"An L2 of {size_of_l2(rows):.0f} MiB as a box, and the MiB in flight: {bars}."
+    )
+
+
+def box_of_l2(axes, rows):
+    l2, blue, orange = (
+        size_of_l2(rows),
+        lab.colour("Kernel Book"),
+        lab.colour("PyTorch"),
+    )
+    axes.axvspan(0, l2, facecolor="#eaf2fb", edgecolor=blue)
+    axes.text(l2 + 4, 0, f"L2: {l2:.0f} MiB", color=blue, va="center")
+    for place, row in enumerate(rows):
+        mib, fits = row["MiB in flight"], row["again from"] == "L2"
+        axes.barh(place, mib, color=blue if fits else orange, height=0.6)
+        if not fits:
+            axes.text(
+                mib + 4, place, f"online: {row['online']}", va="center", color=orange
+            )
+    axes.set_yticks(range(len(rows)), [f"{row['columns']:,}" for row in rows])
+    axes.set(xlabel="MiB in flight", ylabel="columns", xlim=(0, 1.3 * mib))
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+
+
+lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
 # The prediction is rough, because the cache also holds what is being written, but it shows where
 # the edge is.
 #
-# Next we compare the public function with the libraries. ``softmax`` picks the algorithm by the
-# length of the row.
+# Next are the libraries, beside the public ``softmax``, which picks the algorithm by the length of
+# the row.
 
 
 def liger(x):
@@ -629,16 +708,25 @@ for dtype in ("bfloat16", "float32"):
         f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
         f"{100 * peer:.0f} %."
     )
+gap = max(
+    abs(ladder.share("Kernel Book", columns=n) - ours)
+    for n in COLUMNS
+    for ours in [forward.share("Kernel Book", dtype="bfloat16", columns=n)]
+)
+sentences.append(
+    "The ladder above timed the same rows of bfloat16 in another sweep, and the two differ by up "
+    f"to {100 * gap:.1f} percentage points."
+)
 lab.read(" ".join(sentences))
 
 # %%
-# At the widest rows, waiting costs speed. A program publishes its pair and then waits for the
-# slowest of its neighbours; meanwhile its registers are occupied, and nothing new is loaded into
-# them. quack exchanges the pairs between SMs that the hardware groups in a *cluster*, a shorter
-# path than through L2. Triton 3.6 and 3.7 cannot reduce across a cluster; 3.9 can.
+# At the widest rows, waiting costs speed: a program waits for the slowest of its neighbours while
+# its registers are occupied and nothing new is loaded into them. Its pair travels to a slot in L2
+# and from there to the other SMs. quack takes a shorter path: the hardware groups some SMs in a
+# *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
+# reduce across a cluster; 3.9 can.
 #
-# The backward pass moves three arrays instead of two. Wide rows are split here as well, and the
-# programs of a row exchange their parts of its sum.
+# The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
 
 def backward_providers(columns, rows, dtype):
@@ -676,10 +764,9 @@ backward = lab.bench(
 lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
-# The next table shows what the compiler made of the kernels. A *shuffle* is an instruction by which
-# the lanes of a warp pass each other numbers, and a :term:`spill` is a value that did not fit into
-# the registers and lives in memory instead. :term:`Shared memory <shared memory>` is the fast
-# storage through which the warps of a program exchange numbers.
+# The next table shows what the compiler made of the kernels. By a :term:`shuffle` the lanes of a
+# warp exchange numbers, through :term:`shared memory` the warps of a program, and a :term:`spill`
+# is a value for which no register was left.
 
 
 def launch(columns, dtype):
@@ -706,13 +793,13 @@ packed = registers.get(
 )
 lab.read(
     f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
-    f"columns, takes {plain:.0f} registers a thread. The packed kernel, at 32,768 columns, takes "
+    f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
     f"{packed:.0f}, all its other values included."
 )
 
 # %%
-# All of this was the GPU's time. The host needs time for a call as well, and with few rows nothing
-# else counts, because the GPU finishes first and waits: :doc:`/hardware` says where this time goes.
+# With few rows only the host's time counts, because the GPU finishes first and waits.
+# :doc:`/hardware` says where this time goes.
 
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(
@@ -727,23 +814,18 @@ lab.host_times(
 
 x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
 unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
-
-
-def listed(row):
-    return ", ".join(f"{value:.3g}" for value in row)
-
-
+versions = {"softmax": softmax(x), "without the maximum": unshifted}
 lab.table(
     [
-        {"version": "softmax", "result": listed(softmax(x)[0])},
-        {"version": "without the maximum", "result": listed(unshifted[0])},
+        {"version": name, "result": ", ".join(f"{value:.3g}" for value in y[0])}
+        for name, y in versions.items()
     ],
     "The row (1, 50, 100)",
 )
 
 # %%
-# **Zeros past the end of the row.** Zero looks harmless, but it pads every row with elements of
-# weight :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
+# **Zeros past the end of the row.** Zero pads every row with elements of weight
+# :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
 
 
 @triton.jit
@@ -764,9 +846,9 @@ for other in (float("-inf"), 0.0):
 lab.table(rows, "100 elements in a block of 128")
 
 # %%
-# **The old sum is not rescaled.** Without ``alpha`` the recurrence still finds the maximum, but it
-# adds terms of different scales. The row is sorted here, so that every block brings a new maximum:
-# with the maximum in the first block, alpha would be 1 ever after, and the mistake would not show.
+# **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
+# The row is sorted here, so that every block brings a new maximum: with the maximum in the first
+# block, alpha would be 1 ever after, and the mistake would not show.
 
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
@@ -778,29 +860,26 @@ for piece in pieces:
     m = m_new
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
+sums = {"truth": truth, "rescaled": right, "not rescaled": wrong}
 lab.table(
-    [
-        {"sum": "truth", "value": f"{truth:.6f}"},
-        {"sum": "rescaled", "value": f"{right:.6f}"},
-        {"sum": "not rescaled", "value": f"{wrong:.6f}"},
-    ],
+    [{"sum": name, "value": f"{value:.6f}"} for name, value in sums.items()],
     "The sum of 512 exponentials in 8 blocks",
 )
 
 # %%
-# **The sum is kept in 16 bits.** Small terms vanish beside a large sum, because bfloat16 keeps only
-# 8 significant bits: 256 + 1 is rounded back to 256. That is why all statistics in this book are
-# float32, whatever the input.
+# **The sum is kept in 16 bits.** bfloat16 keeps only 8 significant bits, so small terms vanish
+# beside a large sum: 256 + 1 is rounded back to 256. That is why all statistics in this book are
+# float32.
 
 ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
 total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
-for term in ones[0].exp().view(-1, 8):
-    for value in term:
-        total += value
+for value in ones[0].exp():
+    total += value
+sums = {"float32": ones.float().exp().sum(), "bfloat16": total}
 lab.table(
     [
-        {"sum kept in": "float32", "value": f"{ones.float().exp().sum():,.0f}"},
-        {"sum kept in": "bfloat16", "value": f"{total.item():,.0f}"},
+        {"sum kept in": name, "value": f"{value.item():,.0f}"}
+        for name, value in sums.items()
     ],
     "8,192 ones, added one by one",
 )
@@ -810,16 +889,19 @@ lab.table(
 # -----------------------
 #
 # Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
-# computed, followed by a weighted sum of the rows of :math:`v`. For long sequences the scores do
-# not fit in memory, and with the recurrence they never need to exist all at once.
+# computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
+# a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
+# each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
+# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. That is the core of
+# FlashAttention, and the reason why this recurrence matters far beyond softmax.
 #
-# A program walks over the keys in blocks. For each query it carries the pair and also the weighted
-# sum so far, ``acc``. Because ``acc`` was accumulated relative to the old maximum, it is rescaled
-# by the same ``alpha``.
-#
-# In the kernel, ``tl.dot`` is a matmul of two blocks. By default it may round float32 operands to
-# TF32, a format with 10 bits after the leading one instead of 23. ``input_precision="ieee"`` keeps
-# all of them.
+# **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
+# default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
+# of 23; ``input_precision="ieee"`` keeps all of them.
+
+# %%
+
+# Solution: attention for one block of queries
 
 
 @triton.jit
@@ -870,9 +952,6 @@ lab.check(
 )
 
 # %%
-# The 500 scores of a query were never stored. That is the core of FlashAttention, and the reason
-# why this recurrence matters far beyond softmax.
-#
 # Exercises
 # ---------
 #

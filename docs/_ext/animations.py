@@ -195,6 +195,57 @@ class Drawing:
         return f"@media {media} {{\n{moving}}}\n{dark}"
 
 
+# -- the rounds of Philox, in the dropout chapter --------------------------------------------------
+
+SEED, COUNTER, FLIPPED, ROUNDS = 7, 2024, 0, 7
+"""Seed and counter, the bit of the counter that is flipped, and the rounds of the kernel."""
+
+
+def differences():
+    """Yield, for each number of rounds, which bits of the four words differ after it."""
+    import torch
+
+    from kernelbook.reference import philox
+
+    counters = torch.tensor([COUNTER, COUNTER ^ 1 << FLIPPED])
+    for rounds in range(ROUNDS + 1):
+        one, other = philox(SEED, counters, rounds).tolist()
+        words = zip(one, other, strict=True)
+        yield [[bit for bit in range(32) if (a ^ b) >> bit & 1] for a, b in words]
+
+
+def one_flipped_bit():
+    """One bit of a counter is flipped; round by round, more bits differ because of it."""
+    left, pitch, gap, high, each = 64, 2.1, 5, 24, 1.3  # bits and rows; seconds of a round
+    drawing = Drawing("one flipped bit spreads", 262, seconds=13, still=12)
+    drawing.tell(
+        f"Bit {FLIPPED} of a counter is flipped. Bars mark which of the 128 bits differ after each "
+        "round of Philox."
+    )
+    add = drawing.add
+    words = [left + (32 * pitch + gap) * word for word in range(4)]
+    for word, x in enumerate(words):
+        add(text(x + 16 * pitch, 18, f"c{'₀₁₂₃'[word]}", MUTED, size=13))
+    add(text(left - 8, 18, "rounds", MUTED, "end", size=13))
+    add(text(396, 18, "differ", MUTED, "end", size=13))
+    for rounds, found in enumerate(differences()):
+        y, second = 28 + high * rounds, each * rounds + 0.4
+        add(text(left - 8, y + 14, rounds, anchor="end", size=13))
+        add("".join(rect(x, y, 32 * pitch, high - 5, PALE, LINE, radius=0) for x in words))
+        bars = "".join(
+            f"M{x + pitch * (31 - bit):.1f} {y}v{high - 5}h{pitch}v-{high - 5}z"
+            for x, bits in zip(words, found, strict=True)
+            for bit in bits
+        )
+        count = sum(map(len, found))
+        add(f'<path d="{bars}" fill="{NEW}"/>', shown(second))
+        add(text(396, y + 14, count, anchor="end", size=13), shown(second))
+        drawing.tell(f"After {rounds}: {count}.")
+    words = "unrelated numbers differ in about 64 of 128 bits"
+    add(text(left, 244, words, MUTED, "start", size=12))
+    return drawing
+
+
 # -- the row of the softmax chapter ---------------------------------------------------------------
 
 ROW = ((1, 2, 0, 1), (3, 1, 2, 3), (2, 3, 1, 2), (4, 2, 3, 1))
@@ -278,6 +329,57 @@ def online_softmax():
     levels = [(each * i + 0.6, (0, base - unit * m)) for i, (_, m, *_) in enumerate(steps)]
     mark = line(left, 0, 396, 0, KEPT, 2) + text(44, 5, "m", KEPT, "end", bold=True)
     add(mark, shown(levels[0][0]), moved((0, base), *levels))
+    return drawing
+
+
+REGISTERS, EACH = 65536, 64
+"""The registers of an SM, and the numbers of a row that each thread of softmax has."""
+
+
+def programs_of_an_sm():
+    """Yield (name, columns, programs of a row, registers for numbers, registers) of a program."""
+    from kernelbook.lab import results
+    from kernelbook.ops.softmax import tuned
+
+    table = results.find("softmax")["tables"]["What the compiler made of the kernels"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    compiled = {(row["kernel"], row["case"].split()[0]): row["registers"] for row in rows}
+    parts, columns, _ = tuned.split(65536, 2, "forward")
+    widened = compiled["row_fwd_kernel", "4,096"] * 32768 // EACH
+    packed = compiled["packed_row_fwd_kernel", "32,768"] * 32768 // EACH
+    split = compiled["split_row_fwd_kernel", "65,536"] * columns // EACH
+    yield "widened", 32768, 1, 32768, widened
+    yield "packed", 32768, 1, 32768 // 2, packed
+    yield "split", 65536, parts, columns, split
+
+
+def registers_of_an_sm():
+    """Programs fill the registers of an SM: with rows widened, packed and split."""
+    drawing = Drawing("programs fill the registers of an SM", 322, seconds=12, still=11)
+    drawing.tell(
+        f"A bar is the {REGISTERS:,} registers of an SM. Programs come until no other fits."
+    )
+    add, unit, second = drawing.add, 392 / REGISTERS, 0.6
+    for place, (name, columns, parts, numbers, registers) in enumerate(programs_of_an_sm()):
+        y, fit = 8 + 96 * place, REGISTERS // registers
+        row = f"a row of {columns:,} columns" + f" in {parts} parts" * (parts > 1)
+        words = "1 program fits" if fit == 1 else f"{fit} programs fit"
+        add(text(4, y + 14, name, anchor="start", bold=True))
+        add(text(396, y + 14, row, MUTED, "end", size=13))
+        add(rect(4, y + 22, 392, 30, stroke=MUTED))
+        for program in range(fit):
+            x = 4 + unit * registers * program
+            there = rect(x, y + 22, unit * registers, 30, PALE, MUTED)
+            there += rect(x, y + 22, unit * numbers, 30, KEPT_PALE, KEPT)
+            add(there, shown(second))
+            second += 0.9 if fit < 4 else 0.3
+        outcome = "while it computes, nothing loads" if fit == 1 else "some compute, others load"
+        add(text(4, y + 70, f"{words}: {outcome}", anchor="start", size=13), shown(second))
+        drawing.tell(f"{name.capitalize()}, {row}: {words}, {outcome}.")
+        second += 1.4
+    add(rect(4, 300, 18, 14, KEPT_PALE, KEPT) + rect(182, 300, 18, 14, PALE, MUTED))
+    add(text(28, 312, "numbers of the row", MUTED, "start", size=13))
+    add(text(206, 312, "other values", MUTED, "start", size=13))
     return drawing
 
 
@@ -576,7 +678,9 @@ def light_or_heavy_first():
 
 
 ANIMATIONS = {
+    "one_flipped_bit": one_flipped_bit,
     "online_softmax": online_softmax,
+    "registers_of_an_sm": registers_of_an_sm,
     "publish_and_collect": publish_and_collect,
     "attention_loop": attention_loop,
     "light_or_heavy_first": light_or_heavy_first,

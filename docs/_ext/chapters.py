@@ -81,7 +81,7 @@ CHAPTERS = {
         "intermediate",
         ("dropout",),
         "ladder",
-        {"columns": 131072},
+        {"columns": 65536},
         {
             "simple_softmax": "five PyTorch operations",
             "three_pass": "three reads of a row",

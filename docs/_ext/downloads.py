@@ -36,7 +36,8 @@ measured to kernel-book-results/.
 {tested}
 
 Code: MIT licence (LICENSE). Text and figures: CC BY 4.0 (LICENSE-text). Recorded results:
-CC0 1.0 (LICENSE-results).
+CC0 1.0 (LICENSE-results). Nothing in this archive was made by others; what the site ships of
+others (MathJax, the theme and its fonts) is listed at the foot of its page "References".
 """
 
 

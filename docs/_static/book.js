@@ -76,3 +76,30 @@ function addGpuSwitches() {
 }
 
 document.addEventListener("DOMContentLoaded", addGpuSwitches);
+
+// The theme marks a section in the sidebar when its heading comes into view, and so misses one that
+// is jumped over, or left upwards. Here the mark follows the place: it is at the last heading above
+// a line at three tenths of the window, which sinks to its foot at the end of the page.
+
+function markSection() {
+  const below = document.documentElement.scrollHeight - window.scrollY - window.innerHeight;
+  const line = Math.max(0.3 * window.innerHeight, window.innerHeight - below);
+  const links = [...document.querySelectorAll("#pst-page-toc-nav a[href^='#']")];
+  const current = links.findLast((link) => {
+    const section = document.getElementById(decodeURIComponent(link.hash.slice(1)));
+    return section && section.getBoundingClientRect().top <= line;
+  });
+  for (const link of links) {
+    link.classList.toggle("active", link === current);
+    if (link === current) link.setAttribute("aria-current", "true");
+    else link.removeAttribute("aria-current");
+  }
+  for (const entry of document.querySelectorAll("#pst-page-toc-nav .toc-entry")) {
+    entry.classList.toggle("active", current !== undefined && entry.contains(current));
+  }
+}
+
+// Later than the theme's own mark, which comes in the same frame.
+for (const event of ["load", "scroll", "resize"]) {
+  window.addEventListener(event, () => setTimeout(markSection), { passive: true });
+}

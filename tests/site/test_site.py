@@ -249,6 +249,29 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
     assert first.locator(".highlight").first.is_visible()
 
 
+def test_the_sidebar_marks_the_section_in_view(visit):
+    """However the reader comes there: downwards, upwards, by a jump, or to the end of the page."""
+    page = visit().open(CHAPTERS[0])
+    links = page.locator("#pst-page-toc-nav a")
+    hashes = links.evaluate_all("all => all.map(a => a.hash)")
+    assert len(hashes) > 5
+    marked = page.locator("#pst-page-toc-nav a.active[aria-current=true]")
+    middle = """hash => {  // of what stands between a heading and the next
+        const all = [...document.querySelectorAll("#pst-page-toc-nav a")].map(a => a.hash);
+        const top = h => document.querySelector(h).getBoundingClientRect().top + scrollY;
+        const next = all[all.indexOf(hash) + 1];
+        scrollTo({ top: (top(hash) + top(next)) / 2 - 0.3 * innerHeight, behavior: "instant" });
+    }"""
+    steps = [*hashes[:-1], *hashes[-3::-1], hashes[-3], hashes[1]]
+    for hash_ in steps:
+        page.evaluate(middle, hash_)
+        page.wait_for_timeout(100)
+        assert marked.evaluate_all("all => all.map(a => a.hash)") == [hash_]
+    page.evaluate("scrollTo({ top: document.body.scrollHeight, behavior: 'instant' })")
+    page.wait_for_timeout(100)
+    assert marked.evaluate_all("all => all.map(a => a.hash)") == hashes[-1:]
+
+
 # -- the switch between GPUs, on a page of its own -------------------------------------------------
 
 
