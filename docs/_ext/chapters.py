@@ -27,6 +27,9 @@ FOLDED = {
 }
 """What a cell folds under that begins so."""
 
+ONLY_OUTPUT = "# Folded: "
+"""A cell that begins so, and a label, folds what it shows, and shows no code of its own."""
+
 BOOKKEEPING = {
     r"\blab\.start\(": "What this page imports",
     r"\blab\.check\(": "How this was checked",
@@ -39,8 +42,8 @@ BOOKKEEPING = {
 MISTAKES = "What breaks it"
 """The section whose code is what it is about."""
 PACE = {"words": 130, "lines of code": 15, "lines of mathematics": 2, "figures": 2}
-"""How much of each is read in a minute, by readers who follow every step: with it the six chapters
-take as long as two such readings of them took."""
+"""How much of each is read in a minute, by readers who follow every step: with it the chapters take
+as long as two such readings of them took."""
 
 
 class Facts(NamedTuple):
@@ -86,10 +89,24 @@ CHAPTERS = {
         },
     ),
     "layer_norm": Facts(
+        "Layer norm needs a row's mean for its variance, and both for its output: how can a kernel "
+        "read the row once, and lose no digit of the variance?",
+        "intermediate",
+        ("softmax",),
+        "ladder",
+        {"columns": 32768},
+        {
+            "simple_layer_norm": "seven PyTorch operations",
+            "loop": "three reads of a row",
+            "one program": "one read, one program",
+            "Kernel Book": "one read, packed",
+        },
+    ),
+    "layer_norm_backward": Facts(
         "How do thousands of programs add to the gradient of one weight without a race, and "
         "without waiting for each other?",
         "intermediate",
-        ("softmax",),
+        ("layer_norm",),
         "race",
         {"columns": 1024},
         {
@@ -212,19 +229,40 @@ def chapters_first(app, env, docnames):
 
 
 def note_amount(env, doctree):
-    """Keep how much there is to read in a chapter: all that is not folded, if nothing is yet."""
-    html = "".join(raw.astext() for raw in doctree.findall(nodes.raw))
-    text = [paragraph.astext() for paragraph in doctree.findall(nodes.paragraph)]
+    """Keep how much of a chapter is read at once, and how much is folded, if nothing is yet."""
+    folded, unseen = set(), set()
+    for code, outputs in cells(doctree):
+        source = code.astext().strip()
+        if source.startswith(("# Solution:", ONLY_OUTPUT)):
+            folded.update(part for node in (code, *outputs) for part in node.findall())
+        elif fold_label(code):
+            folded.add(code)
+        if source.startswith((ONLY_OUTPUT, "lab.source(")):
+            unseen.add(code)
+    for box in doctree.findall(nodes.container):
+        if box.get("design_component") == "dropdown" and not box["opened"]:
+            folded.update(box.findall())
+    parts = [part for part in doctree.findall(nodes.Element) if part not in unseen]
+    about = env.metadata[env.docname]
+    about["amount"] = amount_of([part for part in parts if part not in folded])
+    about["folded"] = amount_of([part for part in parts if part in folded])
+
+
+def amount_of(parts):
+    """How much there is to read in some nodes, by the kinds of PACE; of several GPUs, on one."""
+    html = "".join(part.astext() for part in parts if isinstance(part, nodes.raw))
+    text = [part.astext() for part in parts if isinstance(part, nodes.paragraph)]
     read = re.findall(r'(?s)<div class="kb-read">.*?</div>', html)
     text += [re.sub("<[^>]*>", "", part) for part in read]
-    code = [cell.astext() for cell, _ in cells(doctree) if not is_folded(cell)]
-    code += re.findall(r"(?s)<pre>.*?</pre>", html)
-    mathematics = [node.astext() for node in doctree.findall(nodes.math_block)]
-    env.metadata[env.docname]["amount"] = {
+    code = [part.astext() for part in parts if part.get("language") == "Python"]
+    code += [re.sub("<[^>]*>", "", part) for part in re.findall(r"(?s)<pre>.*?</pre>", html)]
+    mathematics = [part.astext() for part in parts if isinstance(part, nodes.math_block)]
+    pictures = [part for part in parts if "only-light" in part.get("classes", ())]
+    return {
         "words": sum(len(part.split()) for part in text),
         "lines of code": sum(bool(line.strip()) for part in code for line in part.split("\n")),
         "lines of mathematics": sum(1 + part.count(r"\\") for part in mathematics),
-        "figures": sum("only-light" in node["classes"] for node in doctree.findall(nodes.image)),
+        "figures": sum(not re.search(r"_\d{3}_", part["uri"]) for part in pictures),
     }
 
 
@@ -249,8 +287,10 @@ def chapter_link(env, stem):
 
 def facts_of(env, stem):
     """Reading time, difficulty and what comes before: a list of text and links."""
-    facts, amount = CHAPTERS[stem], env.metadata[f"chapters/{stem}"]["amount"]
-    line = [nodes.Text(f"{minutes(amount)} min · {facts.difficulty} · before this: ")]
+    facts, about = CHAPTERS[stem], env.metadata[f"chapters/{stem}"]
+    everything = {kind: about["amount"][kind] + about["folded"][kind] for kind in PACE}
+    time = f"{minutes(about['amount'])} min, {minutes(everything)} with all that is folded"
+    line = [nodes.Text(f"{time} · {facts.difficulty} · before this: ")]
     for number, need in enumerate(facts.needs):
         line += [nodes.Text(", ")] * (number > 0) + [chapter_link(env, need)]
     return line if facts.needs else [*line, nodes.Text("nothing but PyTorch")]
@@ -350,16 +390,14 @@ def fold_label(code):
     What folds is bookkeeping: it lists cases and providers, measures, draws, writes a paragraph.
     """
     source = code.astext().strip()
-    if label := FOLDED.get(source.split("\n", 1)[0]):
+    first = source.split("\n", 1)[0]
+    if first.startswith(ONLY_OUTPUT):
+        return first.removeprefix(ONLY_OUTPUT)
+    if label := FOLDED.get(first):
         return label
     if "@triton.jit" in source or source.startswith("# Solution:") or within(code, MISTAKES):
         return None
     return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
-
-
-def is_folded(code):
-    """Whether the page does not show the code of a cell unless the reader asks for it."""
-    return bool(fold_label(code) or re.match(r"# Solution:|lab\.source\(", code.astext().strip()))
 
 
 def within(node, title):
@@ -373,8 +411,9 @@ def within(node, title):
 def fold(doctree):
     """Fold solutions whole, and the code (only) of cells that keep the books.
 
-    Of a cell that only shows a kernel's source, the page shows the source and not the call. Code
-    moves behind its output there, so each output is told which cell it belongs to.
+    Of a cell that only shows a kernel's source, the page shows the source and not the call; under
+    ONLY_OUTPUT it folds the source. Code moves behind its output there, so each output is told
+    which cell it belongs to.
     """
     for number, (code, outputs) in enumerate(list(cells(doctree))):
         for node in (code, *outputs):
@@ -390,6 +429,10 @@ def fold(doctree):
         elif label := fold_label(code):
             opening = f'<details class="kb-code"><summary>{label}</summary>'
             parent = code.parent
+            if first.startswith(ONLY_OUTPUT):
+                wrap(code, last, opening, "</details>")
+                wrap(code, code, "<div hidden>", "</div>")
+                continue
             if outputs:
                 parent.remove(code)
                 parent.insert(parent.index(last) + 1, code)
@@ -456,4 +499,5 @@ def setup(app):
     app.connect("env-before-read-docs", chapters_first)
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
-    return {"parallel_read_safe": False, "parallel_write_safe": True}
+    # Raise env_version with what note_amount keeps: pages that are not read again lack it.
+    return {"env_version": 1, "parallel_read_safe": False, "parallel_write_safe": True}

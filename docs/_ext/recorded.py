@@ -163,8 +163,8 @@ class Chapters(SphinxDirective):
         *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
         return (
             f"The pictures show the speed of a chapter's versions in percent of the limit that was "
-            f"measured beside them, {measured_on(primary())}. Reading times count all that is not "
-            f"folded, at {', '.join(others)} or {last} a minute."
+            f"measured beside them, {measured_on(primary())}. Reading times count what is not "
+            f"folded, and then all, at {', '.join(others)} or {last} a minute."
         )
 
     def toctree(self, entries):
@@ -214,7 +214,7 @@ OPERATORS = (
     Operator("Softmax", "softmax", ("forward",), _ROW),
     Operator("Softmax, backward", "softmax", ("backward",), _ROW),
     Operator("Layer norm", "layer_norm", ("forward",), _ROW),
-    Operator("Layer norm, backward", "layer_norm", ("backward",), _ROW),
+    Operator("Layer norm, backward", "layer_norm_backward", ("backward",), _ROW),
     Operator("Attention", "attention_forward", ("ladder", "forward"), _FULL),
     Operator("Attention, causal", "attention_forward", ("ladder", "forward"), _CAUSAL),
     Operator("Attention backward", "attention_backward", ("ladder", "backward"), _FULL),
@@ -317,8 +317,8 @@ def operator_caption():
 
 def count_derived(env):
     """Displayed lines of mathematics, in all chapters."""
-    amounts = (about["amount"] for about in env.metadata.values() if "amount" in about)
-    return sum(amount["lines of mathematics"] for amount in amounts)
+    amounts = (about.get(kind) for about in env.metadata.values() for kind in ("amount", "folded"))
+    return sum(amount["lines of mathematics"] for amount in amounts if amount)
 
 
 def count_checked(env):

@@ -16,7 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 OPERATORS = {
     "dropout": ("dropout",),
     "softmax": ("softmax",),
-    "layer norm": ("layer_norm",),
+    "layer norm": ("layer_norm", "layer_norm_backward"),
     "attention": ("attention_forward", "attention_backward"),
     "fp8": ("attention_fp8",),
 }
@@ -61,7 +61,7 @@ def newest_first(architecture):
 
 def concerns(chapter, reason):
     """Whether a reason that ends a case is one of this chapter: a gradient's is not forward's."""
-    return chapter != "attention_forward" or "gradient" not in reason
+    return chapter not in ("attention_forward", "layer_norm") or "gradient" not in reason
 
 
 def reason_of(found, chapter):

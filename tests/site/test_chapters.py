@@ -1,8 +1,10 @@
 """The chapters: what a reader downloads runs by itself, and what must stop a build stops it."""
 
 import ast
+import inspect
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import nbclient
 import nbformat
 import pytest
 from records import PROVENANCE, record
+
+from kernelbook import lab
 
 ROOT = Path(__file__).parents[2]
 DOWNLOADS = ROOT / "build" / "html" / "downloads"
@@ -200,6 +204,10 @@ print("first cell")
 # .. code-block:: python
 #
 #    1 + 1
+#
+# .. dropdown:: For a second reading
+#
+#    These words are folded.
 
 # Solution: add
 print("solved")
@@ -210,6 +218,11 @@ print("solved")
 from kernelbook import lab
 
 lab.read("Two is **more** than one.")
+
+# %%
+
+# Folded: The function whole
+lab.source(lab.note)
 '''
 SEVERAL_GPUS = '''"""
 Trial
@@ -302,10 +315,19 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     ):
         assert words in prose
     hidden = [c.source for c in notebook.cells if "jupyter" in c.metadata]
-    assert [source.split("\n")[0] for source in hidden] == ["# Solution: add", "# Reading"]
+    firsts = ["# Solution: add", "# Reading", "# Folded: The function whole"]
+    assert [source.split("\n")[0] for source in hidden] == firsts
     page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
     assert '<details class="kb-solution"><summary>Solution: add</summary>' in page
     assert page.index('<div class="kb-read">') < page.index('<details class="kb-code">')
+    assert '<details class="kb-code"><summary>The function whole</summary><div hidden>' in page
+    metadata = pickle.loads((tmp_path / "out/.doctrees/environment.pickle").read_bytes()).metadata
+    about = metadata["chapters/trial"]
+    assert about["folded"]["words"] == len(["These", "words", "are", "folded."])
+    whole = [line for line in inspect.getsource(lab.note).split("\n") if line.strip()]
+    others = ["# Solution: add", "print", "# Reading", "import", "lab.read"]
+    assert about["folded"]["lines of code"] == len(whole + others)
+    assert about["amount"]["lines of code"] == 1
 
 
 def test_failing_check_stops_the_build(build):

@@ -16,6 +16,7 @@ RECORDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
     for path in (ROOT / "results" / "nvidia-h200").glob("*.json")
 }
+FOLDED = r"\d+ with all that is folded"
 WORK = {"copy": lambda point: 2 * size(point), "matmul": lambda point: 2 * 8192**3}
 
 
@@ -75,7 +76,7 @@ def test_every_chapter_has_its_facts():
 def test_a_card_says_what_a_reader_must_know(stem, path):
     card, facts = cards_of(path)[stem], CHAPTERS[stem]
     assert facts.question in text_of(card).replace("’", "'")
-    assert re.search(rf"\b\d+ min · {facts.difficulty} · before this: ", text_of(card))
+    assert re.search(rf"\b\d+ min, {FOLDED} · {facts.difficulty} · before this: ", text_of(card))
     assert RECORDS[stem]["reaches"] in text_of(card)
     for need in facts.needs:
         assert f"{need}.html" in card.split("before this: ")[1]
@@ -89,7 +90,7 @@ def test_a_chapter_says_the_same_under_its_title(stem):
     [line] = re.findall(
         r'(?s)</h1>\s*<p class="kb-path">(.*?)</p>', page_of(f"chapters/{stem}.html")
     )
-    [on_card] = re.findall(r"\d+ min · .*", text_of(cards_of("index.html")[stem]))
+    [on_card] = re.findall(rf"\d+ min, {FOLDED} · .*", text_of(cards_of("index.html")[stem]))
     assert text_of(line).startswith(re.split(" · before", on_card)[0])
     before, _, after = line.partition(" · after this: ")
     order = list(CHAPTERS)

@@ -1,0 +1,973 @@
+"""
+Layer norm backward, without a lock
+===================================
+
+In the backward pass of layer norm, every row of a batch adds to the gradient of the same weight.
+*How do thousands of programs add to one array without a race, and without waiting for each other?*
+
+You will learn
+
+- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``, and where
+  epsilon enters it;
+- what a lock has to order besides its own variable, and what it costs in time and in
+  reproducibility;
+- how partial sums, one per program, make the gradient faster and the same in every run.
+
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
+its speeds are those of a recorded run.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import torch
+import torch.nn.functional as F
+
+from kernelbook import lab, reference, runtime
+from kernelbook.ops.layer_norm import layer_norm
+from kernelbook.ops.layer_norm.backward import (
+    _backward,
+    _sums,
+    row_bwd_kernel,
+    split_bwd_kernel,
+)
+from kernelbook.ops.layer_norm.forward import _forward
+from kernelbook.ops.layer_norm.operator import gradient
+from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
+
+lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
+# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
+# respect to ``y``, and computes those with respect to ``x``, the weight and the bias. Written with
+# PyTorch's own operations, which the mathematics below derives:
+
+
+def simple_backward(x, w, mean, rstd, dy):
+    xhat = (x - mean) * rstd
+    wdy = w * dy
+    c1 = (xhat * wdy).mean(-1, keepdim=True)
+    c2 = wdy.mean(-1, keepdim=True)
+    dx = (wdy - (xhat * c1 + c2)) * rstd
+    return dx, (dy * xhat).sum(0), dy.sum(0)
+
+
+# %%
+# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read 16 times
+# :math:`N` from memory and write 9 times :math:`N`, where it would do to read ``x`` and ``dy`` and
+# to write ``dx``.
+#
+# The forward pass has stored the mean and ``rstd``, the reciprocal of the standard deviation,
+# because they are only 8 bytes per row, while computing them again would take two sums over the row
+# before any other work could start.
+#
+# The idea
+# --------
+#
+# The gradient sums in two directions, and the second one is hard to parallelise. ``c1`` and ``c2``
+# are sums *along a row*, so the :term:`program` that owns the row computes them alone. The gradient
+# of the weight is a sum *down the columns*: every row contributes to it, and the rows belong to
+# different programs, which run at the same time and in no fixed order.
+#
+# .. image:: /figures/layer-norm-partials.svg
+#    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
+#          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
+#          sums. A second kernel adds up the three rows to dw and db.
+#
+# There are two ways out. Programs can add to one shared buffer, one program at a time, under a
+# *lock*. Or each program sums its own rows and stores a *partial sum*, and a second kernel adds the
+# partial sums.
+#
+# The mathematics
+# ---------------
+#
+# For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
+# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`, and
+# check each step against the Jacobian that PyTorch computes in float64 by automatic
+# differentiation.
+#
+# *Step 1.* Weight and bias act on each element separately. So
+#
+# .. math::
+#
+#    \begin{aligned}
+#    db_j &= dy_j \\
+#    dw_j &= dy_j\, \hat{x}_j \\
+#    d\hat{x}_j &= w_j\, dy_j
+#    \end{aligned}
+#
+# where the first two are summed over all rows. The code calls the last one ``wdy``.
+#
+# *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
+# :math:`\mathbf{1}` the column of ones:
+#
+# .. math::
+#
+#    d = P x, \qquad P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#
+# *Step 3.* In terms of :math:`d`, :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain rule
+#
+# .. math::
+#
+#    \begin{aligned}
+#    \frac{\partial r}{\partial d}
+#    &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
+#       \cdot \tfrac{2}{N} d^\top \\
+#    &= -\tfrac{1}{N}\, r^3\, d^\top
+#    \end{aligned}
+#
+# Epsilon enters the derivative here. It stays inside :math:`r`, because the sum in brackets to the
+# power :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
+#
+# *Step 4.* By the product rule, :math:`\hat{x} = r\, d` has the Jacobian
+#
+# .. math::
+#
+#    \begin{aligned}
+#    \frac{\partial \hat{x}}{\partial d} &= r I + d\, \frac{\partial r}{\partial d} \\
+#    &= r I - \tfrac{1}{N}\, r^3\, d\, d^\top \\
+#    &= r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#    \end{aligned}
+#
+# The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
+#
+# *Step 5.* Put steps 2 and 4 together:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    J &= \frac{\partial \hat{x}}{\partial x}
+#    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big) P \\
+#    &= r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#    \end{aligned}
+#
+# The last line uses :math:`\hat{x}^\top P = \hat{x}^\top`, which holds because the elements of
+# :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing.
+#
+# *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
+# never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
+# \mathbf{1}^\top / N` replaces each element by the mean, and multiplying it by :math:`\hat{x}
+# \hat{x}^\top / N` gives :math:`\hat{x}` times another mean:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    c_1 &= \tfrac{1}{N} \sum_j \hat{x}_j\, w_j\, dy_j \\
+#    c_2 &= \tfrac{1}{N} \sum_j w_j\, dy_j \\
+#    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
+#    \end{aligned}
+#
+# The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
+# per element. Here are the six steps in numbers. Epsilon is set as large as the variance, so that a
+# step that dropped it would stand out.
+
+from torch.autograd.functional import jacobian
+
+N, eps = 7, 1.0
+x, w, dy = torch.randn(3, N, dtype=torch.float64)
+one, eye = torch.ones(N, 1, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+P = eye - one @ one.T / N
+d = x - x.mean()
+r = (d @ d / N + eps).rsqrt()
+xhat = (r * d)[:, None]
+J = r * (eye - one @ one.T / N - xhat @ xhat.T / N)
+dx, _, _ = simple_backward(x[None], w, x.mean(), r, dy[None])
+
+# %%
+
+
+# Measuring
+def rstd_of(d):
+    return (d @ d / N + eps).rsqrt()
+
+
+def xhat_of(x):
+    return (x - x.mean()) * rstd_of(x - x.mean())
+
+
+def loss(x):
+    return F.layer_norm(x, (N,), w, None, eps) @ dy
+
+
+steps = {
+    "2: P": (P, jacobian(lambda x: x - x.mean(), x)),
+    "3: of rstd": (-(r**3) * d / N, jacobian(rstd_of, d)),
+    "4: of xhat by d": (
+        r * (eye - xhat @ xhat.T / N),
+        jacobian(lambda d: d * rstd_of(d), d),
+    ),
+    "5: J": (J, jacobian(xhat_of, x)),
+    "6: J times wdy": (J @ (w * dy), jacobian(loss, x)),
+    "6: with c1 and c2": (dx[0], jacobian(loss, x)),
+}
+rows = []
+for step, (ours, true) in steps.items():
+    off = (ours - true).abs().max().item()
+    rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
+assert all(row["right"] for row in rows)
+lab.table(rows, "Each step against automatic differentiation, float64")
+
+# %%
+# Epsilon is easy to lose in the backward pass. One way is to divide by the plain standard deviation
+# there. Another is to assume that :math:`\hat{x}` has variance 1, while epsilon makes it a little
+# smaller. The table shows how wrong ``dx`` becomes in rows of small variance, where epsilon is a
+# large part of the sum under the root.
+
+rows = []
+for deviation in (1.0, 0.01, 0.001):
+    x = deviation * torch.randn(N, dtype=torch.float64)
+    d = x - x.mean()
+    variance = d @ d / N
+    true = F.layer_norm(x.requires_grad_(), (N,), w, None, 1e-5)
+    (true,) = torch.autograd.grad(true, x, dy)
+    row = {"deviation of x": deviation}
+    for name, r in {
+        "epsilon kept": (variance + 1e-5).rsqrt(),
+        "dropped": variance.rsqrt(),
+    }.items():
+        xhat, wdy = d * r, w * dy
+        dx = (wdy - (xhat * (xhat * wdy).mean() + wdy.mean())) * r
+        row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
+    rows.append(row)
+lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
+
+# %%
+# One more check covers all steps at once. ``gradcheck`` compares a gradient with finite
+# differences: it changes each input slightly and observes how the output changes.
+
+
+class LayerNormOfSix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        mean = x.mean(-1, keepdim=True)
+        r = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, w, mean, r)
+        return (x - mean) * r * w + b
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *simple_backward(*ctx.saved_tensors, dy), None
+
+
+inputs = [
+    torch.randn(size, dtype=torch.float64, requires_grad=True)
+    for size in ((5, N), N, N)
+]
+passed = torch.autograd.gradcheck(LayerNormOfSix.apply, (*inputs, 1e-3))
+assert passed
+lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
+
+# %%
+# The backward kernel
+# -------------------
+#
+# How many programs should there be? One program per row would leave two rows of float32 partial
+# sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
+# launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at
+# once, and each loops over many rows. Its partial sums
+# for ``dw`` and ``db`` stay in :term:`registers <register>`, in float32, for the whole loop.
+
+lab.source(row_bwd_kernel, "begin")
+
+# %%
+# .. dropdown:: What ``num_stages`` is for
+#
+#    It tells the compiler how many iterations of the loop may be in flight: while the program works
+#    on one row, the next rows are already being copied into :term:`shared memory`, the fast storage
+#    of the :term:`SM`. Most kernels get the same effect by letting several programs share an SM, so
+#    that one loads while another computes. Here the partial sums take so many registers that only
+#    few programs fit on an SM.
+#
+# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix and both terms
+# contain it.
+
+lab.source(row_bwd_kernel, "add")
+
+# %%
+# The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
+# in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
+# each other once. ``divide`` corrects the GPU's fast division, which may be wrong in the last bit.
+
+lab.source(row_bwd_kernel, "row")
+
+# %%
+# At the end, the program has one row of partial sums to hand over.
+
+lab.source(row_bwd_kernel, "end")
+
+# %%
+
+# Folded: The kernel whole
+lab.source(row_bwd_kernel)
+
+# %%
+# **Partial sums.** Each program stores its row in a buffer of its own, so no program waits for
+# another. A second kernel then adds the buffers: each of its programs takes some columns and goes
+# down the rows in a fixed order.
+
+lab.source(sum_of_buffers)
+
+# %%
+# **The lock.** Here programs share a few buffers and take turns adding to them. The lock is an
+# integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
+# reads the lock, and writes 1 only if it read 0, in one indivisible step. Only one program can
+# succeed.
+
+lab.source(hand_over, "acquire")
+
+# %%
+# The swap alone is not enough, because it orders the programs but not their *memory accesses*.
+# Other programs do not see a store at once: it may wait in a queue, and a load may be served from
+# an outdated line of a cache. A program also consists of many threads, and only one of them takes
+# the lock, so something has to hold back the others.
+#
+#
+# .. image:: /figures/layer-norm-lock.svg
+#    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
+#          passes a second barrier and gives the lock back with release. Program B tries in vain
+#          until then. It takes the lock, passes a barrier, and its threads load what A stored.
+#
+# Four things have to be ordered, and each has its own tool:
+#
+# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
+#    its thread are not moved before it, and do not see data that a cache held from before.
+# 2. *So do the loads of my other threads.* They wait for the first thread at a barrier.
+# 3. *All my stores come before I release the lock.* At a second barrier no thread continues before
+#    all have stored.
+# 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
+#    ``release`` semantics. Because of the barrier before it, it covers the stores of all threads,
+#    not only those of its own.
+#
+# When an acquire reads what a release wrote, everything before the release is visible to everything
+# after the acquire. Without the barriers, this holds for only one thread of each program.
+
+lab.source(hand_over, "add")
+
+# %%
+
+lab.source(hand_over, "release")
+
+# %%
+# .. dropdown:: How autograd calls the kernels
+#
+#    Autograd sees a single function, which computes only the gradients that are requested. If
+#    gradients of gradients are wanted, which is rare, PyTorch's own operations compute them. The
+#    kernels are registered as an operator with PyTorch's dispatcher, so ``torch.compile`` treats
+#    them as one node of its graph and does not trace into them.
+
+# Folded: The function gradient
+lab.source(gradient)
+
+# %%
+# The price of the lock
+# ---------------------
+#
+# Three versions compute the same gradients. "One tile a program" takes the lock after each tile,
+# which is how it is usually taught; a tile is one row or, if rows are short, two. "Lock, looping"
+# first sums its rows in registers and takes the lock once. "Partial sums" has no lock.
+
+
+# Measuring
+def race_providers(columns, rows, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    w, dy, dx = x[0].clone(), torch.randn_like(x), torch.empty_like(x)
+    _, mean, rstd = _forward(x, w, None, 1e-5)
+    arguments = (x, w, mean, rstd, dy, dtype, dtype, True)
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "one tile a program": lambda: _backward(*arguments, "lock", rows),
+        "lock, looping": lambda: _backward(*arguments, "lock"),
+        "partial sums": lambda: _backward(*arguments, "partial"),
+    }
+
+
+def points(dtype, columns):
+    return [
+        {"columns": n, "rows": min(32768, 2**27 // n), "dtype": dtype} for n in columns
+    ]
+
+
+# %%
+
+FORWARD, BACKWARD = "2 * rows * columns * itemsize", "3 * rows * columns * itemsize"
+race = lab.bench(
+    "race",
+    points(torch.bfloat16, [1024, 2048, 4096, 8192]),
+    race_providers,
+    limit="copy",
+    work=BACKWARD,
+    limit_work=FORWARD,
+)
+lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
+
+# %%
+
+# Reading
+share = {
+    (name, n): 100 * race.share(name, columns=n)
+    for name in ("one tile a program", "lock, looping", "partial sums")
+    for n in (1024, 4096)
+}
+slower = race.milliseconds_at("one tile a program", columns=4096)
+slower /= race.milliseconds_at("partial sums", columns=4096)
+lab.read(
+    f"Taking the lock after every tile reaches {share['one tile a program', 1024]:.0f} % of the "
+    f"speed of a copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096, "
+    f"where it takes {slower:.1f} times as long as partial sums. Taking it once per program "
+    f"reaches {share['lock, looping', 1024]:.0f} % and {share['lock, looping', 4096]:.0f} %, and "
+    f"partial sums {share['partial sums', 1024]:.0f} % and {share['partial sums', 4096]:.0f} %."
+)
+
+# %%
+# Most of the cost therefore comes from *how often* the lock is taken, because each time a program
+# reads and writes a row of the buffers while the next one waits.
+#
+# The second criterion is whether two runs agree. Each version runs a hundred times on the same
+# input.
+
+
+def gradients(x, w, dy, reduction, n_programs=None):
+    wanted = (torch.float32, torch.float32)
+    with runtime.launching_on(x):
+        _, mean, rstd = _forward(x, w, None, 1e-5)
+        return _backward(x, w, mean, rstd, dy, *wanted, True, reduction, n_programs)
+
+
+def runs_differ():
+    x = torch.randn(8192, 2048, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w, dy = x[0].clone(), torch.randn_like(x)
+    rows = []
+    for name, way in {
+        "one tile a program": ("lock", 8192),
+        "lock, looping": ("lock", None),
+        "partial sums": ("partial", None),
+    }.items():
+        first = gradients(x, w, dy, *way)[1]
+        others = [gradients(x, w, dy, *way)[1] for _ in range(99)]
+        different = sum(not torch.equal(dw, first) for dw in others)
+        largest = max((dw - first).abs().max().item() for dw in others)
+        rows.append({"way": name, "runs unlike the first": different})
+        rows[-1]["largest difference of dw"] = f"{largest:.1e}"
+    return rows
+
+
+lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
+
+# %%
+# Even a correct lock does not give reproducible results, because the programs add in whatever order
+# they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
+# always added in the same order. ``layer_norm`` uses them because they are faster *and*
+# reproducible.
+#
+# Partial sums stay in L2
+# -----------------------
+#
+# One kernel writes the partial sums and the next one reads them. If they stay in :term:`L2`, the
+# cache that all SMs share, they cause no traffic to main memory in between. Each program leaves one
+# row for ``dw`` and one for ``db``, at 4 bytes per number. ``x``, ``dy`` and ``dx`` pass through
+# the same cache, but the partial sums are written last.
+
+
+def buffer_sizes():
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size / 2**20
+    table = []
+    for point in points(torch.bfloat16, [1024, 4096, 8192, 16384, 32768]):
+        n_rows, n_cols = point["rows"], point["columns"]
+        x = torch.randn(n_rows, n_cols, device=runtime.DEVICE, dtype=torch.bfloat16)
+        mean, rstd = torch.ones(2, n_rows, device=runtime.DEVICE)
+        wanted = (torch.float32, torch.float32)
+        sums, _ = _sums(x, None, mean, rstd, x, None, wanted, "partial", None)
+        mib = 2 * sums.numel() * 4 / 2**20
+        row = {"columns": n_cols, "rows of sums": len(sums), "MiB": round(mib, 1)}
+        row["% of x, dy, dx"] = round(100 * mib * 2**20 / (3 * x.numel() * 2), 1)
+        row["fit in L2"] = "yes" if mib < l2 else "no"
+        table.append(row)
+    return table
+
+
+sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
+sizes
+
+# %%
+# By their size, the partial sums should stay in L2. To see whether a buffer does, we write buffers
+# of growing size and add them, once right after writing and once after other data has passed
+# through the cache. Each measurement first pauses the GPU while the host queues all the work, so
+# that the cost of launching is not measured.
+
+
+# Measuring
+def milliseconds(prepare, run, repeats=20):
+    times = []
+    for _ in range(repeats):
+        torch.cuda._sleep(1_000_000)
+        prepare()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+# %%
+
+
+def cache_experiment():
+    other = torch.empty(2**28, device=runtime.DEVICE)
+    wanted, table = (torch.float32, torch.float32), []
+    for mib in (2, 4, 8, 16, 32, 64, 128, 256):
+        sums = torch.empty(2, mib * 2**17 // 8192, 8192, device=runtime.DEVICE)
+        row = {"MiB": mib}
+        for name, prepare in {
+            "GB/s, just written": lambda s=sums: s.fill_(1.0),
+            "GB/s, after other data": lambda s=sums: (s.fill_(1.0), other.fill_(1.0)),
+        }.items():
+            took = milliseconds(prepare, lambda s=sums: _add_buffers(tuple(s), wanted))
+            row[name] = round(mib * 2**20 / took / 1e6)
+        table.append(row)
+    return table
+
+
+cache = lab.measure("Adding up buffers of growing size", cache_experiment)
+cache
+
+# %%
+
+# Reading
+nan = float("nan")
+rates = {row["MiB"]: row for row in cache.rows}
+largest = max((row["MiB"] for row in sizes.rows), default=nan)
+
+
+def rate(mib, name):
+    return rates.get(mib, {}).get(f"GB/s, {name}", nan)
+
+
+lab.read(
+    f"The largest buffers of the first table take {largest:.1f} MiB. At 8 MiB, the kernel that "
+    f"adds them reads {rate(8, 'just written'):,.0f} GB/s right after writing, and "
+    f"{rate(8, 'after other data'):,.0f} GB/s after other data has pushed the buffers out. "
+    f"At 256 MiB, more than any L2 holds, the two rates are {rate(256, 'just written'):,.0f} and "
+    f"{rate(256, 'after other data'):,.0f} GB/s."
+)
+
+# %%
+# Where the two columns differ, at least a part of the buffers was still in the cache. Where they
+# agree, the buffers were too large for it. At small sizes both rates are low, because the kernel is
+# too short to reach full speed.
+#
+# Wide rows
+# ---------
+#
+# The partial sums of a row of 16,384 columns fill half of an SM's registers. A row of 16-bit
+# numbers fits beside them if it stays packed in pairs, as in the forward pass, with one program per
+# SM.
+#
+# For wider rows, several programs share a row. A group of programs exchanges what each part adds to
+# ``c1`` and ``c2`` through the :term:`exchange` that the chapter on :doc:`softmax
+# </chapters/softmax>` explains. These are two float32 numbers, so they fit in one slot of 64 bits.
+
+lab.source(split_bwd_kernel, "publish")
+
+# %%
+# The program would now have to wait for its neighbours' numbers. Instead it requests its part of
+# the next row, and then finishes the row *before*, whose numbers have usually arrived because all
+# parts had a whole iteration to publish them. Three rows are in progress at any time: one being
+# loaded, one published and one finished. The price is registers, because ``x`` and ``dy`` of a row
+# stay there for one iteration longer.
+
+lab.source(split_bwd_kernel, "ahead")
+
+# %%
+
+# Folded: The split kernel whole
+lab.source(split_bwd_kernel)
+
+# %%
+# Is it right?
+# ------------
+#
+# The gradients are checked against float64, with a weight and a bias of the same dtype as ``x``.
+# Each is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
+# largest difference from the truth, divided by its largest true number. The table shows the part
+# that comes nearest to its tolerance, which is twice PyTorch's own error there. In float32 we allow
+# ``dx`` four times that error, because the hardware's reciprocal square root may be wrong by two
+# units in the last place, and ``dw`` and ``db`` eight times, because a sum over many rows may be
+# wrong by a few such units, depending on its order.
+
+
+# Measuring
+def cases(n_rows, n_cols, dtype):
+    x, w, b = (
+        torch.randn(size, device=runtime.DEVICE).to(dtype).requires_grad_()
+        for size in ((n_rows, n_cols), n_cols, n_cols)
+    )
+    dy = torch.randn_like(x)
+    ours, theirs = (
+        torch.autograd.grad(operator(x, (n_cols,), w, b), (x, w, b), dy)
+        for operator in (layer_norm, F.layer_norm)
+    )
+    truths = reference.layer_norm_backward(x, dy, 1, w)
+    factors = (4, 8, 8) if dtype == torch.float32 else (2, 2, 2)
+    for row in zip(("dx", "dw", "db"), ours, theirs, truths, factors, strict=True):
+        yield lab.Case(f"({n_rows}, {n_cols})", *row)
+
+
+# %%
+
+shapes = [(1, 127), (9, 129), (33, 1000), (4, 4096)]
+if runtime.INTERPRETED:  # a row in parts, the smallest there is
+    shapes += [(3, 8200)]
+else:
+    shapes += [(513, 8192), (300, 16384), (300, 32768), (100, 70001), (20, 262144)]
+lab.check(
+    "layer_norm",
+    [
+        case
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for shape in shapes
+        for case in cases(*shape, dtype)
+    ],
+)
+
+# %%
+# The lock is not part of the public function, so its check calls the layer below.
+
+
+def lock_cases():
+    x, dy = torch.randn(2, 70, 500, device=runtime.DEVICE)
+    w = torch.randn(500, device=runtime.DEVICE)
+    truths = reference.layer_norm_backward(x, dy, 1, w)
+    inputs = [t.clone().requires_grad_() for t in (x, w, torch.zeros_like(w))]
+    y = F.layer_norm(inputs[0], (500,), *inputs[1:])
+    theirs = torch.autograd.grad(y, inputs, dy)
+    for reduction in ("partial", "lock"):
+        ours = gradients(x, w, dy, reduction)
+        for row in zip(("dx", "dw", "db"), ours, theirs, truths, strict=True):
+            yield lab.Case(f"{reduction} (70, 500)", *row, factor=8)
+
+
+lab.check("Both reductions", lock_cases())
+
+# %%
+# How fast is it?
+# ---------------
+#
+# The yardstick is the speed of a copy. A copy reads one byte for each that it writes, while the
+# backward pass reads two tensors, ``x`` and ``dy``, for the one that it writes. Reads and writes do
+# not cost the same, so the percentages compare bytes per second and no physical bound.
+
+
+# Measuring
+def liger(x, w, b):
+    return lab.peer(
+        "liger_kernel.ops.layer_norm",
+        lambda ops: lambda: ops.LigerLayerNormFunction.apply(x, w, b, 1e-5),
+    )
+
+
+def quack_gradients(x, w, b, dy):
+    w, b = w.detach().float(), b.detach().float()
+
+    def use(ops):
+        x_ = x.detach()
+        _, rstd, mean = ops.layernorm_fwd(x_, w, b, 1e-5, True, True)
+        return lambda: ops.layernorm_bwd(x_, w, dy, rstd, mean)
+
+    return lab.peer("quack.rmsnorm", use)
+
+
+# %%
+
+
+# Measuring
+def backward_providers(columns, rows, dtype):
+    x, w, b = (
+        torch.randn(size, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+        for size in ((rows, columns), columns, columns)
+    )
+    dy, dx = torch.randn_like(x), torch.empty_like(x)
+
+    def backward_of(run):
+        if isinstance(run, lab.Absent):
+            return run
+        y = run()
+        return lambda: torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+    compiled = torch.compile(lambda x, w, b: F.layer_norm(x, (columns,), w, b))
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "PyTorch": backward_of(lambda: F.layer_norm(x, (columns,), w, b)),
+        "torch.compile": backward_of(lambda: compiled(x, w, b)),
+        "Liger": backward_of(liger(x, w, b)),
+        "quack": quack_gradients(x, w, b, dy),
+        "Kernel Book": backward_of(lambda: layer_norm(x, columns, w, b)),
+    }
+
+
+# %%
+
+COLUMNS = [1024, 4096, 8192, 16384, 32768, 65536]
+DTYPES = (torch.bfloat16, torch.float32)
+backward = lab.bench(
+    "backward",
+    [point for dtype in DTYPES for point in points(dtype, COLUMNS)],
+    backward_providers,
+    limit="copy",
+    work=BACKWARD,
+    limit_work=FORWARD,
+)
+lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
+
+# %%
+
+lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
+
+# %%
+
+# Reading
+PEERS = ("PyTorch", "torch.compile", "Liger", "quack")
+
+
+def best_peer(sweep, **where):
+    found = {name: sweep.share(name, **where) for name in PEERS}
+    found = {name: value for name, value in found.items() if value == value}
+    return max(found.items(), key=lambda item: item[1], default=("none", nan))
+
+
+def summary(sweep):
+    for dtype in ("bfloat16", "float32"):
+        ours = [sweep.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
+        worst = min(ours)
+        at = COLUMNS[ours.index(worst)]
+        name, peer = best_peer(sweep, dtype=dtype, columns=at)
+        yield (
+            f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a "
+            f"copy. It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
+            f"{100 * peer:.0f} %."
+        )
+
+
+lab.read(" ".join(summary(backward)))
+
+# %%
+# The compiler's report helps to read these plots. A value that finds no register :term:`spills
+# <spill>`: it is written to memory and read back, in these kernels once per row.
+
+
+def launch(columns, dtype):
+    x = torch.randn(512, columns, device=runtime.DEVICE, dtype=dtype)
+    mean, rstd = torch.ones(2, 512, device=runtime.DEVICE)
+    _backward(x, x[0].clone(), mean, rstd, torch.ones_like(x), dtype, dtype)
+
+
+lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"{columns:,} columns, {str(dtype).removeprefix('torch.')}": (
+            lambda columns=columns, dtype=dtype: launch(columns, dtype)
+        )
+        for columns in (1024, 8192, 16384, 65536)
+        for dtype in DTYPES
+    },
+)
+
+# %%
+# The table explains part of the plots. At 32,768 columns and above, and in float32 from 16,384,
+# several programs share a row. A thread of their kernel holds parts of three rows and takes up to
+# 255 registers, which is the most a thread can have. Few warps then fit on an SM, so few loads are
+# in flight at a time. How much of the gap to a copy is due to this, to the exchange or to the
+# spills, we did not measure.
+#
+# What breaks it
+# --------------
+#
+# **The lock orders nothing.** This kernel adds rows to one buffer. With ``ORDERED`` off, it
+# leaves out the barriers and replaces ``acquire`` and ``release`` by ``relaxed``, which orders
+# nothing. The rows hold small integers, so their sum is exact in any order, and any difference
+# means that an addition was lost.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locked_sum_kernel(
+    x_ptr, sum_ptr, lock_ptr, BLOCK_COLS: tl.constexpr, ORDERED: tl.constexpr
+):
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + tl.program_id(0) * BLOCK_COLS + cols)
+    if ORDERED:
+        while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:
+            pass
+        tl.debug_barrier()
+    else:
+        while tl.atomic_cas(lock_ptr, 0, 1, sem="relaxed") != 0:
+            pass
+    tl.store(sum_ptr + cols, tl.load(sum_ptr + cols) + x)
+    if ORDERED:
+        tl.debug_barrier()
+        tl.atomic_xchg(lock_ptr, 0, sem="release")
+    else:
+        tl.atomic_xchg(lock_ptr, 0, sem="relaxed")
+
+
+# %%
+
+
+# Measuring
+def locked_sum(x, ordered):
+    total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
+    grid = (len(x),)
+    compiled = locked_sum_kernel[grid](x, total, lock, x.shape[1], ordered, num_warps=8)
+    return total, compiled
+
+
+x = torch.randint(-8, 9, (10, 256), device=runtime.DEVICE).float()
+assert torch.equal(locked_sum(x, ordered=True)[0], x.sum(0))
+
+
+def lost_additions():
+    x = torch.randint(-8, 9, (500, 4096), device=runtime.DEVICE).float()
+    rows = []
+    for name, ordered in {"ordered": True, "not ordered": False}.items():
+        totals = [locked_sum(x, ordered)[0] for _ in range(100)]
+        wrong = sum(not torch.equal(total, x.sum(0)) for total in totals)
+        rows.append({"lock": name, "wrong runs of 100": wrong})
+    return rows
+
+
+# %%
+
+lab.measure("A sum of 500 rows under one lock", lost_additions)
+
+# %%
+# The compiled code shows what has changed. These are the instructions of PTX, NVIDIA's assembly
+# language, that access memory or wait, from the one that takes the lock to the one that frees it.
+
+
+# Measuring
+def instructions():
+    x = torch.ones(1, 4096, device=runtime.DEVICE)
+    rows = []
+    for name, ordered in {"ordered": True, "not ordered": False}.items():
+        lines = locked_sum(x, ordered)[1].asm["ptx"].splitlines()
+        found = [word for line in lines for word in line.split() if "." in word]
+        kinds = ("atom.", "bar.sync", "ld.global", "st.global")
+        found = [word for word in found if word.startswith(kinds)]
+        while found and not found[0].startswith("atom."):
+            found.pop(0)
+        kept = [
+            w for w, before in zip(found, ["", *found], strict=False) if w != before
+        ]
+        rows += [{"lock": name, "instruction": word} for word in kept]
+    return rows
+
+
+# %%
+
+lab.measure("The lock in PTX", instructions)
+
+# %%
+# The kernel without order has lost both kinds of protection at once: the barrier before the
+# exchange is gone, and the two atomics no longer order memory. (The barrier that remains is the
+# compiler's own.) The experiment therefore shows that the protection is needed, and not which half
+# of it lost the additions.
+#
+# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: once it is large
+# enough, adding the next term no longer changes it.
+
+ones = torch.ones(5000, 4, device=runtime.DEVICE)
+rows = []
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    total = torch.zeros(4, device=runtime.DEVICE, dtype=dtype)
+    for row in ones.to(dtype):
+        total += row
+    rows.append(
+        {
+            "sums kept in": str(dtype).removeprefix("torch."),
+            "db": f"{total[0].item():,.0f}",
+        }
+    )
+lab.table(rows, "db of 5,000 rows with dy = 1")
+
+# %%
+# Exercises
+# ---------
+#
+# **1. RMS norm.** Leave out the mean: :math:`y_j = x_j\, w_j / \sqrt{\tfrac{1}{N} \sum x_k^2 +
+# \epsilon}`. Which of ``c1`` and ``c2`` is left in its gradient? Write the kernel for ``dx``.
+
+# %%
+
+# Solution: RMS norm
+
+
+@triton.jit
+def rms_bwd_kernel(x_ptr, w_ptr, dy_ptr, dx_ptr, n_cols, eps, BLOCK_COLS: tl.constexpr):
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
+    dy = tl.load(dy_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
+    wdy = dy * tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
+    c1 = tl.sum(x * rstd * wdy, axis=0) / n_cols  # without a mean, no c2
+    dx = (wdy - x * rstd * c1) * rstd
+    tl.store(dx_ptr + row * n_cols + cols, dx, mask=cols < n_cols)
+
+
+# %%
+
+# Solution: RMS norm, checked
+x, dy = torch.randn(2, 6, 300, device=runtime.DEVICE)
+w = torch.randn(300, device=runtime.DEVICE)
+dx = torch.empty_like(x)
+rms_bwd_kernel[(6,)](x, w, dy, dx, 300, 1e-5, 512)
+
+
+def rms_in_torch(x, w, dy):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(F.rms_norm(x, (300,), w, 1e-5), x, dy)[0]
+
+
+theirs, truth = (
+    rms_in_torch(x, w, dy),
+    rms_in_torch(x.double(), w.double(), dy.double()),
+)
+lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
+
+# %%
+# **2. Two invariants.** Adding a number to a row does not change ``y``, so ``dx`` must sum to 0.
+# Scaling the row hardly changes ``y``, so ``dx`` must be nearly orthogonal to :math:`\hat{x}`. How
+# nearly? Derive :math:`\hat{x}^\top dx` from :math:`J`.
+
+# %%
+
+# Solution: two invariants
+#
+# Because xhat sums to 0, xhat' J = r (1 - xhat' xhat / N) xhat'. The bracket is what epsilon takes
+# from the variance of xhat: with v = d' d / N it is 1 - v r^2 = epsilon r^2. So the product of xhat
+# and dx is epsilon r^3 times the product of xhat and wdy, and 0 without epsilon.
+
+x, w, dy = torch.randn(3, 300, dtype=torch.float64)
+eps = 0.1
+r = (x.var(correction=0) + eps).rsqrt()
+dx, _, _ = simple_backward(x[None], w, x.mean(), r, dy[None])
+xhat = (x - x.mean()) * r
+torch.testing.assert_close(dx.sum(), torch.zeros_like(r))
+torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
+
+# %%
+# References
+# ----------
+#
+# - Ba, Kiros, Hinton. *Layer normalization.* arXiv:1607.06450, 2016.
+# - Zhang, Sennrich. *Root mean square layer normalization.* NeurIPS 2019.
+# - Lustig, Sahasrabuddhe, Giroux. *A formal analysis of the NVIDIA PTX memory consistency model.*
+#   ASPLOS 2019.
+
+reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]
+lab.finish(f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy")
