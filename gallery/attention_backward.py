@@ -198,9 +198,9 @@ def growth(version):
 
 lab.read(
     f"At 16,384 tokens the formula keeps {mib(16384, 'standard attention', 'kept'):,.0f} MiB and "
-    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`. Four times the "
-    f"length multiplies the first by {growth('standard attention'):.1f} and the second by "
-    f"{growth('two sweeps'):.1f}. The backward pass needs "
+    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`, after factors "
+    f"of {growth('standard attention'):.1f} and {growth('two sweeps'):.1f} for four times the "
+    f"length. The backward pass needs "
     f"{mib(16384, 'standard attention', 'peak in backward'):,.0f} MiB more by the formula, "
     f"{mib(16384, 'two sweeps', 'peak in backward'):,.1f} in two sweeps and "
     f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} in one sweep."
@@ -396,8 +396,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # Many programs run at once, and the three lines with ``+=`` say what they would share. The gradient
 # of a *query* is a sum over keys; the gradients of a *key* and its value are sums over queries. If
-# each pair of tiles is processed once, programs share at least one of these sums. There are two
-# ways out.
+# each pair of tiles is processed once, programs share at least one of these sums.
 #
 # **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
 # keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
@@ -485,11 +484,11 @@ lab.source(kernels.sweep_queries, "gradients")
 
 # %%
 # **Why transposed?** On Hopper, a matmul takes its *left* operand from registers or from
-# :term:`shared memory`, and its right operand from shared memory only. The next matmul is
-# :math:`dV = P^\top dO`, with the weights on the left, and what a matmul leaves in registers is
+# :term:`shared memory`, and its right operand from shared memory only. In the next matmul,
+# :math:`dV = P^\top dO`, the weights are on the left, and what a matmul leaves in registers is
 # distributed over the threads just as a left operand has to be. So if we compute :math:`S^\top = K
-# Q^\top`, the weights can be used where they are; if we compute :math:`S`, they first have to be
-# transposed. The same holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
+# Q^\top`, the weights can be used where they are; from :math:`S` they would have to be transposed.
+# The same holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
 
 
 # Drawing
@@ -529,8 +528,8 @@ lab.sketch(
 
 # %%
 # Blue elements are in the thread that needs them. Orange ones are in another thread, and have to
-# pass through shared memory. Accumulators have this layout as well, so a row of ``dv`` is in the
-# same four threads as the row of weights that it is computed from.
+# pass through shared memory. Accumulators have this layout, too: a row of ``dv`` is in the same
+# four threads as its row of weights.
 #
 # To test the claim, here is a kernel that computes only ``dv``, both ways.
 
@@ -753,9 +752,9 @@ lab.table(
 )
 
 # %%
-# **A backward pass that forgets its mask.** A widely copied kernel once was always causal in its
-# backward pass, and nobody noticed, because its test was always causal, too. We run forward with
-# one mask and backward with the other.
+# **A backward pass that forgets its mask.** A widely copied kernel was always causal in its
+# backward pass, and its test, which was always causal, too, did not notice. We run forward with one
+# mask and backward with the other.
 
 
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -778,8 +777,7 @@ lab.table(rows, "Relative error, when the two passes do not have the same mask")
 # %%
 # The gradients are wrong and nothing crashes. The errors are largest where the backward pass sees
 # more keys than the forward pass did, because ``lse`` covers only the keys that forward saw: for
-# the others :math:`e^{s - \mathrm{lse}}` is not a weight at all. The weights of a row, which should
-# sum to 1, show this.
+# the others :math:`e^{s - \mathrm{lse}}` is no weight, and a row of them does not sum to 1.
 
 # sum of a row of exp(s - lse), over all keys
 s = 32**-0.5 * q.double() @ k.double().mT
@@ -864,9 +862,9 @@ lab.check(
 )
 
 # %%
-# Awkward cases: one query, fewer queries than keys, more queries than keys (in a causal mask the
-# first of them see nothing), query heads that share keys, a head_dim that is no power of two, and
-# an expanded gradient, which repeats one row without storing it again.
+# Awkward cases: few or many queries, so that the first of them see nothing, query heads that share
+# keys, a head_dim that is no power of two, and an expanded gradient, which repeats one row without
+# storing it again.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -922,7 +920,7 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Each version runs a hundred times on the same input, and the results are compared bit by bit.
+# Each version runs a hundred times on one input, and the results are compared bit by bit.
 
 
 def runs_differ():
@@ -960,12 +958,11 @@ def differ(mode, what):
 
 
 lab.read(
-    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, and "
-    f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the order of the atomic "
-    f"additions changes. Rounding to bfloat16 hides most of it: in a run, up to "
-    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of the numbers of `dq` change. In `dk` "
-    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs differ, because `dk` is never added in "
-    f"memory."
+    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, in "
+    f"one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the order of the atomic "
+    f"additions changes. Rounding to bfloat16 hides most of it: up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of `dq` change in a run. In `dk` "
+    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs differ."
 )
 
 # %%
@@ -1106,20 +1103,20 @@ share = {
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
-    f"With a full mask the formula reaches {share['standard attention', 'full']:.0f} % of a "
-    f"matmul, two sweeps {share['Kernel Book', 'full']:.0f} % and one sweep "
-    f"{share['Kernel Book, one sweep', 'full']:.0f} %. With a causal mask the formula falls to "
-    f"{share['standard attention', 'causal']:.0f} %, because it computes pairs that it then masks. "
-    f"Two sweeps reach {share['Kernel Book', 'causal']:.0f} % and one sweep "
-    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. Visiting all tiles takes "
-    f"{skipping:.2f} times as long as skipping."
+    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul with a full mask and "
+    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, one sweep "
+    f"{share['Kernel Book, one sweep', 'full']:.0f} and "
+    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. The formula falls from "
+    f"{share['standard attention', 'full']:.0f} to {share['standard attention', 'causal']:.0f} %, "
+    f"because it computes pairs that it then masks. Visiting all tiles takes {skipping:.2f} times "
+    f"as long as skipping."
 )
 
 # %%
 # With a full mask, ``torch.compile`` on the formula beats our kernels at this length, because it
-# has less to do: the formula keeps :math:`P`, so its backward pass takes four matmuls and is
-# credited with five. In exchange it keeps a matrix that grows with the square of the length. With a
-# causal mask it falls behind, because it still computes every pair.
+# does less: the formula keeps :math:`P`, so its backward pass takes four matmuls and is credited
+# with five. In exchange it keeps a matrix that grows with the square of the length. With a causal
+# mask it falls behind, because it still computes every pair.
 #
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
 # FlexAttention, and version 4 of FlashAttention, written in CuTe, a language at a lower level than
@@ -1508,8 +1505,8 @@ lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
 # A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
-# the last. An ``lse`` in 16 bits multiplies every weight of a row by the same wrong factor, so the
-# error is that of 16 bits although everything else is in float32.
+# the last. An ``lse`` in 16 bits multiplies a row of weights by one wrong factor, so the error is
+# that of 16 bits although everything else is in float32.
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
 # with only *one* number in memory, because all its strides are zero. A kernel that computes its own

@@ -78,7 +78,7 @@ products
 # Reading
 nan = float("nan")
 slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (nan, nan)
-lab.read(f"Not quite: {fast / slow:.2f} times.")
+lab.read(f"With 8 bits the matmul is {fast / slow:.2f} times as fast.")
 
 # %%
 # Eight bits also halve the bytes. These are the bytes of one head, whose result keeps 16 bits.
@@ -103,9 +103,9 @@ for length in (1024, 16384):
 lab.table(rows, "Bytes of one head with head_dim 128")
 
 # %%
-# The last column, a tile of 128 keys and one of 128 values on chip, matters most, because more of
-# the smaller tiles can be in flight at a time. The exponentials do not become cheaper: there are as
-# many as before, in float32.
+# The last column, a tile of 128 keys and one of 128 values, matters most, because more of the
+# smaller tiles can be on their way to the chip at a time. There are as many exponentials as before,
+# in float32.
 #
 # Two formats
 # -----------
@@ -144,8 +144,8 @@ lab.table(rows, "All patterns of eight bits")
 
 # %%
 # The letters *fn* in e4m3fn mean *finite, with NaN*: the format has no infinity, and uses those
-# patterns for numbers. Here are its numbers from zero up, one power of two per row. The first row
-# is different: the leading one is missing there, and the steps no longer shrink.
+# patterns for numbers. Here they are, one power of two per row. The first row is different: the
+# leading one is missing there, and the steps no longer shrink.
 
 x = bits[:128].view(E4M3).double().reshape(16, 8)
 rows = [
@@ -336,9 +336,8 @@ lab.table(rows, "How much the result changes")
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# K fits, because head_dim is both its contiguous and its contracted dimension, and so does Q. V has
-# head_dim contiguous too, but its contracted dimension is the keys. That is why V is stored
-# transposed, and K and Q are not.
+# K and Q fit, because head_dim is both contiguous and contracted. V has head_dim contiguous too,
+# but its contracted dimension is the keys. That is why V is stored transposed, and K and Q are not.
 #
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
 # it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
@@ -509,9 +508,9 @@ turning
 # Reading
 first, last = (turning.rows[0], turning.rows[-1]) if turning.rows else ({}, {})
 lab.read(
-    f"The copy takes the same time in each row, because all have 16,384 tokens, while attention "
-    f"grows with the length of a sequence. At 1,024 the copy adds "
-    f"{first.get('adds, %', nan):.0f} % to the time, at 16,384 {last.get('adds, %', nan):.1f} %."
+    f"The copy adds {first.get('adds, %', nan):.0f} % to the time at length 1,024 and "
+    f"{last.get('adds, %', nan):.1f} % at 16,384, because its own time stays the same, while "
+    f"attention grows with the length of a sequence."
 )
 
 # %%
@@ -825,14 +824,14 @@ lab.read(
 # ------------
 #
 # The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
-# kernel's fault. No kernel that rounds its weights can come close to this truth, so the yardstick
-# is the *same rounding in float64*: ``reference.attention_fp8`` rounds the weights, tile by tile,
-# and nothing else. Its error stands in the column "PyTorch's". The kernel may err twice as much,
-# because its result is also rounded to 16 bits and a weight may fall on the other side of a
+# kernel's fault. No kernel that rounds its weights comes close to this truth, so the yardstick is
+# the *same rounding in float64*: ``reference.attention_fp8`` rounds the weights, tile by tile, and
+# nothing else. Its error stands in the column "PyTorch's". The kernel may err twice as much,
+# because its result is rounded to 16 bits, too, and a weight may fall on the other side of a
 # boundary.
 #
-# Each head is compared on its own, and the row shows the worst, because a wrong head could hide
-# behind one whose values are larger. Every head gets its own size here.
+# Each head has a size of its own here and is compared on its own, because a wrong head could hide
+# behind one whose values are larger. The row shows the worst.
 
 
 # Measuring
@@ -963,9 +962,9 @@ lab.table(rows, "One NaN in the values of head 1")
 # What eight bits cost
 # --------------------
 #
-# The check shows that the kernel does what it should. How much do the eight bits lose? Against
-# float64 of the *stored* values we see the error of the kernel, from weights and accumulators.
-# Against float64 of the *original* values we see the whole error, which is what a model sees.
+# The check shows that the kernel does what it should, and not how much eight bits lose. Against
+# float64 of the *stored* values we see the error of the kernel. Against float64 of the *original*
+# values we see the whole error, which is what a model sees.
 #
 # The data are normal, or have *outliers*, as the activations of language models do: one number in a
 # thousand is ten times as large. The table compares which operands have 8 bits, in which format.
@@ -1069,23 +1068,21 @@ large
 
 # Reading
 lab.read(
-    f"Here bf16 errs by {choice(large.rows, 'normal', 'bf16'):.2f} %, V alone by "
-    f"{choice(large.rows, 'normal', 'V only, e4m3'):.1f} % and all by "
-    f"{choice(large.rows, 'normal', 'all, e4m3'):.1f} % on normal data, and with outliers by "
-    f"{choice(large.rows, 'outliers', 'bf16'):.2f}, "
-    f"{choice(large.rows, 'outliers', 'V only, e4m3'):.1f} and "
-    f"{choice(large.rows, 'outliers', 'all, e4m3'):.1f} %. The result is a mean of thousands of "
-    f"random values and therefore small itself, which makes its relative error large."
+    f"V alone errs by {choice(large.rows, 'normal', 'V only, e4m3'):.1f} % on normal data and "
+    f"{choice(large.rows, 'outliers', 'V only, e4m3'):.1f} % with outliers, all operands by "
+    f"{choice(large.rows, 'normal', 'all, e4m3'):.1f} and "
+    f"{choice(large.rows, 'outliers', 'all, e4m3'):.1f} %. These errors are relative to a result "
+    f"that is a mean of thousands of random values, and therefore small itself."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16. A kernel
-# with 8-bit operands may exceed it. The operations counted are those of attention, and a causal
-# mask halves them. *With transposition* means that all operands have 8 bits, but V came with
-# head_dim contiguous, and the time includes the copy.
+# As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16, which a
+# kernel with 8-bit operands may exceed. A causal mask halves the operations counted. *With
+# transposition* means that all operands have 8 bits, but V came with head_dim contiguous, and the
+# time includes the copy.
 
 
 # Measuring
@@ -1188,7 +1185,7 @@ lab.read(
 )
 
 # %%
-# (:doc:`/reading-figures` says more about the clock.) FP8 is not twice as fast as bfloat16, and a
+# (For the clock, see :doc:`/reading-figures`.) FP8 is not twice as fast as bfloat16, and a
 # count of cycles for one score says why. With 8 bits an SM does 8,192 operations of a matmul in a
 # cycle, but still only 16 exponentials.
 
@@ -1310,9 +1307,8 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# With head_dim 16, only two of the 32 heads are read. With head_dim 128 and 128 heads it would be
-# one, and all others would be zeros. Two habits catch the mistake: compare an error *relative* to
-# each head's truth, and make sure that a result of zeros fails.
+# With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
+# error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
 # **Scores that forget a descale.** This changes the result by much, as we saw above, and nothing
 # warns, because any positive number is a legal descale. With ``None`` it is 1.
@@ -1339,8 +1335,8 @@ lab.table([{"what backward says": line} for line in lines], "q requires a gradie
 
 # %%
 # The reason is that the gradient of the weights would be rounded to 8 bits as well, and it spans a
-# far wider range than the weights. Training in eight bits keeps such matmuls in 16 bits, and then
-# the gradient of the 16-bit operator applies: see :doc:`/chapters/attention_backward`.
+# far wider range. Training in eight bits keeps such matmuls in 16 bits, and then the gradient of
+# :doc:`/chapters/attention_backward` applies.
 #
 # **A GPU without 8-bit matmuls.** Ampere has none, so the package looks before it launches
 # anything. Here a mock tensor says that it lies on such a GPU.
