@@ -471,8 +471,8 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :dedent:
 #
 # The loop begins with step 6. Everything is transposed, with keys as rows. ``PRECISION`` concerns
-# float32 operands only: a matrix unit would round them to :term:`TF32`, so Triton computes three
-# matmuls of their parts instead.
+# float32 operands only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes
+# three matmuls of their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 
@@ -619,8 +619,8 @@ lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 # :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
 #
 # **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
-# :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the copy
-# engine adds a whole tile per instruction; older GPUs add element by element.
+# :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
+# hardware adds a whole tile per instruction; older GPUs add element by element.
 
 lab.source(kernels.sweep_queries, "add")
 
@@ -1248,7 +1248,7 @@ for point in points(16384, head_dims=(128, 64)):
     row = {"head_dim": point["head_dim"], "mask": point["mask"]}
     row |= {"two sweeps": rates["Kernel Book"]}
     row |= {"one sweep": rates["Kernel Book, one sweep"]}
-    rows.append(row | {"fastest library": peer, "its": rates.get(peer, nan)})
+    rows.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
 lab.table(rows, "TFLOP/s at 16,384 tokens")
 
 # %%
@@ -1269,10 +1269,10 @@ lab.read(
     f"sweeps reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
     f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls really execute "
     f"{7 / 5 * first['two sweeps']:.0f} TFLOP/s, while the five of {first['fastest library']} "
-    f"execute {first['its']:.0f}"
+    f"execute {first['library']:.0f}"
     + (
         ": what separates the two is the work, not the rate at which it is done."
-        if abs(7 / 5 * first["two sweeps"] / first["its"] - 1) < 0.1
+        if abs(7 / 5 * first["two sweeps"] / first["library"] - 1) < 0.1
         else "."
     )
 )
@@ -1328,6 +1328,7 @@ lab.read(
 # :term:`spill`, kept in memory and loaded again.
 
 
+# Measuring
 def launch(head_dim, deterministic):
     q, do = torch.randn(
         2, 1, 2, 256, head_dim, device=runtime.DEVICE, dtype=torch.bfloat16
