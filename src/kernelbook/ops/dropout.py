@@ -21,8 +21,8 @@ from kernelbook.ops import checks, library
 from kernelbook.ops.launch import Launch, planned
 
 BLOCK_SIZE, NUM_WARPS = 1024, 4
-"""Elements and warps a program: eight elements a thread, one 16-byte load in 16 bits and two in 32.
-On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing."""
+"""Elements and warps per program: eight elements per thread, one 16-byte load in 16 bits and two in
+32. On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing."""
 
 N_ROUNDS = 7
 """Rounds of Philox. Seven pass every test of BigCrush (Salmon et al.); Triton's ten cost

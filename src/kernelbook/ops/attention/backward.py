@@ -4,18 +4,18 @@ With S = scale Q K^T, P = softmax(S) and O = P V, a gradient dO of O gives
 
     dV = P^T dO,   dP = dO V^T,   dS = P ∘ (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q,
 
-where delta = rowsum(dO ∘ O), which is rowsum(dP ∘ P), one number a query. P is recomputed tile by
+where delta = rowsum(dO ∘ O), which is rowsum(dP ∘ P), one number per query. P is recomputed tile by
 tile from the logsumexp that forward left: P = exp(S - lse).
 
     two sweeps  dk and dv by programs that own a tile of keys, dq by programs that own a tile of
-                queries: seven products a pair of tiles, and every sum in one fixed order
+                queries: seven matmuls per pair of tiles, and every sum in one fixed order
     one sweep   programs that own a tile of keys compute all three and add their part of dq into
-                float32 memory: five products, and the order of the additions differs between runs
+                float32 memory: five matmuls, and the order of the additions differs between runs
 
-Programs that own keys compute the transposes S^T and dP^T: P^T and dS^T then come out of one
-product as the left operand of the next, and stay in registers.
+Programs that own keys compute the transposes S^T and dP^T, because the results of these matmuls,
+P^T and dS^T, are then the left operands of the next ones and can stay in registers.
 
-Source: Dao, "FlashAttention-2", arXiv:2307.08691, 2023, section 3.1.2; the transposed products and
+Source: Dao, "FlashAttention-2", arXiv:2307.08691, 2023, section 3.1.2; the transposed matmuls and
 the additions into dq: Shah et al., "FlashAttention-3", arXiv:2407.08608, 2024.
 """
 
@@ -72,7 +72,7 @@ def preprocess_kernel(
     exist = queries < seqlen_q
     inside = exist[:, None] & (cols < head_dim)
 
-    # -- delta: one number a query
+    # -- delta: one number per query
     out_ptrs = out_ptr + batch * stride_ob + head * stride_oh + queries[:, None] * stride_om + cols
     do_ptrs = do_ptr + batch * stride_dob + head * stride_doh + queries[:, None] * stride_dom + cols
     out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def load_row(rows, row, start, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.co
 
 @triton.jit
 def sweep_queries(
-    dk,  # sums so far, (BLOCK_N, BLOCK_D)
+    dk,  # accumulator, (BLOCK_N, BLOCK_D)
     dv,
     k,  # keys and values, (BLOCK_N, BLOCK_D)
     v,
@@ -141,8 +141,8 @@ def sweep_queries(
                 last_visible = start_m + tl.arange(0, BLOCK_M)[None, :] + shift
             p_t = tl.where(keys <= last_visible, p_t, 0.0)
 
-        # -- gradients: of values while dS is computed, then of keys. No load after the product
-        # of dv begins: a wait inside the pipeline of products would make them run one by one.
+        # -- gradients: of values while dS is computed, then of keys. No load after the matmul
+        # of dv begins, because a wait inside the pipeline of matmuls would serialise them.
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)
         delta = load_row(delta_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -180,7 +180,7 @@ def dkdv_kernel(
     seqlen_k,
     padded_q,
     sm_scale,  # the scores are sm_scale * q k^T
-    heads_at_once,  # heads whose tiles take turns: see tuned.backward_heads_at_once
+    heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
     IS_CAUSAL: tl.constexpr,
     DQ: tl.constexpr,  # how to add to dq: "descriptor", "pointer" or "none"
     DESCRIBED: tl.constexpr,  # whether the statistics come by descriptors
@@ -228,14 +228,14 @@ def dkdv_kernel(
             BLOCK_N,
         )  # fmt: skip
 
-    # -- write: sums, in the dtype of the gradient
+    # -- write: the accumulators, in the dtype of the gradient
     store_tile(head_of(dk_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n, dk * sm_scale)
     store_tile(head_of(dv_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n, dv)
 
 
 @triton.jit
 def sweep_keys(
-    dq,  # sum so far, (BLOCK_M, BLOCK_D)
+    dq,  # accumulator, (BLOCK_M, BLOCK_D)
     q,  # queries, (BLOCK_M, BLOCK_D)
     do,  # gradient of their out
     lse_log2,  # statistics of the queries, (BLOCK_M,)
@@ -280,7 +280,7 @@ def dq_kernel(
     seqlen_k,
     padded_q,
     sm_scale,  # the scores are sm_scale * q k^T
-    heads_at_once,  # heads whose tiles take turns: see tuned.backward_heads_at_once
+    heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
     IS_CAUSAL: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
     BLOCK_M: tl.constexpr,  # queries in a tile
@@ -314,7 +314,7 @@ def dq_kernel(
             sm_scale * LOG2E, True, BLOCK_N,
         )  # fmt: skip
 
-    # -- write: sums, in the dtype of the gradient
+    # -- write: the accumulators, in the dtype of the gradient
     store_tile(head_of(dq_desc, batch, head, BLOCK_M, BLOCK_D), start_m, dq * sm_scale)
 
 

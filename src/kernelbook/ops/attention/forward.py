@@ -1,4 +1,4 @@
-"""The forward pass: one program computes one tile of queries, and streams all keys past it."""
+"""The forward pass: one program computes one tile of queries, looping over tiles of keys."""
 
 import torch
 import triton
@@ -25,9 +25,9 @@ from kernelbook.ops.launch import Launch, planned
 def row_max(x):
     """Return the largest number of each row, in two steps.
 
-    What comes of a single step has the layout of the scores. To scale acc by it, Triton 3.6 would
-    carry acc through the loop twice, and the assembler would wait for each instruction of a
-    product (ptxas C7514).
+    A one-step reduction inherits the layout of the scores. To scale acc by it, Triton 3.6 would
+    carry a second copy of acc through the loop, and the assembler would then wait for each
+    instruction of a matmul (ptxas C7514).
     """
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     return tl.max(tl.max(halves, axis=1), axis=1)
@@ -35,22 +35,22 @@ def row_max(x):
 
 @triton.jit
 def weigh(
-    qk,  # products of queries and keys, (BLOCK_M, BLOCK_N)
+    qk,  # dot products of queries and keys, (BLOCK_M, BLOCK_N)
     l_i,  # sum over keys of p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
     start_n,  # the first key
     n_visible,  # how many keys, from the first of all, each query sees, (BLOCK_M,)
-    scale_log2,  # turns a product of q and k into an exponent of 2
+    scale_log2,  # sm_scale * log2(e): makes an exponent of 2 of a dot product
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
     P_LOG2: tl.constexpr = 0,  # the weights are times 2 to this power
 ):
-    """Turn the scores of a tile into weights: return (p, alpha, l_i, m_i)."""
+    """Make weights of the scores of a tile: return (p, alpha, l_i, m_i)."""
     # -- mask: what a query does not see is -inf
     if MASKED:
         keys = start_n + tl.arange(0, qk.shape[1])
         qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
 
-    # -- rescale: alpha takes what was summed relative to the old maximum to the new one
+    # -- rescale: alpha converts sums relative to the old maximum to the new maximum
     m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
     alpha = tl.exp2(m_i - m_new)
     p = tl.exp2(qk * scale_log2 - (m_new - P_LOG2)[:, None])
@@ -62,7 +62,7 @@ def weigh(
 def sum_of_weights(l_i, n_visible):
     """Return l_i, or NaN where a query sees keys and all their scores are -inf.
 
-    Softmax of nothing but -inf is not defined, and 0 would pass for a query that sees no key.
+    Softmax of nothing but -inf is undefined, and 0 would look like a query that sees no key.
     """
     return tl.where((l_i == 0) & (n_visible > 0), float("nan"), l_i)
 
@@ -72,25 +72,25 @@ def attend(
     acc,  # sum over keys of p * v so far, (BLOCK_M, BLOCK_D)
     l_i,  # sum over keys of p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
-    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
+    qk,  # dot products with the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
     k_head,  # keys and values of one head: see head_of
     v_head,
     first_key,  # of the keys to attend to: a multiple of BLOCK_N
     last_key,  # one past the last
     n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
-    scale_log2,  # turns a product of q and k into an exponent of 2
+    scale_log2,  # sm_scale * log2(e): makes an exponent of 2 of a dot product
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
 ):
     """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
-        # -- weigh: the tile that the turn before has scored
+        # -- weigh: the tile that the previous iteration has scored
         p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED)
-        # -- accumulate: one product
+        # -- accumulate: one matmul
         v = load_tile(v_head, start_n)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        # -- score: the other product, for the next turn
+        # -- score: the other matmul, for the next iteration
         k = load_tile(k_head, start_n + BLOCK_N)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
     return acc, l_i, m_i, qk
@@ -109,7 +109,7 @@ def attention_fwd_kernel(
     seqlen_q,
     seqlen_k,
     sm_scale,  # the scores are sm_scale * q k^T
-    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles take turns: see tuned.forward_heads_at_once
+    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles alternate: see tuned.forward_heads_at_once
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked

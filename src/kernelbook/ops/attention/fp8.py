@@ -1,4 +1,4 @@
-"""Attention with operands of 8 bits: forward only, for GPUs with FP8 products.
+"""Attention with operands of 8 bits: forward only, for GPUs with FP8 matmuls.
 
     value = stored * descale,   out = softmax(scale * q k^T) v
 
@@ -9,10 +9,10 @@ forward.py, with three additions:
     descales   those of q and k are part of the scale of the scores; that of v multiplies the result
     weights    p lies in [0, 1], where e4m3 has few numbers: p * 2^8 is what is rounded. Because
                their sum is of p * 2^8 too, the average needs no correction
-    sums       Hopper adds FP8 products up in fewer bits than float32 has. Only the sum over one
-               tile is left to it; sums over tiles are float32
+    sums       Hopper accumulates FP8 matmuls in fewer bits than float32 has. Only the sum within
+               one tile is left to it; sums over tiles are float32
 
-The 8-bit product reads its second operand with the contracted dimension contiguous. For q k^T that
+An 8-bit matmul reads its second operand with the contracted dimension contiguous. For q k^T that
 is head_dim, as k lies already; for p v it is the keys, so v has to lie with keys contiguous.
 
 Sources: the formats: Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022;
@@ -53,7 +53,7 @@ TINY = tl.constexpr(2.0**-126)
 
 @triton.jit
 def to_e4m3(p, dtype: tl.constexpr):
-    """Round numbers from 0 to 448 to float8_e4m3fn, for a product with numbers of this dtype.
+    """Round numbers from 0 to 448 to float8_e4m3fn, for a matmul with numbers of this dtype.
 
     In the interpreter 8-bit numbers are held in float32, and the result is too. There, half of the
     last place kept is 2^-4 of the power of two below p, and adding 2^23 halves rounds to it.
@@ -93,7 +93,7 @@ def scale_of_scores(sm_scale, q_descale, k_descale):
 
 @triton.jit
 def add_values(acc, p, alpha, v, PROMOTED: tl.constexpr):
-    """Return acc * alpha + p v, where the product of a tile starts from zero if PROMOTED."""
+    """Return acc * alpha + p v, where the matmul of a tile starts from zero if PROMOTED."""
     p, acc = to_e4m3(p, v.dtype), acc * alpha[:, None]
     return acc + tl.dot(p, v) if PROMOTED else tl.dot(p, v, acc)
 
@@ -103,7 +103,7 @@ def attend_fp8(
     acc,  # sum over keys of 2^8 * p * stored v so far, (BLOCK_M, BLOCK_D)
     l_i,  # sum over keys of 2^8 * p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
-    qk,  # products of the queries and the first tile of keys, (BLOCK_M, BLOCK_N)
+    qk,  # dot products with the first tile of keys, (BLOCK_M, BLOCK_N)
     q,  # queries, (BLOCK_M, BLOCK_D)
     k_head,  # keys of one head, and its values with keys contiguous: see head_of
     v_head,
@@ -113,16 +113,16 @@ def attend_fp8(
     scale_log2,  # turns a product of stored q and k into an exponent of 2
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
-    PROMOTED: tl.constexpr,  # whether tiles are added up in float32, not by the product itself
+    PROMOTED: tl.constexpr,  # whether tiles are accumulated in float32, not by the matmul itself
 ):
     """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
         # -- weigh: the weights come times 2^8
         p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
-        # -- accumulate: one product, of weights and values
+        # -- accumulate: one matmul, of weights and values
         v = load_tile(v_head, 0, start_n).T
         acc = add_values(acc, p, alpha, v, PROMOTED)
-        # -- score: for the next turn
+        # -- score: for the next iteration
         k = load_tile(k_head, start_n + BLOCK_N)
         qk = tl.dot(q, k.T)
     return acc, l_i, m_i, qk
@@ -147,7 +147,7 @@ def attention_fp8_fwd_kernel(
     seqlen_q,
     seqlen_k,
     sm_scale,  # the scores are sm_scale * q k^T
-    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles take turns: see tuned.forward_heads_at_once
+    HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles alternate: see tuned.forward_heads_at_once
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked

@@ -12,8 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
-"""How float32 is multiplied: in three products of tensor cores, or where Triton has no such, one by
-one."""
+"""How float32 matrices are multiplied: as three TF32 matmuls on tensor cores, or on AMD, where
+Triton has no such mode, without tensor cores."""
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest number of float32, from which a maximum starts: -inf - LOWEST is still -inf, where
@@ -76,7 +76,7 @@ def store_tile(of_head, row, tile):
 
 @triton.jit
 def place(n_tiles, n_heads, heads_at_once):
-    """Return (tile, head) of this program. Tiles ascend, and some heads at a time take turns."""
+    """Return (tile, head) of this program. Tiles ascend, and alternate between heads."""
     first_head = tl.program_id(0) // (n_tiles * heads_at_once) * heads_at_once
     turn = tl.program_id(0) % (n_tiles * heads_at_once)
     taking_turns = tl.minimum(n_heads - first_head, heads_at_once)
@@ -135,8 +135,8 @@ def describe(
 
     A tile has ``columns`` columns, by default a power of two that holds head_dim.
 
-    A product that reads shared memory takes its tiles from a descriptor, by way of a copy engine.
-    Where products read registers, or there is no such engine, ``described`` is false, and the
+    A matmul that reads shared memory takes its tiles from a descriptor, by way of a copy engine.
+    Where matmuls read registers, or there is no such engine, ``described`` is false, and the
     kernel gets address, shape and strides instead: Triton would make addresses of a descriptor, and
     not know that the last dimension is contiguous.
 

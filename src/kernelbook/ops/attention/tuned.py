@@ -88,23 +88,23 @@ HOPPER = {
 }
 """For Hopper; 16 bits and FP8 were measured on an H200.
 
-**Forward.** With 128 registers a thread two programs of eight warps run on a multiprocessor:
-while one waits for a product, the other computes exponentials. On an H200, causal, with 16,384
-tokens in bfloat16, that gave 531 TFLOP/s at head_dim 64, and 637 at 128. Three programs of 64
-queries, four warps and 168 registers gave 494 and 564: they read keys and values twice as often.
-One program of 128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32,
-with 4,096 tokens, four programs of four warps gave 309, and two of eight 272. Specialized warps
+**Forward.** With 128 registers per thread, two programs of eight warps run on an SM: while one
+waits for a matmul, the other computes exponentials. On an H200, causal, with 16,384 tokens in
+bfloat16, that gave 531 TFLOP/s at head_dim 64, and 637 at 128. Three programs of 64 queries, four
+warps and 168 registers gave 494 and 564: they read keys and values twice as often. One program of
+128 queries and 128 keys without the limit gave 510 at head_dim 128. At head_dim 32, with 4,096
+tokens, four programs of four warps gave 309, and two of eight 272. Specialized warps
 (``warp_specialize``) gave wrong results with Triton 3.6.
 
 **Backward.** Of 84 on an H200 these were the fastest, in bfloat16 at 4,096 and causal at 16,384
 tokens: "dkdv" ran at 629 and 620 TFLOP/s of real work for head_dim 128, and at 587 and 615 if the
-statistics came by descriptors. Programs of 4 warps, two on a multiprocessor, beat one of 8, whose
-two groups of warps wait for each other: 488 and 558. For head_dim 64, pointers lost 15 % in the
-causal case. float32 is split into three products of registers: by addresses nothing spills but a
-few hundred bytes at head_dim 256, by descriptors up to 19.8 KB did.
+statistics came by descriptors. Programs of 4 warps, two on an SM, beat one of 8, whose two
+groups of warps wait for each other: 488 and 558. For head_dim 64, pointers lost 15 % in the
+causal case. float32 is split into three TF32 matmuls that read registers: by addresses nothing
+spills but a few hundred bytes at head_dim 256, by descriptors up to 19.8 KB did.
 
-**FP8.** Three or four programs fit on a multiprocessor, and while one waits for its product the
-others compute exponentials. At head_dim 128 and 16,384 tokens on an H200, causal, the limit of 168
+**FP8.** Three or four programs fit on an SM, and while one waits for its matmul the others compute
+exponentials. At head_dim 128 and 16,384 tokens on an H200, causal, the limit of 168
 registers gave 923 TFLOP/s against 867 without it, and 867 with three stages. At head_dim 256 tiles
 of 64 queries gave 457 with 4,096 tokens, and 128 queries, which spill, 404. Keys in another order
 would save the conversion of p, and gained nothing at head_dim 128."""
@@ -171,7 +171,7 @@ AMPERE = {
     ("all", 256, 4): Config(16, 16, 8, 1, 114_688),
 }
 """For the A100, compiled only. Four warps of 32 queries each read keys and values from shared
-memory half as often as eight of 16, and there the two take as long as the products do."""
+memory half as often as eight of 16, and such reads take as long there as the matmuls do."""
 
 SMALL = AMPERE | {
     ("forward", 128, 2): Config(128, 32, 4, 2, 49_152),
@@ -208,7 +208,7 @@ TURING = {
     ("dq", 128, 4): Config(16, 16, 8, 1, 32_768),
     ("all", 64, 4): Config(32, 32, 8, 1, 36_864),
 }
-"""For the T4 and its relatives, compiled only. Triton has no products of matrices for them and
+"""For the T4 and its relatives, compiled only. Triton uses no matrix instructions on them and
 multiplies number by number, in float32: small tiles, or thousands of bytes spill. The gradient in
 float32 above head_dim 128 needs 66,560 of its 65,536 bytes, and is refused."""
 
@@ -278,11 +278,11 @@ def forward_config(q: torch.Tensor) -> Config:
 
 
 def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
-    """Return how many heads' tiles take turns: as many as have keys and values for half of L2.
+    """Return between how many heads tiles alternate: half of L2 holds their keys and values.
 
-    Taking turns lets the heaviest tiles of several heads start first, and light ones fill the
-    gaps; too many heads at once would read their keys from memory again for each tile. Where tiles
-    weigh the same there is nothing to gain. A power of two, so that few kernels are compiled.
+    Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
+    with too many heads at once, keys would be read from memory again for each tile. Where all tiles
+    take equally long there is nothing to gain. A power of two, so that few kernels are compiled.
     """
     if not is_causal:
         return 1
@@ -297,16 +297,16 @@ def backward_config(sweep: str, q: torch.Tensor) -> Config:
 
 
 def backward_heads_at_once(bytes_a_head: int, device: torch.device) -> int:
-    """Return how many heads' tiles take turns: as many as flow by from half of L2.
+    """Return between how many heads tiles alternate: half of L2 holds their operands.
 
-    Taking turns lets the heaviest tiles of several heads start first, and light ones fill the
-    gaps; too many heads at once would be read from memory again for each tile.
+    Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
+    with too many heads at once, operands would be read from memory again for each tile.
     """
     return max(1, runtime.l2_cache(device) // 2 // bytes_a_head)
 
 
 def fp8_columns(head_dim: int) -> int:
-    """Return the columns of a tile: no 8-bit product contracts fewer than 32."""
+    """Return the columns of a tile: no 8-bit matmul contracts fewer than 32."""
     return max(32, head_block(head_dim))
 
 

@@ -4,8 +4,8 @@
 
     dx[j] = (wdy[j] - (xhat[j] * c1 + c2)) * rstd
 
-A program loops over rows, because it also adds up what they contribute to the gradients of weight
-and bias; sums.py holds how programs share these sums.
+A program loops over rows, because it also accumulates what they contribute to the gradients of
+weight and bias; sums.py holds how programs share these partial sums.
 """
 
 import torch
@@ -57,9 +57,9 @@ def row_bwd_kernel(
     n_buffers,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
-    NUM_STAGES: tl.constexpr,  # loads of so many turns of the loop are under way at once
+    NUM_STAGES: tl.constexpr,  # iterations of the loop whose loads are in flight
 ):
-    # -- begin: sums that live in registers through all my rows
+    # -- begin: partial sums that stay in registers for all my rows
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     w = load_weight(w_ptr, cols, cols < n_cols)
     w = tl.where(n_cols > 1, w, 0.0)  # y does not depend on the one element of a row: dx is 0
@@ -75,7 +75,7 @@ def row_bwd_kernel(
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
 
-        # -- add: these rows to the sums (dy is 0 outside, and so are both terms)
+        # -- add: these rows to the partial sums (dy is 0 outside, and so are both terms)
         xhat = (x - mean) * rstd
         dw += dy * xhat
         db += dy
@@ -88,7 +88,7 @@ def row_bwd_kernel(
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + rows * n_cols + cols, dx, mask=inside)
 
-    # -- end: one row of sums for the whole program
+    # -- end: one row of partial sums for the whole program
     cols = tl.arange(0, BLOCK_COLS)
     dw, db = tl.sum(dw, axis=0), tl.sum(db, axis=0)
     buffer = tl.program_id(0) % n_buffers
@@ -115,7 +115,7 @@ def packed_row_bwd_kernel(
     zero,  # 0, which the compiler must not know
     PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces are the row, without a mask
 ):
-    # -- begin: the sums of all columns take half of the registers
+    # -- begin: the partial sums of all columns take half of the registers
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     dy_dtype: tl.constexpr = dy_ptr.dtype.element_ty
     INT32: tl.constexpr = tl.pointer_type(tl.int32)
@@ -133,7 +133,7 @@ def packed_row_bwd_kernel(
             dy = dy + (load_pairs(dy_ptrs, piece, n_cols, PAIRS, True),)
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
 
-        # -- add: this row to the sums, and its pieces to c1 and c2
+        # -- add: this row to the partial sums, and its pieces to c1 and c2
         c1 = tl.zeros((2 * PAIRS,), tl.float32)
         c2 = tl.zeros((2 * PAIRS,), tl.float32)
         dw_before, db_before, dw, db = dw, db, (), ()
@@ -159,7 +159,7 @@ def packed_row_bwd_kernel(
                 dx = (w * widen(dy[piece], dy_dtype) - (xhat * c1 + c2)) * rstd
                 tl.store(dx_ptrs + pairs, narrow(dx, dtype))
 
-    # -- end: one row of sums for the whole program
+    # -- end: one row of partial sums for the whole program
     buffer = tl.program_id(0) % n_buffers
     for piece in tl.static_range(PIECES):
         cols, inside = where_piece(piece, n_cols, 2 * PAIRS, True)
@@ -219,10 +219,10 @@ def split_bwd_kernel(
     step = (tl.num_programs(0) // N_PARTS).to(tl.int64)
     row_of = (x_ptr, stride_x, dy_ptr, stride_dy, mean_ptr, rstd_ptr)
     x, dy, mean, rstd = load_part(row_of, first, n_rows, cols, n_cols)
-    # Not x: Triton 3.6 and 3.7 take a name that begins as x, and is x again, for unchanged.
+    # Not x: Triton 3.6 and 3.7 take a name that begins as x, and becomes x again, for unchanged.
     x_before, dy_before = tl.zeros_like(x), tl.zeros_like(dy)
     mean_before, rstd_before = tl.zeros_like(mean), tl.zeros_like(rstd)
-    for row in range(first, n_rows + step, step):  # and a turn that only collects
+    for row in range(first, n_rows + step, step):  # and an iteration that only collects
         # -- publish: what my part adds to c1 and c2
         xhat, wdy = terms(x, dy, mean, rstd, w)
         dw += dy.to(tl.float32) * xhat
@@ -231,15 +231,15 @@ def split_bwd_kernel(
             c1, c2 = two_sums(xhat * wdy, wdy, 0)
             publish(slots_ptr + row * N_PARTS + part, to_slot(c1, c2))
 
-        # -- ahead: the loads of the next row are under way during the rest of this turn
+        # -- ahead: the loads of the next row are in flight during the rest of this iteration
         x_next, dy_next, mean_next, rstd_next = load_part(row_of, row + step, n_rows, cols, n_cols)
 
-        # -- collect: the row before, whose slots all parts had a turn to fill: hardly a wait
+        # -- collect: the previous row, whose slots all parts had an iteration to fill
         if (dx_ptr is not None) and (row > first):
             before = row - step
             slots_ptrs = slots_ptr + before * N_PARTS + parts % N_PARTS
             slots, ready = wait(slots_ptrs, max_polls, THREADS)
-            if ready == 0:  # they do not come: compute all of them
+            if ready == 0:  # the others are late: compute their shares here
                 for other in range(N_PARTS):
                     others = other * BLOCK_COLS + of_part
                     loaded = load_part(row_of, before, n_rows, others, n_cols)
@@ -255,7 +255,7 @@ def split_bwd_kernel(
         x_before, dy_before, mean_before, rstd_before = x, dy, mean, rstd
         x, dy, mean, rstd = x_next, dy_next, mean_next, rstd_next
 
-    # -- end: one row of sums for the whole group
+    # -- end: one row of partial sums for the whole group
     buffer = group % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
     lock = buffer * N_PARTS + part

@@ -7,12 +7,12 @@
 Statistics are float32 whatever the input. The variance is the mean of squared deviations, never the
 difference of two large means, and three things keep it right far from zero:
 
-    correction  a sum of many numbers errs in its last digits, and so does the mean that is made of
-                it. The deviations from it then sum to something else than 0: what they sum to
-                corrects the mean. For equal numbers the corrected mean is that number, exactly
+    correction  a sum of many numbers is wrong in its last digits, and so is the mean computed from
+                it. The deviations from that mean then do not sum to 0, and their sum corrects the
+                mean. The corrected mean of equal numbers is exactly that number
     pivot       parts of a row are merged by how far their means are from that of the first part
-    far rows    squares of numbers above 1e19 overflow float32. Where their sum is infinite, the row
-                is read again, and its deviations are squared times a small power of two
+    far rows    squares of numbers above 1.8e19 overflow float32. Where their sum is infinite, the
+                row is read again, and its deviations are squared times a small power of two
 
 Sources: Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, 2016. Chan, Golub, LeVeque,
 "Updating formulae and a pairwise algorithm for computing sample variances", COMPSTAT 1982 (the
@@ -84,8 +84,8 @@ def without(m2, correction, count):
 def square(x, inside):
     """x * x, rounded before it is added up where a lane may hold one number of a row.
 
-    The compiler would fuse the product with the sum. Then the lanes of a row, which add the same
-    two numbers, round different ones of them, and disagree in the last bit of the sum.
+    Otherwise the compiler would fuse the multiplication with the sum. The lanes of a row, which add
+    the same two numbers, would then round different ones and disagree in the last bit of the sum.
     """
     squared = x * x
     return tl.where(inside, squared, 0.0) if x.shape[1] <= SHORT else squared
@@ -101,7 +101,7 @@ def moments(x, inside, count):
         m2, residue = two_sums(squared, deviation * SMALL, 1, True)
         correction = divide(residue, count) / SMALL
         return mean + correction, without(m2, correction, count)
-    else:  # up to 8,192 equal numbers of 16 bits add up exactly
+    else:  # the sum of up to 8,192 equal numbers of 16 bits is exact
         return mean, tl.sum(squared, axis=1, keep_dims=True)
 
 
@@ -109,9 +109,9 @@ def moments(x, inside, count):
 def far_rstd(x_ptrs, far, mean, n_cols, eps, COLS: tl.constexpr):
     """1 / sqrt(variance + eps) of far rows, which are read again for it.
 
-    A variance of 0 is that of equal numbers. Beside any other, eps is nothing. A lane adds up
-    thousands of squares, one after the other, and what each addition rounds off is added to the
-    next square.
+    The variance is 0 only if all numbers are equal; beside any other variance, eps is negligible. A
+    lane sums thousands of squares, one after the other, and what each addition rounds off is added
+    to the next square.
     """
     first = tl.arange(0, COLS)[None, :]
     m2 = tl.zeros((mean + first).shape, tl.float32)
@@ -161,7 +161,7 @@ def row_fwd_kernel(
     inside = (rows < n_rows) & (cols < n_cols)
     x = tl.load(x_ptr + rows * stride_row + cols, mask=inside, other=0.0, cache_modifier=".cg")
 
-    # -- statistics: mean and reciprocal standard deviation, one of each for a row
+    # -- statistics: mean and reciprocal standard deviation, one of each per row
     mean, m2 = moments(x, inside, n_cols)
     rstd = tl.rsqrt(m2 / n_cols + eps)
     if mean_ptr is not None:
@@ -172,7 +172,7 @@ def row_fwd_kernel(
     y = scale_and_shift((x.to(tl.float32) - mean) * rstd, w_ptr, b_ptr, cols, cols < n_cols)
     tl.store(y_ptr + rows * n_cols + cols, y, mask=inside)
 
-    # -- far: such rows once more. Asked last, because warps may wait for each other to ask
+    # -- far: such rows once more. Tested last, because the test may synchronise the warps
     far = m2 == float("inf")
     if (x.dtype != tl.float16) and tl.max(tl.max(far.to(tl.int32), axis=0), axis=0):
         COLS: tl.constexpr = max(1, min(BLOCK_COLS, FAR_COLS // BLOCK_ROWS))
@@ -198,7 +198,7 @@ def where_piece(piece, n_numbers, LENGTH: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def load_pairs(ptrs, piece, n_cols, PAIRS: tl.constexpr, FULL: tl.constexpr):
-    """A piece of a row of 16-bit numbers, two in an int32; the row passes by L1."""
+    """A piece of a row of 16-bit numbers, two in an int32; the load bypasses L1."""
     pairs, inside = where_piece(piece, n_cols // 2, PAIRS, FULL)
     return tl.load(ptrs + pairs, mask=inside, other=0, cache_modifier=".cg")
 
@@ -219,7 +219,7 @@ def load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr, FULL: tl.co
 
 @triton.jit
 def afresh(pieces, zero):
-    """The same numbers, which the compiler takes for others: it will not keep them widened."""
+    """The same numbers, which the compiler takes for new ones and so does not keep widened."""
     same = ()
     for piece in tl.static_range(PIECES):
         same = same + (pieces[piece] + zero,)
@@ -230,8 +230,8 @@ def afresh(pieces, zero):
 def mean_of_pairs(total, n_cols, dtype: tl.constexpr):
     """The mean of a row of 16-bit numbers from sums of four of them, times SMALL.
 
-    Up to 65,536 equal numbers with the eight bits of bfloat16 add up exactly. float16 has eleven:
-    there the leading bits of the sums and the others are added up apart.
+    Sums of up to 65,536 equal numbers with the eight bits of bfloat16 are exact. float16 has
+    eleven: there the leading bits of the sums and the other bits are summed separately.
     """
     if dtype == tl.bfloat16:
         return divide(tl.sum(total, axis=0), n_cols) / SMALL
@@ -292,7 +292,7 @@ def packed_row_fwd_kernel(
         b = load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS, FULL)
         y = (widen(x[piece], dtype) - mean) * rstd * w + b
         tl.store(y_ptrs + pairs, narrow(y, dtype), mask=inside)
-        tl.debug_barrier()  # or all pieces of both are loaded first
+        tl.debug_barrier()  # otherwise all pieces of both would be loaded first
 
 
 @triton.jit
@@ -346,7 +346,7 @@ def split_fwd_kernel(
     x, slot = moments_of_part(x_ptrs, there, part, n_cols, BLOCK_COLS)
     publish(slots_ptrs + part, slot)
 
-    # -- collect: those of all parts; if they do not come, compute each of them, mine last
+    # -- collect: those of all parts; if some are late, compute each of them here, mine last
     parts = tl.arange(0, LOOKS)[None, :]
     slots, ready = wait(slots_ptrs + parts % N_PARTS, max_polls, THREADS)
     if ready == 0:

@@ -3,8 +3,8 @@
     dw[j] = sum over rows of dy[j] * xhat[j],   db[j] = sum over rows of dy[j]
 
 Programs share the sums in one of two ways. "partial": each program keeps the sums of its own rows
-in a buffer of its own, and a second kernel adds the buffers up, always in the same order. "lock":
-programs take turns to add to a few buffers, and the order is that in which they come.
+in a buffer of its own, and a second kernel reduces the buffers, always in the same order. "lock":
+programs add to a few shared buffers, one at a time, in whatever order they arrive.
 """
 
 import torch

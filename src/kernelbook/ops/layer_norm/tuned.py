@@ -6,9 +6,9 @@ from kernelbook import runtime
 
 TILE, TILE_BYTES, WARP = 2048, 32768, 1024
 """Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
-four warps. A row that one warp holds is added up without a barrier: on an H200 rows of 512 columns
+four warps. A row that one warp holds is reduced without a barrier: on an H200 rows of 512 columns
 of bfloat16 gave 0.98 of a copy, and 0.83 in tiles of 4,096 bytes with four warps. The loads of x
-pass by L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
+bypass L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
 
 SHORT_COLS, SHORTEST_COLS = 32, 8
 """Longest rows of which a warp holds many. One warp a tile would be too few loads at a time where
@@ -31,8 +31,8 @@ bfloat16 that gave 0.95 of a copy against 0.91 for a tile, at 32,768 0.93 agains
 and at 65,536 0.70 against 0.50."""
 
 PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
-"""Warps of a packed row and registers a thread, so that three programs, two, or one fit on a
-multiprocessor. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
+"""Warps of a packed row and registers a thread, so that three programs, two, or one fit on
+an SM. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
 
 MAX_PARTS, MAX_PART_COLS = 64, 8192
 """Rows that neither rule takes are split in parts. Rows too long for 64 parts get larger ones."""
@@ -68,8 +68,8 @@ def forward_part(n_cols: int, itemsize: int) -> Part:
 
 
 LOOP_COLS = 4096
-"""Columns in each turn of a loop over a row that is too long even for that: 16 elements a thread
-with 8 warps, one or two loads of 16 bytes."""
+"""Columns in each iteration of a loop over a row that is too long even for that: 16 elements a
+thread with 8 warps, one or two loads of 16 bytes."""
 
 BWD_TILE, BWD_WARP = 2048, 512
 """Backward works on tiles of at least 2,048 elements, with a warp for every 512. A thread has 16
@@ -77,19 +77,19 @@ of each array: 32 registers hold its sums, and x, dy and w with what is made of 
 128 registers from 1,024 columns on."""
 
 BWD_ROW_COLS = 8192
-"""Longest row for one program in backward: its tile and its sums fill a multiprocessor."""
+"""Longest row for one program in backward: its tile and its partial sums fill an SM."""
 
 BWD_STAGES = 3
-"""Turns of the loop whose loads are under way at once, where the shared memory holds them. A
-multiprocessor with one program needs them: nobody else would load while it computes. On an H200 at
+"""Iterations of the loop whose loads are in flight at once, where the shared memory holds them. An
+SM with one program needs them, because no other program would load while it computes. On an H200 at
 8,192 columns of bfloat16 three gave 0.92 of a copy, one 0.69 and two 0.60."""
 
 BWD_PACKED_COLS = 16384
-"""Rows of 16-bit numbers of this one length are packed, a program to a multiprocessor: the sums of
+"""Rows of 16-bit numbers of this one length are packed, one program per SM: the partial sums of
 all columns take half of its registers, and what masks need would spill."""
 
 BWD_THREADS = 512
-"""Threads of looping programs on a multiprocessor: 128 of its 65,536 registers for each. All
+"""Threads of looping programs on an SM: 128 of its 65,536 registers for each. All
 programs run from the beginning to the end, and each leaves one row of sums."""
 
 BWD_PART_COLS, BWD_MAX_PART_COLS = {2: 2048, 4: 1024}, 4096
@@ -103,22 +103,22 @@ is what keeps the memory busy. With 512 columns bfloat16 fell from 0.64 of a cop
 columns, though some registers spill with 1,024."""
 
 BWD_PART_THREADS = 256
-"""Threads on a multiprocessor then. The row before and the next one wait in registers, so that a
+"""Threads on an SM then. The previous row and the next one wait in registers, so that a
 thread needs up to 255 of them; in bfloat16 at 32,768 columns 384 threads gave 0.57. A program that
 does not run yet cannot answer, so no more are started than run at once."""
 
 COLUMN_COLS, COLUMN_PROGRAMS = 1024, 8
-"""Rows too long for parts: a program adds up a block of 1,024 columns over its share of the rows,
-8 elements a thread with 4 warps, and 8 such programs fit on a multiprocessor."""
+"""Rows too long for parts: a program sums a block of 1,024 columns over its share of the rows,
+8 elements a thread with 4 warps, and 8 such programs fit on an SM."""
 
 SUM_ROWS, SUM_COLS = 128, 32
-"""Tile of the kernel that adds up the buffers. 32 columns are 128 bytes, one line of the cache, and
-so narrow a tile gives it 32 programs even for 1,024 columns; 128 rows put 32 loads of a number a
-thread in flight."""
+"""Tile of the kernel that reduces the buffers. 32 columns are 128 bytes, one cache line, and so
+narrow a tile gives 32 programs even for 1,024 columns; 128 rows put 32 loads per thread in
+flight."""
 
 LOCK_BUFFERS = 64
-"""Buffers that programs share under "lock". More of them make a lock less contended, and are more
-to add up at the end."""
+"""Buffers that programs share under "lock". With more of them each lock is less contended, and more
+buffers have to be reduced at the end."""
 
 
 def split(n_cols: int, part_cols: int) -> tuple[int, int]:

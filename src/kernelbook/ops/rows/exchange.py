@@ -10,8 +10,8 @@ little: a maximum and a sum, say. Each part has a slot of 64 bits in memory, zer
               part counts as the neutral element of the operation, -inf for a maximum, 0 for a sum
 
 The hardware starts programs in the order of their numbers, so the parts of a row run at the same
-time and the wait is short. Nothing promises that order, however, so a part whose neighbours do not
-come computes their numbers itself: slower, and still right.
+time and the wait is short. Nothing guarantees that order, however, so a part that waits in vain
+computes the others' numbers itself, which is slower and still right.
 """
 
 import torch
@@ -22,7 +22,7 @@ from kernelbook import runtime
 
 MAX_POLLS = 1 if runtime.INTERPRETED else 2**14
 """How often a part looks for the others before it gives up: some milliseconds. The interpreter runs
-programs one after the other: there, waiting is in vain."""
+programs one after the other, so waiting would be in vain there."""
 
 EMPTY = tl.constexpr(0x7FC5A5A57FC5A5A5)
 """What an empty slot stands for: two NaN that no arithmetic makes. A slot is stored XOR this, so
@@ -50,7 +50,7 @@ def to_slot(high, low):
 
 @triton.jit
 def publish(slots_ptrs, slot):
-    """Fill a slot, which is zero. Who reads it needs no other memory of this part.
+    """Fill a slot, which is zero. Its readers need no other memory of this part.
 
     An atomic stores all 64 bits at once. It is an "or", because AMD's backend has no exchange of a
     tensor of 64 bits.
@@ -63,7 +63,7 @@ def wait(slots_ptrs, max_polls, THREADS: tl.constexpr):
     """Read slots until none is empty, or max_polls times. Return (slots, ready).
 
     There are as many pointers as :func:`looks` says. Warps that each read all of the slots need not
-    wait for each other to go on, only to give up, which all of them do or none.
+    wait for each other to continue, only to agree on giving up.
     """
     slots = tl.zeros(slots_ptrs.shape, tl.int64)
     ready = tl.min((slots != 0).to(tl.int32))

@@ -1,7 +1,7 @@
 """16-bit numbers in pairs: two of them stay in one 32-bit register until they are needed.
 
-A row of 32,768 numbers is 64 KB in bfloat16 and 128 KB once it is widened to float32, half of all
-registers of a multiprocessor. Kept in pairs, and widened anew for each step, it takes a quarter.
+A row of 32,768 numbers is 64 KB in bfloat16 and 128 KB once it is widened to float32, half of the
+registers of an SM. Kept in pairs, and widened anew for each step, it takes a quarter.
 """
 
 import torch

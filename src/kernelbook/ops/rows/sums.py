@@ -1,7 +1,7 @@
 """Two sums in one reduction.
 
-Warps that share a row add up its sums through shared memory and wait for each other. In one
-reduction they wait once for both.
+Warps that share a row reduce its sums through shared memory and wait for each other. In one
+reduction of both sums they wait once instead of twice.
 """
 
 import triton
@@ -19,7 +19,7 @@ def add_two(a, b, other_a, other_b):
 
 @triton.jit
 def two_sums(a, b, axis: tl.constexpr, keep_dims: tl.constexpr = False):
-    """The sums of two blocks of one shape. The interpreter would add one by one: it adds apart."""
+    """The sums of two blocks of one shape. The interpreter, slow at such reductions, does two."""
     if INTERPRETED:
         return tl.sum(a, axis, keep_dims), tl.sum(b, axis, keep_dims)
     else:

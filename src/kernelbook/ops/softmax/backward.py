@@ -2,7 +2,7 @@
 
     dx[j] = y[j] * (dy[j] - delta),   delta = sum over k of y[k] * dy[k]
 
-One number of each row, delta, is all that its elements have to know of each other.
+The elements of a row depend on each other only through one number, delta.
 """
 
 import torch
@@ -75,7 +75,7 @@ def split_row_bwd_kernel(
     share = tl.sum(y * dy, axis=0)
     publish(slots_ptr + part, to_slot(share, share))
 
-    # -- collect: those of all parts; if they do not come, read the whole row instead
+    # -- collect: those of all parts; if some are late, read the whole row instead
     parts = tl.arange(0, LOOKS)
     slots, ready = wait(slots_ptr + parts % N_PARTS, max_polls, THREADS)
     shares, _ = collect(slots, parts < N_PARTS, 0.0, 0.0)

@@ -2,7 +2,7 @@
 
     y[j] = exp(x[j] - m) / d,   m = max over k of x[k],   d = sum over k of exp(x[k] - m)
 
-Subtracting m changes nothing but keeps every exponential at or below 1. The kernels see a matrix
+Subtracting m does not change y, and keeps every exponential at or below 1. The kernels see a matrix
 with one row for each softmax, and differ in how often they read it:
 
     row         once: the row stays on chip, in one program or, when it is wide, in several
@@ -81,7 +81,7 @@ def packed_row_fwd_kernel(
     inside = cols < n_cols // 2
     raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF)
 
-    # -- widen: once for each step, never for long
+    # -- widen: anew for each step, so that the float32 row does not stay in registers
     m = tl.max(widen(raw, dtype), axis=0)
     raw += zero
     d = tl.sum(exp(widen(raw, dtype) - m), axis=0)
@@ -132,7 +132,7 @@ def split_row_fwd_kernel(
     # -- publish: my maximum and my sum
     publish(slots_ptr + part, to_slot(m, tl.sum(numerator, axis=0)))
 
-    # -- collect: those of all parts; if they do not come, read the whole row instead
+    # -- collect: those of all parts; if some are late, read the whole row instead
     parts = tl.arange(0, LOOKS)
     slots, ready = wait(slots_ptr + parts % N_PARTS, max_polls, THREADS)
     m_parts, d_parts = collect(slots, parts < N_PARTS, float("-inf"), 0.0)
