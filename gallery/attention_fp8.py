@@ -596,8 +596,8 @@ def moved(*panels):
         top = axes.get_ylim()[1]
         axes.vlines(ticks, -0.12 * top, 0, color=lab.colour("PyTorch"), linewidth=0.8)
         axes.axvline(-10, color=lab.colour("matmul"), linestyle="--")
-        axes.set(xlim=(-16, 9), ylim=(-0.12 * top, top), xticks=(-16, -10, -6, 0, 8))
-        axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "2⁻⁶", "1", "2⁸"], fontsize=9)
+        axes.set(xlim=(-16, 9), ylim=(-0.12 * top, top), xticks=(-16, -10, 0, 8))
+        axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
         axes.set_title("p" if power == 0 else "p times 2⁸", loc="left", fontsize=11)
     panels[0].set_ylabel("% of the weights")
 
@@ -1181,8 +1181,8 @@ lab.read(
     f"the chapter, where a matmul in bfloat16 reached {slow:.0f}; beside attention it reaches "
     f"{beside:.0f}. The size is the same, but the first is repeated without a pause, with one "
     f"operand transposed, and the second runs after a pause, and the GPU's clock depends on what "
-    f"ran before. Eight bits thus gain a factor of {in_8_bits / beside:.2f} to {fast / slow:.2f}, and "
-    f"the last column is approximate."
+    f"ran before. Eight bits thus gain a factor of {in_8_bits / beside:.2f} to {fast / slow:.2f}, "
+    f"and the last column is approximate."
 )
 
 # %%
