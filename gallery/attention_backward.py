@@ -78,8 +78,8 @@ for seqlen in (1024, 4096, 16384):
 lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
 
 # %%
-# What can the GPU execute in the time in which it moves one byte? We measure both speeds, with a
-# matmul of large matrices by :term:`cuBLAS` and with a copy.
+# Arithmetic is the limit if this is more than the GPU can execute in the time in which it moves one
+# byte. We measure both speeds, with a matmul of large matrices by :term:`cuBLAS` and with a copy.
 
 import triton
 import triton.language as tl
@@ -104,9 +104,9 @@ def balance():
 lab.measure("What the GPU does at best, bfloat16", balance)
 
 # %%
-# At all of these lengths the gradient needs more operations per byte than that, so arithmetic is
-# the limit, and the yardstick is a matmul. (The kernels read some tiles many times, but mostly from
-# :term:`L2`, because programs that need the same tiles run at the same time.)
+# At all of these lengths it is, so the yardstick of this chapter is a matmul. (The kernels read
+# some tiles many times. Programs that need the same tiles run at the same time, so that :term:`L2`
+# can serve them.)
 #
 # **Why compute P again?** It could be kept, but it grows with the square of the length:
 
@@ -414,7 +414,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # .. image:: /figures/attention-backward-one-sweep.svg
 #    :alt: Four programs, each with its column of tiles, from the diagonal down. Below each column
 #          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
-#          memory. From the last row of tiles, four programs add to one place of dq, in any order.
+#          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
 #
 # This takes five matmuls. The additions have to be :term:`atomic`: each reads, adds and writes in
 # one step that no other program can interrupt. They come in no fixed order, so the last bits of

@@ -204,8 +204,8 @@ lab.table(rows, "Conversion by PyTorch")
 #
 #    \text{value} = \text{stored} \cdot \text{descale}
 #
-# We choose it so that the largest element becomes the largest number of the format: nothing is too
-# large, and the elements use the range below as far as it goes.
+# We choose the descale so that the largest element becomes the largest number of the format:
+# nothing is too large, and the elements use the range below as far as it goes.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -520,8 +520,8 @@ lab.read(
 # The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
 # well, in every tile. The largest is 1, but with a thousand keys a typical weight is a few
 # hundredths or thousandths of that. There e4m3 has few numbers: below :math:`2^{-6}` its steps no
-# longer shrink, and below :math:`2^{-10}` everything is rounded to zero. Its numbers from 1 to 448
-# are not used at all. So we scale the weights up before rounding them:
+# longer shrink, and below :math:`2^{-10}` everything is rounded to zero. Its numbers above 1 are
+# not used at all. So we scale the weights up before rounding them:
 #
 # .. math::
 #
@@ -1235,9 +1235,9 @@ lab.facts(
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that was copied many
 # times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as *one*
 # matrix of head_dim rows and heads · length columns, whose rows are one length apart, and selects
-# the tile of a head by its column. The address is right, but the copy engine also checks the
-# bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, column :math:`h D N` of
-# head
+# the tile of a head by its column. The address is right, but the hardware that copies tiles also
+# checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, column :math:`h
+# D N` of head
 # :math:`h` lies beyond the last column as soon as :math:`h \ge H / D`, and reads as zero. A few
 # lines show it, with the weights given.
 
