@@ -14,7 +14,8 @@ You will learn
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
 its speeds are those of a recorded run. It builds on :doc:`/chapters/attention_forward`, which
-explains online softmax, tiles and the stages of a causal loop.
+explains online softmax, tiles and the stages of a causal loop, and :doc:`/chapters/attention_fast`,
+which explains tensor descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 2

@@ -14,8 +14,8 @@ You will learn
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
 run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
-:doc:`/chapters/attention_forward`, which explains online softmax in attention and the stages of a
-causal loop.
+:doc:`/chapters/attention_forward`, which explains online softmax in attention and the stages, and
+:doc:`/chapters/attention_fast`, which explains tensor descriptors and the loop.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -646,9 +646,10 @@ lab.table(rows, "Two ways to sum")
 # The kernel
 # ----------
 #
-# The kernel is that of attention in 16 bits with the changes above: the same order of programs, the
-# same stages and masks, and scores that are again computed one iteration ahead. The tiles are
-# smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM.
+# The kernel is that of :doc:`/chapters/attention_fast` with the changes above: the same order of
+# programs, the same stages and masks, and scores that are again computed one iteration ahead. The
+# tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
+# on an SM.
 #
 # Each iteration begins with the weights.
 
@@ -1186,9 +1187,9 @@ lab.read(
 )
 
 # %%
-# (For the clock, see :doc:`/reading-figures`.) FP8 is not twice as fast as bfloat16, and a
-# count of cycles for one score says why. With 8 bits an SM does 8,192 operations of a matmul in a
-# cycle, but still only 16 exponentials.
+# (For the clock, see :doc:`/reading-figures`.) FP8 is not twice as fast as bfloat16, and a count of
+# cycles for one score says why, as in :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192
+# operations of a matmul in a cycle, but still only 16 exponentials.
 
 rows = []
 for head_dim in (64, 128, 256):

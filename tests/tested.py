@@ -20,6 +20,7 @@ CHAPTERS = {
     "layer_norm": ("test_layer_norm", "kernelbook.ops.layer_norm"),
     "layer_norm_backward": ("test_layer_norm", "kernelbook.ops.layer_norm"),
     "attention_forward": ("test_attention", "kernelbook.ops.attention"),
+    "attention_fast": ("test_attention", "kernelbook.ops.attention"),
     "attention_backward": ("test_attention_backward", "kernelbook.ops.attention"),
     "attention_fp8": ("test_attention_fp8", "kernelbook.ops.attention"),
 }

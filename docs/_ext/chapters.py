@@ -24,6 +24,7 @@ FOLDED = {
     "# Drawing": "Code for this figure",
     "# Closing": "Code for the record",
     "# Measuring": "How this was measured",
+    "# Whole": "The kernel whole",
 }
 """What a cell folds under that begins so."""
 
@@ -126,13 +127,25 @@ CHAPTERS = {
             "PyTorch": "PyTorch, with the table",
             "first kernel": "first kernel",
             "in stages": "masked tiles skipped",
-            "Kernel Book": "last kernel",
+        },
+    ),
+    "attention_fast": Facts(
+        "Which changes bring attention close to the speed of a matmul, and what is each of them "
+        "worth?",
+        "advanced",
+        ("attention_forward",),
+        "ladder",
+        {"mask": "causal"},
+        {
+            "in stages": "masked tiles skipped",
+            "descriptors": "tiles by descriptors",
+            "Kernel Book": "after all changes",
         },
     ),
     "attention_backward": Facts(
         "How do you compute the gradient through a matrix of weights that was never stored?",
         "advanced",
-        ("attention_forward",),
+        ("attention_fast",),
         "ladder",
         {"mask": "causal"},
         {
@@ -145,7 +158,7 @@ CHAPTERS = {
         "What does attention gain in eight bits, what does it lose, and how does a kernel keep the "
         "loss small?",
         "advanced",
-        ("attention_forward",),
+        ("attention_fast",),
         "fp8",
         {"mask": "full", "head_dim": 128, "seqlen": 16384},
         {

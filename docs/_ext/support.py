@@ -17,10 +17,11 @@ OPERATORS = {
     "dropout": ("dropout",),
     "softmax": ("softmax",),
     "layer norm": ("layer_norm", "layer_norm_backward"),
-    "attention": ("attention_forward", "attention_backward"),
+    "attention": ("attention_forward", "attention_fast", "attention_backward"),
     "fp8": ("attention_fp8",),
 }
 """The chapters of a compiled case, by how its name begins."""
+FORWARD_ONLY = ("layer_norm", "attention_forward", "attention_fast")
 
 REASONS = ("refused", "fails")
 
@@ -61,7 +62,7 @@ def newest_first(architecture):
 
 def concerns(chapter, reason):
     """Whether a reason that ends a case is one of this chapter: a gradient's is not forward's."""
-    return chapter not in ("attention_forward", "layer_norm") or "gradient" not in reason
+    return chapter not in FORWARD_ONLY or "gradient" not in reason
 
 
 def reason_of(found, chapter):

@@ -40,6 +40,7 @@ def test_a_cell_says_what_is_known(app):
     assert cells["An old GPU", "3.7.1"] == {
         "softmax": ["compiled"],
         "attention_forward": ["compiled"],
+        "attention_fast": ["compiled"],
         "attention_backward": ["compiled in part"],
         "attention_fp8": ["refused"],
     }
