@@ -2,8 +2,9 @@
 Attention backward
 ==================
 
-The forward pass never stored the weights of attention, one for every pair of a query and a key. The
-gradient needs them all. *How can we differentiate through a matrix that was never stored?*
+The forward pass never stored the weights of attention, one for every pair of a query and a key, and
+yet the gradient depends on all of them. *How can we differentiate through a matrix that was never
+stored?*
 
 You will learn
 
@@ -11,20 +12,20 @@ You will learn
 - what two sweeps with seven matmuls gain over one sweep with five, and what they cost;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's interpreter, and its
-speeds are those of a recorded run. It builds on :doc:`/chapters/attention_forward`, which explains
-online softmax, tiles and the stages of a causal loop, and :doc:`/chapters/attention_fast`, which
-explains tensor descriptors.
+The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
+its speeds are those of a recorded run. It builds on :doc:`/chapters/attention_forward`, which
+explains online softmax, tiles and the stages of a causal loop, and :doc:`/chapters/attention_fast`,
+which explains tensor descriptors.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 2
 import math
 
 import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.ops.attention import attention, operator, tiled, tuned
+from kernelbook.ops.attention import attention, tiled, tuned
 from kernelbook.ops.attention import backward as kernels
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.tiles import fit
@@ -54,18 +55,14 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# Write :math:`S` for the scores, :math:`P` for their softmax and :math:`O` for the output. The
-# forward pass is two matmuls: :math:`S = QK^\top`, times the scale, and :math:`O = PV`. Each takes
-# :math:`2 M N d` floating-point operations for :math:`M` queries, :math:`N` keys and head_dim
-# :math:`d`.
+# Write :math:`S` for the scores, :math:`P` for their softmax (the weights) and :math:`O` for the
+# output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and :math:`O = PV`,
+# of :math:`2 M N d` floating-point operations (FLOPs) each, for :math:`M` queries, :math:`N` keys
+# and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two, and
+# :math:`S` once more because :math:`P` was not kept.
 #
-# How many does the backward pass need? The gradient of a matmul is two matmuls, one for each
-# factor, which makes four. If :math:`P` was not kept, :math:`S` has to be computed again, which
-# makes five: two and a half times the work of the forward pass.
-#
-# As to memory, it reads five matrices of :math:`d` columns, namely ``q``, ``k``, ``v``, ``out`` and
-# the gradient ``do`` of ``out``, and writes three. To see whether arithmetic or memory is the
-# limit, we divide the operations by the bytes; the result is called :term:`arithmetic intensity`.
+# It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
+# of ``out``) and writes three. Operations divided by bytes are the :term:`arithmetic intensity`.
 
 rows = []
 for seqlen in (1024, 4096, 16384):
@@ -82,8 +79,8 @@ for seqlen in (1024, 4096, 16384):
 lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
 
 # %%
-# We compare this with what the GPU can execute in the time in which it moves one byte. Both speeds
-# are measured: a matmul of large matrices by :term:`cuBLAS`, and a copy.
+# Arithmetic is the limit if this is more than the GPU can execute in the time in which it moves one
+# byte. We measure both speeds, with a matmul of large matrices by :term:`cuBLAS` and with a copy.
 
 import triton
 import triton.language as tl
@@ -108,12 +105,11 @@ def balance():
 lab.measure("What the GPU does at best, bfloat16", balance)
 
 # %%
-# At all of these lengths the gradient does more operations per byte than that. The limit is
-# therefore not memory but the matmuls, and the yardstick of this chapter is a matmul of large
-# matrices.
+# At all of these lengths it is, so the yardstick of this chapter is a matmul. (The kernels read
+# some tiles many times. Programs that need the same tiles run at the same time, so that :term:`L2`
+# can serve them.)
 #
-# **Why is P computed again?** The forward pass could keep it, but :math:`P` grows with the square
-# of the length:
+# **Why compute P again?** It could be kept, but it grows with the square of the length:
 
 rows = []
 for seqlen in (1024, 4096, 16384, 65536):
@@ -128,10 +124,10 @@ for seqlen in (1024, 4096, 16384, 65536):
 lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
 
 # %%
-# The forward kernel keeps ``lse`` instead, the logarithm of the sum of a row's exponentials, which
-# takes four bytes per query. So much for the calculation; here is what PyTorch's allocator reports.
-# "Kept" is what the forward pass leaves behind for the backward pass, not counting inputs. "Peak"
-# is what the backward pass needs in addition, not counting its three gradients.
+# The forward kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. PyTorch's
+# allocator confirms the count. "Kept" is what the forward pass leaves for the backward pass,
+# without inputs; "peak" is what the backward pass needs in addition, without its gradients. *Two
+# sweeps* and *one sweep* are the versions that this chapter builds.
 
 
 # Measuring
@@ -203,23 +199,20 @@ def growth(version):
 
 lab.read(
     f"At 16,384 tokens the formula keeps {mib(16384, 'standard attention', 'kept'):,.0f} MiB and "
-    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`. In backward "
-    f"the formula needs {mib(16384, 'standard attention', 'peak in backward'):,.0f} MiB more, two "
-    f"sweeps {mib(16384, 'two sweeps', 'peak in backward'):,.1f} and one sweep "
-    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f}. From 4,096 tokens to 16,384, four times "
-    f"as many, what the formula keeps grows by a factor of {growth('standard attention'):.1f}, and "
-    f"what the kernel keeps by {growth('two sweeps'):.1f}."
+    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`, after factors "
+    f"of {growth('standard attention'):.1f} and {growth('two sweeps'):.1f} for four times the "
+    f"length. The backward pass needs "
+    f"{mib(16384, 'standard attention', 'peak in backward'):,.0f} MiB more by the formula, "
+    f"{mib(16384, 'two sweeps', 'peak in backward'):,.1f} in two sweeps and "
+    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} in one sweep."
 )
 
 # %%
-# The reason that one sweep needs more memory than two follows below, where programs divide the
-# work.
-#
 # The mathematics
 # ---------------
 #
-# We go from the output back to ``q``, ``k`` and ``v``. Each step is one line of algebra, and at the
-# end all of them are checked in float64 against automatic differentiation.
+# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step. A run in
+# float64 then checks every step against automatic differentiation.
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -254,9 +247,9 @@ lab.read(
 #    &= p \circ (dp - D), \qquad D = p^\top dp
 #    \end{aligned}
 #
-# The circle is the elementwise product. The difficulty of the whole chapter lies here: :math:`D` is
-# a sum over *all* keys, and it is needed before the first element of :math:`ds`. A program that
-# loops over tiles of keys would have to loop twice.
+# The circle is the elementwise product. Here lies the difficulty: :math:`D` is a sum over *all*
+# keys, needed before the first element of :math:`ds`, so a program that loops over tiles of keys
+# would have to loop twice.
 #
 # *Step 4: D without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -269,9 +262,9 @@ lab.read(
 #    &= \sum_c dO_c\, O_c
 #    \end{aligned}
 #
-# The inner sum in the third line is the output, which the forward pass has already computed. A sum
-# over all keys has thus become a sum over the columns of one row, :math:`D = \mathrm{rowsum}(dO
-# \circ O)`, and needs neither :math:`P` nor :math:`dP`. The kernels call it :term:`delta`.
+# The inner sum in the third line is the output, which the forward pass has computed. So :math:`D =
+# \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs neither :math:`P` nor
+# :math:`dP`. The kernels call it :term:`delta`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
 # K^\top`. So
@@ -283,8 +276,8 @@ lab.read(
 #    dK &= \sigma\, dS^\top Q
 #    \end{aligned}
 #
-# *Step 6: P from lse.* By definition :math:`\mathrm{lse} = \log \sum_j e^{s_j}`. Computing a weight
-# therefore no longer takes a maximum, a sum or a division:
+# *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
+# a maximum, a sum or a division:
 #
 # .. math::
 #
@@ -293,24 +286,26 @@ lab.read(
 #    &= 2^{\,s_j \log_2 e \;-\; \mathrm{lse} \log_2 e}
 #    \end{aligned}
 #
-# The second line suits the GPU, which has an instruction for :math:`2^x`. The scale and
-# :math:`\log_2 e` are combined into one factor, and :math:`\mathrm{lse} \log_2 e` is one number per
-# query. Each pair of a query and a key then costs one multiplication with subtraction and one
-# ``exp2``.
+# The GPU has an instruction for :math:`2^x`. The scale and :math:`\log_2 e` become one factor, and
+# :math:`\mathrm{lse} \log_2 e` is one number per query, so a pair of a query and a key costs one
+# multiply-and-add and one ``exp2``.
 #
-# *Step 7: lse has a gradient, too.* A caller may use ``lse``, for instance to merge the results of
-# two attentions. From its definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A
-# gradient :math:`d\mathrm{lse}` thus adds
+# .. dropdown:: Step 7: lse has a gradient, too
 #
-# .. math::
+#    A caller may use ``lse``, for instance to merge the results of two attentions. From its
+#    definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A gradient
+#    :math:`d\mathrm{lse}` thus adds
 #
-#    \begin{aligned}
-#    ds &= p \circ (dp - D) + p\, d\mathrm{lse} \\
-#    &= p \circ \big( dp - (D - d\mathrm{lse}) \big)
-#    \end{aligned}
+#    .. math::
 #
-# This amounts to one subtraction from ``delta``, before anything else begins. Here are the steps in
-# numbers:
+#       \begin{aligned}
+#       ds &= p \circ (dp - D) + p\, d\mathrm{lse} \\
+#       &= p \circ \big( dp - (D - d\mathrm{lse}) \big)
+#       \end{aligned}
+#
+#    This amounts to one subtraction from ``delta``, before anything else begins.
+#
+# Here are the steps in numbers:
 
 from torch.autograd.functional import jacobian
 
@@ -332,6 +327,7 @@ dq, dk = sigma * ds @ k, sigma * ds.T @ q
 # %%
 
 
+# Measuring
 def true(output, x):
     return jacobian(lambda x: (output(x) * do).sum(), x)
 
@@ -367,17 +363,17 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # In tiles, in PyTorch
 # --------------------
 #
-# With ``lse`` and ``delta`` at hand, none of these formulas needs a whole row any more. Each pair
-# of a tile of queries and a tile of keys can be processed by itself, and its contributions are
-# added to ``dq``, ``dk`` and ``dv``. This is the whole algorithm, in PyTorch:
+# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more. Each pair of a tile of
+# queries and a tile of keys is processed by itself, and its contributions are added to ``dq``,
+# ``dk`` and ``dv``. This is the whole algorithm. ``_scores`` computes the scaled and masked scores
+# of a tile, and ``_finite`` keeps a query that sees no key from becoming NaN.
 
 lab.source(tiled.tiled_backward)
 
 # %%
-# ``key_tiles`` yields the stages of the forward chapter: first the tiles that all queries see, then
-# those that only some see and that need a mask, and no others. ``gradcheck`` checks the result by
-# changing each input slightly and observing the output. The tiles are small and not square, and no
-# length is a multiple of both sides.
+# ``key_tiles`` yields the stages of the forward chapter: first the tiles of keys that all queries
+# of the tile see, then those that only some of them see, and no others. ``gradcheck`` compares the
+# gradient with finite differences. No length is a multiple of both sides of the tiles.
 
 rows = []
 for is_causal in (False, True):
@@ -399,27 +395,19 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# On the GPU many programs run at once. Look at the three lines with ``+=``. The gradient of a
-# *query* is a sum over keys, while the gradients of a *key* and its value are sums over queries.
-# If each pair is computed once, and a head is divided among several programs, at least one of these
-# sums is therefore shared between programs. There are two ways to deal with that.
+# Many programs run at once, and the three lines with ``+=`` say what they would share. The gradient
+# of a *query* is a sum over keys; the gradients of a *key* and its value are sums over queries. If
+# each pair of tiles is processed once, programs share at least one of these sums.
 #
-# **Two sweeps.** In the first sweep a program owns a tile of keys. It holds ``k`` and ``v`` and
-# loops over tiles of queries. No other program adds to its ``dk`` and ``dv``, so they stay in
-# :term:`registers <register>`. In the second sweep a program owns a tile of queries, loops over
-# tiles of keys, and is the only one to add to its ``dq``.
+# **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
+# keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
+# the second, a program owns a tile of queries, loops over tiles of keys, and alone adds to its
+# ``dq``.
 #
-# .. image:: /figures/attention-backward-sweeps.svg
-#    :alt: Two maps of five by five tiles, rows for queries, columns for keys. Tiles above the
-#          diagonal are dashed: nobody visits them. Left: a program owns a column. It keeps k and
-#          v, q and do stream down from the diagonal, and dk and dv come out below. Right: a
-#          program owns a row. It keeps q and do, k and v stream to the right up to the diagonal,
-#          and dq comes out.
+# .. animation:: two_sweeps
 #
-# No program shares a sum with another. The price is that :math:`P` and :math:`dP` are computed
-# twice. The first sweep takes four matmuls, for :math:`S`, :math:`dP`, :math:`dV` and :math:`dK`.
-# The second takes three, for :math:`S`, :math:`dP` and :math:`dQ`. That makes seven matmuls where
-# five would do.
+# The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls per pair of tiles,
+# where five would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
 # stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
@@ -427,75 +415,127 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # .. image:: /figures/attention-backward-one-sweep.svg
 #    :alt: Four programs, each with its column of tiles, from the diagonal down. Below each column
 #          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
-#          memory. From the last row of tiles, four programs add to one place of dq, in any order.
+#          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
 #
-# This takes only five matmuls. The additions, however, have to be :term:`atomic`, which means that
-# each reads, adds and writes in one step that no other program can interrupt. Atomics come in no
-# fixed order, so the last bits of ``dq`` differ between runs. A sum of many terms must also be kept
-# in float32, in a buffer of its own, and this buffer is the additional memory in the table above.
+# This takes five matmuls. The additions have to be :term:`atomic`: each reads, adds and writes in
+# one step that no other program can interrupt. They come in no fixed order, so the last bits of
+# ``dq`` differ between runs. And a sum of many terms has to be kept in float32, in a separate
+# buffer.
 #
-# What do the additions cost? For a tile of :math:`B` keys, each query adds :math:`4d` bytes. The
-# two matmuls that are saved take :math:`4 B d` operations for that query. Each byte added thus
-# saves as many operations as a tile has keys. These counts do not decide the matter, because they
-# do not say how fast the GPU performs atomic additions. We build both versions and measure them.
+# For a tile of :math:`B` keys, each query adds :math:`4d` bytes to ``dq`` and saves :math:`4Bd`
+# operations. Which version is faster depends on how fast the GPU adds and how many registers the
+# larger kernel needs, so we build and measure both.
 #
 # The kernels
 # -----------
 #
-# **Before the sweeps.** A small kernel computes ``delta``. ``None`` is a constant for Triton, so
+# **Before the sweeps,** a small kernel computes ``delta``. ``None`` is a constant for Triton, so
 # without a gradient of ``lse`` the last two lines are not even compiled.
 
 lab.source(kernels.preprocess_kernel, "delta")
 
 # %%
-# The same kernel converts ``lse`` to base 2, once for all tiles. It also handles two kinds of rows,
-# so that the sweeps need no test for them. A query that sees no key has the ``lse``
-# :math:`-\infty`, and there are queries past the end because the last tile must be full. Both get
-# the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows contribute nothing.
-
-lab.source(kernels.preprocess_kernel, "guard")
-
-# %%
-# **The sweep over queries.** Each program takes a tile of keys. The heaviest tiles start first, so
-# that no long program is left over at the end. In a causal sweep these are the *first* keys,
-# because the most queries see them.
-
-lab.source(kernels.dkdv_kernel, "place")
-
-# %%
-# The next lines decide which queries the program loops over. In a causal sweep it starts at the
-# first query that sees a key of the tile. Up to ``middle``, tiles contain some pairs that have to
-# be masked. From ``middle`` on, every query sees every key of the tile. If there are more keys than
-# queries, or fewer, ``shift`` is the difference, by which the diagonal moves.
-
-lab.source(kernels.dkdv_kernel, "stages")
-
-# %%
-# Keys past the end need no mask here. They were loaded as zeros, and each of them affects only its
-# own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to rows that
-# count, so one sweep has to mask them.
+# .. dropdown:: The same kernel converts lse to base 2, and guards rows that do not count
 #
-# The loop begins with step 6. Everything is transposed, with keys as rows.
+#    Queries that see no key, and queries past the end, which exist because the last tile must be
+#    full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows
+#    contribute nothing, and the sweeps need no test for them.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: preprocess_kernel
+#       :start-at: # -- guard
+#       :dedent:
+#
+# **The sweep over queries.** Each program takes a tile of keys and begins at the first tile of
+# queries that sees any of them. Tiles that need a mask come first, and those that need none follow.
+#
+# .. dropdown:: The tile that a program takes, and the queries that it visits
+#
+#    ``place`` gives each program a tile and a head. Programs with the most work start first, so
+#    that no long program is left over at the end; in a causal sweep these own the *first* keys,
+#    because the most queries see them.
+#
+#    Up to ``middle``, tiles contain pairs that have to be masked; from ``middle`` on, every query
+#    sees every key of the tile. ``shift`` is the difference between the two lengths, by which the
+#    diagonal moves.
+#
+#    Keys past the end were loaded as zeros. They need no mask, because each of them affects only
+#    its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to
+#    rows that count, so one sweep has to mask them.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: dkdv_kernel
+#       :start-at: # -- place
+#       :end-before: # -- sweep
+#       :dedent:
+#
+# The loop begins with step 6. Everything is transposed, with keys as rows. ``PRECISION`` concerns
+# float32 operands only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes
+# three matmuls of their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 
 # %%
-# The loop computes :math:`S^\top = K Q^\top` because of the next matmul, :math:`dV = P^\top dO`. On
-# Hopper, a matmul takes its *left* operand from registers or from :term:`shared memory`, the fast
-# storage of an :term:`SM`, and its right operand from shared memory only. What a matmul leaves in
-# registers has the layout that a left operand needs. If we computed :math:`S`, the weights would
-# first have to be transposed, through shared memory. Because we compute :math:`S^\top`, they can be
-# used where they are. The same holds for :math:`dS^\top` and :math:`dK = dS^\top Q`.
-#
-# The order of the lines matters, too. A matmul runs beside other work until its result is needed,
-# so the one for ``dv`` runs while :math:`dS` is computed.
+# Then come the gradients, one line per formula. The matmul for ``dv`` runs while :math:`dS` is
+# computed, because a matmul runs beside other work until its result is needed.
 
 lab.source(kernels.sweep_queries, "gradients")
 
 # %%
-# To test this claim, here is a kernel that computes only ``dv`` and can do it both ways.
+# **Why transposed?** On Hopper, a matmul takes its *left* operand from registers or from
+# :term:`shared memory`, and its right operand from shared memory only. In the next matmul,
+# :math:`dV = P^\top dO`, the weights are on the left, and what a matmul leaves in registers is
+# distributed over the threads just as a left operand has to be. So if we compute :math:`S^\top = K
+# Q^\top`, the weights can be used where they are; from :math:`S` they would have to be transposed.
+# The same holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
 
 
+# Drawing
+def holder(row, column):
+    """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
+    return 4 * row + column // 2
+
+
+def blocks(as_left, after_transposing):
+    for axes, transposed in ((as_left, False), (after_transposing, True)):
+        for row in range(8):
+            for column in range(8):
+                holds = holder(column, row) if transposed else holder(row, column)
+                stays = holds == holder(row, column)
+                ink = lab.colour("Kernel Book" if stays else "PyTorch")
+                axes.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
+                place = {"ha": "center", "va": "center", "fontsize": 10}
+                axes.text(column + 0.5, row + 0.5, holds, **place)
+        axes.set(xlim=(0, 8), ylim=(8, 0), xticks=[], yticks=[], aspect="equal")
+        axes.spines[:].set_visible(False)
+    as_left.set_title("not transposed", fontsize=11)
+    after_transposing.set_title("transposed", fontsize=11)
+
+
+pairs = [(row, column) for row in range(8) for column in range(8)]
+stay = sum(holder(*pair) == holder(*pair[::-1]) for pair in pairs)
+lab.sketch(
+    "Which thread holds each element of the left operand",
+    f"Two blocks of 8 by 8 elements, each with the number of the thread that holds it. Left, as a "
+    f"matmul leaves them: thread 0 has the first two elements of the first row, and so on up to "
+    f"thread 31. This is how a left operand has to be distributed. Right, transposed: {stay} "
+    f"elements are where they have to be, and {len(pairs) - stay} belong to another thread.",
+    blocks,
+    panels=2,
+    height=3.3,
+)
+
+# %%
+# Blue elements are in the thread that needs them. Orange ones are in another thread, and have to
+# pass through shared memory. Accumulators have this layout, too: a row of ``dv`` is in the same
+# four threads as its row of weights.
+#
+# To test the claim, here is a kernel that computes only ``dv``, both ways.
+
+
+# Measuring
 @triton.jit
 def _dv_kernel(
     q_ptr, k_ptr, do_ptr, lse_ptr, dv_ptr, n_queries, scale_log2,
@@ -543,9 +583,8 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
-# We ask the compiler what it made of the two. ``stmatrix`` is the instruction with which the
-# threads of a :term:`warp` write their parts of a matrix to shared memory, so that it can be read
-# back in another order.
+# ``stmatrix`` is the instruction with which the threads of a :term:`warp` write their parts of a
+# matrix to shared memory, to be read back in another order. We count it in both.
 
 
 def both_ways():
@@ -572,67 +611,75 @@ def both_ways():
 lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 
 # %%
-# Computing :math:`S^\top` avoids the detour through shared memory, needs less of it, and is
-# slightly faster.
+# Computing :math:`S^\top` avoids the detour, needs less shared memory, and is slightly faster.
 #
-# With grouped heads, several query heads share one head of keys and values, and their contributions
-# belong to the same ``dk`` and ``dv``. The program that owns the keys therefore loops over all
-# these query heads. This needs no copies of ``k`` and ``v`` and no sum afterwards.
-
-lab.source(kernels.dkdv_kernel, "sweep")
-
-# %%
-# At the end ``dk`` is multiplied by the scale once. Inside the loop, that would take one
-# multiplication for each pair.
-
-lab.source(kernels.dkdv_kernel, "write")
-
-# %%
-# **The sweep over keys** mirrors the sweep over queries. Nothing is transposed here, because
+# With grouped heads, several query heads share one head of keys. The program that owns the keys
+# loops over all of them, so ``k`` and ``v`` need no copies.
+#
+# **The sweep over keys** mirrors the sweep over queries. Nothing is transposed in it, because
 # :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
-
-lab.source(kernels.sweep_keys)
-
-# %%
-# The stages are those of the forward pass, and so is ``visible``, which says how many keys a tile
-# of queries sees. The last queries see the most keys, so they start first.
-
-lab.source(kernels.dq_kernel, "stages")
-
-# %%
-# **One sweep** adds a few lines to the loop over queries. The program has :math:`dS^\top`, but
-# ``dq`` needs :math:`dS`, so this matrix has to be transposed through shared memory after all. With
-# a :term:`descriptor`, the copy engine performs the additions, a whole tile per instruction. Older
-# GPUs add element by element.
+#
+# **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
+# :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
+# hardware adds a whole tile per instruction; older GPUs add element by element.
 
 lab.source(kernels.sweep_queries, "add")
 
 # %%
-# The host chooses between the two. ``deterministic=True``, the default of ``attention``, takes two
-# sweeps.
-
-lab.source(kernels.attention_backward)
-
-# %%
-# Autograd sees a single function. It saves its inputs, ``out`` and ``lse``, and computes only the
-# gradients that are requested. Forward and backward are registered as operators with PyTorch's
-# dispatcher, so ``torch.compile`` treats each as one node of its graph and does not trace into it.
-
-lab.source(operator.setup_context)
-
-# %%
-
-lab.source(operator.gradient)
-
-# %%
+# ``deterministic=True``, the default of ``attention``, takes two sweeps.
+#
+# .. dropdown:: The kernel whole
+#
+#    One tile of queries after another, for the program that owns a tile of keys:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: sweep_queries
+#
+#    The kernel of the first sweep, and of one sweep:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: dkdv_kernel
+#
+#    The second sweep:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: sweep_keys
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: dq_kernel
+#
+# .. dropdown:: What the host does, and what autograd sees
+#
+#    The host chooses between one sweep and two:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: attention_backward
+#
+#    Autograd sees a single function. It saves its inputs, ``out`` and ``lse``, and computes only
+#    the gradients that are requested. Forward and backward are registered as operators with
+#    PyTorch's dispatcher, so ``torch.compile`` treats each as one node of its graph and does not
+#    trace into it.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/operator.py
+#       :language: python
+#       :pyobject: setup_context
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/operator.py
+#       :language: python
+#       :pyobject: gradient
+#
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# A causal gradient needs about half of the pairs, and the stages are meant to visit no tile outside
-# them. We can verify that from outside with a dye. NaN spreads through every matmul, even where its
-# weight is zero, because :math:`0 \cdot \mathrm{NaN}` is NaN. We put NaN in one tile of ``do`` and
-# look at which tiles of ``dv`` become NaN: the programs that own them have read the dyed tile,
-# whether or not they masked it. For the other sweep, we dye a tile of ``v`` and look at ``dq``.
+# The sweeps should visit no tile that the mask empties. We verify this with a dye: NaN spreads
+# through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we put NaN into one
+# tile of ``do``, those tiles of ``dv`` become NaN whose programs have read it, masked or not. For
+# the other sweep, we dye a tile of ``v`` and look at ``dq``.
 
 
 # Measuring
@@ -692,8 +739,8 @@ for is_causal in (False, True):
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
-# The next table shows the map itself, for the causal sweep that computes ``dk`` and ``dv``. Rows
-# are tiles of queries, columns tiles of keys.
+# Both sweeps visit exactly the tiles that they need. Here is the causal sweep for ``dk`` and
+# ``dv``, with tiles of queries as rows and tiles of keys as columns.
 
 stained, config = maps["dk and dv"]
 lab.table(
@@ -706,9 +753,9 @@ lab.table(
 )
 
 # %%
-# **A backward pass that forgets its mask.** A widely copied kernel once had a backward pass that
-# ignored the causal flag and was always causal. The error stayed hidden because its test was always
-# causal, too. We can repeat it in both directions: forward with one mask, backward with the other.
+# **A backward pass that forgets its mask.** A widely copied kernel was always causal in its
+# backward pass, and its test, which was always causal, too, did not notice. We run forward with one
+# mask and backward with the other.
 
 
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -729,9 +776,9 @@ for forward_mask in (False, True):
 lab.table(rows, "Relative error, when the two passes do not have the same mask")
 
 # %%
-# The gradients are wrong and nothing crashes. The errors are especially large where the backward
-# pass sees more keys than the forward pass did, because ``lse`` covers only the keys that forward
-# saw. For the others, :math:`e^{s - \mathrm{lse}}` is not a weight at all and may exceed 1.
+# The gradients are wrong and nothing crashes. The errors are largest where the backward pass sees
+# more keys than the forward pass did, because ``lse`` covers only the keys that forward saw: for
+# the others :math:`e^{s - \mathrm{lse}}` is no weight, and a row of them does not sum to 1.
 
 # sum of a row of exp(s - lse), over all keys
 s = 32**-0.5 * q.double() @ k.double().mT
@@ -746,10 +793,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes and in both modes. The error is
-# compared with PyTorch's, which comes from the formula above in the same dtype. In float32 we allow
-# eight times that error, because tiles are summed in another order and the scaled and shifted
-# exponent is rounded once more.
+# All three gradients are checked against float64, in all dtypes and both versions. The *error*, the
+# largest difference relative to the largest element, is compared with that of the formula above in
+# PyTorch. In float32 we allow eight times that error, because tiles are summed in another order and
+# the exponent is rounded once more.
 
 
 # Measuring
@@ -816,9 +863,9 @@ lab.check(
 )
 
 # %%
-# The awkward cases follow: one query, fewer queries than keys, more queries than keys (in a causal
-# mask the first of them see nothing), query heads that share keys, a head_dim that is not a power
-# of two, and an expanded gradient, which repeats one row without storing it again.
+# Awkward cases: few or many queries, so that the first of them see nothing, query heads that share
+# keys, a head_dim that is no power of two, and an expanded gradient, which repeats one row without
+# storing it again.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -852,7 +899,7 @@ assert zero
 lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 keys")
 
 # %%
-# The last check gives ``lse`` a gradient of its own, with a full mask.
+# Finally, ``lse`` gets a gradient of its own.
 
 dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
 weight = (do, dlse)
@@ -874,7 +921,7 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Each mode runs a hundred times on the same input, and the results are compared bit by bit.
+# Each version runs a hundred times on one input, and the results are compared bit by bit.
 
 
 def runs_differ():
@@ -912,26 +959,24 @@ def differ(mode, what):
 
 
 lab.read(
-    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, and "
-    f"in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}. In one sweep up to "
-    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of the numbers of `dq` change in a run: "
-    f"the sums differ in float32, and rounding to bfloat16 hides most of it. In `dk` it is "
-    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs, because `dk` is never added in memory."
+    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, in "
+    f"one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the order of the atomic "
+    f"additions changes. Rounding to bfloat16 hides most of it: up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of `dq` change in a run. In `dk` "
+    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs differ."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# The yardstick is a matmul of two matrices of 8,192 by 8,192. We count work as the field does: the
-# forward pass is :math:`4 M N d` operations per head, half of that if causal, and the backward pass
-# is 2.5 times the forward pass, whatever a kernel *really* executes. Two sweeps, with seven matmuls
-# for five, can therefore reach :math:`5/7` of the limit at best, even if nothing but matmuls took
-# time. All points have 16,384 tokens and ``heads * head_dim`` of 2,048.
+# The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
+# five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
+# *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
+# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048.
 #
-# We begin with the ladder. "All tiles" is our two sweeps with the flag ignored: causal or not, they
-# visit every tile. With a causal mask its result is wrong, but its time is the least that a kernel
-# needs if it masks tiles instead of skipping them.
+# "All tiles" is our two sweeps with the causal flag ignored: the least time of a kernel that masks
+# tiles instead of skipping them.
 
 
 # Measuring
@@ -1059,26 +1104,24 @@ share = {
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
-    f"With a full mask the formula reaches {share['standard attention', 'full']:.0f} % of a "
-    f"matmul, two sweeps {share['Kernel Book', 'full']:.0f} % and one sweep "
-    f"{share['Kernel Book, one sweep', 'full']:.0f} %. With a causal mask the formula falls to "
-    f"{share['standard attention', 'causal']:.0f} %, because it computes pairs that it then masks. "
-    f"Two sweeps reach {share['Kernel Book', 'causal']:.0f} % and one sweep "
-    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. Visiting all tiles takes "
-    f"{skipping:.2f} times as long as skipping."
+    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul with a full mask and "
+    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, one sweep "
+    f"{share['Kernel Book, one sweep', 'full']:.0f} and "
+    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. The formula falls from "
+    f"{share['standard attention', 'full']:.0f} to {share['standard attention', 'causal']:.0f} %, "
+    f"because it computes pairs that it then masks. Visiting all tiles takes {skipping:.2f} times "
+    f"as long as skipping."
 )
 
 # %%
-# With a full mask, ``torch.compile`` on the formula beats our kernels at this length. It has less
-# to do: the forward pass of the formula keeps :math:`P`, so the backward pass takes four matmuls,
-# while the count credits it with five and our two sweeps execute seven. In exchange it keeps a
-# matrix that grows with the square of the length, as the memory table shows for the formula. With a
-# causal mask it falls behind, because it still computes every pair.
+# With a full mask, ``torch.compile`` on the formula beats our kernels at this length, because it
+# does less: the formula keeps :math:`P`, so its backward pass takes four matmuls and is credited
+# with five. In exchange it keeps a matrix that grows with the square of the length. With a causal
+# mask it falls behind, because it still computes every pair.
 #
-# Next come the libraries. PyTorch's ``scaled_dot_product_attention`` has two backends here, and
-# each is selected by name. FlexAttention is compiled. "FlashAttention" is version 4, whose kernels
-# are written in CuTe, a language of NVIDIA's at a lower level than Triton. All are called through
-# autograd, backward only.
+# Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
+# FlexAttention, and version 4 of FlashAttention, written in CuTe, a language at a lower level than
+# Triton.
 
 # Measuring
 import torch._functorch.config
@@ -1179,6 +1222,7 @@ lab.plot(
 
 # %%
 
+# Folded: The same with head_dim 64, full mask
 lab.plot(
     backward,
     "Backward, head_dim 64, full, bfloat16",
@@ -1187,6 +1231,7 @@ lab.plot(
 
 # %%
 
+# Folded: The same with head_dim 64, causal mask
 lab.plot(
     backward,
     "Backward, head_dim 64, causal, bfloat16",
@@ -1195,45 +1240,48 @@ lab.plot(
 
 # %%
 
-# Reading
 PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
+rows, where = [], {"seqlen": 16384}
+for point in points(16384, head_dims=(128, 64)):
+    rates = {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
+    known = [name for name in PEERS if rates[name] == rates[name]]
+    peer = max(known, key=rates.get, default="none")
+    row = {"head_dim": point["head_dim"], "mask": point["mask"]}
+    row |= {"two sweeps": rates["Kernel Book"]}
+    row |= {"one sweep": rates["Kernel Book, one sweep"]}
+    rows.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
+lab.table(rows, "TFLOP/s at 16,384 tokens")
 
+# %%
 
-def summary(head_dim):
-    for mask in ("full", "causal"):
-        where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
-        two, one = (backward.rate(name, **where) for name in MODES)
-        rates = {name: backward.rate(name, **where) for name in PEERS}
-        rates = {name: rate for name, rate in rates.items() if rate == rate}
-        peer = max(rates, key=rates.get, default="none")
-        yield (
-            f"At head_dim {head_dim}, {mask}, 16,384 tokens: two sweeps "
-            f"{two:.0f} TFLOP/s, one sweep {one:.0f}, the fastest library ({peer}) "
-            f"{rates.get(peer, nan):.0f}."
-        )
-
-
+# Reading
+everywhere = points(*LENGTHS)
 faster = sum(
     backward.rate("Kernel Book, one sweep", **point)
     > backward.rate("Kernel Book", **point)
-    for point in points(*LENGTHS)
+    for point in everywhere
 )
 best = max(
-    (backward.share("Kernel Book", **point) for point in points(*LENGTHS)),
-    default=nan,
+    (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
+first = rows[0]
 lab.read(
-    f"{' '.join([*summary(128), *summary(64)])} One sweep is the faster of our two modes at "
-    f"{faster} of {len(points(*LENGTHS))} points. Two sweeps reach {100 * best:.0f} % of a matmul "
-    f"at best, and seven matmuls for five allow {100 * 5 / 7:.0f} %."
+    f"One sweep is the faster of our two versions at {faster} of {len(everywhere)} points. Two "
+    f"sweeps reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
+    f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls really execute "
+    f"{7 / 5 * first['two sweeps']:.0f} TFLOP/s, while the five of {first['fastest library']} "
+    f"execute {first['library']:.0f}"
+    + (
+        ": what separates the two is the work, not the rate at which it is done."
+        if abs(7 / 5 * first["two sweeps"] / first["library"] - 1) < 0.1
+        else "."
+    )
 )
 
 # %%
-# These figures do not say why one sweep is so much slower here, although the algorithm of the
-# FlashAttention papers takes one sweep as well. The next two tables give part of the answer. First,
-# which versions give the same bits in every run? A sweep that adds ``dq`` in any order should be
-# compared with others that do so, too: giving up a fixed order does not by itself make a kernel
-# slow.
+# **Why does one sweep lose here,** although the algorithm of FlashAttention takes one sweep as
+# well? There are three possible reasons. *Adding in any order* is not slow by itself, because the
+# libraries that do so, whose bits differ from run to run, include the fastest one:
 
 
 def peers_differ():
@@ -1251,11 +1299,37 @@ def peers_differ():
 lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
-# The second table shows what the compiler made of the kernels. At head_dim 128 the sweep for ``dk``
-# and ``dv`` keeps two accumulators of 128 columns and two tiles of scores in registers at the same
-# time.
+# *The GPU may not be able to add so much.* Each tile of keys adds a row of float32 for each query.
+
+# Reading
+added = {}
+for head_dim in (64, 128):
+    tile = tuned.HOPPER["all", head_dim, 2]
+    if not runtime.INTERPRETED:
+        like = torch.empty(1, 1, 1, head_dim, device=runtime.DEVICE).bfloat16()
+        tile = tuned.backward_config("all", like)
+    point = points(16384, head_dims=(head_dim,))[0]
+    gigabytes = 4 * 2048 * 16384 * (16384 // tile.block_n) / 1e9
+    took = backward.milliseconds_at("Kernel Book, one sweep", **point)
+    added[head_dim] = gigabytes / took
+lab.read(
+    f"At 16,384 tokens with a full mask, one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim "
+    f"64, and {added[128]:.1f} TB/s at head_dim 128. "
+    + (
+        "The GPU can add faster than it does at head_dim 128, so the additions are not the limit "
+        "there."
+        if added[64] > 1.1 * added[128]
+        else "The additions may therefore be the limit at both."
+    )
+)
+
+# %%
+# *There may be too little room on an SM.* One sweep keeps two accumulators, two tiles of scores and
+# a tile of ``dq`` at the same time. A thread has at most 255 registers, and what exceeds them is a
+# :term:`spill`, kept in memory and loaded again.
 
 
+# Measuring
 def launch(head_dim, deterministic):
     q, do = torch.randn(
         2, 1, 2, 256, head_dim, device=runtime.DEVICE, dtype=torch.bfloat16
@@ -1266,6 +1340,9 @@ def launch(head_dim, deterministic):
     )
 
 
+# %%
+
+# Folded: What the compiler made of the kernels
 facts = lab.facts(
     "What the compiler made of the kernels",
     {
@@ -1280,24 +1357,90 @@ facts
 
 # %%
 
+# Drawing
+SM = {"registers": 65_536, "shared memory": 228 * 1024}  # of Hopper
+if not runtime.INTERPRETED:
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE)
+    SM["shared memory"] = gpu.shared_memory_per_multiprocessor
+
+
+def room(row):
+    """What a program takes of an SM, as shares, and how many programs fit."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # given out by eights
+    shared = row["shared_bytes"] + 1024  # of which the system keeps 1 KiB
+    shares = registers / SM["registers"], shared / SM["shared memory"]
+    return dict(zip(SM, shares, strict=True)), int(1 / max(shares))
+
+
+def sweeps_of(rows):
+    for row in rows:
+        if row["kernel"] != "preprocess_kernel":
+            name = (
+                f"{row['case'].partition(', ')[2]}, {row['kernel'].partition('_')[0]}"
+            )
+            yield f"{row['case'].partition(',')[0]}\n{name}", row
+
+
+def in_words(rows):
+    found = (
+        f"{name}: {', '.join(f'{x:.0%} of the {of}' for of, x in room(row)[0].items())}, "
+        f"{room(row)[1]} at a time"
+        for name, row in sweeps_of(rows)
+    )
+    return f"What a program takes of an SM, and how many fit. {'; '.join(found)}."
+
+
+def boxes(axes, rows):
+    kernels_shown = list(sweeps_of(rows))
+    for place, (_, row) in enumerate(kernels_shown):
+        shares, programs = room(row)
+        for (of, share), shift in zip(shares.items(), (-0.2, 0.2), strict=True):
+            ink = lab.colour("Kernel Book" if of == "registers" else "PyTorch")
+            label = of if place == 0 else None
+            for number in range(programs):
+                look = {"color": ink, "alpha": 0.35, "edgecolor": ink, "linewidth": 1.5}
+                axes.barh(
+                    place + shift, share, 0.36, share * number, label=label, **look
+                )
+                label = None
+        words = f"{programs} program{'s' * (programs > 1)}"
+        axes.text(1.03, place, words, va="center", fontsize=10)
+    axes.axvline(1, color=lab.colour("matmul"), linestyle="--")
+    axes.set_yticks(range(len(kernels_shown)), [name for name, _ in kernels_shown])
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set(xlim=(0, 1.32), xticks=(0, 0.5, 1), xlabel="of an SM")
+    axes.grid(axis="y", visible=False)
+
+
+lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
+
+# %%
+
 # Reading
-sweeps = [row for row in facts.rows if row["kernel"] != "preprocess_kernel"]
+fits = {
+    (row["case"], row["kernel"]): (room(row)[1], row["spills"]) for row in facts.rows
+}
+once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
+twice, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
 lab.read(
-    f"A thread can have 255 registers. The sweeps take up to "
-    f"{max((row['registers'] for row in sweeps), default=nan):.0f} of them, and "
-    f"{sum(row['spills'] for row in sweeps) if sweeps else nan:.0f} values spill."
+    f"Each bar is one program. At head_dim 128 an SM has room for {once:.0f} program of one sweep, "
+    f"in which {spilt:.0f} values spill, and for {twice:.0f} of the first of two sweeps, in which "
+    f"{none:.0f} spill. At head_dim 64, where one sweep comes closer to two, "
+    f"{fits.get(('head_dim 64, one sweep', 'dkdv_kernel'), (nan, nan))[0]:.0f} programs fit."
 )
 
 # %%
-# Registers are one likely reason that one sweep is slower. At head_dim 128 it holds a tile of
-# ``dq`` beside everything else, has used up its 255 registers, and spills, while neither kernel of
-# the two sweeps spills a value. At head_dim 64 it does not spill, and it comes closer to two
-# sweeps. What the atomic additions cost by themselves we did not measure; nor did we measure what
-# limits two sweeps below their :math:`5/7`. At head_dim 128 their registers and shared memory leave
-# room for only one or two programs on an SM, so little else can run while a program waits.
+# If only one program fits, little else can run while it waits. This reason remains. FlashAttention
+# avoids it by giving loads, matmuls and the additions to ``dq`` to different groups of warps, each
+# with as many registers as it needs. In our kernels all warps run the same code, because
+# specialized warps gave wrong results with Triton 3.6. What keeps two sweeps below :math:`5/7`, we
+# did not measure.
 #
-# A call also takes time on the host, because backward starts three kernels and most of their
-# tensors need a descriptor. :doc:`/hardware` says where the time goes.
+# A call also costs time on the host, which starts three kernels and describes most of their
+# tensors: see :doc:`/hardware`.
+
+# Folded: What a call costs the host
 
 lab.host_times(
     {
@@ -1313,7 +1456,7 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# The formula is short, but each of its parts is easy to forget. Here it is once correct, and then
+# The formula is short, and each of its parts is easy to forget. Here it is once right, and then
 # with one mistake at a time.
 
 
@@ -1338,6 +1481,8 @@ def with_mistake(q, k, v, do, mistake):
 
 # %%
 
+
+# Measuring
 MISTAKES = (
     "none",
     "delta left out",
@@ -1355,22 +1500,28 @@ for mistake in MISTAKES:
     ):
         row[name] = f"{relative(x, truth):.0e}"
     rows.append(row)
+
+# %%
+
 lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
-# A test of ``dv`` alone finds only two of the four mistakes. A test with ``scale=1`` would miss the
-# last. Keeping ``lse`` in 16 bits multiplies every weight of a row by the same wrong factor.
-# Although everything else is in float32, the error is that of 16 bits.
+# A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
+# the last. An ``lse`` in 16 bits multiplies a row of weights by one wrong factor, so the error is
+# that of 16 bits although everything else is in float32.
 #
-# **An expanded gradient is read as if it were contiguous.** ``out.sum().backward()`` creates a
-# ``do`` that has only *one* number in memory, because all its strides are zero. A kernel that
-# computes its own offsets reads whatever lies behind that number. Here a buffer stands for that
-# memory.
+# **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
+# with only *one* number in memory, because all its strides are zero. A kernel that computes its own
+# offsets reads whatever lies behind that number, for which a buffer stands here.
 
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
 memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
 expanded = memory_behind[:1].expand(q.shape)
 as_if_contiguous = memory_behind.view(q.shape)
+
+# %%
+
+# Measuring
 out, lse = reference.attention(q, k, v)
 truths = reference.attention_backward(q, k, v, expanded)
 rows = []
@@ -1388,6 +1539,9 @@ for name, do in {
         for x, a, b in zip(("dq", "dk", "dv"), grads, truths, strict=True)
     }
     rows.append(row)
+
+# %%
+
 lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
 
 # %%
@@ -1401,8 +1555,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
 # gradient? Write a kernel that owns a tile of queries of one head and leaves one number. It may
 # store no matrix, and its result must be the same in every run. For float32 matmuls pass
-# ``input_precision="ieee"`` to ``tl.dot``; otherwise Triton rounds their operands to TF32, which
-# has only ten bits after the point.
+# ``input_precision="ieee"`` to ``tl.dot``; otherwise Triton rounds their operands to TF32.
 
 # %%
 
@@ -1622,7 +1775,7 @@ reached = {
 }
 lab.finish(
     f"{min(reached['Kernel Book']):.0%} to {max(reached['Kernel Book']):.0%} of the speed of a "
-    f"matrix product, the same bits in every run; in one sweep "
+    f"matmul, the same bits in every run; in one sweep "
     f"{min(reached['Kernel Book, one sweep']):.0%} to "
     f"{max(reached['Kernel Book, one sweep']):.0%}"
 )

@@ -10,7 +10,7 @@ You will learn
 
 - what the two 8-bit formats hold, and how one scale per head places numbers among them;
 - why the values need another memory layout than queries and keys;
-- where the error comes from: the operands, the weights, and the sums.
+- where the error comes from: the operands, the weights, and the accumulators.
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
 run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
@@ -18,7 +18,7 @@ run in Triton's :term:`interpreter`, and its speeds are those of a recorded run.
 :doc:`/chapters/attention_fast`, which explains tensor descriptors and the loop.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 3
 import math
 import re
 import textwrap
@@ -39,12 +39,10 @@ lab.start("attention_fp8", "kernelbook.ops.attention")
 # --------------------
 #
 # Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
-# head_dim. It waits for these operations and not for memory, so what counts is the speed of its
-# matmuls, which run on the *matrix units* of each :term:`SM` (NVIDIA calls them tensor cores).
-#
-# A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of every row in
-# each step, which are 16 numbers of 16 bits or 32 of 8 bits. Does a matmul become twice as fast? We
-# let cuBLAS multiply square matrices of size 8,192 in both.
+# head_dim. Arithmetic is its limit, so what counts is the speed of its matmuls, which run on the
+# :term:`matrix units <matrix unit>` of each :term:`SM`. A matrix unit of Hopper, the
+# generation of the H100 and the H200, takes 32 bytes of every row in each step: 16 numbers of 16
+# bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply square matrices of size 8,192 in both.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,10 +78,10 @@ products
 # Reading
 nan = float("nan")
 slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (nan, nan)
-lab.read(f"Not quite: {fast / slow:.2f} times.")
+lab.read(f"With 8 bits the matmul is {fast / slow:.2f} times as fast.")
 
 # %%
-# Eight bits also halve the bytes. The table counts those of one head, whose result keeps 16 bits.
+# Eight bits also halve the bytes. These are the bytes of one head, whose result keeps 16 bits.
 
 rows = []
 for length in (1024, 16384):
@@ -105,16 +103,16 @@ for length in (1024, 16384):
 lab.table(rows, "Bytes of one head with head_dim 128")
 
 # %%
-# The last column is one tile of 128 keys and one of 128 values, on chip. It matters most, because
-# smaller tiles let more of them be in flight at a time. The exponentials, however, do not become
-# cheaper: there are as many as before, in float32.
+# The last column, a tile of 128 keys and one of 128 values, matters most, because more of the
+# smaller tiles can be on their way to the chip at a time. There are as many exponentials as before,
+# in float32.
 #
 # Two formats
 # -----------
 #
 # The eight bits are a sign, an exponent, and some bits after the leading one, the *mantissa*.
-# *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2. So the first is finer, and
-# the second reaches further. Both are called :term:`FP8`.
+# *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2, so the first is finer and the
+# second reaches further. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -122,7 +120,7 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# There are only 256 bit patterns, so we can simply look at all of them.
+# There are only 256 bit patterns, so we can look at all of them.
 
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
@@ -146,8 +144,8 @@ lab.table(rows, "All patterns of eight bits")
 
 # %%
 # The letters *fn* in e4m3fn mean *finite, with NaN*: the format has no infinity, and uses those
-# patterns for numbers. The next table lists its numbers from zero up. Each row is a power of two,
-# except the first: there the leading one is missing, and the steps no longer shrink.
+# patterns for numbers. Here they are, one power of two per row. The first row is different: the
+# leading one is missing there, and the steps no longer shrink.
 
 x = bits[:128].view(E4M3).double().reshape(16, 8)
 rows = [
@@ -157,9 +155,9 @@ rows = [
 lab.table(rows, "e4m3: exponent and bits after the leading one")
 
 # %%
-# A number between two neighbours is rounded to the nearer one. The relative error is therefore at
-# most :math:`2^{-4}` for e4m3 and :math:`2^{-3}` for e5m2, as long as the number is not too small.
-# We round numbers of many sizes to see how small is too small.
+# Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}` in e4m3 and
+# :math:`2^{-3}` in e5m2, unless the number is too small. We round numbers of many sizes to see how
+# small that is.
 
 
 def relative_error(x, dtype):
@@ -178,14 +176,14 @@ for power in (-18, -14, -10, -6, 0, 8):
 lab.table(rows, "Largest relative error of rounding")
 
 # %%
-# **Which format suits attention?** We choose e4m3, because all operands of a head are about the
+# **Which format suits attention?** We choose e4m3, because the operands of a head are all about the
 # same size and a scale moves them to where the format has numbers. Range is then plentiful, and
-# precision is scarce. e5m2 is meant for gradients, whose sizes differ wildly. We will measure both.
+# precision is scarce. e5m2 is meant for gradients, whose sizes differ wildly. We measure both
+# below.
 #
-# **What happens to a number that is too large?** Nothing warns you. e5m2 has an infinity. e4m3 has
-# none: newer versions of PyTorch store its largest number, as the GPU's own instruction does, and
-# older ones store NaN. All of these are wrong, so the scale has to be right before anything is
-# converted.
+# **A number that is too large** raises no error. In e5m2 it becomes infinity. In e4m3, newer
+# versions of PyTorch store the largest number, as the GPU's own instruction does, and older ones
+# NaN. All of these are wrong, so the scale has to be right before anything is converted.
 
 large = torch.tensor([448.0, 460.0, 500.0, 60000.0, 70000.0, float("inf")])
 rows = [
@@ -206,7 +204,7 @@ lab.table(rows, "Conversion by PyTorch")
 #
 #    \text{value} = \text{stored} \cdot \text{descale}
 #
-# We choose the descale so that the largest element becomes the largest number of the format. Then
+# We choose the descale so that the largest element becomes the largest number of the format:
 # nothing is too large, and the elements use the range below as far as it goes.
 
 
@@ -216,8 +214,8 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# Which elements should share a descale: the whole tensor, or only each head? The heads of a model
-# differ in size, so we try three heads, each a thousand times smaller than the one before.
+# Which elements should share a descale, the whole tensor or each head? The heads of a model differ
+# in size, so we try three heads, each a thousand times smaller than the one before.
 
 sizes = torch.tensor([1.0, 1e-3, 1e-6], device=runtime.DEVICE).view(1, 3, 1, 1)
 x = torch.randn(1, 3, 200, 64, device=runtime.DEVICE) * sizes
@@ -236,12 +234,9 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
-# prevents this and costs four bytes per head. Descales for single columns and for blocks are left
-# to the exercises. Note that the first head gains nothing, because a floating-point number has an
-# exponent of its own, and a scale helps only at the ends of the range.
-#
-# The package's ``quantize`` does the same, and also takes care of tensors that are zero or hold
-# NaN.
+# prevents this and costs four bytes per head. The first head gains nothing, because a scale helps
+# only at the ends of the range. The package's ``quantize`` does the same, and also takes care of
+# heads that are zero or hold NaN.
 
 x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
@@ -273,20 +268,18 @@ lab.table(rows, "What quantize returns")
 #    &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
-# The descales cost only two more multiplications per program, because the kernel multiplies the
-# scores by a scale anyway and divides the result by :math:`l_i` anyway.
+# The descales cost two multiplications per program, because the kernel multiplies the scores by a
+# scale and divides the result by :math:`l_i` anyway.
 
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# The kernel reads :math:`a`, :math:`b` and :math:`c` once, as ``q_descale``, ``k_descale`` and
-# ``v_descale``. A step of 0 from head to head means that all heads share one descale.
-#
-# We can check that the factors move through as the formula says. If we halve what is stored and
-# double the descale, the result must stay the same up to rounding; if we forget the descale, it
-# must change.
+# A step of 0 means that all heads share one descale. To check that the factors move through as the
+# formula says, we halve what is stored: if we double the descale, the result stays the same, and if
+# we forget to, it changes.
 
 
+# Measuring
 def prepare(q, k, v, q_dtype=E4M3, v_dtype=E4M3, per="head"):
     """Return operands, descales, and the values that they stand for, in float64."""
     v, v_descale = quantize(v, v_dtype, per=per, contiguous="seqlen")
@@ -331,13 +324,11 @@ lab.table(rows, "How much the result changes")
 # The layout of V
 # ---------------
 #
-# A matmul sums over one dimension of both operands, the *contracted* dimension. In :math:`QK^\top`
-# it is head_dim, and in :math:`PV` it is the keys.
-#
-# Hopper's matrix instruction reads its second operand from :term:`shared memory`. A 16-bit operand
-# may have either layout there, because a bit of the instruction says which. For 8-bit operands
-# there is no such bit, so the contracted dimension has to be *contiguous*: its elements must be
-# neighbours in memory.
+# A matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
+# over head_dim, in :math:`PV` over the keys. Hopper's matrix instruction reads its second operand
+# from :term:`shared memory`. For 16-bit operands, a bit of the instruction says which of the two
+# dimensions is *contiguous* there, that is, whose elements are neighbours. For 8-bit operands there
+# is no such bit, and the contiguous dimension has to be the contracted one.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -345,14 +336,12 @@ lab.table(rows, "How much the result changes")
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# K fits, because head_dim is both its contiguous and its contracted dimension. Q, the first
-# operand, fits for the same reason. V has head_dim contiguous too, but its contracted dimension is
-# the keys. That is why we store V transposed, and K and Q as they are.
+# K and Q fit, because head_dim is both contiguous and contracted. V has head_dim contiguous too,
+# but its contracted dimension is the keys. That is why V is stored transposed, and K and Q are not.
 #
-# **What does the compiler do with the wrong layout?** It has to rearrange every tile before the
-# instruction can read it. A small matmul shows how: its second operand comes in either layout, in 8
-# bits or in 16. The kernel loads its tiles through a :term:`descriptor`, from which the hardware
-# copies a whole tile.
+# **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
+# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
+# kernel loads its tiles through a :term:`descriptor`.
 
 import triton
 import triton.language as tl
@@ -382,6 +371,7 @@ def _product_kernel(
 # %%
 
 
+# Measuring
 def multiply(a, b, contracted_first, block=(128, 128, 64), **options):
     """Return a @ b, or a @ b.T where the contracted dimension of b is contiguous."""
     (rows, length), columns = a.shape, b.shape[1 if contracted_first else 0]
@@ -408,10 +398,10 @@ for contracted_first, factor in ((False, b.T), (True, b)):
 lab.check("The product, either way", cases)
 
 # %%
-# Both layouts give the right result. Now we count instructions. ``wgmma`` is a matmul that four
-# :term:`warps <warp>` execute together, and ``prmt`` permutes the bytes of a register. The column
-# *transposes* holds the last two operands of ``wgmma``. For 16 bits they say whether the first and
-# the second matrix are transposed.
+# Both layouts give the right result. Now we count instructions: ``wgmma`` is a matmul that four
+# :term:`warps <warp>` execute together, and ``prmt`` permutes the bytes of a :term:`register`. The
+# column *transposes* holds the last two operands of ``wgmma``, which say for 16 bits whether the
+# first and the second matrix are transposed.
 
 
 def instructions():
@@ -456,19 +446,18 @@ straight, turned = (
     found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "the other")
 )
 lab.read(
-    f"With 16 bits the two are the same instructions but for one bit. With 8 bits the compiler "
-    f"turns every tile in registers: {turned.get('prmt', nan)} permutations and "
-    f"{turned.get('bytes stored one by one', nan)} stores of single bytes for each thread and "
-    f"tile, against {straight.get('bytes stored one by one', nan)}. The product takes "
+    f"With 16 bits the instructions are the same but for one bit. With 8 bits the compiler "
+    f"transposes every tile in registers, with {turned.get('prmt', nan)} permutations and "
+    f"{turned.get('bytes stored one by one', nan)} stores of single bytes per thread and tile, "
+    f"against {straight.get('bytes stored one by one', nan)}. The matmul takes "
     f"{turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long."
 )
 
 # %%
 # In attention, every tile of queries reads each tile of V, so the kernel would transpose the same
-# tile again and again. It is better to transpose V once, and best to do so while rounding it to 8
-# bits, because the result has to be written anyway: ``quantize(v, contiguous="seqlen")``. If the
-# caller has not done so, the package makes a transposed copy first. The strides alone tell whether
-# V has the right layout.
+# tile again and again. It is better to transpose V once, and best while rounding it to 8 bits:
+# ``quantize(v, contiguous="seqlen")``. If the strides say that V is not transposed, the package
+# makes a transposed copy first.
 
 v = torch.randn(1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -488,8 +477,8 @@ for contiguous in ("seqlen", "head_dim"):
 lab.table(rows, "V as quantize returns it")
 
 # %%
-# The rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
-# bytes. What does the copy cost, compared with the attention that follows?
+# Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
+# bytes. How much does the copy add to the attention that follows?
 
 
 def transposition():
@@ -519,9 +508,9 @@ turning
 # Reading
 first, last = (turning.rows[0], turning.rows[-1]) if turning.rows else ({}, {})
 lab.read(
-    f"All rows have 16,384 tokens. So the copy takes the same time in each, and attention grows "
-    f"with the length of a sequence. At 1,024 the copy adds "
-    f"{first.get('adds, %', nan):.0f} % to the time, at 16,384 {last.get('adds, %', nan):.1f} %."
+    f"The copy adds {first.get('adds, %', nan):.0f} % to the time at length 1,024 and "
+    f"{last.get('adds, %', nan):.1f} % at 16,384, because its own time stays the same, while "
+    f"attention grows with the length of a sequence."
 )
 
 # %%
@@ -529,19 +518,17 @@ lab.read(
 # --------------------
 #
 # The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
-# well, in every tile. They lie in :math:`[0, 1]`. The largest is 1, but most are much smaller: with
-# a thousand keys, a typical weight is a few hundredths or thousandths of the largest.
-#
-# In that range e4m3 has few numbers. Below :math:`2^{-6}` its steps no longer shrink, and below
-# :math:`2^{-10}` everything is rounded to zero. Above 1 it has numbers up to 448, and :math:`p`
-# uses none of them. We therefore scale the weights up before rounding them:
+# well, in every tile. The largest is 1, but with a thousand keys a typical weight is a few
+# hundredths or thousandths of that. There e4m3 has few numbers: below :math:`2^{-6}` its steps no
+# longer shrink, and below :math:`2^{-10}` everything is rounded to zero. Its numbers above 1 are
+# not used at all. So we scale the weights up before rounding them:
 #
 # .. math::
 #
 #    \hat p_j = \text{round}(2^8 p_j)
 #
-# This factor never has to be undone, because it cancels if the sum in the denominator is of
-# :math:`2^8 p_j` too:
+# This factor never has to be undone, because it cancels if the denominator sums :math:`2^8 p_j`
+# too:
 #
 # .. math::
 #
@@ -550,10 +537,8 @@ lab.read(
 #
 # It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
 # combines the 8 with the maximum that it subtracts from the score. A factor of :math:`2^9` would be
-# too large. The largest weights would become 512, which is above 448, and the GPU's instruction
-# would store them as 448.
-#
-# We try several powers in float64, with nothing rounded but the weights.
+# too large, because the largest weights would become 512 and be stored as 448. We try several
+# powers in float64, with nothing rounded but the weights.
 
 
 def with_rounded_weights(s, v, power, sum_rounded=False):
@@ -590,10 +575,47 @@ for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
 lab.table(rows, "Error of the result, and weights that became zero, 4,096 keys")
 
 # %%
-# With normal scores, the weights that matter are large, so scaling gains little. But models like to
+# With normal scores the weights that matter are large, so scaling gains little. But models like to
 # put one key far ahead of the others, often the very first. All other weights are then small, and
-# they matter only together. Without the factor they are rounded coarsely, or all to zero. The
-# factor :math:`2^8` costs nothing, and it is the largest power of two that fits.
+# matter only together; without the factor they are rounded coarsely, or to zero. These are the
+# weights of the last row of the table:
+
+
+# Drawing
+def moved(*panels):
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    ticks = bits[1:127].view(E4M3).double().log2()
+    for axes, power in zip(panels, (0, 8), strict=True):
+        axes.hist(
+            (p * 2.0**power).log2().flatten(),
+            bins=range(-16, 10),
+            weights=[100 / p.numel()] * p.numel(),
+            color=lab.colour("Kernel Book"),
+            alpha=0.5,
+        )
+        top = axes.get_ylim()[1]
+        axes.vlines(ticks, -0.12 * top, 0, color=lab.colour("PyTorch"), linewidth=0.8)
+        axes.axvline(-10, color=lab.colour("matmul"), linestyle="--")
+        axes.set(xlim=(-16, 9), ylim=(-0.12 * top, top), xticks=(-16, -10, 0, 8))
+        axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
+        axes.set_title("p" if power == 0 else "p times 2⁸", loc="left", fontsize=11)
+    panels[0].set_ylabel("% of the weights")
+
+
+lost = (torch.exp(s - s.amax(-1, keepdim=True)) < 2.0**-10).double().mean().item()
+lab.sketch(
+    "The weights, and the numbers of e4m3",
+    f"Two histograms of the weights over powers of two, with the numbers of e4m3 as ticks below. "
+    f"Left, the weights as they are: {lost:.0%} lie below 2 to the -10, left of the dashed line, "
+    f"where there are no numbers. Right, times 2 to the 8: they lie where the ticks are dense.",
+    moved,
+    panels=2,
+    height=2.9,
+)
+
+# %%
+# Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero. The
+# factor moves the weights to the right by eight powers of two.
 #
 # **Why does l sum the weights before they are rounded?** One might expect that numerator and
 # denominator should see the same numbers. We try both, with values around 0 and around 1, and look
@@ -615,20 +637,17 @@ for mean in (0, 1):
 lab.table(rows, "Two ways to sum")
 
 # %%
-# For the result there is hardly a difference, because rounding errors go up and down, and their sum
-# is small beside the sum of weights. For values that share a mean, the rounded sum would even be
-# better, because the error of the mean then cancels.
-#
-# But lse would be wrong, and lse is what merges this result with those of other keys. Besides, each
-# rounded weight would have to be converted back to float32 before it is added. So the kernel sums
+# For the result there is hardly a difference, because rounding errors go up and down. For values
+# that share a mean, the rounded sum would even be better, because the error of the mean cancels.
+# But lse would be wrong, and lse is what merges this result with those of other keys. So the kernel
+# sums
 # :math:`p` itself.
 #
 # The kernel
 # ----------
 #
-# The kernel is that of :doc:`/chapters/attention_fast` with the changes above. It assigns tiles
-# to programs in the same way, uses the same stages and masks, and again computes scores one
-# iteration ahead. Their matmul has 8-bit operands, or 16-bit ones where only V has 8 bits. The
+# The kernel is that of :doc:`/chapters/attention_fast` with the changes above: the same order of
+# programs, the same stages and masks, and scores that are again computed one iteration ahead. The
 # tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
 # on an SM.
 #
@@ -637,22 +656,21 @@ lab.table(rows, "Two ways to sum")
 lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``weigh`` is the function from that chapter, where ``P_LOG2`` was 0. Here it is 8, which reduces
-# what is subtracted from the scores. The function first combines ``m_new`` and 8, once per row, so
-# that a weight still costs one multiply-and-add and one exponential. It sums the weights before
-# they are rounded.
+# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, which reduces
+# what is subtracted from the scores. ``m_new`` and 8 are combined once per row, so a weight still
+# costs one multiply-and-add and one exponential.
 
 lab.source(weigh, "rescale")
 
 # %%
-# The descriptor of the values has the shape (batch, heads, head_dim, length). The tile is
-# transposed only in name: ``.T`` says which dimension is which, and moves nothing.
+# The descriptor of the values has the shape (batch, heads, head_dim, length). ``.T`` says which
+# dimension of the tile is which, and moves nothing.
 
 lab.source(fp8.attend_fp8, "accumulate")
 
 # %%
 # Then comes the second matmul. The weights become e4m3 even where V is e5m2, because they need
-# precision and not range. The next section explains ``PROMOTED``.
+# precision and not range. ``PROMOTED`` is explained in the next section.
 
 lab.source(fp8.add_values)
 
@@ -663,22 +681,81 @@ lab.source(fp8.add_values)
 lab.source(fp8.attention_fp8_fwd_kernel, "write")
 
 # %%
+# .. dropdown:: The kernel whole
+#
+#    The loop over tiles of keys, which calls ``weigh`` of the 16-bit kernel:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#       :language: python
+#       :pyobject: attend_fp8
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
+#       :language: python
+#       :pyobject: weigh
+#
+#    The kernel, from the place of a program to what it writes:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#       :language: python
+#       :pyobject: attention_fp8_fwd_kernel
+#
 # Accumulators with fewer bits
 # ----------------------------
 #
 # The accumulators of an 8-bit matmul are float32 registers. While Hopper's matrix unit adds,
-# however, it keeps fewer bits than float32 has, and truncates the rest. Where all terms have the
-# same sign, the sum grows, and each new term loses more of its low bits.
+# however, it keeps fewer bits than float32 has, and truncates each term about 12 bits below the
+# largest. Where all terms have the same sign, the sum grows, and each new term loses more of its
+# low bits.
 #
-# The remedy is called *promotion*. The matrix unit sums over one tile of keys only, starting from
-# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free
-# here, because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-and-add is one
-# instruction as well.
-#
-# To see whether it is needed, we measure both kernels with 16 heads and 128 queries, and take the
-# worst head. *Rounding alone* is the error that rounding the weights makes by itself, in float64.
-# All errors are against float64 of the stored values. FP8 results are kept in float32 here, so that
-# the table shows the sums and nothing else; the bf16 result is rounded to bf16, as always.
+# The remedy is called *promotion*: the matrix unit sums over one tile of keys only, starting from
+# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly
+# free, because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-and-add is one
+# instruction as well. Here are both, for terms of one size:
+
+
+# Drawing
+KEPT, TERM = 12, 8  # bits of a sum, and of the product of two numbers of e4m3
+
+
+def windows(growing, promoted):
+    tile = tuned.HOPPER["fp8", 128, 1].block_n
+    counts = (1, 16, 128, 1024, 4096, 16384)
+    for axes, most in ((growing, counts[-1]), (promoted, tile)):
+        for place, count in enumerate(counts):
+            largest = math.floor(math.log2(min(count, most)))
+            window = largest - KEPT + 0.5
+            axes.barh(place, KEPT, 0.8, window, color=lab.colour("matmul"), alpha=0.25)
+            for bit in range(0, -TERM, -1):
+                ink = lab.colour("Kernel Book" if bit > window else "PyTorch")
+                axes.barh(place, 0.8, 0.45, bit - 0.4, color=ink)
+        axes.set_yticks(range(len(counts)), [f"{count:,}" for count in counts])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set(xlim=(15, -13), xlabel="bit, as a power of two")
+    growing.set_ylabel("terms so far")
+    growing.set_title("one sum", loc="left", fontsize=11)
+    promoted.set_title(f"a new sum every {tile} terms", loc="left", fontsize=11)
+    promoted.set_yticklabels([])
+
+
+lab.sketch(
+    "The bits of a term that reach the sum",
+    f"Two panels, a row for each number of terms summed so far. A grey window shows the {KEPT} "
+    f"bits that the sum keeps; the {TERM} bits of the next term are blue inside it and orange "
+    f"outside, where they are lost. Left, one sum: the window moves up with the sum, and after "
+    f"4,096 terms no bit of a term is inside. Right, a new sum for each tile: it stays low, "
+    f"and at most a few bits are lost.",
+    windows,
+    panels=2,
+    height=3.1,
+)
+
+# %%
+# Grey is what the sum can hold; bits of the next term outside it, in orange, are lost. To see
+# whether this matters, we run both kernels with 16 heads and 128 queries, and take the worst head,
+# against float64 of the stored values. *Rounding alone* is the error that rounding the weights
+# makes by itself, in float64. FP8 results are kept in float32 here, and the bf16 result is rounded
+# to bf16.
 
 
 # Measuring
@@ -732,33 +809,30 @@ def sum_error(mean, length, name):
 
 
 lab.read(
-    f"Values around 0, length 65,536: {sum_error(0, 65536, 'promoted'):.2f} % promoted and "
-    f"{sum_error(0, 65536, 'not promoted'):.2f} % not promoted, where rounding the weights alone "
-    f"makes {sum_error(0, 65536, 'rounding alone'):.2f} %. Values around 1, whose sums grow and "
-    f"grow: {sum_error(1, 65536, 'promoted'):.2f} % and "
-    f"{sum_error(1, 65536, 'not promoted'):.2f} %, and rounding alone "
-    f"{sum_error(1, 65536, 'rounding alone'):.2f} %. bf16 has "
-    f"{sum_error(0, 65536, 'bf16'):.2f} and {sum_error(1, 65536, 'bf16'):.2f} %."
+    f"At length 65,536, values around 0 err by {sum_error(0, 65536, 'promoted'):.2f} % promoted "
+    f"and {sum_error(0, 65536, 'not promoted'):.2f} % not promoted, where rounding the weights "
+    f"alone makes {sum_error(0, 65536, 'rounding alone'):.2f} %. Values around 1, whose sums grow, "
+    f"err by {sum_error(1, 65536, 'promoted'):.2f} % and "
+    f"{sum_error(1, 65536, 'not promoted'):.2f} %, where rounding alone makes "
+    f"{sum_error(1, 65536, 'rounding alone'):.2f} %."
 )
 
 # %%
-# Truncation always goes towards zero, so its errors add up instead of cancelling. It shows most
-# where all terms have one sign and the sum grows, in the rows with mean 1.
+# Truncation always goes towards zero, so its errors add up instead of cancelling, and they show
+# most where all terms have one sign, in the rows with mean 1.
 #
 # Is it right?
 # ------------
 #
 # The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
-# kernel's fault; the next section measures that loss. No kernel that rounds its weights can come
-# close to this truth. So the yardstick is the *same rounding in float64*:
-# ``reference.attention_fp8`` rounds the weights, tile by tile, and nothing else.
+# kernel's fault. No kernel that rounds its weights comes close to this truth, so the yardstick is
+# the *same rounding in float64*: ``reference.attention_fp8`` rounds the weights, tile by tile, and
+# nothing else. Its error stands in the column "PyTorch's". The kernel may err twice as much,
+# because its result is rounded to 16 bits, too, and a weight may fall on the other side of a
+# boundary.
 #
-# The error of this yardstick stands in the column that shows PyTorch's error elsewhere in this
-# book. The kernel may err twice as much, because its result is also rounded to 16 bits, and because
-# a weight may fall on the other side of a rounding boundary.
-#
-# Each head is compared on its own, and the row shows the worst, because otherwise a wrong head
-# could hide behind one whose values are larger. Every head gets its own size here.
+# Each head has a size of its own here and is compared on its own, because a wrong head could hide
+# behind one whose values are larger. The row shows the worst.
 
 
 # Measuring
@@ -804,13 +878,13 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 
 
 # %%
-# Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
-# float32, and it may err eight times as much as one rounding to float32, as in
-# :doc:`/chapters/attention_fast`.
+# .. dropdown:: What lse may err by
 #
-# With 8-bit operands the sums keep fewer bits, because the matrix unit truncates each term about 12
-# bits below the largest. There lse may err by :math:`2^{-12}` of its size, which is 4,096 times
-# half a unit in the last place (:term:`ulp`) of float32.
+#    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
+#    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
+#    matrix unit truncates each term about 12 bits below the largest, so lse may err by
+#    :math:`2^{-12}` of its size, which is 4,096 times half a unit in the last place (:term:`ulp`).
+
 
 # Measuring
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
@@ -855,7 +929,7 @@ def every_case():
 lab.check("The worst head", every_case())
 
 # %%
-# Would a result of zeros pass? If so, the check would be worth nothing.
+# The check would be worth nothing if a result of zeros passed, or one whose heads are swapped.
 
 operands, descales, meant = prepare(*draw_heads(1, 2, 2, 33, 70, 32))
 out, lse = attention(*operands, **descales, return_lse=True)
@@ -889,16 +963,15 @@ lab.table(rows, "One NaN in the values of head 1")
 # What eight bits cost
 # --------------------
 #
-# The check shows that the kernel does what it should. How much do the eight bits lose? We compare
-# with two truths. Against float64 of the *stored* values we see the error of the kernel, from the
-# weights and the sums. Against float64 of the *original* values we see the whole error, which is
-# what a model sees.
+# The check shows that the kernel does what it should, and not how much eight bits lose. Against
+# float64 of the *stored* values we see the error of the kernel. Against float64 of the *original*
+# values we see the whole error, which is what a model sees.
 #
-# We also draw two kinds of data. The first is normal. The second has *outliers*, as the activations
-# of language models do: one number in a thousand is ten times as large. For both, the table
-# compares which operands have 8 bits and in which format.
+# The data are normal, or have *outliers*, as the activations of language models do: one number in a
+# thousand is ten times as large. The table compares which operands have 8 bits, in which format.
 
 
+# Measuring
 def with_outliers(x):
     return x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 1e-3)
 
@@ -956,24 +1029,18 @@ def choice(rows, data, operands, per="head"):
 
 lab.read(
     f"On normal data bf16 errs by {choice(small, 'normal', 'bf16'):.2f} %, V alone in e4m3 by "
-    f"{choice(small, 'normal', 'V only, e4m3'):.1f} %, all in e4m3 by "
-    f"{choice(small, 'normal', 'all, e4m3'):.1f} %, and e5m2 by "
+    f"{choice(small, 'normal', 'V only, e4m3'):.1f} %, and all in e4m3 by "
+    f"{choice(small, 'normal', 'all, e4m3'):.1f} %. e5m2 errs by "
     f"{choice(small, 'normal', 'V only, e5m2'):.1f} and {choice(small, 'normal', 'all, e5m2'):.1f} "
-    f"%. With outliers, V alone in e4m3 errs by "
-    f"{choice(small, 'outliers', 'V only, e4m3'):.1f} %, and all in e4m3 by "
-    f"{choice(small, 'outliers', 'all, e4m3'):.1f} %."
+    f"%, because it has one bit less."
 )
 
 # %%
-# One descale per head hardly matters here, because the heads are equal in size. Outliers are an
-# exception, because the largest element of one head is then not the largest of all. Heads of
-# different sizes are another matter, as we saw.
+# One descale per head hardly matters here, because the heads are equal in size.
 #
 # **Why V and not the others?** An error in V is averaged, because the result is a mean of many
 # values, each with its own error. An error in q or k moves a score, and the exponential turns that
-# into a factor of the weight.
-#
-# Larger scores make this worse: if scores of 20 are wrong by two hundredths of themselves, the
+# into a factor of the weight: if scores of 20 are wrong by two hundredths of themselves, the
 # weights are wrong by half. So we let the scores grow.
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
@@ -990,7 +1057,7 @@ for factor in (1, 4, 16):
 lab.table(rows, "The larger the scores, the more q and k matter")
 
 # %%
-# We repeat the comparison at a larger size, with many heads, each on its own.
+# The same comparison at a larger size, with many heads, each on its own:
 
 large = lab.measure(
     "Worst of 32 heads, 4,096 keys, head_dim 128",
@@ -1002,30 +1069,22 @@ large
 
 # Reading
 lab.read(
-    f"At this size: bf16 {choice(large.rows, 'normal', 'bf16'):.2f} %, V alone "
-    f"{choice(large.rows, 'normal', 'V only, e4m3'):.1f} %, all "
-    f"{choice(large.rows, 'normal', 'all, e4m3'):.1f} % on normal data; "
-    f"{choice(large.rows, 'outliers', 'bf16'):.2f}, "
-    f"{choice(large.rows, 'outliers', 'V only, e4m3'):.1f} and "
-    f"{choice(large.rows, 'outliers', 'all, e4m3'):.1f} % with outliers. These are errors of a "
-    f"result that is a mean of thousands of random values, and therefore small itself."
+    f"V alone errs by {choice(large.rows, 'normal', 'V only, e4m3'):.1f} % on normal data and "
+    f"{choice(large.rows, 'outliers', 'V only, e4m3'):.1f} % with outliers, all operands by "
+    f"{choice(large.rows, 'normal', 'all, e4m3'):.1f} and "
+    f"{choice(large.rows, 'outliers', 'all, e4m3'):.1f} %. These errors are relative to a result "
+    f"that is a mean of thousands of random values, and therefore small itself."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16. A kernel
-# with 8-bit operands may exceed it; we measured the 8-bit matmul at the beginning. The operations
-# counted are those of attention, and a causal mask halves them. *With transposition* means that all
-# operands have 8 bits, but V came with head_dim contiguous, and the time includes the copy.
-#
-# This limit differs from the bfloat16 matmul at the beginning, although the size is the same,
-# because it is measured in another way. There, one matmul is repeated by itself, with its second
-# operand transposed. Here, the providers take turns, the GPU pauses before each run, and the
-# operand is not transposed. As :doc:`/reading-figures` explains, the GPU's clock depends on what
-# ran before. So the share of an 8-bit matmul that the text below gives, which compares the two
-# ways, is only approximate.
+# As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16, which a
+# kernel with 8-bit operands may exceed. A causal mask halves the operations counted. *With
+# transposition* means that all operands have 8 bits, but V came with head_dim contiguous, and the
+# time includes the copy.
+
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1085,56 +1144,70 @@ lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"
 
 # %%
 
+# Folded: The same with head_dim 64, full mask
 lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 
 # %%
 
+# Folded: The same with head_dim 64, causal mask
 lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
-# Reading
 in_8_bits = products.rows[1]["TFLOP/s"] if products.rows else nan
-sentences = []
+shown = {
+    "all in FP8": "all in FP8",
+    "V in FP8": "V in FP8",
+    "Kernel Book bf16": "bf16",
+    "SDPA cuDNN": "cuDNN, bf16",
+}
+rows = []
 for head_dim in (128, 64):
     for mask in ("full", "causal"):
         where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
-        ours, bf16 = (
-            speed.rate("all in FP8", **where),
-            speed.rate("Kernel Book bf16", **where),
-        )
-        sentences.append(
-            f"At head_dim {head_dim}, {mask}, length 16,384: {ours:.0f} TFLOP/s with all operands "
-            f"in FP8, {ours / bf16:.2f} times our kernel in bf16 with its {bf16:.0f}, and "
-            f"{100 * ours / in_8_bits:.0f} % of a product of eight bits; with V alone "
-            f"{speed.rate('V in FP8', **where):.0f}; cuDNN in bf16 "
-            f"{speed.rate('SDPA cuDNN', **where):.0f}."
-        )
-lab.read(" ".join(sentences))
+        rates = {name: speed.rate(name, **where) for name in shown}
+        row = {"head_dim": head_dim, "mask": mask}
+        row |= {shown[name]: rate for name, rate in rates.items()}
+        row["FP8 / bf16"] = rates["all in FP8"] / rates["Kernel Book bf16"]
+        rows.append(row | {"% of 8-bit matmul": 100 * rates["all in FP8"] / in_8_bits})
+lab.table(rows, "TFLOP/s at length 16,384")
 
 # %%
-# Why is it not twice as fast? We count cycles for one score, as in
-# :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192 operations of a matmul in a
-# cycle, but still only 16 exponentials.
+
+# Reading
+where = {"head_dim": 128, "mask": "full", "seqlen": 16384}
+beside = speed.rate("matmul", **where)
+lab.read(
+    f"The 8-bit matmul of the last column is the {in_8_bits:,.0f} TFLOP/s from the beginning of "
+    f"the chapter, where a matmul in bfloat16 reached {slow:.0f}; beside attention it reaches "
+    f"{beside:.0f}. The size is the same, but the first is repeated without a pause, with one "
+    f"operand transposed, and the second runs after a pause, and the GPU's clock depends on what "
+    f"ran before. Eight bits thus gain a factor of {in_8_bits / beside:.2f} to {fast / slow:.2f}, "
+    f"and the last column is approximate."
+)
+
+# %%
+# (For the clock, see :doc:`/reading-figures`.) FP8 is not twice as fast as bfloat16, and a count of
+# cycles for one score says why, as in :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192
+# operations of a matmul in a cycle, but still only 16 exponentials.
 
 rows = []
 for head_dim in (64, 128, 256):
     row = {"head_dim": head_dim, "exponential": 1 / 16}
     row |= {
-        "products, 16 bits": 4 * head_dim / 4096,
-        "products, 8 bits": 4 * head_dim / 8192,
+        "matmuls, 16 bits": 4 * head_dim / 4096,
+        "matmuls, 8 bits": 4 * head_dim / 8192,
     }
     rows.append(row)
-lab.table(rows, "Cycles of a multiprocessor for one score")
+lab.table(rows, "Cycles of an SM for one score")
 
 # %%
-# With head_dim 64, the exponential takes twice as long as the 8-bit matmuls, so the gain there is
-# small whatever the kernel does. It is greater for a larger head_dim.
-#
-# With V alone in 8 bits, only the second matmul can speed up, and its weights have to be converted
-# to 8 bits first: compare the figures.
+# With head_dim 64, the exponential takes twice as long as the 8-bit matmuls, so the gain is small
+# there whatever the kernel does. With V alone in 8 bits, only the second matmul can speed up, and
+# its weights have to be converted first.
 
 
+# Measuring
 def launch(head_dim, q_dtype):
     operands, descales, _ = prepare(
         *torch.randn(3, 1, 4, 1024, head_dim, device=runtime.DEVICE), q_dtype
@@ -1142,6 +1215,9 @@ def launch(head_dim, q_dtype):
     return lambda: attention(*operands, **descales)
 
 
+# %%
+
+# Folded: What the compiler made of the kernel
 lab.facts(
     "What the compiler made of the kernel",
     {
@@ -1160,13 +1236,11 @@ lab.facts(
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that was copied many
 # times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as *one*
 # matrix of head_dim rows and heads · length columns, whose rows are one length apart, and selects
-# the tile of a head by its column.
-#
-# The address is right, but the copy engine also checks the bounds. With :math:`H` heads, head_dim
-# :math:`D` and length :math:`N`, column :math:`h D N` of head :math:`h` lies beyond the last column
-# as soon as :math:`h \ge H / D`, and whatever is beyond the bounds reads as zero.
-#
-# A few lines show the mistake. They need no scores, because the weights are given.
+# the tile of a head by its column. The address is right, but the hardware that copies tiles also
+# checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, column :math:`h
+# D N` of head
+# :math:`h` lies beyond the last column as soon as :math:`h \ge H / D`, and reads as zero. A few
+# lines show it, with the weights given.
 
 
 @triton.jit
@@ -1189,6 +1263,7 @@ def _average_kernel(
 # %%
 
 
+# Measuring
 def average(p, v_t, flat):
     heads, head_dim, length = v_t.shape
     out = torch.empty(heads, head_dim, device=p.device)
@@ -1204,10 +1279,12 @@ def average(p, v_t, flat):
 
 
 # %%
-# How did such a kernel pass its test? The test allowed an absolute error of 3, "because eight bits
-# are coarse", but an average of normal numbers is smaller than 3. So we give the same test a result
-# of zeros.
+# The kernel passed its test because that allowed an absolute error of 3, "because eight bits are
+# coarse", and an average of normal numbers is smaller than 3. So we give the same test a result of
+# zeros.
 
+
+# Measuring
 p = torch.softmax(torch.randn(32, 64, device=runtime.DEVICE), -1)
 v_t = torch.randn(32, 16, 64, device=runtime.DEVICE)
 truth = torch.einsum("hn,hdn->hd", p.double(), v_t.double())
@@ -1227,20 +1304,22 @@ for name, out in results.items():
     rows.append(row | {"every head right": str(bool((off < 1e-5).all()))})
 assert [row["accepted with tolerance 3"] for row in rows] == ["True"] * 3
 assert [row["every head right"] for row in rows] == ["False", "False", "True"]
+
+# %%
+
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# With head_dim 16, only two of the 32 heads are read. With head_dim 128 and 128 heads it would be
-# one, and all others would be zeros, and a kernel that reads nothing is also very fast. Two habits
-# catch the mistake: compare an error *relative* to each head's truth, and make sure that a result
-# of zeros fails.
+# With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
+# error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
-# **Scores that forget a descale.** As we saw above, this changes the result by much. Nothing warns,
-# because any positive number is a legal descale. With ``None`` it is 1.
+# **Scores that forget a descale.** This changes the result by much, as we saw above, and nothing
+# warns, because any positive number is a legal descale. With ``None`` it is 1.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
 
+# Measuring
 def said(call):
     try:
         call()
@@ -1249,6 +1328,8 @@ def said(call):
     raise AssertionError("nothing was raised")
 
 
+# %%
+
 q, k = torch.randn(2, 1, 2, 20, 16, device=runtime.DEVICE).half()
 v, v_descale = quantize(k, contiguous="seqlen")
 q.requires_grad_()
@@ -1256,12 +1337,12 @@ lines = said(lambda: attention(q, k, v, v_descale=v_descale).sum().backward())
 lab.table([{"what backward says": line} for line in lines], "q requires a gradient")
 
 # %%
-# There is none because the gradient of the weights would be rounded to 8 bits as well, and it spans
-# a far wider range than the weights. Training in eight bits keeps such matmuls in 16 bits, and then
-# the gradient of the 16-bit operator applies: see :doc:`/chapters/attention_backward`.
+# The reason is that the gradient of the weights would be rounded to 8 bits as well, and it spans a
+# far wider range. Training in eight bits keeps such matmuls in 16 bits, and then the gradient of
+# :doc:`/chapters/attention_backward` applies.
 #
 # **A GPU without 8-bit matmuls.** Ampere has none, so the package looks before it launches
-# anything. Here it meets a tensor that says it lies on such a GPU.
+# anything. Here a mock tensor says that it lies on such a GPU.
 
 stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
 with (
@@ -1273,7 +1354,7 @@ with (
 lab.table([{"what the package says": line} for line in lines], "Compute capability 8.0")
 
 # %%
-# **Pairs of dtypes that no matmul takes.** V in 16 bits beside q in 8 would be one.
+# **Pairs of dtypes that no matmul takes,** such as V in 16 bits beside q in 8.
 
 q8, _ = quantize(k)
 lines = said(lambda: attention(q8, q8, k))

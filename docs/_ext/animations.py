@@ -677,6 +677,77 @@ def light_or_heavy_first():
     return drawing
 
 
+# -- the two sweeps of attention's backward pass --------------------------------------------------
+
+SIDE = 5
+"""Tiles of queries, and tiles of keys."""
+
+SWEEPS = {  # what a program owns, what it makes, and the matmuls of a pair of tiles
+    "first sweep": ("a program owns keys", "dk, dv", "S dP dV dK"),
+    "second sweep": ("a program owns queries", "dq", "S dP dQ"),
+}
+
+
+def two_sweeps():
+    """Programs that own a column of tiles, then programs that own a row."""
+    from kernelbook.ops.attention.tiled import key_tiles
+
+    length, each, cell = BLOCK * SIDE, 1.3, 31
+    tiles = {
+        (i, start // BLOCK): masked
+        for i in range(SIDE)
+        for start, _, masked in key_tiles(BLOCK * i, length, length, BLOCK, BLOCK, True)
+    }
+    done = each * SIDE  # a sweep's iterations; the second sweep starts where the first ends
+    drawing = Drawing("two sweeps over the same tiles", 326, seconds=16, still=2 * done + 1)
+    drawing.tell(
+        "Rows are tiles of queries, columns tiles of keys. Tiles above the diagonal are dashed: no "
+        "query sees a key there, so no program visits them. All programs of a sweep run at once."
+    )
+    add = drawing.add
+    for number, (name, (owns, makes, matmuls)) in enumerate(SWEEPS.items()):
+        left, top, begin = 12 + 206 * number, 66, done * number
+        by_column = makes == "dk, dv"
+        add(text(left, 20, name, anchor="start", bold=True))
+        add(text(left, 40, owns, MUTED, "start", size=13))
+        streams = "loop over q, do ↓" if by_column else "loop over k, v →"
+        add(text(left, 59, streams, NEW, "start", size=12))
+        for i in range(SIDE):
+            for j in range(SIDE):
+                x, y = left + cell * j, top + cell * i
+                add(rect(x, y, cell - 3, cell - 3, stroke=LINE, dashed=True, radius=3))
+                if (i, j) in tiles:
+                    start = begin + each * (i - j if by_column else j)
+                    stroke = line(x + 4, y + 4, x + cell - 7, y + cell - 7, MUTED)
+                    words = stroke if tiles[i, j] else ""
+                    now = rect(x, y, cell - 3, cell - 3, NEW_PALE, NEW, radius=3) + words
+                    was = rect(x, y, cell - 3, cell - 3, KEPT_PALE, KEPT, radius=3) + words
+                    add(now, shown(start, start + each))
+                    add(was, shown(start + each))
+        for owner in range(SIDE):
+            iterations = SIDE - owner if by_column else owner + 1
+            along, beyond = cell * (owner + 0.5) - 1.5, cell * SIDE + 7
+            x, y = (along, beyond) if by_column else (beyond, along)
+            dot = f'<circle cx="{left + x:g}" cy="{top + y:g}" r="5" fill="{KEPT}"/>'
+            add(dot, shown(begin + each * iterations))
+        add(text(left, 254, f"● writes {makes}", KEPT, "start", size=13))
+        for iteration in range(SIDE):
+            start = begin + each * iteration
+            count = sum((i - j if by_column else j) <= iteration for i, j in tiles)
+            total = count * len(matmuls.split())
+            until = None if iteration == SIDE - 1 else start + each
+            add(text(left, 275, f"{total} matmuls so far", NEW, "start"), shown(start, until))
+        add(text(left, 295, f"per tile: {matmuls}", MUTED, "start", size=12))
+        drawing.tell(
+            f"In the {name} {owns}: {'a column' if by_column else 'a row'} of tiles, one per "
+            f"iteration. Each pair of tiles takes {len(matmuls.split())} matmuls, {total} in all, "
+            f"and each program writes its own {makes}."
+        )
+    legend = "with a stroke: masked; dashed: nobody visits"
+    add(text(12, 318, legend, MUTED, "start", size=12))
+    return drawing
+
+
 ANIMATIONS = {
     "one_flipped_bit": one_flipped_bit,
     "online_softmax": online_softmax,
@@ -684,6 +755,7 @@ ANIMATIONS = {
     "publish_and_collect": publish_and_collect,
     "attention_loop": attention_loop,
     "light_or_heavy_first": light_or_heavy_first,
+    "two_sweeps": two_sweeps,
 }
 
 

@@ -63,6 +63,14 @@ def test_figures_say_where_they_come_from_in_both_themes(replayed):
     assert "ours in float16 50" in plt.gcf().get_label()
 
 
+def test_a_sketch_is_described_and_names_no_gpu():
+    lab.sketch("Two panels", "A point in each.", lambda *all: [a.plot(1, 1) for a in all], panels=2)
+    figure = plt.gcf()
+    assert figure.get_label() == "Two panels. A point in each."
+    assert len(figure.axes) == 2
+    assert "GPU" not in figures.to_svg(figure)
+
+
 def test_the_legend_leaves_the_title_alone(replayed):
     lab.plot(lab.bench("forward", POINTS, None, **SWEEP), "A title that is long enough to be hit")
     figure = plt.gcf()

@@ -4,7 +4,7 @@ from kernelbook.lab.bench import Absent, Sweep, bench, peer
 from kernelbook.lab.chapter import compiled_by, facts, finish, host_times, measure, start
 from kernelbook.lab.check import Case, CheckFailed, check
 from kernelbook.lab.display import note, read, source, table
-from kernelbook.lab.figures import colour, draw, ladder, plot
+from kernelbook.lab.figures import colour, draw, ladder, plot, sketch
 from kernelbook.lab.results import ResultsError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "peer",
     "plot",
     "read",
+    "sketch",
     "source",
     "start",
     "table",

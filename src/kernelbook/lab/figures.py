@@ -111,6 +111,20 @@ def draw(measured: Table, title: str, alt: Callable, how: Callable) -> Shown | N
     return _draw(one, measured, beside(measured.elsewhere))
 
 
+def sketch(title: str, alt: str, how: Callable, panels: int = 1, height: float = 3.6) -> None:
+    """Draw by hand what the page computes, which is the same on every GPU: see :func:`draw`.
+
+    ``how(*axes)`` draws in panels that stand side by side; ``alt`` describes the figure.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(
+            1, panels, squeeze=False, layout="constrained", figsize=(5.4, height)
+        )
+        how(*axes[0])
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+    figure.set_label(f"{title}. {alt}")
+
+
 def plot(
     sweep: Sweep, title: str, *, share: bool = False, log: bool = True, where: dict | None = None
 ) -> Shown | None:
