@@ -164,6 +164,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # per element. Here are the six steps in numbers. Epsilon is about as large as the variance, so that
 # a step that dropped it would stand out.
 
+# Measuring
 from torch.autograd.functional import jacobian
 
 N, eps = 7, 1.0
@@ -250,6 +251,7 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # gradients of the input, the weight and the bias.
 
 
+# Measuring
 class LayerNormOfSix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps):
