@@ -11,7 +11,7 @@ You will learn
   epsilon enters it;
 - what a lock has to order besides its own variable, and what it costs in time and in
   reproducibility;
-- how partial sums, one per program, make the gradient faster and the same in every run.
+- how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
 its speeds are those of a recorded run.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.ops.layer_norm import layer_norm
+from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.backward import (
     _backward,
     _sums,
@@ -67,18 +67,18 @@ def simple_backward(x, w, mean, rstd, dy):
 # --------
 #
 # The gradient sums in two directions, and the second one is hard to parallelise. ``c1`` and ``c2``
-# are sums *along a row*, so the :term:`program` that owns the row computes them alone. The gradient
-# of the weight is a sum *down the columns*: every row contributes to it, and the rows belong to
-# different programs, which run at the same time and in no fixed order.
+# are means *along a row*, so the :term:`program` that owns the row computes them alone. The
+# gradient of the weight is a sum *down the columns*: every row contributes to it, and the rows
+# belong to different programs, which run at the same time and in no fixed order.
+#
+# There are two ways out. Programs can add to one shared buffer, one program at a time, under a
+# *lock*. Or each program sums its own rows and stores a *partial sum*, and a second kernel adds the
+# partial sums. The picture shows the second way.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel adds up the three rows to dw and db.
-#
-# There are two ways out. Programs can add to one shared buffer, one program at a time, under a
-# *lock*. Or each program sums its own rows and stores a *partial sum*, and a second kernel adds the
-# partial sums.
 #
 # The mathematics
 # ---------------
@@ -161,9 +161,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #    \end{aligned}
 #
 # The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
-# per element. Here are the six steps in numbers. Epsilon is set as large as the variance, so that a
-# step that dropped it would stand out.
+# per element. Here are the six steps in numbers. Epsilon is about as large as the variance, so that
+# a step that dropped it would stand out.
 
+# Measuring
 from torch.autograd.functional import jacobian
 
 N, eps = 7, 1.0
@@ -208,13 +209,23 @@ for step, (ours, true) in steps.items():
     off = (ours - true).abs().max().item()
     rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
 assert all(row["right"] for row in rows)
+
+# %%
+
+# Folded: The six steps, one by one
 lab.table(rows, "Each step against automatic differentiation, float64")
+
+# %%
+
+# Reading
+worst = max((ours - true).abs().max().item() for ours, true in steps.values())
+lab.read(f"Steps 2 to 6 agree with automatic differentiation, to {worst:.0e}.")
 
 # %%
 # Epsilon is easy to lose in the backward pass. One way is to divide by the plain standard deviation
 # there. Another is to assume that :math:`\hat{x}` has variance 1, while epsilon makes it a little
-# smaller. The table shows how wrong ``dx`` becomes in rows of small variance, where epsilon is a
-# large part of the sum under the root.
+# smaller. The table shows how wrong the first way makes ``dx`` in rows of small variance, where
+# epsilon is a large part of the sum under the root.
 
 rows = []
 for deviation in (1.0, 0.01, 0.001):
@@ -236,9 +247,11 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 
 # %%
 # One more check covers all steps at once. ``gradcheck`` compares a gradient with finite
-# differences: it changes each input slightly and observes how the output changes.
+# differences: it changes each input slightly and observes how the output changes. It passes for the
+# gradients of the input, the weight and the bias.
 
 
+# Measuring
 class LayerNormOfSix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps):
@@ -258,6 +271,10 @@ inputs = [
 ]
 passed = torch.autograd.gradcheck(LayerNormOfSix.apply, (*inputs, 1e-3))
 assert passed
+
+# %%
+
+# Folded: The result of gradcheck
 lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
 
 # %%
@@ -267,8 +284,8 @@ lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
 # How many programs should there be? One program per row would leave two rows of float32 partial
 # sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
 # launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at
-# once, and each loops over many rows. Its partial sums
-# for ``dw`` and ``db`` stay in :term:`registers <register>`, in float32, for the whole loop.
+# once, and each loops over many rows. Its partial sums for ``dw`` and ``db`` stay in
+# :term:`registers <register>`, in float32, for the whole loop.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -294,7 +311,10 @@ lab.source(row_bwd_kernel, "add")
 lab.source(row_bwd_kernel, "row")
 
 # %%
-# At the end, the program has one row of partial sums to hand over.
+# At the end, the program hands its partial sums over to a *buffer*: one row of float32 in main
+# memory for ``dw`` and one for ``db``. If each program has a buffer, ``program_id % n_buffers`` is
+# just the number of the program, and ``hand_over`` stores. If there are fewer, programs share them,
+# and ``hand_over`` adds under a lock. The next two paragraphs explain both.
 
 lab.source(row_bwd_kernel, "end")
 
@@ -311,10 +331,12 @@ lab.source(row_bwd_kernel)
 lab.source(sum_of_buffers)
 
 # %%
-# **The lock.** Here programs share a few buffers and take turns adding to them. The lock is an
-# integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
-# reads the lock, and writes 1 only if it read 0, in one indivisible step. Only one program can
-# succeed.
+# **The lock.** Here programs share a few buffers, at most ``LOCK_BUFFERS``, each with a lock, and
+# take turns adding to them. The lock is an integer: 0 means free and 1 means taken. A
+# compare-and-swap is an :term:`atomic` operation, so it reads the lock, and writes 1 only if it
+# read 0, in one indivisible step. Only one program can succeed, and the others try again. This
+# cannot hang: a program holds the lock only while it runs and never waits while holding it, so the
+# waiting ones always get their turn.
 
 lab.source(hand_over, "acquire")
 
@@ -365,9 +387,10 @@ lab.source(gradient)
 # The price of the lock
 # ---------------------
 #
-# Three versions compute the same gradients. "One tile a program" takes the lock after each tile,
-# which is how it is usually taught; a tile is one row or, if rows are short, two. "Lock, looping"
-# first sums its rows in registers and takes the lock once. "Partial sums" has no lock.
+# Three versions compute the same gradients. "One tile a program" launches one program per tile,
+# which takes the lock for it, as in Triton's own layer norm tutorial; a tile is one row or, if rows
+# are short, two. "Lock, looping" first sums its rows in registers and takes the lock once. "Partial
+# sums" has no lock.
 
 
 # Measuring
@@ -414,6 +437,7 @@ share = {
 slower = race.milliseconds_at("one tile a program", columns=4096)
 slower /= race.milliseconds_at("partial sums", columns=4096)
 lab.read(
+    f"There are {tuned.LOCK_BUFFERS} buffers under a lock. "
     f"Taking the lock after every tile reaches {share['one tile a program', 1024]:.0f} % of the "
     f"speed of a copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096, "
     f"where it takes {slower:.1f} times as long as partial sums. Taking it once per program "
@@ -422,8 +446,10 @@ lab.read(
 )
 
 # %%
-# Most of the cost therefore comes from *how often* the lock is taken, because each time a program
-# reads and writes a row of the buffers while the next one waits.
+# Taking the lock once per program costs little, so most of the cost comes from taking it once per
+# tile. Probably there are two reasons, which this experiment does not separate. Programs wait for
+# each other; and each time, a program reads and writes a row of both buffers, which is 16 bytes per
+# column, beside 6 bytes per element of ``x``, ``dy`` and ``dx`` in bfloat16.
 #
 # The second criterion is whether two runs agree. Each version runs a hundred times on the same
 # input.
@@ -459,11 +485,15 @@ lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
 # %%
 # Even a correct lock does not give reproducible results, because the programs add in whatever order
 # they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
-# always added in the same order. ``layer_norm`` uses them because they are faster *and*
-# reproducible.
+# always added in the same order, which depends only on the number of programs and thus on the GPU.
+# ``layer_norm`` uses them because they are faster *and* reproducible.
 #
-# Partial sums stay in L2
-# -----------------------
+# .. raw:: html
+#
+#    <span id="partial-sums-stay-in-l2"></span>
+#
+# Do partial sums stay in L2?
+# ---------------------------
 #
 # One kernel writes the partial sums and the next one reads them. If they stay in :term:`L2`, the
 # cache that all SMs share, they cause no traffic to main memory in between. Each program leaves one
@@ -541,6 +571,7 @@ cache
 nan = float("nan")
 rates = {row["MiB"]: row for row in cache.rows}
 largest = max((row["MiB"] for row in sizes.rows), default=nan)
+l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
 
 
 def rate(mib, name):
@@ -548,7 +579,8 @@ def rate(mib, name):
 
 
 lab.read(
-    f"The largest buffers of the first table take {largest:.1f} MiB. At 8 MiB, the kernel that "
+    f"The largest buffers of the first table take {largest:.1f} MiB, and the L2 of this GPU holds "
+    f"{l2:.0f} MiB. At 8 MiB, the kernel that "
     f"adds them reads {rate(8, 'just written'):,.0f} GB/s right after writing, and "
     f"{rate(8, 'after other data'):,.0f} GB/s after other data has pushed the buffers out. "
     f"At 256 MiB, more than any L2 holds, the two rates are {rate(256, 'just written'):,.0f} and "
@@ -567,9 +599,10 @@ lab.read(
 # numbers fits beside them if it stays packed in pairs, as in the forward pass, with one program per
 # SM.
 #
-# For wider rows, several programs share a row. A group of programs exchanges what each part adds to
-# ``c1`` and ``c2`` through the :term:`exchange` that the chapter on :doc:`softmax
-# </chapters/softmax>` explains. These are two float32 numbers, so they fit in one slot of 64 bits.
+# For wider rows, several programs share a row. These programs are a *group*, and each takes one
+# part of every row of the group. They exchange what each part adds to ``c1`` and ``c2`` through the
+# :term:`exchange` that the chapter on :doc:`softmax </chapters/softmax>` explains. Each part of a
+# row has a *slot* in memory, 64 bits that are written at once, and two float32 numbers fit in it.
 
 lab.source(split_bwd_kernel, "publish")
 
@@ -579,6 +612,11 @@ lab.source(split_bwd_kernel, "publish")
 # parts had a whole iteration to publish them. Three rows are in progress at any time: one being
 # loaded, one published and one finished. The price is registers, because ``x`` and ``dy`` of a row
 # stay there for one iteration longer.
+#
+# .. image:: /figures/layer-norm-ahead.svg
+#    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
+#          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
+#          published and row 2 is loaded.
 
 lab.source(split_bwd_kernel, "ahead")
 
@@ -594,10 +632,12 @@ lab.source(split_bwd_kernel)
 # The gradients are checked against float64, with a weight and a bias of the same dtype as ``x``.
 # Each is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
 # largest difference from the truth, divided by its largest true number. The table shows the part
-# that comes nearest to its tolerance, which is twice PyTorch's own error there. In float32 we allow
-# ``dx`` four times that error, because the hardware's reciprocal square root may be wrong by two
-# units in the last place, and ``dw`` and ``db`` eight times, because a sum over many rows may be
-# wrong by a few such units, depending on its order.
+# that comes nearest to its tolerance, which is twice PyTorch's own error: the one in this part or
+# its typical one, whichever is larger. The tolerance is never less than twice half a unit in the
+# last place of the dtype, because no rounded result can promise less than half a unit. In float32
+# both factors are larger than two: four for ``dx``, because the hardware's reciprocal square root
+# may be wrong by two units in the last place, and eight for ``dw`` and ``db``, because a sum over
+# many rows may be wrong by a few such units, depending on its order.
 
 
 # Measuring
@@ -659,7 +699,8 @@ lab.check("Both reductions", lock_cases())
 #
 # The yardstick is the speed of a copy. A copy reads one byte for each that it writes, while the
 # backward pass reads two tensors, ``x`` and ``dy``, for the one that it writes. Reads and writes do
-# not cost the same, so the percentages compare bytes per second and no physical bound.
+# not cost the same, so 100 % is a reference and not a limit. quack's backward kernels are called
+# directly, with a float32 weight; the others are called through autograd.
 
 
 # Measuring
@@ -752,7 +793,20 @@ def summary(sweep):
         )
 
 
-lab.read(" ".join(summary(backward)))
+def faster_peers(sweep):
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        for n in COLUMNS:
+            ours = round(100 * sweep.share("Kernel Book", dtype=dtype, columns=n))
+            name, peer = best_peer(sweep, dtype=dtype, columns=n)
+            if round(100 * peer) > ours:
+                found.append(
+                    f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against {ours} %"
+                )
+    return f"Libraries are faster here: {'; '.join(found)}." if found else ""
+
+
+lab.read(" ".join((*summary(backward), faster_peers(backward))))
 
 # %%
 # The compiler's report helps to read these plots. A value that finds no register :term:`spills
@@ -765,7 +819,7 @@ def launch(columns, dtype):
     _backward(x, x[0].clone(), mean, rstd, torch.ones_like(x), dtype, dtype)
 
 
-lab.facts(
+report = lab.facts(
     "What the compiler made of the kernels",
     {
         f"{columns:,} columns, {str(dtype).removeprefix('torch.')}": (
@@ -775,13 +829,27 @@ lab.facts(
         for dtype in DTYPES
     },
 )
+report
 
 # %%
-# The table explains part of the plots. At 32,768 columns and above, and in float32 from 16,384,
-# several programs share a row. A thread of their kernel holds parts of three rows and takes up to
-# 255 registers, which is the most a thread can have. Few warps then fit on an SM, so few loads are
-# in flight at a time. How much of the gap to a copy is due to this, to the exchange or to the
-# spills, we did not measure.
+
+# Reading
+packed = [row for row in report.rows if row["kernel"] == "packed_row_bwd_kernel"]
+registers, warps, spills = (
+    packed[0][what] if packed else nan for what in ("registers", "warps", "spills")
+)
+lab.read(
+    f"At 16,384 columns in bfloat16 the packed kernel takes {32 * warps:.0f} threads of "
+    f"{registers:.0f} registers, {32 * warps * registers:,.0f} of the 65,536 of an SM, so only one "
+    f"program fits on it, and {spills:.0f} values spill. This may explain why the plot falls "
+    "there: no other program loads while this one computes."
+)
+
+# %%
+# At 32,768 columns and above, and in float32 from 16,384, several programs share a row. A thread of
+# their kernel holds parts of three rows and takes up to 255 registers, which is the most a thread
+# can have. Few warps then fit on an SM, so few loads are in flight at a time. How much of the gap
+# to a copy is due to this, to the exchange or to the spills, we did not measure.
 #
 # What breaks it
 # --------------
@@ -843,6 +911,7 @@ def lost_additions():
 
 # %%
 
+# Measuring
 lab.measure("A sum of 500 rows under one lock", lost_additions)
 
 # %%
@@ -870,6 +939,7 @@ def instructions():
 
 # %%
 
+# Measuring
 lab.measure("The lock in PTX", instructions)
 
 # %%
@@ -968,6 +1038,8 @@ torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
 # - Zhang, Sennrich. *Root mean square layer normalization.* NeurIPS 2019.
 # - Lustig, Sahasrabuddhe, Giroux. *A formal analysis of the NVIDIA PTX memory consistency model.*
 #   ASPLOS 2019.
+# - Triton. `Layer normalization
+#   <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`__, a tutorial.
 
 reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]
 lab.finish(f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy")

@@ -91,7 +91,7 @@ CHAPTERS = {
     ),
     "layer_norm": Facts(
         "Layer norm needs a row's mean for its variance, and both for its output: how can a kernel "
-        "read the row once, and lose no digit of the variance?",
+        "read the row once, and lose no more digits of the variance than rounding must?",
         "intermediate",
         ("softmax",),
         "ladder",
