@@ -117,11 +117,14 @@ machine
 # Reading
 nan = float("nan")
 needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
+rate_of_table = rows[1]["FLOP / byte"] / needed
 lab.read(
     f"This machine needs {needed:.0f} operations per byte to be limited by arithmetic. Standard "
     f"attention does {rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
-    f"this number stops growing, so it waits for memory at any length. Without the table of scores "
-    f"it would do {rows[1]['at best']:,} at length 4,096 and could run as fast as a matmul, if it "
+    f"this number stops growing, so it waits for memory at any length. At length 4,096 it could "
+    f"reach {rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
+    f"a matmul. Without the table of scores "
+    f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
     f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
     f"the next chapter returns to that."
 )
@@ -129,7 +132,8 @@ lab.read(
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
 # growing lengths, we measure how much memory it allocates at its peak beyond inputs and output,
-# until it no longer fits.
+# until it no longer fits. Beside it stands the package's kernel, "Kernel Book", which the next
+# chapter builds.
 
 
 def peak_memory(run, *inputs):
@@ -191,7 +195,7 @@ lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
     f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB beyond its inputs and its output. The "
     f"book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because it keeps one "
-    f"number per query. "
+    f"number per query, called lse below. "
     + (
         f"At {fails[0]:,} the standard version runs out of memory."
         if fails
@@ -323,10 +327,18 @@ lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 #    for the same result. The first FlashAttention divided in every step; FlashAttention-2 divides
 #    once.
 #
-# **Does l start at 0 or at 1?** Published kernels do both, and for almost every query it makes no
-# difference: the first ``alpha`` is :math:`e^{-\infty - m} = 0`, so whatever ``l`` started with is
-# multiplied by zero. The start value can survive only in a query that meets no tile at all. The
-# table runs the loop over two tiles from three start values.
+# .. dropdown:: Does ``l_i`` start at 0 or at 1?
+#
+#    Published kernels do both, and for almost every query it makes no difference: the first
+#    ``alpha`` is :math:`e^{-\infty - m} = 0`, so whatever ``l_i`` started with is multiplied by
+#    zero. The start value can survive only in a query that meets no tile at all; the table below
+#    runs the loop over two tiles from three start values. A start of 1 avoids a division by zero
+#    only for a query without tiles; a query whose keys are all masked still ends at zero. The
+#    division has to be guarded anyway, so the kernel starts at 0, the sum of no terms.
+
+# %%
+
+# Folded: The sum of weights from three start values
 
 
 def sum_after(tiles, l_i):
@@ -353,10 +365,6 @@ rows = [
 lab.table(rows, "l in the end")
 
 # %%
-# A start of 1 avoids a division by zero only for a query without tiles; a query whose keys are all
-# masked still ends at zero. The division has to be guarded anyway, so the kernel starts at 0, the
-# sum of no terms.
-#
 # **One number per query is enough for the backward pass.** The gradient needs the weights again. A
 # weight is
 #
@@ -369,7 +377,10 @@ lab.table(rows, "l in the end")
 #
 # so the maximum and the sum are never needed apart. The forward pass stores :math:`lse_i = m_i +
 # \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per query. The weights need not be
-# stored, because the scores and lse give them back, as the table confirms.
+# stored, because the scores and lse give them back. We confirm it with the package's kernel, which
+# writes lse; the kernels of this page leave it out.
+
+# Reading
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 _, lse = attention(q, k, v, return_lse=True)
@@ -377,13 +388,21 @@ scores = q.double() @ k.double().mT / 8
 again = torch.exp(scores - lse.double().unsqueeze(-1))
 off = (again - torch.softmax(scores, -1)).abs().max().item()
 assert off < 1e-5
-lab.table([{"largest difference of a weight": f"{off:.1e}"}], "Weights from lse alone")
+lab.read(
+    f"Weights computed from lse differ from those of a softmax by at most {off:.1e}."
+)
 
 # %%
-# **lse may start as uninitialised memory.** ``torch.empty`` allocates it without writing anything.
-# That is safe, because a kernel runs as many :term:`programs <program>` in parallel, and each query
-# belongs to exactly one of them, which writes it. To verify this, we fill the outputs with NaN
-# before the kernel runs, at lengths that are no multiple of a tile, and count the NaN that remain.
+# .. dropdown:: Why the outputs may start as uninitialised memory
+#
+#    ``torch.empty`` allocates out and lse without writing anything. That is safe, because a kernel
+#    runs as many :term:`programs <program>` in parallel, and each query belongs to exactly one of
+#    them, which writes its rows. To verify this, we fill the outputs of the package's kernel with
+#    NaN before it runs, at lengths that are no multiple of a tile, and count the NaN that remain.
+
+# %%
+
+# Folded: Outputs that were filled with NaN
 
 empty = torch.empty
 
@@ -435,6 +454,12 @@ lab.source(tiled_forward, "rescale")
 lab.source(tiled_forward, "end")
 
 # %%
+# .. dropdown:: The algorithm whole
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
+#       :pyobject: tiled_forward
+
+# %%
 # Without a mask, a tile of queries needs every tile of keys. With a causal mask, ``key_tiles``
 # decides which it needs, and which of them have to be masked; the section on causal stages derives
 # the rule.
@@ -442,10 +467,10 @@ lab.source(tiled_forward, "end")
 lab.source(key_tiles)
 
 # %%
-# We check the result against float64. In float32 the error may be up to four times PyTorch's,
-# because each multiplication by ``alpha`` adds a rounding. No tolerance is less than this factor
-# times half a unit in the last place of the dtype, because even the exact result, once rounded to
-# the dtype, may be off by that half.
+# We check the result against float64. In every dtype the error may be up to four times PyTorch's, a
+# margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. No tolerance is
+# less than this factor times half a unit in the last place of the dtype, because even the exact
+# result, once rounded to the dtype, may be off by that half.
 
 
 def tiled_cases():
@@ -469,8 +494,9 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now we write the same loop in Triton, as simply as possible: with an address for every element and
-# a mask for every tile. The update of the triple comes first, and two of its details need a word.
+# Now we write the same loop in Triton, as simply as possible: with an address for every element, a
+# mask for every tile, and a counter that we use later. The kernels of this page write out and not
+# lse. The update of the triple comes first, and two of its details need a word.
 #
 # **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
 # With
@@ -483,18 +509,23 @@ lab.check("Tiled PyTorch", tiled_cases())
 #    \end{aligned}
 #
 # we can keep all scores, and the maximum, multiplied by :math:`\log_2 e = 1 / \ln 2`. This costs
-# nothing, because the factor joins the scale, which multiplies every score anyway.
+# nothing, because the factor joins the scale, which multiplies every score anyway. The kernels call
+# their product ``scale_log2``.
+#
+# **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
+# because the tensor cores, the GPU's matmul units, take both operands in one format. Their sum
+# ``l_i`` is taken before, in float32.
 #
 # **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
 # 16-bit inputs.
 #
 # .. dropdown:: What the other choices do to float32
 #
-#    By default, ``tl.dot`` rounds float32 operands to *TF32*, the 19-bit format in which the GPU's
-#    matmul units, its *tensor cores*, take them. TF32 keeps 10 of the 23 fraction bits, as many as
+#    By default, ``tl.dot`` rounds float32 operands to *TF32*, the 19-bit format in which the tensor
+#    cores take them. TF32 keeps 10 of the 23 fraction bits, as many as
 #    float16, so each operand may be off by a thousandth of its value, and a matmul in float32 would
-#    be about as coarse as one in float16. ``"ieee"`` does without the tensor cores. A third choice,
-#    ``"tf32x3"``, follows in the next chapter.
+#    be about as coarse as one in float16. ``"ieee"`` keeps every bit at the price of the tensor
+#    cores, which it cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
 
 import triton
 import triton.language as tl
@@ -585,7 +616,21 @@ def _first_kernel(
 
 
 # %%
-# The launch asks for one program per tile of queries and head. We check the result as before.
+# A launch names its *grid*, the number of programs along each axis: here one program per tile of
+# queries and one row of programs per head.
+
+ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
+of_ramp = torch.empty_like(ramp)
+two_heads = (triton.cdiv(100, 32), 2)
+_first_kernel[two_heads](
+    ramp, ramp, ramp, of_ramp, None, 100, 100, 32**-0.5 * 1.4426950408889634,
+    HEAD_DIM=32, BLOCK_M=32, BLOCK_N=16, IS_CAUSAL=False,
+)  # fmt: skip
+assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
+
+# %%
+# ``run`` makes this launch for any kernel of this page and inputs of any size. We check the result
+# as before.
 
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
@@ -637,11 +682,12 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *cut*: the diagonal passes through, and the mask sets some scores to :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
-# In each row the whole tiles come first and the cut ones next, so the loop can end there. We split
-# it into two *stages*: the first, which does most of the work, needs no mask at all, and only the
-# second pays for one. If the last query of a tile sees :math:`n` keys and the first :math:`f` of
-# them, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and :math:`\lceil n /
-# B \rceil` are computed.
+# In each row the whole tiles come first and the cut ones next, so the loop can stop after the cut
+# ones. We split
+# it into two *stages*: the first, which does most of the work, needs no mask at all,
+# and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
+# one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
+# :math:`\lceil n / B \rceil` are computed.
 
 
 @triton.jit
@@ -763,9 +809,9 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
 # **Queries and keys of different length.** If the lengths differ, the position of the diagonal is a
-# convention. A model that has read 1,000 words and asks about the last 3 has 3 queries and 1,000
-# keys, and its last query should see all keys. So this book aligns the diagonal to the *bottom
-# right*: query :math:`i` sees key :math:`j` if
+# convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
+# 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
+# *bottom right*: query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
@@ -806,7 +852,7 @@ lab.table(rows, "Which keys a query sees with is_causal")
 # **Queries that see nothing.** With more queries than keys, the first queries see no key. A softmax
 # over nothing is undefined, so we need a convention: the output is 0, and lse is the logarithm of
 # an empty sum, :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside
-# the first function of this page, which divides zero by zero.
+# the first function of this page, where :math:`-\infty - (-\infty)` makes NaN.
 
 q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
@@ -831,12 +877,12 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 # How fast is it?
 # ---------------
 #
-# The limit is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The number
-# of operations is that of the first section, halved for a causal mask. We begin with the ladder
-# from standard attention to the staged kernel, at head_dim 128.
+# The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
+# number of operations is that of the first section, halved for a causal mask.
 #
-# ``torch.compile`` gets the standard version. It has patterns that replace such code by a
-# ready-made kernel, so we first ask whether it recognises this one.
+# ``torch.compile`` gets the standard version. It knows some ways in which attention is written, its
+# *patterns*, and replaces code that matches one by a ready-made kernel. The table counts the
+# matches in our function.
 
 
 def recognised():
@@ -859,7 +905,7 @@ def recognised():
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
-# Zero means that it does not, so the table of scores stays.
+# Nothing matches, so ``torch.compile`` keeps the table of scores.
 #
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
@@ -898,6 +944,15 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
+# Reading
+size = POINTS[0]
+lab.read(
+    f"We compare the versions of this page at length {size['seqlen']:,}, with a batch of "
+    f"{size['batch']}, {size['heads']} heads and head_dim {size['head_dim']}."
+)
+
+# %%
+
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
@@ -921,14 +976,30 @@ def at(name, mask):
     return steps.rate(name, mask=mask)
 
 
+def percent(name, mask):
+    return f"{100 * steps.share(name, mask=mask):.0f} %"
+
+
 lab.read(
-    f"Standard attention waits for the table of scores ({at('PyTorch', 'full'):.0f} TFLOP/s "
-    f"without a mask), and tiles in plain PyTorch do not help "
-    f"({at('tiled PyTorch', 'full'):.0f}), because there every tile goes through memory, too. The "
-    f"first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f}, but "
-    f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
-    f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and lift the full "
-    f"case to {at('in stages', 'full'):.0f} because it needs no mask."
+    f"Standard attention waits for the table of scores. Without a mask it reaches "
+    f"{at('PyTorch', 'full'):.0f} TFLOP/s, {percent('PyTorch', 'full')} of the matmul, although "
+    f"the count of the first section allows {100 * rate_of_table:.0f} %; which of its steps takes "
+    f"the rest, no run here measures. With the mask, `masked_fill_` reads and writes the table "
+    f"once more. `torch.compile` reaches {percent('torch.compile', 'full')} and "
+    f"{percent('torch.compile', 'causal')}, because the table still goes through memory. Tiles in "
+    f"plain PyTorch are about {at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as "
+    f"slow as standard attention, because there every tile goes through memory, too, and `acc` "
+    f"with it in each iteration."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"The first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f} "
+    f"TFLOP/s, but {at('first kernel', 'causal'):.0f} with the causal mask, where it computes "
+    f"twice what is needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and "
+    f"lift the full case to {at('in stages', 'full'):.0f} because it needs no mask."
 )
 
 # %%
