@@ -911,7 +911,6 @@ def lost_additions():
 
 # %%
 
-# Measuring
 lab.measure("A sum of 500 rows under one lock", lost_additions)
 
 # %%
@@ -939,7 +938,6 @@ def instructions():
 
 # %%
 
-# Measuring
 lab.measure("The lock in PTX", instructions)
 
 # %%
