@@ -24,7 +24,6 @@ from kernelbook.ops.weighted_sum import (
     part_sum_kernel,
     weighted_sum_bwd_kernel,
     weighted_sum_fwd_kernel,
-    weighted_sum_gradient,
 )
 
 lab.start("first_kernel", "kernelbook.ops.weighted_sum")
@@ -33,8 +32,8 @@ lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 # The problem in PyTorch
 # ----------------------
 #
-# Each row of a matrix ``x`` is multiplied by the same weights ``w`` and added up. This is the inner
-# loop of a linear layer with one output, of a score, of an average.
+# Each row of a matrix ``x`` is multiplied by the same weights ``w`` and added up, as in a linear
+# layer with one output.
 
 
 def simple_weighted_sum(x, w):
@@ -43,16 +42,15 @@ def simple_weighted_sum(x, w):
 
 # %%
 # PyTorch runs one :term:`kernel` for each operation. The multiplication reads ``x`` and writes a
-# product as large as ``x``, and the sum reads that product again. In 16 bits this moves
-# 6 bytes per element, because every result of an operation goes through :term:`HBM`, the main
-# memory of the GPU. Only 2 are necessary, those of reading ``x``: the weights and the sums are
-# small beside it. A kernel that multiplies and adds while the numbers are on the chip could
-# therefore be three times as fast.
+# product as large as ``x``, and the sum reads that product again. In 16 bits these are 6 bytes per
+# element, all of which go through :term:`HBM`, the main memory of the GPU. Only the 2 bytes that
+# are read of ``x`` are necessary, because the weights and the sums are small beside it. A kernel
+# that multiplies and adds while the numbers are on the chip could be three times as fast.
 #
 # Ten numbers in blocks of four
 # -----------------------------
 #
-# We begin with less: ten numbers, each to be doubled. A Triton kernel is a Python function with the
+# We begin with ten numbers, each to be doubled. A Triton kernel is a Python function with the
 # decorator ``@triton.jit``. The GPU runs many instances of it at once, called
 # :term:`programs <program>`, and each works on a :term:`block` of elements.
 
@@ -84,10 +82,10 @@ print(y.tolist())
 #          each. The offsets 0 to 11 stand below. Offsets 10 and 11 in program 2 are marked as
 #          masked, because they are past the end.
 #
-# A tensor arrives in the kernel as a *pointer*: the address of its first element, and nothing else.
-# The kernel does not know how long the tensor is, so we pass ``n``. ``tl.arange(0, 4)`` is the
-# block ``0 1 2 3``. Adding a block of offsets to a pointer gives a block of addresses, one for each
-# element. We can look at them: this kernel stores addresses instead of numbers.
+# A tensor arrives in the kernel as a :term:`pointer`, the address of its first element. The kernel
+# does not know how long the tensor is, so we pass ``n``. ``tl.arange(0, 4)`` is the block
+# ``0 1 2 3``, and a pointer plus a block of offsets is a block of addresses. To see them, we store
+# the addresses instead of the numbers.
 
 
 @triton.jit
@@ -122,15 +120,15 @@ lab.table(
 )
 
 # %%
-# A step of 1 in an offset is a step of 4 in an address, because a float32 has 4 bytes and a pointer
-# knows the type of what it points to.
+# A step of 1 in an offset is a step of 4 bytes, because a pointer to float32 numbers knows their
+# size.
 #
 # What the mask prevents
 # ----------------------
 #
-# Offsets 10 and 11 are past the end. The :term:`mask` ``offsets < n`` leaves them out: a masked
-# load does not read there, and a masked store does not write there. To see what happens without it,
-# we give ``y`` two neighbours in memory, which hold -1.
+# Offsets 10 and 11 are past the end. The :term:`mask` ``offsets < n`` leaves them out of the load
+# and of the store. To see what happens without it, we give ``y`` two neighbours in memory, which
+# hold -1.
 
 
 @triton.jit
@@ -139,21 +137,36 @@ def unmasked_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
     tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
 
 
-rows = []
-numbers = torch.arange(12.0, device=runtime.DEVICE)
-for name, kernel in {"with mask": double_kernel, "without": unmasked_kernel}.items():
-    memory = torch.full((12,), -1.0, device=runtime.DEVICE)
-    kernel[(3,)](numbers, memory, 10, BLOCK_SIZE=4)
-    rows.append({"kernel": name, "neighbours of y": str(memory[10:].tolist())})
-lab.table(rows, "What became of the two numbers after y")
+# %%
+
+
+# Measuring
+def neighbours():
+    rows = []
+    numbers = torch.arange(12.0, device=runtime.DEVICE)
+    for name, kernel in {
+        "with mask": double_kernel,
+        "without": unmasked_kernel,
+    }.items():
+        memory = torch.full((12,), -1.0, device=runtime.DEVICE)
+        kernel[(3,)](numbers, memory, 10, BLOCK_SIZE=4)
+        rows.append({"kernel": name, "neighbours of y": str(memory[10:].tolist())})
+    return rows
+
+
+lab.table(neighbours(), "What became of the two numbers after y, run here")
+
+# %%
+
+lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
 # Without the mask the kernel overwrites memory that belongs to something else, and nothing reports
-# it. On a GPU this goes unnoticed for as long as the address belongs to the process at all; beyond
-# that, the launch fails with an *illegal memory access*, and every later call with it.
+# it. Only an address that belongs to no tensor of the process makes a launch fail, with an *illegal
+# memory access*.
 #
-# What a masked load holds where the mask is false is undefined. Here that does no harm, because the
-# store has the same mask. Where such elements enter a sum, ``other=0.0`` gives them a value.
+# What a masked load holds where the mask is false is undefined, unless ``other=0.0`` gives it a
+# value. Here that does no harm, because the store has the same mask.
 #
 # What the compiler must know
 # ---------------------------
@@ -168,16 +181,14 @@ except Exception as error:
 print(refusal)
 
 # %%
-# Blocks are powers of two because the hardware is. A program runs on a power of two of threads, and
-# the compiler gives each of them equally many elements, which it keeps in
-# :term:`registers <register>`. Registers have no addresses, so that the compiler must write one
-# instruction for each and has to know how many there are. That is why a block size is marked
-# ``tl.constexpr``: it is a constant of the compiled kernel, and another value is another kernel.
+# A program runs on a power of two of threads, and the compiler gives each of them equally many
+# elements of a block, which it keeps in :term:`registers <register>`. Registers have no addresses,
+# so that the compiler must write an instruction for each and has to know how many there are. That
+# is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel, and
+# another value is another kernel.
 #
-# An ordinary argument such as ``n`` is a number that the compiled kernel is given. Triton looks at
-# integers all the same: one that 16 divides lets it load 16 bytes at once, and a 1 often saves a
-# multiplication. We launch the kernel in several ways and ask which of them share a compiled
-# kernel.
+# Triton also looks at ordinary integers such as ``n``: one that 16 divides lets it load 16 bytes at
+# once, and a 1 often saves a multiplication.
 
 
 def variants():
@@ -209,21 +220,17 @@ lab.measure("Which launches share a compiled kernel", variants)
 # Two dimensions
 # --------------
 #
-# A matrix of 5 rows and 6 columns lies in memory row by row: element :math:`(i, j)` is
-# :math:`6 i + j` elements after the first. The number of elements from one row to the next, here 6,
-# is the :term:`stride` of the rows.
-#
-# To make a block of addresses with two dimensions, we need a column of row offsets and a row of
-# column offsets. Indexing with ``[:, None]`` turns a block of :math:`m` numbers into one of shape
-# :math:`m \times 1`, and ``[None, :]`` into one of shape :math:`1 \times m`, as in PyTorch. Their
-# sum has every combination.
+# A matrix of 5 rows and 6 columns lies in memory row by row, with element :math:`(i, j)` at offset
+# :math:`6 i + j`. The step from one row to the next, here 6, is the :term:`stride` of the rows. As
+# in PyTorch, ``[:, None]`` turns :math:`m` numbers into a column and ``[None, :]`` into a row, and
+# their sum has every combination.
 #
 # .. image:: /figures/first-kernel-broadcast.svg
 #    :alt: A column with 0, 6 and 12, which is rows times the stride, plus a row with 0 to 3, the
 #          columns, gives three rows of four offsets: 0 to 3, 6 to 9 and 12 to 15.
 #
-# With this, a program can sum whole rows. The columns past the end must not change the sum, so
-# the loads give them the value 0.
+# With this, a program can sum whole rows. Columns past the end are loaded as 0, which changes no
+# sum.
 
 
 @triton.jit
@@ -265,14 +272,13 @@ print(simple_weighted_sum(x, w).tolist())
 # %%
 # ``tl.sum(..., axis=1)`` is a :term:`reduction`: it adds the columns of each row, first within each
 # thread and then between threads. Products and sums are float32 whatever the input is, because a
-# sum in 16 bits loses its last digits early. The store rounds once, to the type of ``y``.
+# sum in 16 bits loses digits early.
 #
 # Strides
 # -------
 #
-# The kernel takes both strides of ``x``, although that of the columns was 1. A transposed matrix is
-# the same memory with its strides exchanged, so the kernel reads it where it lies, without a copy.
-# A kernel that assumes rows of ``n_cols`` elements would read the wrong numbers instead.
+# The kernel takes both strides of ``x``, because a transposed matrix is the same memory with its
+# strides exchanged. The kernel reads it where it lies, without a copy.
 
 columns = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)
 assumed = torch.empty(5, device=runtime.DEVICE)
@@ -293,23 +299,18 @@ lab.table(
 # Long rows
 # ---------
 #
-# A row of a million elements fits into no program. So the operator of this book lets a program loop
-# over blocks of columns. It is the kernel above with two changes. The first is where a program
-# works: a grid of two dimensions has programs for blocks of rows and, if there are few rows, for
-# parts of their columns. Row numbers are int64, because past :math:`2^{31}` elements an offset does
-# not fit into 32 bits.
+# A row of a million elements fits into no program. So the kernel of this book's operator loops over
+# blocks of columns. Its grid has two dimensions: programs for blocks of rows and, if there are few
+# rows, for parts of their columns. Row numbers are int64, because past :math:`2^{31}` elements an
+# offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
 # %%
-# The second change is the loop. Products are added element by element, into as many sums as the
-# block has elements, so that threads need not exchange anything before the loop is over.
+# The loop adds products into as many sums as a block has elements, so that threads need not
+# exchange anything before the loop is over. One reduction and one store follow it.
 
 lab.source(weighted_sum_fwd_kernel, "loop")
-
-# %%
-
-lab.source(weighted_sum_fwd_kernel, "end")
 
 # %%
 # The gradient
@@ -326,34 +327,31 @@ lab.source(weighted_sum_fwd_kernel, "end")
 #    dw_j &= \sum_i \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial w_j}
 #          = \sum_i dy_i \, x_{ij}
 #
-# The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute
-# for its own block. The gradient of ``w`` is a sum over rows, and these lie in different programs.
-# No program may add to a sum that another is changing, as we shall see. So each program writes the
-# sums of its own rows into a row of its own, the *partial sums*, and a second kernel adds these up.
+# The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
+# its own block. The gradient of ``w`` is a sum over rows that lie in different programs, and no
+# program may add to a sum that another is changing. So each program writes the sums of its own rows
+# into a row of its own, the :term:`partial sums`, and a second kernel adds these up.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of four rows. Program 0 has the upper two, program 1 the lower two. Arrows
 #          lead from each row to one element of y. Below, each program has one row of partial
 #          sums, as long as a row of x, and arrows lead from both down to dw.
 #
-# One pass over ``x`` serves both gradients. A program keeps a block of columns of ``w``, and a
-# block of sums, in registers, and loops over rows.
+# One pass over ``x`` serves both gradients. A program keeps a block of ``w`` and a block of sums in
+# registers, and loops over rows.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 
 # %%
-# The second launch reads little, because there are far fewer programs than rows. It always adds the
-# partial sums in the same order, so that two runs give the same bits.
-
-lab.source(part_sum_kernel)
-
-# %%
+# The second launch reads little, because there are far fewer programs than rows, and always adds in
+# the same order, so that two runs give the same bits.
+#
 # Into PyTorch
 # ------------
 #
-# Autograd needs to know two things of an operator: how to compute its result, and how to compute
-# the gradients of its inputs from that of its result. A ``torch.autograd.Function`` says both.
-# ``save_for_backward`` keeps what the gradients need, here both inputs.
+# Autograd needs to know how to compute a result, and how to compute the gradients of the inputs
+# from that of the result. A ``torch.autograd.Function`` says both. ``save_for_backward`` keeps what
+# the gradients need, and the result's ``grad_fn`` is the node that calls ``backward``.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -383,11 +381,11 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# Is the gradient right? ``torch.autograd.gradcheck`` changes one input element at a time by a small
-# step, and compares the change of the results with what the backward pass claims. It usually needs
-# float64, because a difference of two near numbers has few digits. Our kernels add in float32, and
-# yet the check works, because the weighted sum is linear in each element: the quotient of
-# differences is the derivative for a step of any size, and we take a large one.
+# ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
+# change of the results with what the backward pass claims. It usually needs float64, because a
+# difference of near numbers has few digits. Here float32 will do, because the weighted sum is
+# linear in each element: the quotient of differences is the derivative for a step of any size, and
+# we take a large one.
 
 import warnings
 
@@ -404,20 +402,16 @@ with warnings.catch_warnings():
 print(agrees)
 
 # %%
-# The book's operator is this and what a library needs besides: it accepts any shape and stride,
-# refuses wrong input with a message, chooses the blocks, and is registered with PyTorch's
-# dispatcher, so that ``torch.compile`` and ``torch.func`` know it. Its gradient is one function:
+# The book's operator does the same, and what a library needs besides: it accepts any shape and
+# stride, refuses wrong input, chooses the blocks, and is registered with PyTorch's dispatcher, so
+# that ``torch.compile`` and ``torch.func`` know it.
 
-lab.source(weighted_sum_gradient)
-
-# %%
 # Is it right?
 # ------------
 #
-# Every result is compared with the truth in float64, next to the error of PyTorch in the same
-# dtype. In 16 bits our error may be twice PyTorch's. Float32 sums err by a few units in the last
-# place that depend on the order of additions, and PyTorch's order may be lucky, so there eight
-# times is allowed.
+# Every result is compared with the truth in float64. In 16 bits our error may be twice PyTorch's
+# own. In float32 it may be eight times, because a sum errs by a few units in the last place that
+# depend on the order of additions, and PyTorch's order may be lucky.
 
 
 def cases():
@@ -450,9 +444,9 @@ lab.check("weighted_sum", cases())
 # The interpreter as a debugger
 # -----------------------------
 #
-# Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, a kernel is executed by Python
-# with NumPy, one program after another. So everything that helps with Python helps here: ``print``
-# shows a block, and ``breakpoint()`` stops inside the kernel, where you can step from line to line.
+# Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python executes a kernel with
+# NumPy, one program after another. So ``print`` shows a block, and ``breakpoint()`` stops inside
+# the kernel, where you can step from line to line.
 
 
 @triton.jit
@@ -467,27 +461,26 @@ if runtime.INTERPRETED:
     talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
 
 # %%
-# On a GPU the same purpose is served by ``tl.device_print``, which prints one line per element. Two
-# things the interpreter cannot show: the time that a kernel takes, and what happens when programs
-# run at once.
+# On a GPU, ``tl.device_print`` prints a line per element. The interpreter cannot show how long a
+# kernel takes, and what happens when programs run at once.
 #
 # Programs, warps, threads
 # ------------------------
 #
 # A GPU consists of SMs (:term:`streaming multiprocessors <SM>`). Each program runs on one of them
-# from its beginning to its end, and an SM holds several programs at a time. A program has a number
-# of :term:`warps <warp>`, four unless ``num_warps`` says otherwise, and a warp is 32 threads that
-# execute the same instruction together. Triton code never mentions a thread: the compiler divides
-# each block among them.
+# from beginning to end, and an SM holds several programs at a time. A program has four :term:`warps
+# <warp>`, unless ``num_warps`` says otherwise, and a warp is 32 threads that execute the same
+# instruction together. Triton code never mentions a thread: the compiler divides each block among
+# them.
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# We can ask the hardware. The kernel below loads a block of 1,024 elements and stores, in the place
-# of each, the number of the thread that holds it. Triton has no such function, so we insert one
-# line of PTX, the assembler of NVIDIA's GPUs.
+# This kernel asks the hardware: in the place of each element it stores the number of the thread
+# that holds it. Triton has no such function, so we insert a line of PTX, the assembler of NVIDIA's
+# GPUs.
 
 
 @triton.jit
@@ -537,20 +530,23 @@ def owners():
 lab.measure("Which thread holds which elements of a block of 1,024", owners)
 
 # %%
-# A thread holds neighbouring elements, as many as make 16 bytes, because that is the widest load
-# that it can issue. The 32 threads of a warp then read 512 consecutive bytes together, which the
-# memory serves with few transactions: this is called :term:`coalescing`.
+# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
+# The 32 threads of a warp then read 512 consecutive bytes together, which the memory serves with
+# few transactions: this is called :term:`coalescing`.
 #
 # How far away memory is
 # ----------------------
 #
-# A number on its way to a thread passes several levels of memory. Each is larger and slower than
-# the one before: the registers of an SM, its L1 cache and :term:`shared memory` (one memory of
-# which each kernel divides the use), the :term:`L2` cache that all SMs share, and HBM. Two small
-# kernels measure them. The first reads the same ``window`` of memory again and again; the size of
-# the window decides which level answers.
+# A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
+# share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
+# registers. Small kernels measure each. One reads a window of memory again and again, and its size
+# decides which memory answers. One follows a chain of addresses in random order, for the
+# :term:`latency` of a load. One multiplies and adds in registers alone.
+
+# %%
 
 
+# Measuring
 @triton.jit
 def read_kernel(
     x_ptr, sums_ptr, own, step, window, loads, BLOCK: tl.constexpr, CACHE: tl.constexpr
@@ -558,15 +554,12 @@ def read_kernel(
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in range(loads):
-        start = tl.multiple_of((program * step + i * BLOCK) % window, BLOCK)
+        start = program * step + i * BLOCK
+        start = start & (window - 1)  # the remainder, because a window is a power of 2
+        start = tl.multiple_of(start, BLOCK)
         x_ptrs = x_ptr + program * own + start + tl.arange(0, BLOCK)
         total += tl.load(x_ptrs, cache_modifier=CACHE)
     tl.store(sums_ptr + program, tl.sum(total, axis=0))
-
-
-# %%
-# The second measures :term:`latency`, the time from a request to its answer. Each number is the
-# place of the next, in random order, so no load can begin before the one before it has ended.
 
 
 @triton.jit
@@ -575,11 +568,6 @@ def chase_kernel(next_ptr, place_ptr, steps, CACHE: tl.constexpr):
     for _ in range(steps):
         place = tl.load(next_ptr + place, cache_modifier=CACHE)
     tl.store(place_ptr, place)
-
-
-# %%
-# For registers, both questions are put to a kernel that does nothing but multiply and add. Each
-# such operation reads three registers and writes one.
 
 
 @triton.jit
@@ -593,10 +581,6 @@ def register_kernel(x_ptr, y_ptr, turns, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, value)
 
 
-# %%
-
-
-# Measuring
 def milliseconds(run):
     """The shortest of several runs. The first compiles, and fills the caches."""
     times = []
@@ -653,7 +637,7 @@ def levels():
         ),
         "L2 cache": (
             properties.L2_cache_size,
-            terabytes(8 * sms, 0, 2**20, 2**22, 2**8, ".cg"),
+            terabytes(8 * sms, 0, 5 * 2**12, 2**22, 2**8, ".cg"),
             nanoseconds(2**15, 2**15, ".cg"),
         ),
         "HBM": (
@@ -725,16 +709,16 @@ lab.read(
 )
 
 # %%
-# This table decides how a kernel for a weighted sum must look. A multiplication and an addition per
-# element are nothing beside the wait for ``x``, so that the kernel is :term:`memory-bound`: it
-# should read ``x`` from HBM once, take ``w`` from a cache, and keep everything else in registers.
+# A multiplication and an addition per element are nothing beside the wait for ``x``, so that the
+# weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a cache,
+# and keep everything else in registers.
 #
 # How fast is it?
 # ---------------
 #
-# The limit is a copy that moves as many bytes, reading half of ``x`` and writing as much elsewhere.
-# "One row a program" is ``rows_kernel`` with one row in each program. ``x @ w`` is PyTorch's
-# product of a matrix and a vector. All are timed in turns, as :doc:`/reading-figures` explains.
+# The limit is a copy that moves as many bytes: it reads half of ``x``, and writes as much
+# elsewhere. "One row a program" is ``rows_kernel``, and ``x @ w`` PyTorch's product of a matrix and
+# a vector. :doc:`/reading-figures` explains how they are timed.
 
 
 def providers(rows, columns, dtype):
@@ -742,6 +726,7 @@ def providers(rows, columns, dtype):
     w = torch.randn(columns, device=runtime.DEVICE, dtype=dtype)
     half = x.view(-1)[: x.numel() // 2]
     target = torch.empty_like(half)
+    torch.compiler.reset()  # so that each shape is compiled for itself
     compiled = torch.compile(simple_weighted_sum, dynamic=False)
     return {
         "copy": lambda: target.copy_(half),
@@ -757,7 +742,7 @@ forward = lab.bench(
     "forward",
     [
         {"rows": 2**power, "columns": 4096, "dtype": torch.bfloat16}
-        for power in range(4, 17, 2)
+        for power in (4, 8, 10, 12, 14, 16)
     ],
     providers,
     limit="copy",
@@ -790,7 +775,7 @@ lab.read(
 
 # %%
 # Does this hold for rows of any length? We keep the number of elements, and change the shape from
-# one column to 16 rows.
+# two columns to 16 rows.
 
 
 def shape_providers(columns, rows, dtype):
@@ -803,7 +788,7 @@ shapes = lab.bench(
     "shapes",
     [
         {"columns": columns, "rows": 2**26 // columns, "dtype": torch.bfloat16}
-        for columns in (1, 16, 64, 256, 1024, 4096, 2**14, 2**18, 2**22)
+        for columns in (2, 16, 256, 1024, 2**14, 2**18, 2**22)
     ],
     shape_providers,
     limit="copy",
@@ -822,14 +807,11 @@ least = min(found, key=found.get)
 long = [share for columns, share in found.items() if columns >= 256] or [nan]
 lab.read(
     f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy. "
-    f"Its lowest point is {min(found.values()):.0f} %, at rows of {least:,}. Very short rows leave "
-    "as many results as a thread has loads, and few long ones are split into parts, whose sums a "
-    "second launch adds."
+    f"Its lowest point is {min(found.values()):.0f} %, at rows of {least:,}."
 )
 
 # %%
-# The backward pass reads ``x`` and writes ``dx``, so its limit is a copy of all of ``x``. It is
-# also what one would call in training: both gradients, from one call of autograd.
+# The backward pass reads ``x`` and writes ``dx``, so its limit is a copy of all of ``x``.
 
 
 def backward_providers(rows, columns, dtype):
@@ -839,6 +821,8 @@ def backward_providers(rows, columns, dtype):
     w = torch.randn(columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
     dy = torch.randn(rows, device=runtime.DEVICE, dtype=dtype)
     dx = torch.empty_like(x)
+    torch.compiler.reset()
+    compiled = torch.compile(simple_weighted_sum, dynamic=False)
 
     def backward_of(operator):
         y = operator(x, w)
@@ -848,7 +832,7 @@ def backward_providers(rows, columns, dtype):
         "copy": lambda: dx.copy_(x.detach()),
         "PyTorch": backward_of(simple_weighted_sum),
         "x @ w": backward_of(lambda x, w: x @ w),
-        "torch.compile": backward_of(torch.compile(simple_weighted_sum, dynamic=False)),
+        "torch.compile": backward_of(compiled),
         "Kernel Book": backward_of(weighted_sum),
     }
 
@@ -857,7 +841,7 @@ backward = lab.bench(
     "backward",
     [
         {"rows": 2**power, "columns": 4096, "dtype": torch.bfloat16}
-        for power in range(4, 17, 2)
+        for power in (4, 8, 10, 12, 14, 16)
     ],
     backward_providers,
     limit="copy",
@@ -884,16 +868,16 @@ lab.read(
 )
 
 # %%
-# Few rows are slow in both figures, whoever computes them, because a :term:`launch` costs some
-# microseconds before the first byte moves. The host needs time for each call as well.
+# Few rows are slow, whoever sums them, because each :term:`launch` costs some microseconds. The host
+# needs time for each call as well.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times({"Kernel Book": weighted_sum, "PyTorch": simple_weighted_sum}, x, w)
 
 # %%
-# What the compiler made of the kernels: registers of each thread, and :term:`spills <spill>`, the
-# values for which none was left.
+# The compiler's registers per thread, and its :term:`spills <spill>`, values for which none was
+# left:
 
 
 def launches(columns):
@@ -945,39 +929,43 @@ lab.table(
 
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong, and always in the same way. A GPU promises no order, so how many are
-# wrong changes from run to run. Nothing reports either. The rule is simple: within one launch, no
-# program may read what another writes. Write to another tensor, or launch a second kernel, which
-# begins when the first has ended.
+# later block is always wrong. On a GPU programs run at once and in any order, and so do the warps
+# of a program. We launch the same on a million ones, five times.
+
+
+def in_place_runs():
+    n, rows = 2**20, []
+    for run in range(5):
+        x = torch.ones(n, device=runtime.DEVICE)
+        in_place_kernel[(n // 256,)](x, x, n, BLOCK_SIZE=256)
+        rows.append({"run": 1 + run, "wrong numbers": int((x[1:] != 2).sum())})
+    return rows
+
+
+lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
+
+# %%
+# No run reports an error. The rule is simple: within one launch, no program may read what another
+# writes. Write to another tensor, or launch a second kernel, which begins when the first has ended.
 #
 # **Two programs add to one number.** The same rule forbids the obvious way to ``dw``: load what is
 # there, add, store. The interpreter hides this mistake, because one program ends before the next
-# begins. On a GPU two programs load the same value, and one of the two additions is lost. An
-# :term:`atomic` addition loses none.
+# begins. On a GPU two programs load the same value, and one addition is lost. An :term:`atomic`
+# addition loses none.
 
 
 @triton.jit
 def shared_sum_kernel(
-    dy_ptr,
-    x_ptr,
-    dw_ptr,
-    n_rows,
-    n_cols,
-    ATOMIC: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    dy_ptr, x_ptr, dw_ptr, n_cols, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
 ):
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    x_ptrs = x_ptr + rows[:, None] * n_cols + cols[None, :]
-    dy = tl.load(dy_ptr + rows, mask=rows < n_rows, other=0.0)
-    sums = tl.sum(dy[:, None] * tl.load(x_ptrs, mask=inside, other=0.0), axis=0)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + rows[:, None] * n_cols + cols[None, :])
+    sums = tl.sum(tl.load(dy_ptr + rows)[:, None] * x, axis=0)
     if ATOMIC:
-        tl.atomic_add(dw_ptr + cols, sums, mask=cols < n_cols)
+        tl.atomic_add(dw_ptr + cols, sums)
     else:
-        sums += tl.load(dw_ptr + cols, mask=cols < n_cols)
-        tl.store(dw_ptr + cols, sums, mask=cols < n_cols)
+        tl.store(dw_ptr + cols, tl.load(dw_ptr + cols) + sums)
 
 
 # %%
@@ -994,9 +982,7 @@ def sharing():
 
     def shared(atomic):
         dw = torch.zeros(n_cols, device=runtime.DEVICE)
-        shared_sum_kernel[(n_rows // 16, n_cols // 256)](
-            dy, x, dw, n_rows, n_cols, atomic, 16, 256
-        )
+        shared_sum_kernel[(n_rows // 64, n_cols // 64)](dy, x, dw, n_cols, atomic, 64)
         return dw
 
     ways = {
@@ -1021,6 +1007,7 @@ def sharing():
 
 
 shared_sums = lab.measure("Three ways to share a sum between programs", sharing)
+shared_sums
 
 # %%
 
@@ -1044,7 +1031,7 @@ lab.read(
 
 # %%
 # **A sum in 16 bits.** Past 2,048, float16 holds even integers only, so that adding 1 changes
-# nothing any more. Four sums, one for each element of the block, all stop there.
+# nothing. Four sums, one for each element of the block, all stop there.
 
 
 @triton.jit
@@ -1054,6 +1041,8 @@ def sum_of_ones_kernel(y_ptr, n, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
         total += tl.full((BLOCK_SIZE,), 1.0, DTYPE)
     tl.store(y_ptr, tl.sum(total.to(tl.float32), axis=0))
 
+
+# %%
 
 rows = []
 for dtype in (tl.float16, tl.float32):
@@ -1066,8 +1055,7 @@ lab.table(rows, "Ten thousand ones, four at a time")
 # Puzzles
 # -------
 #
-# Each can be solved in a kernel of about ten lines, and each solution is checked whenever this page
-# is built. Try them in the interpreter.
+# Each takes a kernel of about ten lines. Every solution is checked whenever this page is built.
 #
 # **1. Two inputs.** Add two vectors of 10 elements, in blocks of 4.
 
@@ -1261,11 +1249,10 @@ count_kernel[(4,)](digits, counts, 1000, BLOCK_SIZE=256)
 assert torch.equal(counts.long(), digits.bincount(minlength=10))
 
 # %%
-# **10. A descriptor.** Offsets and masks need not be written by hand. A *block pointer*
-# (``tl.make_block_ptr``) knows the shape and the strides of a tensor, and a tensor
-# :term:`descriptor` also lets newer GPUs copy a block with one instruction; what lies past the end
-# is read as 0. The chapters on attention use them. Sum the rows of a matrix with
-# ``TensorDescriptor.from_tensor(x, [rows, columns])`` and, in the kernel, ``x_desc.load([row,
+# **10. A descriptor.** A *block pointer* (``tl.make_block_ptr``) knows the shape and the strides of
+# a tensor, so that offsets and masks need not be written by hand. A tensor :term:`descriptor` also
+# lets newer GPUs copy a block with one instruction, as in the chapters on attention. Sum the rows
+# of a matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row,
 # 0])``.
 
 # %%
