@@ -16,7 +16,7 @@ You need no GPU: the small examples run in Triton's :term:`interpreter`, and wha
 show is replayed from a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 2
 import torch
 
 from kernelbook import lab, reference, runtime, weighted_sum
@@ -54,8 +54,7 @@ def simple_weighted_sum(x, w):
 # decorator ``@triton.jit``. The GPU runs many instances of it at once, called
 # :term:`programs <program>`, and each works on a :term:`block` of elements.
 
-# ``import triton`` after kernelbook, which turns on the interpreter where there is no GPU
-import triton
+import triton  # after kernelbook, which chooses the interpreter where there is no GPU
 import triton.language as tl
 
 
@@ -99,7 +98,6 @@ address_kernel[(3,)](x, addresses, BLOCK_SIZE=4)
 
 # %%
 
-# Drawing
 begins = x.data_ptr()
 lab.table(
     [
@@ -162,8 +160,8 @@ lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
 # Without the mask the kernel overwrites memory that belongs to something else, and nothing reports
-# it. Only an address that belongs to no tensor of the process makes a launch fail, with an *illegal
-# memory access*.
+# it. Only an address outside all memory of the process makes a launch fail, with an *illegal memory
+# access*.
 #
 # What a masked load holds where the mask is false is undefined, unless ``other=0.0`` gives it a
 # value. Here that does no harm, because the store has the same mask.
@@ -235,15 +233,15 @@ lab.measure("Which launches share a compiled kernel", variants)
 
 @triton.jit
 def rows_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    stride_row,
-    stride_col,
+    x_ptr,  # input, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols)
+    y_ptr,  # output, (n_rows)
+    stride_row,  # elements from one row of x to the next
+    stride_col,  # elements from one column of x to the next
     n_rows,
     n_cols,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
@@ -345,7 +343,10 @@ lab.source(weighted_sum_bwd_kernel, "loop")
 # %%
 # The second launch reads little, because there are far fewer programs than rows, and always adds in
 # the same order, so that two runs give the same bits.
-#
+
+lab.source(part_sum_kernel)
+
+# %%
 # Into PyTorch
 # ------------
 #
@@ -405,7 +406,7 @@ print(agrees)
 # The book's operator does the same, and what a library needs besides: it accepts any shape and
 # stride, refuses wrong input, chooses the blocks, and is registered with PyTorch's dispatcher, so
 # that ``torch.compile`` and ``torch.func`` know it.
-
+#
 # Is it right?
 # ------------
 #
@@ -868,8 +869,8 @@ lab.read(
 )
 
 # %%
-# Few rows are slow, whoever sums them, because each :term:`launch` costs some microseconds. The host
-# needs time for each call as well.
+# Few rows are slow, whoever sums them, because each :term:`launch` costs some microseconds. The
+# host needs time for each call as well.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -908,21 +909,21 @@ def in_place_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = offsets < n
     before = tl.load(x_ptr + offsets - 1, mask=inside & (offsets > 0), other=0.0)
-    tl.store(
-        y_ptr + offsets, tl.load(x_ptr + offsets, mask=inside) + before, mask=inside
-    )
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, x + before, mask=inside)
 
 
+# %%
+
+# Measuring
 x, y = torch.ones(10, device=runtime.DEVICE), torch.empty(10, device=runtime.DEVICE)
 in_place_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
 in_place_kernel[(3,)](x, x, 10, BLOCK_SIZE=4)
+what = "each number and the one before"
 lab.table(
     [
-        {
-            "each number and the one before": "into another tensor",
-            "found": str(y.tolist()),
-        },
-        {"each number and the one before": "in place", "found": str(x.tolist())},
+        {what: "into another tensor", "found": str(y.tolist())},
+        {what: "in place", "found": str(x.tolist())},
     ],
     "Ten ones",
 )
@@ -932,7 +933,10 @@ lab.table(
 # later block is always wrong. On a GPU programs run at once and in any order, and so do the warps
 # of a program. We launch the same on a million ones, five times.
 
+# %%
 
+
+# Measuring
 def in_place_runs():
     n, rows = 2**20, []
     for run in range(5):
@@ -1044,6 +1048,7 @@ def sum_of_ones_kernel(y_ptr, n, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 # %%
 
+# Measuring
 rows = []
 for dtype in (tl.float16, tl.float32):
     y = torch.empty(1, device=runtime.DEVICE)

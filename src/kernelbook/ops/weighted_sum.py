@@ -285,7 +285,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, weight)
 
 
-def weighted_sum_gradient(ctx, dy):
+def _gradient(ctx, dy):
     """Return the gradients of x and weight."""
     x, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:2]
@@ -358,7 +358,7 @@ _WEIGHTED_SUM = library.Operator(
     fake=_fake,
     batch=_batch,
     setup_context=_setup_context,
-    backward=weighted_sum_gradient,
+    backward=_gradient,
 )
 _WEIGHTED_SUM_BACKWARD = library.Operator(
     "weighted_sum_backward",
