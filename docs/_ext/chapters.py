@@ -60,7 +60,7 @@ class Facts(NamedTuple):
 
 CHAPTERS = {
     "first_kernel": Facts(
-        "How do you write a GPU kernel that reads each number once, and its gradient?",
+        "How do you write a GPU kernel that reads each number once, and another for its gradient?",
         "introductory",
         (),
         "forward",
