@@ -763,7 +763,7 @@ lab.read(
     "because they move three times the bytes. `x @ w` reaches "
     f"{largest['x @ w']:.0f} %, the kernel that `torch.compile` writes "
     f"{largest['torch.compile']:.0f} %, our first kernel {largest['one row a program']:.0f} %, and "
-    f"the operator {largest['Kernel Book']:.0f} %. With 4,096 rows, 2²⁴ elements, it still has "
+    f"the operator {largest['Kernel Book']:.0f} %. With 4,096 rows, 2²⁴ elements, it reaches "
     f"{medium:.0f} %."
 )
 
@@ -1008,14 +1008,19 @@ def of_way(name, column):
     return float(way[name][column]) if way else nan
 
 
-lost = of_way("load, add, store", "worst error")
+lost, rounded = (
+    of_way(name, "worst error") for name in ("load, add, store", "partial sums")
+)
 atomics, parts = (of_way(name, "µs") for name in ("atomic addition", "partial sums"))
-same = of_way("atomic addition", "of 19 runs, equal to the first")
+same, always = (
+    of_way(name, "of 19 runs, equal to the first")
+    for name in ("atomic addition", "partial sums")
+)
 lab.read(
-    f"Load, add, store is wrong by up to {100 * lost:.0f} %. Atomic additions are right and take "
-    f"{atomics / parts:.2f} times as long as partial sums, but programs come in any order, and "
-    f"floating-point addition depends on it: {same:.0f} of 19 runs gave the bits of the first. "
-    "Partial sums give the same bits in every run."
+    f"Load, add, store is wrong by up to {100 * lost:.0f} %, and partial sums by {rounded:.0e} of "
+    f"the sum. Atomic additions take {atomics / parts:.2f} times as long as partial sums. Because "
+    "they come in any order, and floating-point addition depends on the order, "
+    f"{same:.0f} of 19 runs gave the bits of the first; of partial sums {always:.0f} did."
 )
 
 # %%

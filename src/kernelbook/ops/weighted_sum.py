@@ -38,7 +38,7 @@ BWD_ROWS, BWD_PROGRAMS = 4, 8
 a row of partial sums: eight for each multiprocessor, of 128 threads with up to 64 registers."""
 
 SUM_ROWS, SUM_COLS = 128, 32
-"""Largest block of the kernel that adds partial sums: 32 columns are 128 bytes."""
+"""Block of the kernel that adds partial sums: 32 columns are 128 bytes."""
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -192,8 +192,7 @@ def _bwd_launch(
 @planned
 def _sum_launch(n_parts: int, n: int) -> Launch:
     grid = (runtime.cdiv(n, SUM_COLS),)
-    rows = min(SUM_ROWS, runtime.next_power_of_2(n_parts))
-    return Launch(part_sum_kernel, grid, n_parts, n, rows, SUM_COLS, num_warps=WARPS)
+    return Launch(part_sum_kernel, grid, n_parts, n, SUM_ROWS, SUM_COLS, num_warps=WARPS)
 
 
 def _in_parts(n_parts: int, sums: torch.Tensor) -> torch.Tensor:
