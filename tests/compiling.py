@@ -254,6 +254,11 @@ def cases() -> dict:
             differentiate(kernelbook.masked_dropout(x, torch.empty(n, dtype=torch.bool), 0.25), x)
         kernelbook.ops.dropout._rand_dropout(x.detach(), 0.25, 17)
 
+    def weighted_sum(dtype, n, transposed=False):
+        x = new(n, 4096, dtype=dtype).t() if transposed else new(4096, n, dtype=dtype)
+        w = new(n, dtype=dtype)
+        differentiate(kernelbook.weighted_sum(x, w), x, w)
+
     def softmax(dtype, n, algorithm="auto"):
         x = new(64, n, dtype=dtype)
         differentiate(kernelbook.softmax(x, algorithm=algorithm), x)
@@ -287,6 +292,9 @@ def cases() -> dict:
     for dtype in (f32, bf16, f16):
         add(f"dropout {spell(dtype)}", dropout, dtype)
     for dtype in (f32, bf16):
+        for n in (1, 64, 1001, 1024, 32768):
+            add(f"weighted sum {spell(dtype)} {n}", weighted_sum, dtype, n)
+        add(f"weighted sum {spell(dtype)} 1024 transposed", weighted_sum, dtype, 1024, True)
         for n in (1001, 1024, 8192, 16384, 32768, 65536, 131072):
             add(f"softmax {spell(dtype)} {n}", softmax, dtype, n)
             add(f"layer norm {spell(dtype)} {n}", layer_norm, dtype, n)

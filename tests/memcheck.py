@@ -35,7 +35,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "ops"), str(HERE.parent / "src")]
 
-from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, changed  # noqa: E402
+from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, WEIGHTED_SUM_PATHS, changed  # noqa: E402
 
 from kernelbook import (  # noqa: E402
     attention,
@@ -47,8 +47,10 @@ from kernelbook import (  # noqa: E402
     runtime,
     seeded_dropout,
     softmax,
+    weighted_sum,
 )
 from kernelbook.ops import dropout as dropouts  # noqa: E402
+from kernelbook.ops import weighted_sum as weighted_sums  # noqa: E402
 from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E402
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
 from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
@@ -56,6 +58,16 @@ from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = 3
+
+# -- weighted sums: (path, dtype, rows, columns)
+
+WEIGHTED_SUM = (
+    [("small", F32, 3, 1), ("small", F16, 1, 333), ("small", F32, 101, 7), ("small", F16, 33, 101)]
+    if runtime.INTERPRETED
+    else [
+        ("as it is", d, *n) for d in (BF16, F32) for n in ((3001, 1), (3, 9_999_999), (777, 1001))
+    ]
+)
 
 # -- rows: (path, dtype, columns). The interpreter opens the paths to short rows.
 
@@ -135,6 +147,15 @@ def differentiate(what: str, results, inputs, dtypes=()) -> None:
     if not runtime.INTERPRETED:
         torch.cuda.synchronize()
     print(what, flush=True)
+
+
+def run_weighted_sum() -> None:
+    for path, dtype, rows, n in WEIGHTED_SUM:
+        with changed(weighted_sums, WEIGHTED_SUM_PATHS[path]):
+            w = draw(n, dtype=dtype)
+            for x in (draw(rows, n, dtype=dtype), draw(n, rows, dtype=dtype).t()):
+                y = weighted_sum(x, w)
+                differentiate(f"weighted sum, {rows} by {n}, {path}", y, [x, w])
 
 
 def run_softmax() -> None:
@@ -235,7 +256,14 @@ def run_all() -> None:
     torch.manual_seed(20)
     counts = count(kernels())
     with guarding():
-        for run in (run_softmax, run_layer_norm, run_dropout, run_attention, run_attention_fp8):
+        for run in (
+            run_weighted_sum,
+            run_softmax,
+            run_layer_norm,
+            run_dropout,
+            run_attention,
+            run_attention_fp8,
+        ):
             run()
     idle = [name for name, times in counts.items() if not times]
     if idle:

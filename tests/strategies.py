@@ -200,6 +200,7 @@ def leading(draw, length, max_dims=3):
 # -- one case for each operator
 
 PATHS = {
+    "weighted_sum": ("as it is", "small"),
     "softmax": ("as it is", "packed", "split"),
     "layer_norm": ("as it is", "packed", "split", "loop"),
 }
@@ -209,6 +210,27 @@ as it is."""
 
 def path(operator: str):
     return st.just("as it is") if LARGE else st.sampled_from(PATHS[operator])
+
+
+@dataclass(frozen=True, repr=False)
+class WeightedSum(Described):
+    x: Numbers
+    weight: Numbers
+    path: str = "as it is"
+    dy: Numbers | None = None
+    """The gradient of y; None stands for normal numbers around 1."""
+    needs: tuple[bool, bool] = (True, True)
+    """Which of x and weight want a gradient."""
+
+
+@st.composite
+def weighted_sum(draw):
+    length = draw(st.sampled_from((0, *LENGTHS)))
+    before = draw(leading(length))
+    x = draw(numbers((*before, length), length, marked=(-inf, nan, inf)))
+    weight = draw(numbers((length,), length, nth=1))
+    dy = draw(numbers(before, before[-1] if before else 1, (1.0, 1e-3, 1e3), (1.0, 0.0), nth=2))
+    return WeightedSum(x, weight, draw(path("weighted_sum")), dy, draw(SUBSETS)[:2])
 
 
 @dataclass(frozen=True, repr=False)

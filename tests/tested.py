@@ -15,6 +15,7 @@ from kernelbook.lab import fingerprint, results
 
 FILE = Path(__file__).with_suffix(".json")
 CHAPTERS = {
+    "first_kernel": ("test_weighted_sum", "kernelbook.ops.weighted_sum"),
     "dropout": ("test_dropout", "kernelbook.ops.dropout"),
     "softmax": ("test_softmax", "kernelbook.ops.softmax"),
     "layer_norm": ("test_layer_norm", "kernelbook.ops.layer_norm"),

@@ -63,10 +63,22 @@ class Facts(NamedTuple):
 
 
 CHAPTERS = {
+    "first_kernel": Facts(
+        "How do you write a GPU kernel that reads each number once, and another for its gradient?",
+        "introductory",
+        (),
+        "forward",
+        {"rows": 65536},
+        {
+            "PyTorch": "two PyTorch operations",
+            "one row a program": "first kernel",
+            "Kernel Book": "the operator",
+        },
+    ),
     "dropout": Facts(
         "Can the backward pass of dropout zero the same elements again without a stored mask?",
         "introductory",
-        (),
+        ("first_kernel",),
         "forward",
         {"dtype": "bfloat16"},
         {

@@ -187,7 +187,7 @@ class Chapters(SphinxDirective):
 # -- what the home page says in numbers ------------------------------------------------------------
 
 LIMITS = {"copy": "a copy", "matmul": "a matrix product"}
-PYTORCH = ("PyTorch", "SDPA flash", "SDPA cuDNN")
+PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)
 LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")
 OURS = "Kernel Book"
@@ -212,6 +212,8 @@ _ROW = {"columns": 4096, "dtype": "bfloat16"}
 _FULL, _CAUSAL = ({"seqlen": 4096, "head_dim": 128, "mask": mask} for mask in ("full", "causal"))
 _STANDARD = (("attention_forward", "ladder"),)
 OPERATORS = (
+    Operator("Weighted sum", "first_kernel", ("forward",), {"rows": 65536}),
+    Operator("Weighted sum, backward", "first_kernel", ("backward",), {"rows": 65536}),
     Operator("Dropout", "dropout", ("forward",), {"dtype": "bfloat16"}),
     Operator("Dropout, backward", "dropout", ("backward",), {"dtype": "bfloat16"}),
     Operator("Softmax", "softmax", ("forward",), _ROW),

@@ -14,6 +14,7 @@ from recorded import chapter_scripts, is_stale, link, paragraph, records, table
 from sphinx.util.docutils import SphinxDirective
 
 OPERATORS = {
+    "weighted sum": ("first_kernel",),
     "dropout": ("dropout",),
     "softmax": ("softmax",),
     "layer norm": ("layer_norm", "layer_norm_backward"),

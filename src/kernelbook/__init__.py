@@ -5,6 +5,7 @@ from kernelbook.ops.attention import attention, quantize
 from kernelbook.ops.dropout import dropout, masked_dropout, seeded_dropout
 from kernelbook.ops.layer_norm import layer_norm
 from kernelbook.ops.softmax import softmax
+from kernelbook.ops.weighted_sum import weighted_sum
 
 __all__ = [
     "attention",
@@ -14,4 +15,5 @@ __all__ = [
     "quantize",
     "seeded_dropout",
     "softmax",
+    "weighted_sum",
 ]

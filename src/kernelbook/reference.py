@@ -39,6 +39,19 @@ def keep_mask(index: torch.Tensor, p: float, seed: int, rounds: int) -> torch.Te
     return number >= min(round(p * 2**32), 2**32 - 1)
 
 
+def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The sum of x * weight over the last dimension, in float64."""
+    return (x.detach().double() * weight.detach().double()).sum(-1)
+
+
+def weighted_sum_backward(
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and weight of :func:`weighted_sum`, in float64."""
+    x, weight, dy = (t.detach().double() for t in (x, weight, dy))
+    return dy.unsqueeze(-1) * weight, dy.reshape(-1) @ x.reshape(dy.numel(), x.shape[-1])
+
+
 def masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
     """x / (1 - p) where ``keep`` is true and 0 elsewhere, in float64."""
     return torch.where(keep, x.double() / (1 - p), 0.0)

@@ -25,6 +25,11 @@ def keep(x):
     return torch.arange(x.numel(), device=x.device).view(x.shape) % 3 > 0
 
 
+def weighted_sum(x, weight):
+    """With the shape of x, as the results of the others have it."""
+    return x * kernelbook.weighted_sum(x, weight).unsqueeze(-1)
+
+
 def softmax(x):
     return kernelbook.softmax(x, dim=-1)
 
@@ -73,6 +78,7 @@ def attention_fp8(q, k, v):
 
 
 CASES = {
+    "weighted_sum": (weighted_sum, lambda n: (randn(n, 24), randn(24))),
     "softmax": (softmax, lambda n: (randn(n, 40),)),
     "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
     "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
@@ -176,6 +182,17 @@ def test_fake_tensors_have_the_layout_of_real_ones(function, draw):
 
 OPERATORS = torch.ops.kernelbook
 CALLS = {
+    "weighted_sum": (
+        OPERATORS.weighted_sum,
+        lambda: (randn(3, 24).requires_grad_(), randn(24).requires_grad_(), torch.float32),
+    ),
+    "weighted_sum_backward": (
+        OPERATORS.weighted_sum_backward,
+        lambda: (
+            randn(3).requires_grad_(), randn(3, 24).requires_grad_(), randn(24).requires_grad_(),
+            [True, True],
+        ),
+    ),
     "softmax": (OPERATORS.softmax, lambda: (randn(3, 40).requires_grad_(), -1, "row")),
     "softmax_backward": (
         OPERATORS.softmax_backward, lambda: (randn(3, 40), randn(3, 40), -1, "row")
@@ -262,6 +279,8 @@ def test_second_gradients_by_func():
         return torch.func.grad(lambda x: (inner(x) * w).sum())(x)
 
     torch.testing.assert_close(twice(softmax), twice(lambda x: x.softmax(-1)))
+    ours = twice(lambda x: weighted_sum(x, w[0]))
+    torch.testing.assert_close(ours, twice(lambda x: x * (x * w[0]).sum(-1, keepdim=True)))
     ours = twice(lambda x: kernelbook.layer_norm(x, 8))
     torch.testing.assert_close(ours, twice(lambda x: F.layer_norm(x, (8,))), rtol=1e-4, atol=1e-5)
 

@@ -38,13 +38,25 @@ from kernelbook import (
     runtime,
     seeded_dropout,
     softmax,
+    weighted_sum,
 )
+from kernelbook.ops import weighted_sum as weighted_sum_module
+from kernelbook.ops.launch import forget
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned
 from kernelbook.ops.softmax import tuned as softmax_tuned
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import strategies as draw
-from strategies import Attention, Composed, Dropout, LayerNorm, Numbers, Quantize, Softmax
+from strategies import (
+    Attention,
+    Composed,
+    Dropout,
+    LayerNorm,
+    Numbers,
+    Quantize,
+    Softmax,
+    WeightedSum,
+)
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -121,10 +133,12 @@ def changed(module, constants: dict):
     try:
         for name, value in constants.items():
             setattr(module, name, value)
+        forget()
         yield
     finally:
         for name, value in before.items():
             setattr(module, name, value)
+        forget()
 
 
 SOFTMAX_PATHS = {
@@ -148,13 +162,50 @@ LAYER_NORM_PATHS["loop"] = LAYER_NORM_PATHS["split"] | {
     "LOOP_COLS": 32,
     "COLUMN_COLS": 32,
 }
+WEIGHTED_SUM_PATHS = {
+    "as it is": {},
+    "small": {"FWD_TILE": 64, "BWD_TILE": 64, "SQUARE": 16, "SUM_ROWS": 2},
+}
 
 
 def on_path(case):
     """Open the case's way through the dispatch to its short rows."""
     if isinstance(case, Softmax) or (isinstance(case, Composed) and case.how in TWICE["softmax"]):
         return changed(softmax_tuned, SOFTMAX_PATHS[case.path])
+    if isinstance(case, WeightedSum) or (
+        isinstance(case, Composed) and case.how in TWICE["weighted_sum"]
+    ):
+        return changed(weighted_sum_module, WEIGHTED_SUM_PATHS[case.path])
     return changed(layer_norm_tuned, LAYER_NORM_PATHS[case.path])
+
+
+# -- the weighted sum
+
+
+def check_weighted_sum(case: WeightedSum) -> None:
+    x, weight = (
+        n.make().detach().requires_grad_(need)
+        for n, need in zip((case.x, case.weight), case.needs, strict=True)
+    )
+    before = [t.detach().clone() for t in (x, weight)]
+    with on_path(case):
+        y = weighted_sum(x, weight)
+        dy = case.dy.make().to(y.dtype) if case.dy else mixed(1, y.shape, y.dtype)
+        wanted = [t for t in (x, weight) if t.requires_grad]
+        grads = iter(torch.autograd.grad(y, wanted, dy) if wanted else ())
+    assert all(same_bits(t.detach(), b) for t, b in zip((x, weight), before, strict=True))
+    assert y.dtype == torch.promote_types(x.dtype, weight.dtype)
+
+    terms = (x.detach().double() * weight.detach().double()).abs().sum(-1)
+    bound = EPS * FEW * terms.nan_to_num(posinf=0.0)
+    assert_within("y", y, reference.weighted_sum(x, weight), bound)
+    true_dx, true_dw = reference.weighted_sum_backward(x, weight, dy)
+    if case.needs[0]:
+        assert_within("dx", next(grads), true_dx, EPS * 2 * true_dx.abs().nan_to_num(posinf=0.0))
+    if case.needs[1]:
+        terms = (dy.double().unsqueeze(-1) * x.detach().double()).abs()
+        bound = EPS * FEW * terms.reshape(y.numel(), len(weight)).sum(0).nan_to_num(posinf=0.0)
+        assert_within("dw", next(grads), true_dw, bound)
 
 
 # -- softmax
@@ -301,6 +352,10 @@ def _weight_of(x):
 
 
 TWICE = {
+    "weighted_sum": {  # of positive terms, which do not cancel
+        "weighted sum of squares": lambda op, x: op(x * x, _weight_of(x * x)),
+        "its root": lambda op, x: op(x * x + 1, _weight_of(x * x)).sqrt(),
+    },
     "softmax": {
         "softmax": lambda op, x: op(x, -1),
         "softmax of softmax": lambda op, x: op(8 * op(x, -1), 0),
@@ -323,7 +378,11 @@ def layer_norm_in_torch(x, shape, weight=None, bias=None):
     return F.layer_norm(x, shape, weight, bias)
 
 
-OPERATORS = {"softmax": (softmax, torch.softmax), "layer_norm": (layer_norm, layer_norm_in_torch)}
+OPERATORS = {
+    "weighted_sum": (weighted_sum, lambda x, weight: (x * weight).sum(-1)),
+    "softmax": (softmax, torch.softmax),
+    "layer_norm": (layer_norm, layer_norm_in_torch),
+}
 
 
 def derivatives(function, leaf, hooked):
@@ -351,7 +410,7 @@ def derivatives(function, leaf, hooked):
 
 
 def check_composed(case: Composed) -> None:
-    operator = "softmax" if case.how in TWICE["softmax"] else "layer_norm"
+    operator = next(name for name, functions in TWICE.items() if case.how in functions)
     ours, theirs = OPERATORS[operator]
     compose = TWICE[operator][case.how]
     x = case.x.make()
@@ -603,6 +662,11 @@ settings.register_profile(
 settings.load_profile("ci")
 
 PROPERTIES = {
+    "weighted_sum": (draw.weighted_sum(), check_weighted_sum),
+    "weighted_sum_composed": (
+        draw.composed("weighted_sum", tuple(TWICE["weighted_sum"])),
+        check_composed,
+    ),
     "softmax": (draw.softmax(), check_softmax),
     "softmax_composed": (draw.composed("softmax", tuple(TWICE["softmax"])), check_composed),
     "layer_norm": (draw.layer_norm(), check_layer_norm),
@@ -617,6 +681,16 @@ PROPERTIES = {
     "in_place": (draw.softmax() | draw.layer_norm() | draw.dropout(), check_in_place),
 }
 """What is drawn for each property, and the property."""
+
+
+@given(PROPERTIES["weighted_sum"][0])
+def test_weighted_sum(case):
+    check_weighted_sum(case)
+
+
+@given(PROPERTIES["weighted_sum_composed"][0])
+def test_functions_of_weighted_sum(case):
+    check_composed(case)
 
 
 @given(PROPERTIES["softmax"][0])

@@ -1,0 +1,1287 @@
+"""
+Your first kernel
+=================
+
+PyTorch computes the weighted sum of the rows of a matrix, ``(x * w).sum(-1)``, in two operations
+that move three times as many bytes as they must. *How do you write a GPU kernel that reads each
+number once, and another for its gradient?*
+
+You will learn
+
+- how a kernel says which elements each of its programs works on: blocks, offsets, masks, strides;
+- how to write the backward pass, make both passes an operator of PyTorch, and prove it right;
+- which thread holds which element, and how fast each level of memory delivers it.
+
+You need no GPU: the small examples run in Triton's :term:`interpreter`, and what only a GPU can
+show is replayed from a recorded run.
+"""
+
+# sphinx_gallery_thumbnail_number = 2
+import torch
+
+from kernelbook import lab, reference, runtime, weighted_sum
+from kernelbook.ops.weighted_sum import (
+    part_sum_kernel,
+    weighted_sum_bwd_kernel,
+    weighted_sum_fwd_kernel,
+)
+
+lab.start("first_kernel", "kernelbook.ops.weighted_sum")
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# Each row of a matrix ``x`` is multiplied by the same weights ``w`` and added up, as in a linear
+# layer with one output.
+
+
+def simple_weighted_sum(x, w):
+    return (x * w).sum(-1)
+
+
+# %%
+# PyTorch runs one :term:`kernel` for each operation. The multiplication reads ``x`` and writes a
+# product as large as ``x``, and the sum reads that product again. In 16 bits these are 6 bytes per
+# element, all of which go through :term:`HBM`, the main memory of the GPU. Only the 2 bytes that
+# are read of ``x`` are necessary, because the weights and the sums are small beside it. A kernel
+# that multiplies and adds while the numbers are on the chip could be three times as fast.
+#
+# Ten numbers in blocks of four
+# -----------------------------
+#
+# We begin with ten numbers, each to be doubled. A Triton kernel is a Python function with the
+# decorator ``@triton.jit``. The GPU runs many instances of it at once, called
+# :term:`programs <program>`, and each works on a :term:`block` of elements.
+
+import triton  # after kernelbook, which chooses the interpreter where there is no GPU
+import triton.language as tl
+
+
+@triton.jit
+def double_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, 2 * x, mask=inside)
+
+
+x = torch.arange(10.0, device=runtime.DEVICE)
+y = torch.empty_like(x)
+double_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
+print(y.tolist())
+
+# %%
+# ``kernel[grid](...)`` launches a kernel. The :term:`grid` ``(3,)`` asks for three programs,
+# because three blocks of four cover ten elements. All three run the same code, and differ in
+# nothing but ``tl.program_id(0)``, the number of the program.
+#
+# .. image:: /figures/first-kernel-blocks.svg
+#    :alt: Ten squares named x[0] to x[9] in three frames, program 0 to program 2, of four squares
+#          each. The offsets 0 to 11 stand below. Offsets 10 and 11 in program 2 are marked as
+#          masked, because they are past the end.
+#
+# A tensor arrives in the kernel as a :term:`pointer`, the address of its first element. The kernel
+# does not know how long the tensor is, so we pass ``n``. ``tl.arange(0, 4)`` is the block
+# ``0 1 2 3``, and a pointer plus a block of offsets is a block of addresses. To see them, we store
+# the addresses instead of the numbers.
+
+
+@triton.jit
+def address_kernel(x_ptr, addresses_ptr, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(addresses_ptr + offsets, (x_ptr + offsets).to(tl.int64))
+
+
+addresses = torch.empty(12, dtype=torch.int64, device=runtime.DEVICE)
+address_kernel[(3,)](x, addresses, BLOCK_SIZE=4)
+
+# %%
+
+begins = x.data_ptr()
+lab.table(
+    [
+        {
+            "program": program,
+            "offsets": " ".join(str(4 * program + i) for i in range(4)),
+            "bytes after the first element": " ".join(
+                str(address - begins)
+                for address in addresses[4 * program :][:4].tolist()
+            ),
+            "offsets < 10": " ".join(
+                "yes" if 4 * program + i < 10 else "no" for i in range(4)
+            ),
+        }
+        for program in range(3)
+    ],
+    "Three programs, their offsets, and the addresses that these mean",
+)
+
+# %%
+# A step of 1 in an offset is a step of 4 bytes, because a pointer to float32 numbers knows their
+# size.
+#
+# What the mask prevents
+# ----------------------
+#
+# Offsets 10 and 11 are past the end. The :term:`mask` ``offsets < n`` leaves them out of the load
+# and of the store. To see what happens without it, we give ``y`` two neighbours in memory, which
+# hold -1.
+
+
+@triton.jit
+def unmasked_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
+
+
+# %%
+
+
+# Measuring
+def neighbours():
+    rows = []
+    numbers = torch.arange(12.0, device=runtime.DEVICE)
+    for name, kernel in {
+        "with mask": double_kernel,
+        "without": unmasked_kernel,
+    }.items():
+        memory = torch.full((12,), -1.0, device=runtime.DEVICE)
+        kernel[(3,)](numbers, memory, 10, BLOCK_SIZE=4)
+        rows.append({"kernel": name, "neighbours of y": str(memory[10:].tolist())})
+    return rows
+
+
+lab.table(neighbours(), "What became of the two numbers after y, run here")
+
+# %%
+
+lab.measure("What became of the two numbers after y, on a GPU", neighbours)
+
+# %%
+# Without the mask the kernel overwrites memory that belongs to something else, and nothing reports
+# it. Only an address outside all memory of the process makes a launch fail, with an *illegal memory
+# access*.
+#
+# What a masked load holds where the mask is false is undefined, unless ``other=0.0`` gives it a
+# value. Here that does no harm, because the store has the same mask.
+#
+# What the compiler must know
+# ---------------------------
+#
+# Why not use a block of ten? Triton refuses it:
+
+try:
+    double_kernel[(1,)](x, y, 10, BLOCK_SIZE=10)
+except Exception as error:
+    print(error.__cause__ or error)
+
+# %%
+# A program runs on a power of two of threads, and the compiler gives each of them equally many
+# elements of a block, which it keeps in :term:`registers <register>`. Registers have no addresses,
+# so that the compiler must write an instruction for each and has to know how many there are. That
+# is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel, and
+# another value is another kernel.
+#
+# Triton also looks at ordinary integers such as ``n``: one that 16 divides lets it load 16 bytes at
+# once, and a 1 often saves a multiplication.
+
+
+def variants():
+    launches = {
+        "n = 1000, blocks of 256, float32": (1000, 256, torch.float32),
+        "n = 1001": (1001, 256, torch.float32),
+        "n = 1008, which 16 divides": (1008, 256, torch.float32),
+        "n = 1": (1, 256, torch.float32),
+        "blocks of 512": (1000, 512, torch.float32),
+        "float16": (1000, 256, torch.float16),
+    }
+    rows, hashes = [], []
+    for name, (n, block, dtype) in launches.items():
+        x = torch.ones(2048, device=runtime.DEVICE, dtype=dtype)
+        grid = (triton.cdiv(n, block),)
+        [(_, compiled)] = lab.compiled_by(
+            lambda x=x, n=n, block=block, grid=grid: double_kernel[grid](x, x, n, block)
+        )
+        if compiled.hash not in hashes:
+            hashes.append(compiled.hash)
+        kernel = f"number {1 + hashes.index(compiled.hash)}"
+        rows.append({"launch": name, "compiled kernel": kernel})
+    return rows
+
+
+lab.measure("Which launches share a compiled kernel", variants)
+
+# %%
+# Two dimensions
+# --------------
+#
+# A matrix of 5 rows and 6 columns lies in memory row by row, with element :math:`(i, j)` at offset
+# :math:`6 i + j`. The step from one row to the next, here 6, is the :term:`stride` of the rows. As
+# in PyTorch, ``[:, None]`` turns :math:`m` numbers into a column and ``[None, :]`` into a row, and
+# their sum has every combination.
+#
+# .. image:: /figures/first-kernel-broadcast.svg
+#    :alt: A column with 0, 6 and 12, which is rows times the stride, plus a row with 0 to 3, the
+#          columns, gives three rows of four offsets: 0 to 3, 6 to 9 and 12 to 15.
+#
+# With this, a program can sum whole rows. Columns past the end are loaded as 0, which changes no
+# sum.
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,  # input, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols)
+    y_ptr,  # output, (n_rows)
+    stride_row,  # elements from one row of x to the next
+    stride_col,  # elements from one column of x to the next
+    n_rows,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    x_ptrs = x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x = tl.load(x_ptrs, mask=inside, other=0.0)
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0)
+    y = tl.sum(x.to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
+    tl.store(y_ptr + rows, y, mask=rows < n_rows)
+
+
+def sum_rows(x, w, block_rows=2):
+    n_rows, n_cols = x.shape
+    y = torch.empty(n_rows, device=x.device, dtype=x.dtype)
+    grid = (triton.cdiv(n_rows, block_rows),)
+    block = (block_rows, triton.next_power_of_2(n_cols))
+    rows_kernel[grid](x, w, y, *x.stride(), n_rows, n_cols, *block)
+    return y
+
+
+x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
+w = torch.tensor([1.0, 0, 0, 0, 0, 10], device=runtime.DEVICE)
+print(sum_rows(x, w).tolist())
+print(simple_weighted_sum(x, w).tolist())
+
+# %%
+# ``tl.sum(..., axis=1)`` is a :term:`reduction`: it adds the columns of each row, first within each
+# thread and then between threads. Products and sums are float32 whatever the input is, because a
+# sum in 16 bits loses digits early.
+#
+# Strides
+# -------
+#
+# The kernel takes both strides of ``x``, because a transposed matrix is the same memory with its
+# strides exchanged. The kernel reads it where it lies, without a copy.
+
+columns = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)
+assumed = torch.empty(5, device=runtime.DEVICE)
+rows_kernel[(3,)](columns.t(), w, assumed, 6, 1, 5, 6, 2, 8)
+lab.table(
+    [
+        {"sums of the rows of a transposed matrix": name, "found": str(y.tolist())}
+        for name, y in {
+            f"its strides, {columns.t().stride()}": sum_rows(columns.t(), w),
+            "assumed strides, (6, 1)": assumed,
+            "PyTorch": simple_weighted_sum(columns.t(), w),
+        }.items()
+    ],
+    "Why a kernel takes strides",
+)
+
+# %%
+# Long rows
+# ---------
+#
+# A row of a million elements fits into no program. So the kernel of this book's operator loops over
+# blocks of columns. Its grid has two dimensions: programs for blocks of rows and, if there are few
+# rows, for parts of their columns. Row numbers are int64, because past :math:`2^{31}` elements an
+# offset does not fit into 32 bits.
+
+lab.source(weighted_sum_fwd_kernel, "place")
+
+# %%
+# The loop adds products into as many sums as a block has elements, so that threads need not
+# exchange anything before the loop is over. One reduction and one store follow it.
+
+lab.source(weighted_sum_fwd_kernel, "loop")
+
+# %%
+# The gradient
+# ------------
+#
+# Let :math:`L` be the loss and :math:`dy_i` its derivative by :math:`y_i`. Each :math:`x_{ij}`
+# enters one sum, with the factor :math:`w_j`, while each :math:`w_j` enters the sums of all rows:
+#
+# .. math::
+#
+#    y_i &= \sum_j x_{ij} w_j \\
+#    dx_{ij} &= \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial x_{ij}}
+#          = dy_i \, w_j \\
+#    dw_j &= \sum_i \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial w_j}
+#          = \sum_i dy_i \, x_{ij}
+#
+# The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
+# its own block. The gradient of ``w`` is a sum over rows that lie in different programs, and no
+# program may add to a sum that another is changing. So each program writes the sums of its own rows
+# into a row of its own, the :term:`partial sums`, and a second kernel adds these up.
+#
+# .. image:: /figures/first-kernel-sums.svg
+#    :alt: A matrix x of four rows. Program 0 has the upper two, program 1 the lower two. Arrows
+#          lead from each row to one element of y. Below, each program has one row of partial
+#          sums, as long as a row of x, and arrows lead from both down to dw.
+#
+# One pass over ``x`` serves both gradients. A program keeps a block of ``w`` and a block of sums in
+# registers, and loops over rows.
+
+lab.source(weighted_sum_bwd_kernel, "loop")
+
+# %%
+# The second launch reads little, because there are far fewer programs than rows, and always adds in
+# the same order, so that two runs give the same bits.
+
+lab.source(part_sum_kernel)
+
+# %%
+# Into PyTorch
+# ------------
+#
+# Autograd needs to know how to compute a result, and how to compute the gradients of the inputs
+# from that of the result. A ``torch.autograd.Function`` says both. ``save_for_backward`` keeps what
+# the gradients need, and the result's ``grad_fn`` is the node that calls ``backward``.
+
+
+class WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        n_rows, n_cols = x.shape
+        y = torch.empty(n_rows, device=x.device)
+        grid = (triton.cdiv(n_rows, 2), 1)
+        weighted_sum_fwd_kernel[grid](
+            x, w, y, *x.stride(), n_rows, n_cols, n_cols, 2, 4
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        n_rows, n_cols = x.shape
+        dx, dw = torch.empty(x.shape, device=x.device), torch.empty_like(w)
+        parts = torch.empty(2, n_cols, device=x.device)
+        grid = (triton.cdiv(n_cols, 4), 2)
+        weighted_sum_bwd_kernel[grid](
+            dy, x, w, dx, parts, dy.stride(0), *x.stride(), n_rows, n_cols, 2, 4
+        )
+        part_sum_kernel[(triton.cdiv(n_cols, 4),)](parts, dw, 2, n_cols, 2, 4)
+        return dx, dw
+
+
+# %%
+# ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
+# change of the results with what the backward pass claims. It usually needs float64, because a
+# difference of near numbers has few digits. Here float32 will do, because the weighted sum is
+# linear in each element: the quotient of differences is the derivative for a step of any size, and
+# we take a large one.
+
+import warnings
+
+x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
+w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
+steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that float32 has few digits
+    print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
+
+# %%
+# The book's operator does the same, and what a library needs besides: it accepts any shape and
+# stride, refuses wrong input, chooses the blocks, and is registered with PyTorch's dispatcher, so
+# that ``torch.compile`` and ``torch.func`` know it.
+#
+# Is it right?
+# ------------
+#
+# Every result is compared with the truth in float64. In 16 bits our error may be twice PyTorch's
+# own. In float32 it may be eight times, because a sum errs by a few units in the last place that
+# depend on the order of additions, and PyTorch's order may be lucky.
+
+
+def cases():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for shape in ((1, 1001), (70, 64), (33, 1000)):
+            x = (
+                (torch.randn(shape, device=runtime.DEVICE) + 1)
+                .to(dtype)
+                .requires_grad_()
+            )
+            w = (torch.randn(shape[1], device=runtime.DEVICE) + 1).to(dtype)
+            w.requires_grad_()
+            dy = torch.randn(shape[0], device=runtime.DEVICE).to(dtype)
+            found = []
+            for operator in (weighted_sum, simple_weighted_sum):
+                y = operator(x, w)
+                found.append((y, *torch.autograd.grad(y, (x, w), dy)))
+            truth = (
+                reference.weighted_sum(x, w),
+                *reference.weighted_sum_backward(x, w, dy),
+            )
+            factor = 8 if dtype == torch.float32 else 2
+            for row in zip(("forward", "dx", "dw"), *found, truth, strict=True):
+                yield lab.Case(str(shape), *row, factor=factor)
+
+
+lab.check("weighted_sum", cases())
+
+# %%
+# The interpreter as a debugger
+# -----------------------------
+#
+# Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python executes a kernel with
+# NumPy, one program after another. So ``print`` shows a block, and ``breakpoint()`` stops inside
+# the kernel, where you can step from line to line.
+
+
+@triton.jit
+def talking_kernel(x_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0)
+    print("program", tl.program_id(0), "offsets", offsets, "x", x)
+
+
+numbers = torch.arange(10.0, device=runtime.DEVICE) / 2
+if runtime.INTERPRETED:
+    talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
+
+# %%
+# On a GPU, ``tl.device_print`` prints a line per element. The interpreter cannot show how long a
+# kernel takes, and what happens when programs run at once.
+#
+# Programs, warps, threads
+# ------------------------
+#
+# A GPU consists of SMs (:term:`streaming multiprocessors <SM>`). Each program runs on one of them
+# from beginning to end, and an SM holds several programs at a time. A program has four :term:`warps
+# <warp>`, unless ``num_warps`` says otherwise, and a warp is 32 threads that execute the same
+# instruction together. Triton code never mentions a thread: the compiler divides each block among
+# them.
+#
+# .. image:: /figures/first-kernel-threads.svg
+#    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
+#          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
+#          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
+#
+# This kernel asks the hardware: in the place of each element it stores the number of the thread
+# that holds it. Triton has no such function, so we insert a line of PTX, the assembler of NVIDIA's
+# GPUs.
+
+
+@triton.jit
+def owner_kernel(x_ptr, owners_ptr, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets).to(tl.int32)
+    owners = tl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.store(owners_ptr + offsets, owners)
+
+
+# %%
+
+
+# Measuring
+def runs_of(numbers):
+    """0 1 2 3 8 9 as "0 to 3, 8 to 9"."""
+    runs = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first} to {last}" for first, last in runs)
+
+
+def owners():
+    rows = []
+    for dtype in (torch.int32, torch.int16):
+        x = torch.zeros(1024, device=runtime.DEVICE, dtype=dtype)
+        found = torch.empty_like(x)
+        owner_kernel[(1,)](x, found, 1024, num_warps=4)
+        for thread in (0, 1, 31, 32, 127):
+            held = [i for i, owner in enumerate(found.tolist()) if owner == thread]
+            rows.append(
+                {
+                    "bits of an element": 8 * dtype.itemsize,
+                    "warp": thread // 32,
+                    "thread of the warp": thread % 32,
+                    "holds elements": runs_of(held),
+                }
+            )
+    return rows
+
+
+lab.measure("Which thread holds which elements of a block of 1,024", owners)
+
+# %%
+# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
+# The 32 threads of a warp then read 512 consecutive bytes together, which the memory serves with
+# few transactions: this is called :term:`coalescing`.
+#
+# How far away memory is
+# ----------------------
+#
+# A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
+# share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
+# registers. Small kernels measure each. One reads a window of memory again and again, and its size
+# decides which memory answers. One follows a chain of addresses in random order, for the
+# :term:`latency` of a load. One multiplies and adds in registers alone.
+
+# %%
+
+
+# Measuring
+@triton.jit
+def read_kernel(
+    x_ptr, sums_ptr, own, step, window, loads, BLOCK: tl.constexpr, CACHE: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(loads):
+        start = program * step + i * BLOCK
+        start = start & (window - 1)  # the remainder, because a window is a power of 2
+        start = tl.multiple_of(start, BLOCK)
+        x_ptrs = x_ptr + program * own + start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptrs, cache_modifier=CACHE)
+    tl.store(sums_ptr + program, tl.sum(total, axis=0))
+
+
+@triton.jit
+def chase_kernel(next_ptr, place_ptr, steps, CACHE: tl.constexpr):
+    place = tl.load(place_ptr)
+    for _ in range(steps):
+        place = tl.load(next_ptr + place, cache_modifier=CACHE)
+    tl.store(place_ptr, place)
+
+
+@triton.jit
+def register_kernel(x_ptr, y_ptr, turns, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale, shift = tl.load(x_ptr), tl.load(x_ptr + 1)
+    value = offsets.to(tl.float32)
+    for _ in range(turns):
+        for _ in tl.static_range(16):
+            value = value * scale + shift
+    tl.store(y_ptr + offsets, value)
+
+
+def milliseconds(run):
+    """The shortest of several runs. The first compiles, and fills the caches."""
+    times = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times[1:])
+
+
+def levels():
+    properties = torch.cuda.get_device_properties(runtime.DEVICE)
+    sms = properties.multi_processor_count
+    x = torch.zeros(2**30, device=runtime.DEVICE)  # 4 GiB
+    sums = torch.empty(2**16, device=runtime.DEVICE)
+
+    def terabytes(programs, own, step, window, loads, cache):
+        args = (x, sums, own, step, window, loads, 4096, cache)
+        took = milliseconds(lambda: read_kernel[(programs,)](*args, num_warps=8))
+        return programs * loads * 4096 * 4 / took / 1e9
+
+    def nanoseconds(lines, steps, cache):
+        """A walk over so many lines of 128 bytes, each of which holds 16 numbers."""
+        order = 16 * torch.randperm(lines, device=runtime.DEVICE)
+        following = torch.zeros(16 * lines, dtype=torch.int64, device=runtime.DEVICE)
+        following[order] = order.roll(-1)
+        place = order[:1].clone()
+        run = chase_kernel[(1,)]
+        return (
+            milliseconds(lambda: run(following, place, steps, cache, num_warps=1))
+            / steps
+            * 1e6
+        )
+
+    def registers(programs, block, warps):
+        y = torch.empty(programs * block, device=runtime.DEVICE)
+        run = register_kernel[(programs,)]
+        took = milliseconds(lambda: run(x, y, 4096, block, num_warps=warps))
+        return 16 * 4096 * programs * block * 16 / took / 1e9, took / (16 * 4096) * 1e6
+
+    found = {
+        "registers": (
+            4 * properties.regs_per_multiprocessor * sms,
+            registers(8 * sms, 1024, 4)[0],
+            registers(1, 32, 1)[1],
+        ),
+        "L1 cache and shared memory": (
+            properties.shared_memory_per_multiprocessor * sms,
+            terabytes(2 * sms, 2**14, 0, 2**14, 2**12, ".ca"),
+            nanoseconds(2**8, 2**15, ".ca"),
+        ),
+        "L2 cache": (
+            properties.L2_cache_size,
+            terabytes(8 * sms, 0, 5 * 2**12, 2**22, 2**8, ".cg"),
+            nanoseconds(2**15, 2**15, ".cg"),
+        ),
+        "HBM": (
+            properties.total_memory,
+            terabytes(2**14, 0, 2**16, 2**30, 2**4, ".cg"),
+            nanoseconds(2**23, 2**13, ".cg"),
+        ),
+    }
+    return [
+        {
+            "memory": name,
+            "MiB": round(size / 2**20, 1),
+            "TB/s": round(speed, 2),
+            "nanoseconds": round(latency, 1),
+        }
+        for name, (size, speed, latency) in found.items()
+    ]
+
+
+hierarchy = lab.measure("The levels of memory: size, speed, latency", levels)
+
+# %%
+
+
+# Drawing
+def in_words(rows):
+    return "; ".join(
+        f"{r['memory']}: {r['MiB']:,.0f} MiB, {r['TB/s']:.3g} TB/s" for r in rows
+    )
+
+
+def by_size(axes, rows):
+    for row in rows:
+        axes.loglog(row["MiB"], row["TB/s"], "o", color=lab.colour("Kernel Book"))
+        text = f"{row['memory']}, {row['nanoseconds']:,.0f} ns"
+        axes.annotate(
+            text,
+            (row["MiB"], row["TB/s"]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="right" if row["MiB"] > 1000 else "left",
+        )
+    axes.set(xlabel="MiB on the whole GPU", ylabel="TB/s")
+    axes.set_xlim(10, 4e5)
+    axes.set_ylim(1, 2000)
+
+
+lab.draw(hierarchy, "Size, speed and latency of each memory", in_words, by_size)
+
+# %%
+
+# Reading
+level = {row["memory"]: row for row in hierarchy.rows}
+nan = float("nan")
+
+
+def at(memory, column):
+    return level.get(memory, {}).get(column, nan)
+
+
+hbm, l2, registers = (at(name, "TB/s") for name in ("HBM", "L2 cache", "registers"))
+wait = at("HBM", "nanoseconds")
+in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
+lab.read(
+    f"HBM delivers {hbm:.1f} TB/s, L2 {l2 / hbm:.1f} times as much, and registers "
+    f"{registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive. To receive "
+    f"{hbm:.1f} TB/s all the same, {in_flight:.1f} MB must be on their way at any moment, which is "
+    "why a GPU runs so many threads, and why each should have several loads under way."
+)
+
+# %%
+# A multiplication and an addition per element are nothing beside the wait for ``x``, so that the
+# weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a cache,
+# and keep everything else in registers.
+#
+# How fast is it?
+# ---------------
+#
+# The limit is a copy that moves as many bytes: it reads half of ``x``, and writes as much
+# elsewhere. "One row a program" is ``rows_kernel``, and ``x @ w`` PyTorch's product of a matrix and
+# a vector. :doc:`/reading-figures` explains how they are timed.
+
+
+def providers(rows, columns, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=dtype)
+    half = x.view(-1)[: x.numel() // 2]
+    target = torch.empty_like(half)
+    torch.compiler.reset()  # so that each shape is compiled for itself
+    compiled = torch.compile(simple_weighted_sum, dynamic=False)
+    return {
+        "copy": lambda: target.copy_(half),
+        "PyTorch": lambda: simple_weighted_sum(x, w),
+        "x @ w": lambda: x @ w,
+        "torch.compile": lambda: compiled(x, w),
+        "one row a program": lambda: sum_rows(x, w, block_rows=1),
+        "Kernel Book": lambda: weighted_sum(x, w),
+    }
+
+
+forward = lab.bench(
+    "forward",
+    [
+        {"rows": 2**power, "columns": 4096, "dtype": torch.bfloat16}
+        for power in (4, 8, 10, 12, 14, 16)
+    ],
+    providers,
+    limit="copy",
+    work="rows * columns * itemsize",
+)
+lab.plot(forward, "Forward, rows of 4,096 in bfloat16", share=True)
+
+# %%
+
+# Reading
+largest = {
+    name: 100 * forward.share(name, rows=2**16)
+    for name in (
+        "PyTorch",
+        "x @ w",
+        "torch.compile",
+        "one row a program",
+        "Kernel Book",
+    )
+}
+medium = 100 * forward.share("Kernel Book", rows=2**12)
+lab.read(
+    f"At 65,536 rows, the two operations reach {largest['PyTorch']:.0f} % of the speed of a copy, "
+    "because they move three times the bytes. `x @ w` reaches "
+    f"{largest['x @ w']:.0f} %, the kernel that `torch.compile` writes "
+    f"{largest['torch.compile']:.0f} %, our first kernel {largest['one row a program']:.0f} %, and "
+    f"the operator {largest['Kernel Book']:.0f} %. With 4,096 rows, 2²⁴ elements, it reaches "
+    f"{medium:.0f} %."
+)
+
+# %%
+# Does this hold for rows of any length? We keep the number of elements, and change the shape from
+# two columns to 16 rows.
+
+
+def shape_providers(columns, rows, dtype):
+    found = providers(rows, columns, dtype)
+    del found["one row a program"]  # its block would be the whole row
+    return found
+
+
+shapes = lab.bench(
+    "shapes",
+    [
+        {"columns": columns, "rows": 2**26 // columns, "dtype": torch.bfloat16}
+        for columns in (2, 16, 256, 1024, 2**14, 2**18, 2**22)
+    ],
+    shape_providers,
+    limit="copy",
+    work="rows * columns * itemsize",
+)
+lab.plot(shapes, "Forward, 2²⁶ elements in rows of any length", share=True)
+
+# %%
+
+# Reading
+found = {
+    int(columns): 100 * shapes.share("Kernel Book", columns=columns)
+    for columns in shapes.frame["columns"].unique()
+} or {1: float("nan")}
+least = min(found, key=found.get)
+long = [share for columns, share in found.items() if columns >= 256] or [nan]
+lab.read(
+    f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy. "
+    f"Its lowest point is {min(found.values()):.0f} %, at rows of {least:,}."
+)
+
+# %%
+# The backward pass reads ``x`` and writes ``dx``, so its limit is a copy of all of ``x``.
+
+
+def backward_providers(rows, columns, dtype):
+    x = torch.randn(
+        rows, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True
+    )
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    dy = torch.randn(rows, device=runtime.DEVICE, dtype=dtype)
+    dx = torch.empty_like(x)
+    torch.compiler.reset()
+    compiled = torch.compile(simple_weighted_sum, dynamic=False)
+
+    def backward_of(operator):
+        y = operator(x, w)
+        return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+
+    return {
+        "copy": lambda: dx.copy_(x.detach()),
+        "PyTorch": backward_of(simple_weighted_sum),
+        "x @ w": backward_of(lambda x, w: x @ w),
+        "torch.compile": backward_of(compiled),
+        "Kernel Book": backward_of(weighted_sum),
+    }
+
+
+backward = lab.bench(
+    "backward",
+    [
+        {"rows": 2**power, "columns": 4096, "dtype": torch.bfloat16}
+        for power in (4, 8, 10, 12, 14, 16)
+    ],
+    backward_providers,
+    limit="copy",
+    work="2 * rows * columns * itemsize",
+)
+lab.plot(backward, "Backward, rows of 4,096 in bfloat16", share=True)
+
+# %%
+
+# Reading
+large, medium = (
+    {
+        name: 100 * backward.share(name, rows=rows)
+        for name in ("PyTorch", "x @ w", "torch.compile", "Kernel Book")
+    }
+    for rows in (2**16, 2**12)
+)
+lab.read(
+    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
+    f"rows {medium['Kernel Book']:.0f} %, where the partial sums are a larger part of the bytes. "
+    f"PyTorch reaches {large['PyTorch']:.0f} and {medium['PyTorch']:.0f} %, `x @ w` "
+    f"{large['x @ w']:.0f} and {medium['x @ w']:.0f} %, `torch.compile` "
+    f"{large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %."
+)
+
+# %%
+# Few rows are slow, whoever sums them, because each :term:`launch` costs some microseconds. The
+# host needs time for each call as well.
+
+x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
+w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
+lab.host_times({"Kernel Book": weighted_sum, "PyTorch": simple_weighted_sum}, x, w)
+
+# %%
+# The compiler's registers per thread, and its :term:`spills <spill>`, values for which none was
+# left:
+
+
+def launches(columns):
+    x = torch.ones(4096, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.ones(columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    inputs = (x.requires_grad_(), w.requires_grad_())
+    return lambda: weighted_sum(*inputs).sum().backward()
+
+
+lab.facts(
+    "What the compiler made of the weighted sum",
+    {
+        f"{columns:,} columns, bfloat16": lambda n=columns: launches(n)()
+        for columns in (4096, 1001)
+    },
+)
+
+# %%
+# What programs must not share
+# ----------------------------
+#
+# Programs run in no fixed order. What if one reads a number that another writes? This kernel adds
+# to each number the one before it. If it works in place, program 1 reads element 3, which program 0
+# changes.
+
+
+@triton.jit
+def in_place_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    before = tl.load(x_ptr + offsets - 1, mask=inside & (offsets > 0), other=0.0)
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, x + before, mask=inside)
+
+
+x, y = torch.ones(10, device=runtime.DEVICE), torch.empty(10, device=runtime.DEVICE)
+in_place_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
+in_place_kernel[(3,)](x, x, 10, BLOCK_SIZE=4)
+print("into another tensor:", y.tolist())
+print("in place:           ", x.tolist())
+
+# %%
+# The interpreter runs the programs in the order of their numbers, so there the first number of each
+# later block is always wrong. On a GPU programs run at once and in any order, and so do the warps
+# of a program. We launch the same on a million ones, five times.
+
+# %%
+
+
+# Measuring
+def in_place_runs():
+    n, rows = 2**20, []
+    for run in range(5):
+        x = torch.ones(n, device=runtime.DEVICE)
+        in_place_kernel[(n // 256,)](x, x, n, BLOCK_SIZE=256)
+        rows.append({"run": 1 + run, "wrong numbers": int((x[1:] != 2).sum())})
+    return rows
+
+
+lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
+
+# %%
+# No run reports an error. The rule is simple: within one launch, no program may read what another
+# writes. Write to another tensor, or launch a second kernel, which begins when the first has ended.
+#
+# The same rule forbids the obvious way to ``dw``, which is that each program loads what is there,
+# adds and stores. The interpreter hides this mistake, because one program ends before the next
+# begins. On a GPU two programs load the same value, and one addition is lost. An :term:`atomic`
+# addition loses none.
+
+
+@triton.jit
+def shared_sum_kernel(
+    dy_ptr, x_ptr, dw_ptr, n_cols, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + rows[:, None] * n_cols + cols[None, :])
+    sums = tl.sum(tl.load(dy_ptr + rows)[:, None] * x, axis=0)
+    if ATOMIC:
+        tl.atomic_add(dw_ptr + cols, sums)
+    else:
+        tl.store(dw_ptr + cols, tl.load(dw_ptr + cols) + sums)
+
+
+# %%
+
+
+# Measuring
+def sharing():
+    n_rows, n_cols = 2**16, 1024
+    x = torch.randn(n_rows, n_cols, device=runtime.DEVICE) + 1
+    dy = torch.randn(n_rows, device=runtime.DEVICE) + 1
+    w = torch.ones(n_cols, device=runtime.DEVICE, requires_grad=True)
+    y = weighted_sum(x, w)
+    truth = dy.double() @ x.double()
+
+    def shared(atomic):
+        dw = torch.zeros(n_cols, device=runtime.DEVICE)
+        shared_sum_kernel[(n_rows // 64, n_cols // 64)](dy, x, dw, n_cols, atomic, 64)
+        return dw
+
+    ways = {
+        "load, add, store": lambda: shared(False),
+        "atomic addition": lambda: shared(True),
+        "partial sums": lambda: torch.autograd.grad(y, w, dy, retain_graph=True)[0],
+    }
+    rows = []
+    for name, way in ways.items():
+        runs = [way() for _ in range(20)]
+        worst = max(((dw - truth).abs() / truth.abs()).max().item() for dw in runs)
+        same = sum(torch.equal(dw, runs[0]) for dw in runs[1:])
+        rows.append(
+            {
+                "sum of 65,536 rows": name,
+                "worst error": f"{worst:.1e}",
+                "of 19 runs, equal to the first": same,
+                "µs": round(1e3 * triton.testing.do_bench(way), 1),
+            }
+        )
+    return rows
+
+
+shared_sums = lab.measure("Three ways to share a sum between programs", sharing)
+shared_sums
+
+# %%
+
+# Reading
+way = {row["sum of 65,536 rows"]: row for row in shared_sums.rows}
+
+
+def of_way(name, column):
+    return float(way[name][column]) if way else nan
+
+
+lost, rounded = (
+    of_way(name, "worst error") for name in ("load, add, store", "partial sums")
+)
+atomics, parts = (of_way(name, "µs") for name in ("atomic addition", "partial sums"))
+same, always = (
+    of_way(name, "of 19 runs, equal to the first")
+    for name in ("atomic addition", "partial sums")
+)
+lab.read(
+    f"Load, add, store is wrong by up to {100 * lost:.0f} %, and partial sums by {rounded:.0e} of "
+    f"the sum. Atomic additions take {atomics / parts:.2f} times as long as partial sums. Because "
+    "they come in any order, and floating-point addition depends on the order, "
+    f"{same:.0f} of 19 runs gave the bits of the first; of partial sums {always:.0f} did."
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# Besides a forgotten mask, assumed strides and shared numbers, there is **a sum in 16 bits**. Past
+# 2,048, float16 holds even integers only, so that adding 1 changes nothing. Four sums, one for each
+# element of the block, all stop there.
+
+
+@triton.jit
+def sum_of_ones_kernel(y_ptr, n, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    total = tl.zeros((BLOCK_SIZE,), DTYPE)
+    for _ in range(0, n, BLOCK_SIZE):
+        total += tl.full((BLOCK_SIZE,), 1.0, DTYPE)
+    tl.store(y_ptr, tl.sum(total.to(tl.float32), axis=0))
+
+
+for dtype in (tl.float16, tl.float32):
+    y = torch.empty(1, device=runtime.DEVICE)
+    sum_of_ones_kernel[(1,)](y, 10000, dtype, BLOCK_SIZE=4)
+    print(f"10,000 ones in {dtype}: {y.item():,.0f}")
+
+# %%
+# Puzzles
+# -------
+#
+# Each takes a kernel of about ten lines. Every solution is checked whenever this page is built.
+#
+# **1. Two inputs.** Add two vectors of 10 elements, in blocks of 4.
+
+# %%
+
+# Solution: two inputs
+
+
+@triton.jit
+def add_kernel(a_ptr, b_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    a = tl.load(a_ptr + offsets, mask=inside)
+    b = tl.load(b_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, a + b, mask=inside)
+
+
+a, b = torch.randn(2, 10, device=runtime.DEVICE)
+y = torch.empty_like(a)
+add_kernel[(3,)](a, b, y, 10, BLOCK_SIZE=4)
+assert torch.equal(y, a + b)
+
+# %%
+# **2. A choice per element.** Replace negative numbers by 0, without an ``if``.
+
+# %%
+
+# Solution: a choice per element
+
+
+@triton.jit
+def relu_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(y_ptr + offsets, tl.where(x > 0, x, 0.0), mask=offsets < n)
+
+
+x = torch.randn(1000, device=runtime.DEVICE)
+y = torch.empty_like(x)
+relu_kernel[(4,)](x, y, 1000, BLOCK_SIZE=256)
+assert torch.equal(y, torch.relu(x))
+
+# %%
+# **3. Other addresses.** Reverse a vector: the loads stay as they are, and the stores go elsewhere.
+
+# %%
+
+# Solution: other addresses
+
+
+@triton.jit
+def reverse_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(y_ptr + n - 1 - offsets, x, mask=inside)
+
+
+reverse_kernel[(4,)](x, y, 1000, BLOCK_SIZE=256)
+assert torch.equal(y, x.flip(0))
+
+# %%
+# **4. A stride that belongs to no dimension.** Read the diagonal of a square matrix.
+
+# %%
+
+# Solution: a stride that belongs to no dimension
+
+
+@triton.jit
+def diagonal_kernel(x_ptr, y_ptr, stride_row, stride_col, n, BLOCK_SIZE: tl.constexpr):
+    i = tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + i * (stride_row + stride_col), mask=i < n)
+    tl.store(y_ptr + i, x, mask=i < n)
+
+
+x = torch.randn(7, 7, device=runtime.DEVICE)
+y = torch.empty(7, device=runtime.DEVICE)
+diagonal_kernel[(1,)](x, y, *x.stride(), 7, BLOCK_SIZE=8)
+assert torch.equal(y, x.diagonal())
+
+# %%
+# **5. The outer product.** Make a matrix of 5 × 6 from vectors of 5 and of 6, in one program.
+
+# %%
+
+# Solution: the outer product
+
+
+@triton.jit
+def outer_kernel(
+    a_ptr, b_ptr, y_ptr, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    a = tl.load(a_ptr + i, mask=i < m)
+    b = tl.load(b_ptr + j, mask=j < n)
+    inside = (i < m)[:, None] & (j < n)[None, :]
+    tl.store(y_ptr + i[:, None] * n + j[None, :], a[:, None] * b[None, :], mask=inside)
+
+
+a, b = torch.randn(5, device=runtime.DEVICE), torch.randn(6, device=runtime.DEVICE)
+y = torch.empty(5, 6, device=runtime.DEVICE)
+outer_kernel[(1,)](a, b, y, 5, 6, 8, 8)
+assert torch.equal(y, torch.outer(a, b))
+
+# %%
+# **6. The right neutral element.** Find the largest number of each row, also of rows that are
+# negative throughout.
+
+# %%
+
+# Solution: the right neutral element
+
+
+@triton.jit
+def max_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=-float("inf"))
+    tl.store(y_ptr + row, tl.max(x, axis=0))
+
+
+x = -torch.rand(5, 100, device=runtime.DEVICE)
+y = torch.empty(5, device=runtime.DEVICE)
+max_kernel[(5,)](x, y, 100, BLOCK_COLS=128)
+assert torch.equal(y, x.max(dim=1).values)
+
+# %%
+# **7. A transpose.** Copy a matrix of 50 × 70 into one of 70 × 50, in blocks of 16 × 16.
+
+# %%
+
+# Solution: a transpose
+
+
+@triton.jit
+def transpose_kernel(x_ptr, y_ptr, m, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (i < m) & (j < n)
+    tl.store(y_ptr + j * m + i, tl.load(x_ptr + i * n + j, mask=inside), mask=inside)
+
+
+x = torch.randn(50, 70, device=runtime.DEVICE)
+y = torch.empty(70, 50, device=runtime.DEVICE)
+transpose_kernel[(4, 5)](x, y, 50, 70, BLOCK=16)
+assert torch.equal(y, x.t())
+
+# %%
+# **8. A sum over programs.** Add up 5,000 integers with blocks of 256: partial sums first, then a
+# launch of a single program.
+
+# %%
+
+# Solution: a sum over programs
+
+
+@triton.jit
+def block_sum_kernel(x_ptr, sums_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(x, axis=0))
+
+
+x = torch.arange(5000, device=runtime.DEVICE)
+sums, total = (torch.empty(size, dtype=x.dtype, device=x.device) for size in (20, 1))
+block_sum_kernel[(20,)](x, sums, 5000, BLOCK_SIZE=256)
+block_sum_kernel[(1,)](sums, total, 20, BLOCK_SIZE=32)
+assert total.item() == 5000 * 4999 // 2
+
+# %%
+# **9. Counting.** Count how often each of ten digits occurs among 1,000. Integers may be added in
+# any order, so here ``tl.atomic_add`` costs no reproducibility.
+
+# %%
+
+# Solution: counting
+
+
+@triton.jit
+def count_kernel(digits_ptr, counts_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    digits = tl.load(digits_ptr + offsets, mask=inside, other=0)
+    tl.atomic_add(counts_ptr + digits, 1, mask=inside)
+
+
+digits = torch.randint(10, (1000,), device=runtime.DEVICE)
+counts = torch.zeros(10, dtype=torch.int32, device=runtime.DEVICE)
+count_kernel[(4,)](digits, counts, 1000, BLOCK_SIZE=256)
+assert torch.equal(counts.long(), digits.bincount(minlength=10))
+
+# %%
+# **10. A descriptor.** A *block pointer* (``tl.make_block_ptr``) knows the shape and the strides of
+# a tensor, so that offsets and masks need not be written by hand. A tensor :term:`descriptor` also
+# lets newer GPUs copy a block with one instruction, as in the chapters on attention. Sum the rows
+# of a matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row,
+# 0])``.
+
+# %%
+
+# Solution: a descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def described_kernel(x_desc, y_ptr, n_rows, BLOCK_ROWS: tl.constexpr):
+    first = tl.program_id(0) * BLOCK_ROWS
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    x = x_desc.load([first, 0])
+    tl.store(y_ptr + rows, tl.sum(x, axis=1), mask=rows < n_rows)
+
+
+x = torch.arange(60.0, device=runtime.DEVICE).view(5, 12)
+y = torch.empty(5, device=runtime.DEVICE)
+described_kernel[(2,)](TensorDescriptor.from_tensor(x, [4, 16]), y, 5, BLOCK_ROWS=4)
+assert torch.equal(y, x.sum(dim=1))
+
+# %%
+# References
+# ----------
+#
+# - Tillet, Kung, Cox. *Triton: an intermediate language and compiler for tiled neural network
+#   computations.* MAPL 2019.
+# - Rush. *GPU puzzles* and *Triton puzzles*, whose form the puzzles above follow. 2022 and 2024.
+# - Stanford CS336. *Language modeling from scratch*, assignment 2, whose first exercise is a
+#   weighted sum.
+# - NVIDIA. *CUDA C++ programming guide*, on the hierarchy of threads and of memories.
+
+shares = {
+    name: sweep.share("Kernel Book", rows=2**16)
+    for name, sweep in {"forward": forward, "backward": backward}.items()
+}
+lab.finish(
+    f"{shares['forward']:.0%} of the speed of a copy forward and {shares['backward']:.0%} backward"
+)

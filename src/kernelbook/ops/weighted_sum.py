@@ -1,0 +1,414 @@
+"""The weighted sum of the rows of a matrix, the operator of the first chapter.
+
+    y[i] = sum over j of x[i, j] * w[j]
+
+    dx[i, j] = dy[i] * w[j],   dw[j] = sum over i of dy[i] * x[i, j]
+
+A program works on a block of rows and columns. Where programs share a sum, each writes the part
+that it has into a row of its own, and a second kernel adds these rows up, always in the same order,
+so that results are equal bit by bit from run to run. Products and sums are float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.ops import checks, library
+from kernelbook.ops.launch import Launch, planned
+
+FWD_TILE, BWD_TILE, WARPS = 4096, 2048, 4
+"""Numbers in a block of x, and its warps: a thread of forward has 32 of them, and so four or eight
+loads of 16 bytes under way, for numbers of two bytes or four. Backward has half of that, because it
+also holds 32 bits for each sum, and spilled registers in rows that do not begin at multiples of 16
+bytes."""
+
+SQUARE = 64
+"""Rows and columns of a block where x is transposed, so that what is contiguous in x and what is
+contiguous in dx both have lines of 128 bytes."""
+
+FWD_PROGRAMS, SHARED_FWD_PROGRAMS = 16, 4
+"""Programs for each multiprocessor. Forward takes several rows to a program, which reads w once for
+all of them, as long as 16 are left. Where there are fewer than 4, the rows are split."""
+
+BWD_ROWS, BWD_PROGRAMS = 4, 8
+"""Backward takes blocks of four long rows, and as many programs as run at once, because each leaves
+a row of partial sums: eight for each multiprocessor, of 128 threads with up to 64 registers."""
+
+SUM_ROWS, SUM_COLS = 128, 32
+"""Block of the kernel that adds partial sums: 32 columns are 128 bytes."""
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def weighted_sum_fwd_kernel(
+    x_ptr,  # input, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), contiguous
+    y_ptr,  # output, (n_rows); or partial sums, (n_parts, n_rows), float32
+    stride_row,  # of x
+    stride_col,
+    n_rows,
+    n_cols,
+    part_cols,  # columns of a part
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    # -- place: my rows, and my part of their columns
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    part = tl.program_id(1).to(tl.int64)
+    first = part * part_cols
+    last = tl.minimum(first + part_cols, n_cols)
+    x_ptrs = x_ptr + rows[:, None] * stride_row
+
+    # -- loop: products stay where they were computed until the last block
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for start in range(first, last, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        inside = (rows < n_rows)[:, None] & (cols < last)[None, :]
+        x = tl.load(x_ptrs + cols[None, :] * stride_col, mask=inside, other=0.0)
+        w = tl.load(w_ptr + cols, mask=cols < last, other=0.0)
+        total += x.to(tl.float32) * w.to(tl.float32)[None, :]
+
+    # -- end: one reduction
+    tl.store(y_ptr + part * n_rows + rows, tl.sum(total, axis=1), mask=rows < n_rows)
+
+
+@triton.jit
+def weighted_sum_bwd_kernel(
+    dy_ptr,  # gradient of y, (n_rows)
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), contiguous
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # gradient of w, (n_cols); or partial sums, (n_parts, n_cols), float32; or None
+    stride_dy,
+    stride_row,  # of x
+    stride_col,
+    n_rows,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    # -- place: my columns; my rows come in the loop
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    part = tl.program_id(1).to(tl.int64)
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    step = tl.num_programs(1) * BLOCK_ROWS
+
+    # -- loop: x is read once, for dw; dx needs dy and w alone
+    for start in range(part * BLOCK_ROWS, n_rows, step):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        dy = tl.load(dy_ptr + rows * stride_dy, mask=rows < n_rows, other=0.0).to(tl.float32)
+        if dw_ptr is not None:
+            x_ptrs = x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+            x = tl.load(x_ptrs, mask=inside, other=0.0)
+            dw += dy[:, None] * x.to(tl.float32)
+        if dx_ptr is not None:
+            dx_ptrs = dx_ptr + rows[:, None] * n_cols + cols[None, :]
+            tl.store(dx_ptrs, dy[:, None] * w[None, :], mask=inside)
+
+    # -- end: one row of sums for the whole program
+    if dw_ptr is not None:
+        tl.store(dw_ptr + part * n_cols + cols, tl.sum(dw, axis=0), mask=cols < n_cols)
+
+
+@triton.jit
+def part_sum_kernel(
+    parts_ptr,  # partial sums, (n_parts, n), float32
+    sums_ptr,  # their sums, (n)
+    n_parts,
+    n,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for start in range(0, n_parts, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        inside = (rows < n_parts)[:, None] & (cols < n)[None, :]
+        total += tl.load(parts_ptr + rows[:, None] * n + cols[None, :], mask=inside, other=0.0)
+    tl.store(sums_ptr + cols, tl.sum(total, axis=0), mask=cols < n)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+def _block(
+    n_rows: int, n_cols: int, transposed: bool, tile: int, long_rows: int
+) -> tuple[int, int]:
+    """Return the rows and columns of a block: short rows whole, or part of ``long_rows``."""
+    rows, cols = (runtime.next_power_of_2(n) for n in (n_rows, n_cols))
+    if transposed:
+        return min(rows, SQUARE), min(cols, SQUARE)
+    rows = min(rows, max(long_rows, tile // min(cols, tile)))
+    return rows, min(cols, tile // rows)
+
+
+@planned
+def _fwd_launch(
+    n_rows: int, n_cols: int, stride: tuple[int, int], device: torch.device
+) -> tuple[Launch, int]:
+    """Return the launch of forward, and into how many parts it splits a row."""
+    multiprocessors = runtime.multiprocessors(device)
+    long_rows = next(
+        (r for r in (4, 2) if runtime.cdiv(n_rows, r) >= FWD_PROGRAMS * multiprocessors), 1
+    )
+    rows, cols = _block(n_rows, n_cols, stride[0] < stride[1], FWD_TILE, long_rows)
+    programs, blocks = runtime.cdiv(n_rows, rows), runtime.cdiv(n_cols, cols)
+    parts = 1
+    if programs < SHARED_FWD_PROGRAMS * multiprocessors:
+        parts = min(blocks, runtime.cdiv(2 * SHARED_FWD_PROGRAMS * multiprocessors, programs))
+    part_cols = runtime.cdiv(blocks, parts) * cols
+    parts = runtime.cdiv(n_cols, part_cols)
+    launch = Launch(
+        weighted_sum_fwd_kernel, (programs, parts), *stride, n_rows, n_cols, part_cols, rows, cols,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return launch, parts
+
+
+@planned
+def _bwd_launch(
+    n_rows: int, n_cols: int, strides: tuple[int, int, int], sums: bool, device: torch.device
+) -> tuple[Launch, int]:
+    """Return the launch of backward, and how many rows of partial sums it leaves."""
+    transposed = sums and strides[1] < strides[2]
+    rows, cols = _block(n_rows, n_cols, transposed, BWD_TILE, BWD_ROWS)
+    blocks = runtime.cdiv(n_cols, cols)
+    most = runtime.cdiv(BWD_PROGRAMS * runtime.multiprocessors(device), blocks)
+    parts = min(most, runtime.cdiv(n_rows, rows))
+    launch = Launch(
+        weighted_sum_bwd_kernel, (blocks, parts), *strides, n_rows, n_cols, rows, cols,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return launch, parts
+
+
+@planned
+def _sum_launch(n_parts: int, n: int) -> Launch:
+    grid = (runtime.cdiv(n, SUM_COLS),)
+    return Launch(part_sum_kernel, grid, n_parts, n, SUM_ROWS, SUM_COLS, num_warps=WARPS)
+
+
+def _in_parts(n_parts: int, sums: torch.Tensor) -> torch.Tensor:
+    """Return where programs write their sums: into the result, if each sum is one program's."""
+    if n_parts == 1:
+        return sums
+    return torch.empty((n_parts, sums.numel()), dtype=torch.float32, device=sums.device)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    """Write the weighted sum of each row of a matrix to y."""
+    # I/O: read x + read weight + write y
+    launch, n_parts = _fwd_launch(*x.shape, x.stride(), x.device)
+    parts = _in_parts(n_parts, y)
+    launch(x, weight, parts)
+    if n_parts > 1:
+        _sum_launch(n_parts, y.numel())(parts, y)
+
+
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dx: torch.Tensor | None,
+    dw: torch.Tensor | None,
+) -> None:
+    """Write the gradients of a matrix and of the weight, those that are not None."""
+    # I/O: read dy + read x + read weight + write dx + write dw
+    strides = dy.stride(0), *x.stride()
+    launch, n_parts = _bwd_launch(*x.shape, strides, dw is not None, x.device)
+    parts = None if dw is None else _in_parts(n_parts, dw)
+    launch(dy, x, weight, dx, parts)
+    if parts is not dw:
+        _sum_launch(n_parts, dw.numel())(parts, dw)
+
+
+# -- what PyTorch sees ----------------------------------------------------------------------------
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """View, or where it must be copy, a tensor as a matrix of any strides."""
+    return runtime.readable(x).reshape(-1, x.shape[-1])
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=runtime.kernel_dtype(dtype), device=device)
+
+
+def _rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a result in its dtype; the interpreter's kernels may have had another."""
+    return result.to(dtype) if runtime.INTERPRETED else result
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a gradient that is not needed."""
+    return torch.empty(0, dtype=x.dtype, device=x.device)
+
+
+def _run(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weighted sums in a dtype."""
+    if not x.numel():
+        return torch.zeros(x.shape[:-1], dtype=dtype, device=x.device)
+    y = _empty(x.shape[:-1], dtype, x.device)
+    with runtime.launching_on(x):
+        _forward(_rows(x), runtime.readable(weight).contiguous(), y)
+    return _rounded(y, dtype)
+
+
+def _run_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and weight; what is not needed is empty."""
+    if not x.numel():
+        return tuple(result.zero_() for result in _fake_backward(dy, x, weight, needed))
+    dx, dw = (
+        _empty(of.shape, of.dtype, of.device) if need else None
+        for of, need in zip((x, weight), needed, strict=True)
+    )
+    with runtime.launching_on(x):
+        dys = runtime.readable(dy).reshape(-1)
+        _backward(dys, _rows(x), runtime.readable(weight).contiguous(), dx, dw)
+    return tuple(
+        _nothing(of) if gradient is None else _rounded(gradient, of.dtype)
+        for gradient, of in ((dx, x), (dw, weight))
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradient(ctx, dy):
+    """Return the gradients of x and weight."""
+    x, weight = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:2]
+    gradients = _WEIGHTED_SUM_BACKWARD(dy, x, weight, list(needed))
+    return *(g if n else None for g, n in zip(gradients, needed, strict=True)), None
+
+
+def _setup_second_context(ctx, inputs, output):
+    dy, x, weight, ctx.needed = inputs
+    ctx.save_for_backward(dy, x, weight)
+
+
+def _second_gradient(ctx, ddx, ddw):
+    """dx is linear in dy and weight, and dw in dy and x: the same two operators again."""
+    dy, x, weight = ctx.saved_tensors
+    needs_dx, needs_dw = ctx.needed
+    of_dy = of_x = of_weight = None
+    if needs_dx:
+        of_dy = _WEIGHTED_SUM(ddx, weight, torch.float32)
+        _, of_weight = _WEIGHTED_SUM_BACKWARD(dy, ddx, weight, [False, True])
+    if needs_dw:
+        through_dw = _WEIGHTED_SUM(x, ddw, torch.float32)
+        of_dy = through_dw if of_dy is None else of_dy + through_dw
+        of_x, _ = _WEIGHTED_SUM_BACKWARD(dy, x, ddw, [True, False])
+    return None if of_dy is None else of_dy.to(dy.dtype), of_x, of_weight, None
+
+
+def _fake(x, weight, dtype):
+    return torch.empty(x.shape[:-1], dtype=dtype, device=x.device)
+
+
+def _fake_backward(dy, x, weight, needed):
+    return tuple(
+        torch.empty(of.shape, dtype=of.dtype, device=of.device) if need else _nothing(of)
+        for of, need in zip((x, weight), needed, strict=True)
+    )
+
+
+def _batch(info, in_dims, x, weight, dtype):
+    """A batch of rows is more rows. With a weight for each call, PyTorch sums."""
+    x = library.batched(info, in_dims[0], x)
+    if in_dims[1] is None:
+        return _WEIGHTED_SUM.op(x, weight, dtype), 0
+    return (x.float() * _beside(info, in_dims[1], x, weight)).sum(-1).to(dtype), 0
+
+
+def _batch_backward(info, in_dims, dy, x, weight, needed):
+    """Each call has sums of its own, so PyTorch computes them."""
+    dy, x = (library.batched(info, d, t) for d, t in zip(in_dims, (dy, x), strict=False))
+    wide = dy.float().unsqueeze(-1)
+    dx = dw = None
+    if needed[0]:
+        dx = (wide * _beside(info, in_dims[2], x, weight)).to(x.dtype)
+    if needed[1]:
+        dw = (wide * x.float()).flatten(1, -2).sum(1) if x.ndim > 2 else wide * x.float()
+        dw = dw.to(weight.dtype)
+    gradients = tuple(_nothing(of) if g is None else g for g, of in ((dx, x), (dw, weight)))
+    return gradients, tuple(0 if need else None for need in needed)
+
+
+def _beside(info, in_dim, x, weight):
+    """Return weights in float32, shaped to meet x, whose first dimension is a batch."""
+    weight = library.batched(info, in_dim, weight).float()
+    return weight.reshape(info.batch_size, *[1] * (x.ndim - 2), weight.shape[-1])
+
+
+_WEIGHTED_SUM = library.Operator(
+    "weighted_sum",
+    _run,
+    fake=_fake,
+    batch=_batch,
+    setup_context=_setup_context,
+    backward=_gradient,
+)
+_WEIGHTED_SUM_BACKWARD = library.Operator(
+    "weighted_sum_backward",
+    _run_backward,
+    fake=_fake_backward,
+    batch=_batch_backward,
+    setup_context=_setup_second_context,
+    backward=_second_gradient,
+)
+
+
+def _result_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype that (x * weight).sum(-1) has in PyTorch, where autocast may change it."""
+    if library.autocasts(x):
+        return (x.new_empty(0) * weight.new_empty(0)).sum(-1).dtype
+    return x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+
+
+def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The weighted sum over the last dimension: ``(x * weight).sum(-1)`` in one pass.
+
+    y = sum over j of x[..., j] * weight[j]
+
+    Products and sums are computed in float32. Results and gradients of two runs are equal bit by
+    bit, and a gradient that is not needed is not computed.
+
+    Args:
+        x: the input, of shape (..., d) and any stride, float32, float16 or bfloat16. A copy is made
+            only where its first dimensions cannot be viewed as one.
+        weight: one weight for each element of a row, of shape (d), and of the same dtypes, whatever
+            that of ``x``.
+
+    Returns:
+        y, of shape (...), contiguous, in the dtype that ``(x * weight).sum(-1)`` has in PyTorch,
+        also under autocast. Gradients of any order flow to ``x`` and ``weight``, each in its own
+        dtype.
+
+    Raises:
+        TypeError: ``x`` or ``weight`` is no dense tensor or of another dtype.
+        ValueError: ``x`` has no dimension, ``weight`` has another shape than (d), or a tensor is
+            not where kernels run.
+    """
+    checks.tensor("x", x)
+    checks.tensor("weight", weight)
+    if not x.ndim:
+        raise ValueError("x must have a last dimension to sum over, got a scalar: pass x.view(1).")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"weight must have shape {tuple(x.shape[-1:])}, that of a row of x, got "
+            f"{tuple(weight.shape)}: pass one weight for each element of a row."
+        )
+    checks.same_device(x=x, weight=weight)
+    return _WEIGHTED_SUM(x, weight, _result_dtype(x, weight))
