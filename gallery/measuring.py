@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
@@ -33,6 +34,7 @@ import torch
 
 from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
 from kernelbook.lab import results
+from kernelbook.lab.bench import _time_in_turn
 from kernelbook.lab.schema import evaluate
 from kernelbook.ops.dropout import _plan, _rand_dropout, seeded_dropout_kernel
 from kernelbook.ops.softmax.forward import row_fwd_kernel
@@ -169,9 +171,7 @@ large, small = (
     {way: cell(five_ways, way, f"{size}, µs") for way in WAYS}
     for size in ("large", "small")
 )
-moved = (
-    2 * 16384 * 8192 * 2 / 1e3
-)  # bytes of the large softmax, read and written, in kB
+moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
 best = "events, pause and flush"
 lab.read(
     f"Of the large softmax, the clock sees {large['clock']:.0f} µs. If that were the kernel, it "
@@ -452,8 +452,9 @@ lab.read(
 # ----------------
 #
 # A GPU has a limit on its power. When it reaches the limit it lowers its clocks, and whatever
-# depends on the clocks becomes slower. We let the GPU rest for two seconds, time ten runs, keep it
-# busy for two more seconds, and time 300 runs while ``nvidia-smi`` reads the clock and the power.
+# depends on the clocks becomes slower. When it has nothing to do it lowers them too, and takes a
+# moment to raise them again. We let the GPU rest for two seconds, time ten runs, keep it busy for
+# two seconds, and then time more runs while ``nvidia-smi`` reads the clock and the power.
 
 
 def batch(run, n):
@@ -463,7 +464,7 @@ def batch(run, n):
         for _ in range(n):
             run()
 
-    return events(several) / n
+    return events(several, before=run) / n
 
 
 # %%
@@ -471,18 +472,13 @@ def batch(run, n):
 
 # Measuring
 def clock_and_power():
-    """What nvidia-smi reads now, or that it cannot."""
+    """What nvidia-smi reads, or that it cannot."""
     gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", f"--id=GPU-{gpu}"]
+    query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
     names = ("SM clock, MHz", "power, W")
     try:
-        answer = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
         return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError):
         return dict.fromkeys(names, "not readable")
@@ -496,19 +492,17 @@ def under_load(run, seconds=2):
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         batch(run, 100)
-    start, finish = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(300):
-        run()
-    finish.record()
-    read = clock_and_power()  # while the GPU works off its queue
-    torch.cuda.synchronize()
-    busy = 1e3 * start.elapsed_time(finish) / 300
+    times = []
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(clock_and_power)
+        while not (times and reading.done()):
+            times.append(batch(run, 100))
+    busy = statistics.median(times)
     return {
         "rested, µs": round(rested, 1),
         "busy, µs": round(busy, 1),
         "slower, %": round(100 * (busy / rested - 1), 1),
-    } | read
+    } | reading.result()
 
 
 # %%
@@ -610,9 +604,11 @@ lab.read(
 # The loop of this book puts all of this together. Every provider warms up first. Then come six
 # rounds, in each of which every provider gets about 40 milliseconds, in an order that is drawn
 # anew. Each run starts with a flush and a pause, and if the host was not done when the pause ended,
-# the run is made again after a longer one. The times of all rounds are pooled, and p20, p50 and p80
-# are recorded. The function is called ``lab.bench``.
-#
+# the run is made again after a longer one.
+
+lab.source(_time_in_turn)
+
+# %%
 # Is it right?
 # ------------
 #
@@ -639,8 +635,10 @@ def cases():
 lab.check("What is timed", cases())
 
 # %%
-# **The error of a sum.** Half of a measurement is its error, and for sums it depends on the dtype
-# of the accumulator. Add 0.01 a thousand times, which should give 10.
+# **The error of a sum.** A time means little without the error of the result, and for sums the
+# error depends on the dtype of the accumulator. We add 0.01 a thousand times, which should give 10,
+# in four ways: all in float32, all in float16, numbers of float16 into a sum of float32, and the
+# same with each number cast first. Then we repeat the last three with bfloat16.
 
 
 def summed(total, number):
@@ -679,6 +677,8 @@ for total, number in (
             "stops at": f"{stop:,}",
         }
     )
+assert rows[2]["sum"] == rows[3]["sum"]
+assert rows[5]["sum"] == rows[6]["sum"]
 lab.table(rows, "0.01, a thousand times")
 
 # %%
@@ -828,9 +828,10 @@ lab.read(
 # ------------
 #
 # Is a time good? That depends on what the kernel has to do. Let it move :math:`Q` bytes and do
-# :math:`W` FLOPs, on a GPU that can move :math:`\beta` bytes per second and do :math:`\pi` FLOPs
-# per second. It takes at least as long as each of the two alone, so its speed :math:`P = W / T` has
-# a ceiling that depends only on its :term:`arithmetic intensity` :math:`I = W / Q`:
+# :math:`W` floating-point operations (FLOPs), on a GPU that can move :math:`\beta` bytes and do
+# :math:`\pi` FLOPs per second. It takes at least as long as each of the two alone, so its speed
+# :math:`P = W / T` has a ceiling that depends only on its :term:`arithmetic intensity`
+# :math:`I = W / Q`:
 #
 # .. math::
 #
@@ -1137,7 +1138,9 @@ def machine_code(run):
         name, text = "SASS", compiled.asm["sass"]
     except (OSError, RuntimeError, subprocess.SubprocessError):
         name, text = "PTX", compiled.asm["ptx"]
-    return name, [line.rpartition("\t")[2].strip() for line in text.splitlines()]
+    return name, [
+        " ".join(line.split("\t", 1)[-1].split()) for line in text.splitlines()
+    ]
 
 
 def instructions():
@@ -1170,14 +1173,19 @@ code
 
 # Reading
 load = cell(code, "load", "times")
+spilled = (
+    f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
+    f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads of local memory are "
+    "added, which is where spilled values live."
+)
+if code.rows and "first in PTX" in code.rows[0]:
+    spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
 lab.read(
     f"Each thread holds 64 numbers of 16 bits. It has {load:.0f} load instructions, so each loads "
     f"{64 / load:.0f} numbers at once, {64 * 16 / load:.0f} bits. There are "
     f"{cell(code, 'exponential', 'times'):.0f} exponentials. The shuffles and barriers reduce the "
-    "maximum and the sum, first within a warp and then over the two of a program. With 32 "
-    f"registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
-    f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads of local memory are "
-    "added, which is where spilled values live."
+    "maximum and the sum, first within a warp and then over the two of a program. "
+    f"{spilled}"
 )
 
 # %%
