@@ -574,7 +574,7 @@ def twins():
         for kind, order in orders.items():
             found = in_turn({"matmul": lambda: a @ a, "A": run, "B": run}, order)
             if kind == "fixed":
-                row |= {f"{twin}, µs": round(found[twin], 2) for twin in "AB"}
+                row |= {f"{twin}, fixed, µs": round(found[twin], 2) for twin in "AB"}
             row[f"apart, {kind}, %"] = round(100 * (found["A"] / found["B"] - 1), 2)
         rows.append(row)
     return rows
@@ -1467,6 +1467,6 @@ lab.read(
 
 # Closing
 lab.finish(
-    f"a small softmax takes {min(small.values()):.0f} to {max(small.values()):.0f} µs, by the way "
+    f"A small softmax takes {min(small.values()):.0f} to {max(small.values()):.0f} µs, by the way "
     "in which it is timed"
 )
