@@ -75,6 +75,19 @@ CHAPTERS = {
             "Kernel Book": "the operator",
         },
     ),
+    "measuring": Facts(
+        "Time one kernel in the five usual ways and you get five times: which of them measures the "
+        "kernel?",
+        "introductory",
+        ("first_kernel",),
+        "registers",
+        {"columns": 4096},
+        {
+            "32 registers": "softmax, 32 registers a thread",
+            "64 registers": "softmax, 64 registers",
+            "Kernel Book": "softmax, as many as it needs",
+        },
+    ),
     "dropout": Facts(
         "Can the backward pass of dropout zero the same elements again without a stored mask?",
         "introductory",

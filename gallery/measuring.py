@@ -1,0 +1,1472 @@
+"""
+Measuring a kernel
+==================
+
+Time one call of one kernel in the five usual ways and you get five times, and some of them are not
+times of the kernel at all. *Which way measures the kernel, and how far can its number be trusted?*
+
+You will learn
+
+- what each way of timing measures besides the kernel, and how to keep it out: a wait, a pause, a
+  flush, a warm-up, an order that is drawn;
+- how many runs a claim needs, what a launch costs the host, and how clocks and power move a result;
+- how to judge a time: by the roofline, by registers and spills, by a line of machine code, by
+  hardware counters, and by the error of the result.
+
+The measurements of this chapter need an NVIDIA GPU. Without one they are those of a recorded run,
+and only the checks, the sums of small numbers and the exercises are computed anew.
+"""
+
+# sphinx_gallery_thumbnail_number = 3
+import csv
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from unittest import mock
+
+import numpy
+import torch
+
+from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
+from kernelbook.lab import results
+from kernelbook.lab.bench import _time_in_turn
+from kernelbook.lab.schema import evaluate
+from kernelbook.ops.dropout import _plan, _rand_dropout, seeded_dropout_kernel
+from kernelbook.ops.softmax.forward import row_fwd_kernel
+
+lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# How long does a softmax take? The obvious way asks the clock before the call and after it.
+
+
+def clock(run):
+    """Microseconds until the call returns."""
+    begin = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - begin)
+
+
+# %%
+# This measures the wrong machine. A call of a GPU operator is *asynchronous*: the :term:`host` puts
+# the kernel into a queue, called a :term:`stream`, and returns before the kernel has run, often
+# before it has begun. ``clock`` therefore measures how long the host takes to queue the work.
+#
+# .. image:: /figures/measuring-timelines.svg
+#    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
+#          has queued the kernel, long before the GPU has run it. Two events around a launch include
+#          the time in which the GPU waits for the host. After a pause, both events and the kernel
+#          are queued before the GPU comes to them, and the events enclose the kernel alone.
+#
+# So wait for the GPU. ``torch.cuda.synchronize`` returns when the queue is empty.
+
+
+def clock_and_wait(run):
+    """Microseconds until the GPU has finished."""
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - begin)
+
+
+# %%
+# This time holds the whole kernel, but also what the host needs to launch it and to notice its end.
+# To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a mark in the
+# queue, and the GPU notes the time at which it comes to the mark.
+
+
+def events(run, before=lambda: None):
+    """Microseconds that the GPU takes from one event to the next."""
+    before()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+# %%
+# Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
+# and then waits until the host has launched the kernel, and the wait counts. So give the GPU
+# something else to do before the first event, for long enough that the host can queue everything.
+# ``pause`` lets it count about a millisecond of its clock cycles.
+#
+# One effect is left. The run before has left the input in the :term:`L2` cache, where the next run
+# finds it, although in a model other kernels would have replaced it by then. ``cold`` therefore
+# overwrites the cache first, with more zeros than any L2 holds.
+
+
+def pause():
+    torch.cuda._sleep(2_000_000)
+
+
+def cold():
+    torch.zeros(2**28, dtype=torch.int8, device=runtime.DEVICE)
+    pause()
+
+
+def median(way, run, n=50):
+    times = []
+    for _ in range(n + 5):  # the first five compile and warm up
+        torch.cuda.synchronize()
+        times.append(way(run))
+    return statistics.median(times[5:])
+
+
+# %%
+# The next table times three calls in each way: a softmax of 16,384 rows of 8,192 numbers, one of 64
+# rows of 1,024, and a function that does nothing, whose time is what each way adds of its own.
+
+WAYS = {
+    "clock": clock,
+    "clock and wait": clock_and_wait,
+    "events": events,
+    "events after a pause": partial(events, before=pause),
+    "events, pause and flush": partial(events, before=cold),
+}
+
+
+def matrix(rows, columns):
+    return torch.randn(rows, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+
+
+def timed_in_five_ways():
+    runs = {
+        "large, µs": partial(softmax, matrix(16384, 8192)),
+        "small, µs": partial(softmax, matrix(64, 1024)),
+        "nothing, µs": lambda: None,
+    }
+    return [
+        {"way": name} | {what: round(median(way, run), 1) for what, run in runs.items()}
+        for name, way in WAYS.items()
+    ]
+
+
+five_ways = lab.measure("One call, timed in five ways", timed_in_five_ways)
+five_ways
+
+# %%
+
+
+# Reading
+nan = float("nan")
+
+
+def cell(table, row, column):
+    """A number of a recorded table, by what stands first in its row; NaN before it is recorded."""
+    rows = {next(iter(found.values())): found for found in table.rows}
+    return rows[row][column] if rows else nan
+
+
+large, small = (
+    {way: cell(five_ways, way, f"{size}, µs") for way in WAYS}
+    for size in ("large", "small")
+)
+moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
+best = "events, pause and flush"
+lab.read(
+    f"Of the large softmax, the clock sees {large['clock']:.0f} µs. If that were the kernel, it "
+    f"would move {moved / large['clock']:,.0f} GB/s; it really moves "
+    f"{moved / large[best]:,.0f}. With a wait the clock says {large['clock and wait']:.0f} µs, "
+    f"which is the kernel of {large[best]:.0f} and what the host adds. On the small softmax the "
+    f"host is nearly all: the clock with its wait says {small['clock and wait']:.0f} µs, events "
+    f"say {small['events']:.0f}, and after a pause the kernel takes "
+    f"{small['events after a pause']:.1f}, from a cold cache {small[best]:.1f}. Of these, "
+    f"{cell(five_ways, best, 'nothing, µs'):.1f} µs pass between two events with nothing between "
+    "them."
+)
+
+# %%
+# The figures of this book use the last way. Which one is right depends on the question. A user who
+# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way. To
+# compare kernels, take the last.
+#
+# The first calls
+# ---------------
+#
+# ``median`` throws the first calls away. The next table shows why: it lists the milliseconds of
+# single calls, in the order in which a fresh process makes them. The columns are a Triton kernel
+# that is compiled anew, one that also chooses among nine configurations (:term:`autotuning`), a
+# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
+
+import triton
+
+CALLS = (1, 2, 3, 10)
+
+
+def first_calls():
+    x, a = matrix(4096, 4096), matrix(2048, 2048)
+    y = torch.empty_like(x)
+    kernel = triton.jit(row_fwd_kernel.fn)  # another one, which nobody has compiled yet
+    configs = [
+        triton.Config({"BLOCK_SIZE": size}, num_warps=warps)
+        for size in (512, 1024, 2048)
+        for warps in (2, 4, 8)
+    ]
+    tuned = triton.autotune(configs, key=["n_elements"])(
+        triton.jit(seeded_dropout_kernel.fn)
+    )
+    compiled = torch.compile(lambda x: torch.softmax(x, -1))
+
+    def grid(meta):
+        return (triton.cdiv(x.numel(), meta["BLOCK_SIZE"]),)
+
+    runs = {
+        "Triton": lambda: kernel[(4096,)](x, y, 4096, 4096, 4096, 1, 4096, num_warps=2),
+        "Triton, autotuned": lambda: tuned[grid](
+            x, y, 7, x.numel(), 2**31, 2.0, N_ROUNDS=7
+        ),
+        "torch.compile": lambda: compiled(x),
+        "matmul": lambda: a @ a,
+    }
+    with mock.patch.dict(os.environ, TRITON_ALWAYS_COMPILE="1"):  # not from its cache
+        times = {
+            name: [clock_and_wait(run) for _ in range(max(CALLS))]
+            for name, run in runs.items()
+        }
+    return [
+        {"call": call}
+        | {name: round(found[call - 1] / 1e3, 3) for name, found in times.items()}
+        for call in CALLS
+    ]
+
+
+first = lab.measure("Milliseconds of the first calls", first_calls)
+first
+
+# %%
+
+# Reading
+NAMES = ("Triton", "Triton, autotuned", "torch.compile", "matmul")
+times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
+lab.read(
+    f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
+    f"compiled then; the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles and times "
+    f"every configuration, {times['Triton, autotuned'][0]:,.0f} ms in all, and "
+    f"`torch.compile` traces, generates and compiles, {times['torch.compile'][0]:,.0f} ms. The "
+    f"matmul is compiled already, and yet its first call takes {times['matmul'][0]:,.1f} ms and "
+    f"its tenth {times['matmul'][-1]:.2f}, because a library sets itself up at its first use. A "
+    "mean over ten calls that includes the first says nothing about the kernel."
+)
+
+# %%
+# A warm-up must use the same shapes, dtypes and options as the measurement, because a change of any
+# of them can compile again or choose anew.
+#
+# Cold and warm
+# -------------
+#
+# How much does the cache matter? We copy tensors of growing size, once from a cold cache and once
+# from the one that the copy before has left.
+
+
+def copies():
+    rows = []
+    l2 = torch.cuda.get_device_properties(runtime.DEVICE).L2_cache_size / 2**20
+    for mib in (1, 4, 16, 32, 48, 64, 96, 128, 256, 1024):
+        x = torch.ones(mib * 2**19, dtype=torch.int8, device=runtime.DEVICE)
+        run = partial(torch.empty_like(x).copy_, x)
+        rows.append(
+            {
+                "MiB": mib,
+                "warm, GB/s": round(
+                    mib * 2**20 / median(WAYS["events after a pause"], run) / 1e3
+                ),
+                "cold, GB/s": round(mib * 2**20 / median(WAYS[best], run) / 1e3),
+                "L2, MiB": round(l2, 1),
+            }
+        )
+    return rows
+
+
+by_size = lab.measure("A copy of growing size", copies)
+
+
+# %%
+
+
+# Drawing
+def in_words(rows):
+    found = (
+        f"{row['MiB']:,} MiB {row['warm, GB/s']:,} and {row['cold, GB/s']:,}"
+        for row in rows
+    )
+    return f"GB/s from a warm and from a cold cache: {'; '.join(found)}."
+
+
+def two_lines(axes, rows):
+    for name in ("warm", "cold"):
+        axes.semilogx(
+            [row["MiB"] for row in rows],
+            [row[f"{name}, GB/s"] for row in rows],
+            "o-",
+            base=2,
+            color=lab.colour(name),
+            label=f"{name} cache",
+        )
+    axes.axvline(rows[0]["L2, MiB"], linestyle="--", color=lab.colour("copy"))
+    axes.annotate(
+        f"L2 holds {rows[0]['L2, MiB']:.0f} MiB",
+        (1.08 * rows[0]["L2, MiB"], 0),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=lab.colour("copy"),
+    )
+    axes.xaxis.set_major_formatter(lambda mib, _: f"{mib:,.0f}")
+    axes.set(xlabel="MiB, read and written", ylabel="GB/s", ylim=0)
+
+
+lab.draw(by_size, "A copy from a warm and from a cold cache", in_words, two_lines)
+
+# %%
+
+# Reading
+warm, unwarmed = (
+    {row["MiB"]: row[f"{kind}, GB/s"] for row in by_size.rows} or {0: nan}
+    for kind in ("warm", "cold")
+)
+peak, last = max(warm, key=warm.get), max(warm)
+lab.read(
+    f"The warm copy is fastest at {peak:,} MiB, with {warm[peak]:,.0f} GB/s, where the cold one "
+    f"reaches {unwarmed[peak]:,.0f}: it reads the cache and not the memory, which gives at most "
+    f"{max(unwarmed.values()):,.0f}. At {last:,} MiB, which no cache holds, the two differ by "
+    f"{100 * abs(warm[last] / unwarmed[last] - 1):.1f} %. A benchmark without a flush is therefore "
+    "right for large inputs and flatters small ones."
+)
+
+# %%
+# How many runs?
+# --------------
+#
+# No two runs take the same time. The figure sorts 2,000 runs of one softmax, of 4,096 rows of 4,096
+# numbers, each measured in the last of the five ways: the curve says how many per cent of the runs
+# were at least as fast.
+
+
+PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
+
+
+def percentiles():
+    run = partial(softmax, matrix(4096, 4096))
+    median(events, run)
+    times = numpy.percentile([events(run, cold) for _ in range(2000)], PERCENT)
+    return [
+        {"% of the runs": share, "µs, at most": round(float(found), 3)}
+        for share, found in zip(PERCENT, times, strict=True)
+    ]
+
+
+spread = lab.measure("2,000 runs of one softmax", percentiles)
+
+# %%
+
+
+# Drawing
+def at_most(rows):
+    return {row["% of the runs"]: row["µs, at most"] for row in rows}
+
+
+def sorted_runs(rows):
+    found = ", ".join(f"{share} % {took:.2f}" for share, took in at_most(rows).items())
+    return f"The time that a share of the runs did not exceed, in µs: {found}."
+
+
+def curve(axes, rows):
+    times, ours = at_most(rows), lab.colour("Kernel Book")
+    axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
+    axes.plot(times.values(), times.keys(), color=ours)
+    for share in (20, 50, 80):
+        axes.plot(times[share], share, "o", color=ours)
+        axes.annotate(
+            f"p{share}", (times[share], share), (8, -4), textcoords="offset points"
+        )
+    axes.set(xlabel="µs", ylabel="% of the runs", xlim=(None, times[99]), ylim=0)
+
+
+lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
+
+# %%
+
+# Reading
+times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
+lab.read(
+    f"Six of every ten runs lie between {times[20]:.2f} and {times[80]:.2f} µs. The fastest took "
+    f"{100 * (1 - times[0] / times[50]):.0f} % less than the median, and the slowest "
+    f"{100 * (times[100] / times[50] - 1):.0f} % more, because much can delay a run and little can "
+    "speed it up. The mean moves with every such delay, and the median does not. That is why this "
+    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+)
+
+# %%
+# How many runs does a claim need? We draw samples from this distribution again and again and look
+# how far the median and the mean of a sample stray from those of all runs.
+
+
+def strays(estimate, n, draws=1000):
+    """By how many % an estimate from n runs strays at most, in 95 of 100 samples."""
+    shares = 100 * numpy.random.default_rng(0).random((draws, n))
+    times = at_most(spread.rows)
+    samples = numpy.interp(shares, list(times), list(times.values()))
+    all_runs = numpy.interp(
+        numpy.arange(0.05, 100, 0.1), list(times), list(times.values())
+    )
+    off = numpy.abs(estimate(samples, axis=1) / estimate(all_runs) - 1)
+    return 100 * float(numpy.quantile(off, 0.95))
+
+
+SAMPLES = (1, 5, 20, 100, 360)
+rows = [
+    {
+        "runs": n,
+        "median strays by, %": round(strays(numpy.median, n), 2),
+        "mean strays by, %": round(strays(numpy.mean, n), 2),
+    }
+    for n in SAMPLES
+    if spread.rows
+]
+lab.table(rows, "How far a sample strays, in 95 of 100 samples")
+
+# %%
+
+# Reading
+off = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+lab.read(
+    f"A single run may be off by {off[0]:.2f} %, the median of 20 by {off[2]:.2f} %, and that of "
+    f"360, the number behind most points of this book, by {off[-1]:.2f} %. A claim that one "
+    "kernel is faster by less than this needs more runs. But more runs only help against what "
+    "changes from run to run. They do not help against what lasts longer than the measurement, "
+    "and that is the subject of the next section."
+)
+
+# %%
+# Clocks and power
+# ----------------
+#
+# A GPU has a limit on its power. When it reaches the limit it lowers its clocks, and whatever
+# depends on the clocks becomes slower. When it has nothing to do it lowers them too, and takes a
+# moment to raise them again. We let the GPU rest for two seconds, time ten runs, keep it busy for
+# two seconds, and then time more runs while ``nvidia-smi`` reads the clock and the power.
+
+
+def batch(run, n):
+    """Microseconds of a run, from n in a row."""
+
+    def several():
+        for _ in range(n):
+            run()
+
+    return events(several, before=run) / n
+
+
+# %%
+
+
+# Measuring
+def clock_and_power():
+    """What nvidia-smi reads, or that it cannot."""
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
+    query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
+    names = ("SM clock, MHz", "power, W")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return dict.fromkeys(names, "not readable")
+
+
+def under_load(run, seconds=2):
+    run()
+    torch.cuda.synchronize()
+    time.sleep(seconds)
+    rested = batch(run, 10)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        batch(run, 100)
+    times = []
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(clock_and_power)
+        while not (times and reading.done()):
+            times.append(batch(run, 100))
+    busy = statistics.median(times)
+    return {
+        "rested, µs": round(rested, 1),
+        "busy, µs": round(busy, 1),
+        "slower, %": round(100 * (busy / rested - 1), 1),
+    } | reading.result()
+
+
+# %%
+
+
+def loads():
+    a, b = matrix(8192, 8192), matrix(8192, 8192)
+    zeros, y = torch.zeros_like(a), torch.empty_like(a)
+    runs = {
+        "matmul of random numbers": lambda: a @ b,
+        "matmul of zeros": lambda: zeros @ zeros,
+        "copy": lambda: y.copy_(a),
+    }
+    return [{"work": name} | under_load(run) for name, run in runs.items()]
+
+
+power = lab.measure("Rested and busy, 8,192 × 8,192 in bfloat16", loads)
+power
+
+# %%
+
+# Reading
+names = ("matmul of random numbers", "matmul of zeros", "copy")
+busy = {name: cell(power, name, "busy, µs") for name in names}
+slower = {name: cell(power, name, "slower, %") for name in names}
+random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
+why = (
+    "The instructions are the same, but a transistor that does not switch draws little power, so "
+    "that the clock can stay high. Never time a kernel on zeros, or on memory that nobody has "
+    "filled."
+)
+lab.read(
+    f"From rested to busy, the time of the matmul changes by "
+    f"{slower['matmul of random numbers']:+.1f} %, and that of the copy by {slower['copy']:+.1f} "
+    f"%. The same matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a "
+    f"factor of {random / zeros:.2f}. {why if random > 1.02 * zeros else ''}"
+)
+
+# %%
+# This is how the *order* of a comparison can decide it. Take two providers that are the same
+# function, called A and B, beside a matmul. In a fixed order, A always runs after the matmul and B
+# always after A. In a drawn order, each runs after the other as often as after the matmul.
+
+
+def in_turn(runs, order, rounds=8):
+    counts = {name: max(1, round(4e4 / batch(run, 5))) for name, run in runs.items()}
+    times = {name: [] for name in runs}
+    for _ in range(rounds):  # each gets 40 milliseconds in a round
+        for name in order(list(runs)):
+            times[name].append(batch(runs[name], counts[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+# %%
+
+
+def twins():
+    a, x = matrix(8192, 8192), matrix(16384, 8192)
+    small = matrix(2048, 2048)
+    kernels = {
+        "softmax": lambda: softmax(x),
+        "dropout, one number a call": lambda: _rand_dropout(x, 0.5, 7),
+        "matmul of 2,048": lambda: small @ small,
+    }
+    orders = {"fixed": list, "drawn": numpy.random.default_rng(0).permutation}
+    rows = []
+    for name, run in kernels.items():
+        row = {"kernel": name}
+        for kind, order in orders.items():
+            found = in_turn({"matmul": lambda: a @ a, "A": run, "B": run}, order)
+            if kind == "fixed":
+                row |= {f"{twin}, fixed, µs": round(found[twin], 2) for twin in "AB"}
+            row[f"apart, {kind}, %"] = round(100 * (found["A"] / found["B"] - 1), 2)
+        rows.append(row)
+    return rows
+
+
+alike = lab.measure("One kernel under two names", twins)
+alike
+
+# %%
+
+# Reading
+apart = {
+    kind: [abs(row[f"apart, {kind}, %"]) for row in alike.rows] or [nan]
+    for kind in ("fixed", "drawn")
+}
+lab.read(
+    "A and B are one function, so that any difference between them is an error of the method. In "
+    f"a fixed order they are up to {max(apart['fixed']):.2f} % apart, in a drawn order up to "
+    f"{max(apart['drawn']):.2f} %. An early version of this book timed its providers in a fixed "
+    "order, and whichever came after the matmul looked slower than it is."
+)
+
+# %%
+# Such an *A/A test* is the cheapest way to learn what a benchmark can resolve: time the same thing
+# under two names, and believe no difference that is smaller than theirs.
+#
+# The loop of this book puts all of this together. Every provider warms up first. Then come six
+# rounds, in each of which every provider gets about 40 milliseconds, in an order that is drawn
+# anew. Each run starts with a flush and a pause, and if the host was not done when the pause ended,
+# the run is made again after a longer one.
+
+lab.source(_time_in_turn)
+
+# %%
+# Is it right?
+# ------------
+#
+# A kernel that does half of the work is fast, so check the result before the time. Both operators
+# of this chapter are compared with float64 on the shapes that are timed, and PyTorch's own error in
+# the same dtype sets the tolerance.
+
+
+def cases():
+    shapes = ((64, 1024),) if runtime.INTERPRETED else ((64, 1024), (16384, 8192))
+    for rows, columns in shapes:
+        x = matrix(rows, columns)
+        truth = reference.softmax(x, -1)
+        what = f"({rows}, {columns})"
+        yield lab.Case(f"softmax {what}", "forward", softmax(x), x.softmax(-1), truth)
+    x = matrix(64, 1024)
+    keep = reference.keep_mask(
+        torch.arange(x.numel(), device=x.device).view(x.shape), 0.5, 7, rounds=7
+    )
+    ours, truth = seeded_dropout(x, 0.5, 7), reference.seeded_dropout(x, 0.5, 7)
+    yield lab.Case("dropout (64, 1024)", "forward", ours, x * keep / 0.5, truth)
+
+
+lab.check("What is timed", cases())
+
+# %%
+# **The error of a sum.** A time means little without the error of the result, and for sums the
+# error depends on the dtype of the accumulator. We add 0.01 a thousand times, which should give 10,
+# in four ways: all in float32, all in float16, numbers of float16 into a sum of float32, and the
+# same with each number cast first. Then we repeat the last three with bfloat16.
+
+
+def summed(total, number):
+    for _ in range(1000):
+        total += number  # the result keeps the dtype of total
+    return total.item()
+
+
+def hundredth(dtype):
+    return torch.tensor(0.01, dtype=dtype)
+
+
+# %%
+
+rows = []
+for total, number in (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float32", "float16"),
+    ("float32", "float16, cast first"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("float32", "bfloat16, cast first"),
+):
+    term = hundredth(getattr(torch, number.partition(",")[0]))
+    term = term.float() if "cast" in number else term
+    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
+    eps = torch.finfo(getattr(torch, total)).eps
+    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
+    rows.append(
+        {
+            "sum in": total,
+            "numbers in": number,
+            "sum": f"{found:.4f}",
+            "off by": f"{100 * (found / 10 - 1):+.3f} %",
+            "stops at": f"{stop:,}",
+        }
+    )
+assert rows[2]["sum"] == rows[3]["sum"]
+assert rows[5]["sum"] == rows[6]["sum"]
+lab.table(rows, "0.01, a thousand times")
+
+# %%
+# A float with :math:`m` bits after the point has neighbours that are
+#
+# .. math::
+#
+#    \operatorname{ulp}(s) = 2^{\lfloor \log_2 s \rfloor - m}
+#
+# apart, so the gap grows with the sum. In float16 (:math:`m = 10`) numbers between 8 and 16 are
+# :math:`2^{-7} \approx 0.0078` apart, and each addition of 0.01 is rounded to that. In bfloat16
+# (:math:`m = 7`) the gap is 1/32 from 4 on. Half of it is more than 0.01, so that 4 + 0.01 is
+# rounded back to 4 and the sum stops there; the last column says where that happens in each dtype.
+#
+# With a float32 accumulator only the rounding of 0.01 itself is left, a thousand times the same. It
+# makes no difference whether the number is cast first, because PyTorch casts it before it adds. So
+# numbers may be stored in 16 bits, but sums must be kept in 32, as every kernel of this book does
+# and as autocast does in reductions.
+#
+# What a launch costs the host
+# ----------------------------
+#
+# Small kernels wait for the host. Where does its time go? The table measures the layers of a call
+# of ``dropout`` from the inside out, each as the time until the call returns, on an input so small
+# that the GPU keeps up.
+
+
+def host_time(run, calls=20):
+    torch.cuda.synchronize()
+    return clock(lambda: [run() for _ in range(calls)]) / calls
+
+
+# %%
+
+
+def layers():
+    x = matrix(64, 1024)
+    y, n = torch.empty_like(x), x.numel()
+    leaf = x.clone().requires_grad_()
+    launch = _plan(seeded_dropout_kernel, n, 2**31, 2.0, N_ROUNDS=7)
+    grid = (triton.cdiv(n, 1024),)
+    ways = {
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "copy_, one kernel of PyTorch": lambda: y.copy_(x),
+        "a remembered launch": lambda: launch(x, y, 7),
+        "kernel[grid](...)": lambda: seeded_dropout_kernel[grid](
+            x, y, 7, n, 2**31, 2.0, BLOCK_SIZE=1024, N_ROUNDS=7
+        ),
+        "seeded_dropout": lambda: seeded_dropout(x, 0.5, 7),
+        "seeded_dropout, with autograd": lambda: seeded_dropout(leaf, 0.5, 7),
+        "dropout, which draws a seed": lambda: dropout(x, 0.5),
+    }
+    fastest = dict.fromkeys(ways, float("inf"))
+    for _ in range(60):
+        for name, run in ways.items():
+            fastest[name] = min(fastest[name], host_time(run))
+    return [{"call": name, "µs": round(took, 2)} for name, took in fastest.items()]
+
+
+host = lab.measure("How long the host needs, fastest of 60 turns", layers)
+host
+
+# %%
+
+# Reading
+took = {
+    name: cell(host, name, "µs")
+    for name in (
+        "a remembered launch",
+        "kernel[grid](...)",
+        "seeded_dropout",
+        "seeded_dropout, with autograd",
+    )
+}
+lab.read(
+    f"Triton's own launch takes {took['kernel[grid](...)']:.1f} µs, because it looks at every "
+    "argument to find the compiled kernel. The book's operators remember it, and launch in "
+    f"{took['a remembered launch']:.1f}. Around the launch, the public function checks its "
+    f"arguments and allocates the output: {took['seeded_dropout']:.1f} µs in all, and "
+    f"{took['seeded_dropout, with autograd']:.1f} where autograd keeps track. Here the fastest "
+    "turn counts and not the median, because whatever slows a host down has nothing to do with "
+    "the call."
+)
+
+# %%
+# **CUDA graphs.** A :term:`CUDA graph` records the launches of a piece of work once and replays
+# them with one call, so that the host does its part only once. We time ten softmaxes of 1,024
+# columns, called one by one and replayed, beside ten times what the kernel takes alone.
+
+
+def recorded_graph(run):
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+# %%
+
+
+def graphs():
+    rows = []
+    for height in (16, 256, 4096, 65536):
+        x = matrix(height, 1024)
+
+        def ten(x=x):
+            for _ in range(10):
+                softmax(x)
+
+        rows.append(
+            {
+                "rows": height,
+                "one by one, µs": round(median(clock_and_wait, ten), 1),
+                "as a graph, µs": round(median(clock_and_wait, recorded_graph(ten)), 1),
+                "kernels alone, µs": round(
+                    10 * median(WAYS[best], partial(softmax, x)), 1
+                ),
+            }
+        )
+    return rows
+
+
+graph = lab.measure("Ten softmaxes in a row", graphs)
+graph
+
+# %%
+
+# Reading
+short, long = (
+    {
+        way: cell(graph, height, f"{way}, µs")
+        for way in ("one by one", "as a graph", "kernels alone")
+    }
+    for height in (16, 65536)
+)
+lab.read(
+    f"On 16 rows the graph takes {short['as a graph']:.0f} µs instead of "
+    f"{short['one by one']:.0f}. On 65,536 rows it takes {long['as a graph']:,.0f} instead of "
+    f"{long['one by one']:,.0f}, because there the host is ahead of the GPU anyway. A graph can "
+    "even be faster than the sum of its kernels, each measured from a cold cache, because they "
+    "find what they read in L2."
+)
+
+# %%
+# The roofline
+# ------------
+#
+# Is a time good? That depends on what the kernel has to do. Let it move :math:`Q` bytes and do
+# :math:`W` floating-point operations (FLOPs), on a GPU that can move :math:`\beta` bytes and do
+# :math:`\pi` FLOPs per second. It takes at least as long as each of the two alone, so its speed
+# :math:`P = W / T` has a ceiling that depends only on its :term:`arithmetic intensity`
+# :math:`I = W / Q`:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    T &\ge \max\left( \frac{Q}{\beta},\, \frac{W}{\pi} \right) \\
+#    P = \frac{W}{T} &\le \min\left( \beta I,\, \pi \right)
+#    \end{aligned}
+#
+# This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
+# it a kernel waits for memory, right of it for arithmetic. We measure both limits, because no
+# program reaches those of a data sheet.
+
+
+def limits():
+    x = torch.ones(2**30, dtype=torch.int8, device=runtime.DEVICE)
+    y = torch.empty_like(x)
+    a, b = matrix(8192, 8192), matrix(8192, 8192)
+    moved = 2 * x.numel() / median(WAYS[best], lambda: y.copy_(x)) / 1e3
+    flops = 2 * 8192**3 / median(WAYS[best], lambda: a @ b) / 1e6
+    return [
+        {
+            "GPU": torch.cuda.get_device_name(runtime.DEVICE),
+            "copy, GB/s": round(moved),
+            "matmul, TFLOP/s": round(flops),
+            "ridge, FLOPs per byte": round(1e3 * flops / moved),
+        }
+    ]
+
+
+machine = lab.measure("The limits of the machine, bfloat16", limits)
+machine
+
+# %%
+# The record of each chapter holds the times of its operator, the formula of the bytes or the FLOPs
+# that it counts, and the sizes. Only the other formula is missing: the FLOPs of the operators that
+# count bytes, from the mathematics of their chapters, with an exponential counted as one, and the
+# bytes of attention, whose inputs are read once and whose outputs are written once. The random bits
+# of dropout are integer arithmetic and do not count. Times below 20 µs are left out, because the
+# launch is much of them.
+
+OPERATORS = {  # chapter, sweep, provider, and FLOPs or bytes, whichever is not recorded
+    "weighted sum": ("first_kernel", "forward", "Kernel Book", "2 * numbers"),
+    "weighted sum, back": ("first_kernel", "backward", "Kernel Book", "3 * numbers"),
+    "dropout": ("dropout", "forward", "Kernel Book", "numbers"),
+    "dropout, back": ("dropout", "backward", "Kernel Book", "numbers"),
+    "softmax": ("softmax", "forward", "Kernel Book", "5 * numbers"),
+    "softmax, back": ("softmax", "backward", "Kernel Book", "4 * numbers"),
+    "layer norm": ("layer_norm", "forward", "Kernel Book", "7 * numbers"),
+    "layer norm, back": ("layer_norm", "backward", "Kernel Book", "13 * numbers"),
+    "attention": ("attention", "forward", "Kernel Book", "4 * 2 * numbers"),
+    "attention, back": ("attention", "backward", "Kernel Book", "8 * 2 * numbers"),
+    "attention, in FP8": ("attention_fp8", "fp8", "all in FP8", "(3 + 2) * numbers"),
+}
+
+
+# %%
+
+
+# Measuring
+SIZES = ("elements", "rows", "columns", "batch", "heads", "seqlen", "head_dim")
+
+
+def recorded_points(gpu):
+    """Yield operator, FLOPs per byte and TFLOP/s of each point that a GPU recorded in bfloat16."""
+    for name, (chapter, sweep, provider, formula) in OPERATORS.items():
+        for record in results.recorded():
+            found = record["sweeps"].get(sweep, {"milliseconds": {}})
+            ours = record["chapter"].startswith(chapter)
+            here = record["provenance"]["gpu"] == gpu
+            if not (ours and here and provider in found["milliseconds"]):
+                continue
+            times = found["milliseconds"][provider]
+            for point, took in zip(found["points"], times, strict=True):
+                if (
+                    point.get("dtype", "bfloat16") != "bfloat16"
+                    or not took
+                    or took[1] < 0.02
+                ):
+                    continue  # below 20 µs it would show the launch
+                numbers = numpy.prod([point[size] for size in SIZES if size in point])
+                point |= {"numbers": int(numbers)}
+                counted = evaluate(found["work"], point), evaluate(formula, point)
+                moved, flops = counted if found["unit"] == "GB/s" else counted[::-1]
+                yield name, flops / moved, flops / took[1] / 1e9
+
+
+def under_the_roof(row):
+    """The operators of a GPU: their intensities, and their shares of the roof, in per cent."""
+    found = {}
+    for name, intensity, speed in recorded_points(row["GPU"]):
+        roof = min(row["copy, GB/s"] * intensity / 1e3, row["matmul, TFLOP/s"])
+        found.setdefault(name, []).append((intensity, 100 * speed / roof))
+    return found
+
+
+# %%
+
+
+# Drawing
+def span(values):
+    low, high = (
+        f"{value:,.{2 if value < 10 else 0}f}" for value in (min(values), max(values))
+    )
+    return low if low == high else f"{low} to {high}"
+
+
+def operators_in_words(rows):
+    found = (
+        f"{name} at {span([intensity for intensity, _ in points])} FLOPs per byte reaches "
+        f"{span([share for _, share in points])} %"
+        for name, points in under_the_roof(rows[0]).items()
+    )
+    return f"The share of the roof that each operator reaches: {'; '.join(found)}."
+
+
+LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
+BESIDE = {"left": (10, -4), "right": (-10, -4), "center": (0, -34)}
+SIDES = {"softmax": "right", "attention": "center"}
+
+
+def roofline(axes, rows):
+    [row] = rows
+    beta, pi = row["copy, GB/s"] / 1e3, row["matmul, TFLOP/s"]
+    grey, near = lab.colour("copy"), {"textcoords": "offset points"}
+    axes.figure.set_size_inches(5.4, 4.6)
+    axes.loglog([0.1, pi / beta, 20000], [0.1 * beta, pi, pi], "--", color=grey)
+    axes.annotate("copy", (20, 20 * beta), (8, -10), color=grey, **near)
+    axes.annotate("matmul", (40, pi), (0, -4), color=grey, ha="center", **near)
+    for marker, label in LOOKS.values():
+        hollow = {"markerfacecolor": "none"} if marker == "s" else {}
+        axes.plot([], [], marker, color=grey, label=label, **hollow)
+    families = {}
+    for name, *point in recorded_points(row["GPU"]):
+        family, _, kind = name.partition(", ")
+        hollow = {"markerfacecolor": "none"} if kind == "back" else {}
+        axes.plot(*point, LOOKS[kind][0], color=lab.colour(family), ms=4.5, **hollow)
+        families.setdefault(family, []).append(point)
+    for family, points in families.items():
+        side = SIDES.get(family, "left")
+        x, y = numpy.exp(numpy.log(points).mean(axis=0))
+        x = {"left": max(points)[0], "right": min(points)[0], "center": x}[side]
+        axes.annotate(
+            family, (x, y), BESIDE[side], ha=side, color=lab.colour(family), **near
+        )
+    axes.set(xlabel="FLOPs per byte", ylabel="TFLOP/s")
+
+
+lab.draw(
+    machine,
+    "The operators of the book under the roofline",
+    operators_in_words,
+    roofline,
+)
+
+# %%
+
+
+# Reading
+placed = under_the_roof(machine.rows[0]) if machine.rows else {}
+ridge = machine.rows[0]["ridge, FLOPs per byte"] if machine.rows else nan
+
+
+def waits_for(points):
+    left = {intensity < ridge for intensity, _ in points}
+    return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
+
+
+lab.table(
+    [
+        {
+            "operator": name,
+            "FLOPs per byte": span([intensity for intensity, _ in points]),
+            "waits for": waits_for(points),
+            "of the roof, %": span([share for _, share in points]),
+        }
+        for name, points in placed.items()
+    ],
+    "Every operator of the book",
+)
+
+
+# %%
+
+# Reading
+waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
+lab.read(
+    f"{len(waiting)} of the {len(placed)} operators that were recorded stand left of the ridge of "
+    f"{ridge:,.0f} FLOPs per byte, where the roof is the copy. What runs near it cannot be made "
+    "much faster by cleverer arithmetic; it would have to move fewer bytes. Attention belongs to "
+    "the right of the ridge, further with every doubling of the length, because its FLOPs grow "
+    "with the square of the length and its bytes with the length itself. In FP8 it may pass the "
+    "roof, which is that of a matmul in bfloat16."
+)
+
+# %%
+# What the compiler made of it
+# ----------------------------
+#
+# A kernel that is below the roof without a reason on paper may have one in its machine code. The
+# last stage of the compiler, ``ptxas``, reports how many :term:`registers <register>` a thread
+# needs and how many values it had to :term:`spill`. To see what a spill does, we forbid the softmax
+# kernel its registers: ``maxnreg`` is the most that a thread may have. The input has 32,768 rows of
+# 4,096 columns, so that each of a program's 64 threads holds 64 numbers of a row.
+
+
+def limited_softmax(x, y, registers=None):
+    rows, columns = x.shape
+    limit = runtime.register_limit(registers)
+    row_fwd_kernel[(rows,)](
+        x, y, x.stride(0), rows, columns, 1, columns, num_warps=2, **limit
+    )
+
+
+# %%
+
+# Measuring
+LIMITS = {f"{limit} registers": limit for limit in (32, 48, 64)} | {"Kernel Book": None}
+
+
+def runs_under(limits, rows, columns):
+    x = matrix(rows, columns)
+    y = torch.empty_like(x)
+    return {
+        name: partial(limited_softmax, x, y, limit) for name, limit in limits.items()
+    }
+
+
+facts = lab.facts(
+    "What the compiler made of the softmax kernel",
+    {name: lambda name=name: runs_under(LIMITS, 64, 4096)[name]() for name in LIMITS},
+)
+facts
+
+# %%
+
+
+def register_providers(rows, columns, dtype):
+    x = torch.empty(rows, columns, device=runtime.DEVICE, dtype=dtype).normal_()
+    y = torch.empty_like(x)
+    limited = {
+        name: partial(limited_softmax, x, y, limit) for name, limit in LIMITS.items()
+    }
+    return {"copy": lambda: y.copy_(x)} | limited
+
+
+limited = lab.bench(
+    "registers",
+    [{"columns": 4096, "rows": 32768, "dtype": torch.bfloat16}],
+    register_providers,
+    limit="copy",
+    work="2 * rows * columns * itemsize",
+)
+lab.ladder(
+    limited,
+    "Softmax with fewer registers",
+    list(LIMITS),
+    by="dtype",
+    where={"columns": 4096},
+)
+
+# %%
+
+# Reading
+needs, spilled = (
+    cell(facts, "Kernel Book", "registers"),
+    cell(facts, "32 registers", "spills"),
+)
+alone, tight = (100 * limited.share(name) for name in ("Kernel Book", "32 registers"))
+holds = "the SM then holds more programs at a time"
+despite = f"although {holds}" if tight < alone - 1 else f"because {holds} and hides it"
+lab.read(
+    f"Left alone, the compiler takes {needs:.0f} registers and spills "
+    f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {alone:.0f} % of "
+    f"the speed of a copy. With 32 registers, {spilled:.0f} values of each thread go to memory "
+    f"and come back, and it runs at {tight:.0f} %, {despite}. So look at the spills first. "
+    "The number of registers matters where it keeps programs off the SM that would have hidden a "
+    "latency."
+)
+
+# %%
+# **A line of machine code.** The machine code of an NVIDIA GPU is called :term:`SASS`. Triton keeps
+# it as ``compiled.asm["sass"]``, if ``nvdisasm`` is there to write it down, and otherwise the
+# :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. The table shows the first
+# instruction of each kind and how often the kind occurs in the text, without a limit on registers
+# and with 32.
+
+# Measuring
+KINDS = {  # in SASS, and in PTX
+    "load": (r"LDG\.", r"ld\.global"),
+    "maximum": (r"FMNMX", r"max\.f32"),
+    "exponential": (r"MUFU\.EX2", r"ex2\.approx"),
+    "shuffle": (r"SHFL\.", r"shfl\.sync"),
+    "barrier": (r"BAR\.SYNC", r"bar\.sync"),
+    "store": (r"STG\.", r"st\.global"),
+    "spill": (r"STL", r"st\.local"),
+    "spill, read back": (r"LDL", r"ld\.local"),
+}
+
+
+def machine_code(run):
+    """The name and the lines of what a kernel was compiled to, without nvdisasm's own columns."""
+    [(_, compiled)] = lab.compiled_by(run)
+    try:
+        name, text = "SASS", compiled.asm["sass"]
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        name, text = "PTX", compiled.asm["ptx"]
+    return name, [
+        " ".join(line.split("\t", 1)[-1].split()) for line in text.splitlines()
+    ]
+
+
+def instructions():
+    runs = runs_under(LIMITS, 64, 4096)
+    language, lines = machine_code(runs["Kernel Book"])
+    _, squeezed = machine_code(runs["32 registers"])
+    rows = []
+    for kind, patterns in KINDS.items():
+        pattern = re.compile(rf"^(@!?%?U?[Pp]\w+ )?{patterns[language == 'PTX']}")
+        here, there = (
+            [line for line in text if pattern.match(line)] for text in (lines, squeezed)
+        )
+        rows.append(
+            {
+                "kind": kind,
+                f"first in {language}": next(iter(here + there), "none"),
+                "times": len(here),
+                "times with 32 registers": len(there),
+            }
+        )
+    return rows
+
+
+# %%
+
+code = lab.measure("The instructions of the softmax kernel", instructions)
+code
+
+# %%
+
+# Reading
+load = cell(code, "load", "times")
+spilled = (
+    f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
+    f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads of local memory are "
+    "added, which is where spilled values live."
+)
+if code.rows and "first in PTX" in code.rows[0]:
+    spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
+lab.read(
+    f"Each thread holds 64 numbers of 16 bits. It has {load:.0f} load instructions, so each loads "
+    f"{64 / load:.0f} numbers at once, {64 * 16 / load:.0f} bits. There are "
+    f"{cell(code, 'exponential', 'times'):.0f} exponentials. The shuffles and barriers reduce the "
+    "maximum and the sum, first within a warp and then over the two of a program. "
+    f"{spilled}"
+)
+
+# %%
+# How to read a line: ``@P2 LDG.E.128 R28, desc[UR10][R44.64+0x400]`` runs where the predicate P2
+# holds, which is the mask of the load. It loads from global memory (``LDG``), with a 64-bit address
+# (``E``), 128 bits, into registers R28 to R31, from the address in R44 and R45 plus 1,024.
+#
+# The counters of the GPU
+# -----------------------
+#
+# Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters. It tells
+# what a kernel really moved and how busy each part was. Its times are no benchmark, because it
+# flushes caches and may hold the clocks, but its bytes are the truth about a count on paper.
+
+# Measuring
+COUNTERS = {
+    "gpu__time_duration.sum": "time of the kernel",
+    "dram__bytes_read.sum": "read from HBM",
+    "dram__bytes_write.sum": "written to HBM",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "HBM, of its peak",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SMs, of their peak",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps on an SM, of the most",
+    "launch__registers_per_thread": "registers of a thread",
+}
+PROFILED = """
+import torch
+from kernelbook import softmax
+softmax(torch.randn(16384, 8192, device="cuda", dtype=torch.bfloat16))
+torch.cuda.synchronize()
+"""
+
+
+def ncu():
+    """What Nsight Compute prints of one softmax, or raise with its own words."""
+    options = ["--csv", "--print-units", "base", "--clock-control", "none"]
+    options += ["--kernel-name", "row_fwd_kernel", "--metrics", ",".join(COUNTERS)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        ["ncu", *options, sys.executable, "-c", PROFILED],
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    table = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if not table:
+        said = re.findall(r"==ERROR== (.*)", done.stdout + done.stderr)
+        raise OSError(said[0] if said else f"ended with {done.returncode}")
+    return list(csv.DictReader(table))
+
+
+def counters():
+    try:
+        found = {row["Metric Name"]: row for row in ncu()}
+    except FileNotFoundError:
+        found = "ncu is not installed"
+    except (OSError, subprocess.SubprocessError) as error:
+        found = f"ncu: {error}"
+    if isinstance(found, str):
+        return [{"what": "absent", "value": 0, "unit": "", "counter": found}]
+    return [
+        {
+            "what": what,
+            "value": float(found[name]["Metric Value"].replace(",", "")),
+            "unit": found[name]["Metric Unit"],
+            "counter": name,
+        }
+        for name, what in COUNTERS.items()
+        if name in found
+    ]
+
+
+# %%
+
+counted = lab.measure("Counters of one softmax, 16,384 × 8,192", counters)
+counted
+
+# %%
+
+# Reading
+values = {row["what"]: row["value"] for row in counted.rows}
+paper = 16384 * 8192 * 2 / 1e6
+read, written = (
+    values.get(f"{what} HBM", nan) / 1e6 for what in ("read from", "written to")
+)
+once = "no byte is read twice" if read < 1.05 * paper else "some bytes are read twice"
+rest = "What is missing of these still lies in L2 when the kernel ends. "
+found = (
+    f"On paper the kernel reads {paper:.0f} MB and writes as many. The counters say {read:.0f} MB "
+    f"read: {once}. They say {written:.0f} MB written. {rest if written < 0.99 * paper else ''}The "
+    f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
+    f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %."
+)
+if "absent" in values:
+    found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
+lab.read(found)
+
+# %%
+# What breaks it
+# --------------
+#
+# **A loop without a flush, and the time of the host.** The ready-made loops differ in what they
+# keep out. The simplest puts two events around many calls. ``torch.utils.benchmark`` does the same
+# with the host's clock. ``triton.testing.do_bench`` flushes L2, but it does not pause before a run,
+# and ``do_bench_cudagraph`` takes the host out and does not flush. Here all of them time a softmax
+# of three sizes, of which the second fits in L2.
+
+
+def loops():
+    from torch.utils.benchmark import Timer
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    ways = {
+        "events around a loop": lambda run: batch(run, 200),
+        "torch.utils.benchmark": lambda run: (
+            1e6 * Timer("run()", globals={"run": run}).blocked_autorange().median
+        ),
+        "do_bench": lambda run: 1e3 * do_bench(run, return_mode="median"),
+        "do_bench_cudagraph": lambda run: (
+            1e3 * do_bench_cudagraph(run, return_mode="median")
+        ),
+        "this book's": partial(median, WAYS[best]),
+    }
+    inputs = {
+        f"{rows:,} × {columns:,}, µs": partial(softmax, matrix(rows, columns))
+        for rows, columns in ((64, 1024), (2048, 4096), (16384, 8192))
+    }
+    return [
+        {"loop": name} | {what: round(way(run), 1) for what, run in inputs.items()}
+        for name, way in ways.items()
+    ]
+
+
+suites = lab.measure("One softmax in five loops", loops)
+suites
+
+# %%
+
+# Reading
+sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
+plain = [cell(suites, "events around a loop", size) for size in sizes]
+ours = [cell(suites, "this book's", size) for size in sizes]
+graphed = cell(suites, "do_bench_cudagraph", sizes[1])
+from_cache = 1e-3 * 2 * 2048 * 4096 * 2 / graphed
+lab.read(
+    f"On the large input the plain loop says {plain[2]:.0f} µs, and this book {ours[2]:.0f}. On "
+    f"the small one they say {plain[0]:.1f} and {ours[0]:.1f}, because the loop measures how fast "
+    "the host launches; a kernel that is twice as fast would look the same. On the middle one "
+    f"`do_bench_cudagraph` says {graphed:.1f} µs, which would be {from_cache:,.0f} GB/s, and from "
+    f"a cold cache it is {ours[1]:.1f}. None of these loops is wrong, but each answers another "
+    "question, so a figure must say which one it used."
+)
+
+# %%
+# **The wrong bytes.** Two kernels can only be compared by the work of the job, and not by what each
+# implementation happens to do. The softmax of five PyTorch operations in :doc:`/chapters/softmax`
+# moves four times the necessary bytes. Here is its speed, counted in both ways.
+
+# %%
+
+
+# Reading
+def softmax_speeds():
+    """GB/s of each provider of softmax at 4,096 columns, and on which GPU."""
+    record = results.find("softmax")
+    ladder = record["sweeps"]["ladder"]
+    [at] = [i for i, p in enumerate(ladder["points"]) if p["columns"] == 4096]
+    moved = evaluate(ladder["work"], ladder["points"][at]) / 1e6
+    found = ladder["milliseconds"].items()
+    return record["provenance"]["gpu"], {name: moved / t[at][1] for name, t in found}
+
+
+gpu, speeds = softmax_speeds()
+lab.read(
+    f"By the bytes of the job, the five operations run at {speeds['simple_softmax']:,.0f} GB/s on "
+    f"the {gpu}, and the book's kernel at {speeds['Kernel Book']:,.0f}. By all the bytes that they "
+    f"move, the five claim {4 * speeds['simple_softmax']:,.0f} GB/s, and the waste counts as speed."
+)
+
+# %%
+# Exercises
+# ---------
+#
+# **1. How sure is a median?** Sort :math:`n` independent runs. Each is below the true median with
+# probability 1/2, so the number of those below it has a binomial distribution, whatever the
+# distribution of the times. Find the largest :math:`k` for which the true median lies between the
+# k-th fastest and the k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs.
+# Check it with times from a distribution with a long tail.
+
+# %%
+
+# Solution: how sure is a median?
+from math import comb
+
+
+def order_statistic(n, confidence=0.95):
+    """The largest k such that the interval from the k-th fastest to the k-th slowest holds."""
+    k, outside = 0, 0.0
+    while 2 * (outside + comb(n, k) / 2**n) <= 1 - confidence:
+        outside += comb(n, k) / 2**n
+        k += 1
+    return k
+
+
+draw = numpy.random.default_rng(0)
+rows = []
+for n in (20, 100):
+    k = order_statistic(n)
+    samples = numpy.sort(draw.exponential(size=(20000, n)), axis=1)
+    truth = numpy.log(2)  # the median of the exponential distribution
+    inside = ((samples[:, k - 1] <= truth) & (truth <= samples[:, n - k])).mean()
+    rows.append({"runs": n, "k": k, "of 100 intervals hold": round(100 * inside, 1)})
+    assert 0.945 < inside < 0.98
+lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
+
+# %%
+# **2. A sum in float16 that loses nothing.** Keep what each addition rounds away in a second number
+# and give it back with the next (Kahan, 1965). Both numbers are float16. How far off is the sum of
+# a thousand times 0.01 now?
+
+# %%
+
+
+# Solution: a sum in float16 that loses nothing
+def compensated(number):
+    total, lost = torch.zeros_like(number), torch.zeros_like(number)
+    for _ in range(1000):
+        number_and_lost = number - lost
+        sum_now = total + number_and_lost
+        lost = (sum_now - total) - number_and_lost  # zero, if it were exact
+        total = sum_now
+    return total
+
+
+term = hundredth(torch.float16)
+truth = 1000 * term.double()
+lab.check(
+    "A compensated sum",
+    [
+        lab.Case(
+            "1,000 numbers",
+            "forward",
+            compensated(term)[None],
+            term.expand(1000).sum()[None],  # which PyTorch accumulates in float32
+            truth[None],
+        )
+    ],
+)
+
+# %%
+# **3. Where does a matmul cross the ridge?** A matmul of two :math:`n \times n` matrices in
+# bfloat16 does :math:`2 n^3` FLOPs. Count its bytes, derive its intensity, and say from which
+# :math:`n` on the recorded GPU could run it at the speed of its arithmetic.
+
+# %%
+
+# Solution: where does a matmul cross the ridge?
+for n in (256, 1024):
+    intensity = evaluate("2 * n * n * n / (3 * n * n * 2)", {"n": n})
+    assert intensity == n / 3  # three matrices of 2 bytes per number
+lab.read(
+    f"The intensity is n / 3, so the matmul crosses the ridge at n = {3 * ridge:,.0f}. Far below, "
+    "a matmul waits for memory like a copy; and so small a one waits for its launch as well."
+)
+
+# %%
+# References
+# ----------
+#
+# - Williams, Waterman, Patterson. *Roofline: an insightful visual performance model for multicore
+#   architectures.* Communications of the ACM 52(4), 2009.
+# - Hoefler, Belli. *Scientific benchmarking of parallel computing systems: twelve ways to tell the
+#   masses when reporting performance results.* SC 2015.
+# - Kahan. *Further remarks on reducing truncation errors.* Communications of the ACM 8(1), 1965.
+# - Micikevicius et al. *Mixed precision training.* ICLR 2018.
+
+# %%
+
+# Closing
+lab.finish(
+    f"A small softmax takes {min(small.values()):.0f} to {max(small.values()):.0f} µs, by the way "
+    "in which it is timed"
+)
