@@ -1018,8 +1018,9 @@ same, always = (
 )
 lab.read(
     f"Load, add, store is wrong by up to {100 * lost:.0f} %, and partial sums by {rounded:.0e} of "
-    f"the sum. Atomic additions take {atomics / parts:.2f} times as long as partial sums. Because "
-    "they come in any order, and floating-point addition depends on the order, "
+    f"the sum. Atomic additions take {atomics / parts:.2f} times as long as partial sums, whose "
+    "time includes the host's for autograd. Because atomic additions come in any order, and "
+    "floating-point addition depends on the order, "
     f"{same:.0f} of 19 runs gave the bits of the first; of partial sums {always:.0f} did."
 )
 

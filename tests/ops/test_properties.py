@@ -352,9 +352,9 @@ def _weight_of(x):
 
 
 TWICE = {
-    "weighted_sum": {  # of positive terms, which do not cancel
-        "weighted sum of squares": lambda op, x: op(x * x, _weight_of(x * x)),
-        "its root": lambda op, x: op(x * x + 1, _weight_of(x * x)).sqrt(),
+    "weighted_sum": {  # of positive terms, which do not cancel, and whose sum float16 holds
+        "weighted sum of squares": lambda op, x: op(x * x, _weight_of(x * x) / x.shape[-1] ** 0.5),
+        "its root": lambda op, x: op(x * x + 1, _weight_of(x * x) / x.shape[-1] ** 0.5).sqrt(),
     },
     "softmax": {
         "softmax": lambda op, x: op(x, -1),
