@@ -1368,7 +1368,9 @@ if results.find("softmax"):
         "counts as speed."
     )
 else:
-    lab.read("The chapter on softmax has no record yet, so there is nothing to compare.")
+    lab.read(
+        "The chapter on softmax has no record yet, so there is nothing to compare."
+    )
 
 # %%
 # Exercises
