@@ -19,8 +19,10 @@ PAGE_OF = {
         r'<figure class="kb-animation" id="moving-([\w-]+)">', path.read_text(encoding="utf-8")
     )
 }
-STATES = """id => document.getAnimations().map(
-    a => [a.effect.target.closest("figure").id === id, a.playState].join())"""
+STATES = """id => document.getAnimations()  // without the transitions of the theme
+    .map(a => [a.effect.target.closest("figure"), a.playState])
+    .filter(([figure]) => figure)
+    .map(([figure, state]) => [figure.id === id, state].join())"""
 AT = """([id, second]) => {  // the smallest letters, and what stands out of the drawing
     document.getAnimations().forEach(a => { a.pause(); a.currentTime = 1000 * second; });
     const svg = document.querySelector(`#${id} svg`), frame = svg.getBoundingClientRect();
