@@ -182,7 +182,7 @@ known = large["clock"] + nothing["clock and wait"]
 untold = (
     f"That is more than the {large['clock']:.0f} of the launch and the "
     f"{nothing['clock and wait']:.1f} of a wait for nothing together, and the table does not take "
-    "the rest apart: an idle GPU must also begin, and report its end."
+    "the rest apart."
 )
 lab.read(
     f"Of the large softmax, the clock sees {large['clock']:.0f} µs. If that were the kernel, it "
@@ -205,12 +205,11 @@ still = (
 lab.read(
     f"On the small softmax the host is nearly all. The clock with its wait says "
     f"{small['clock and wait']:.0f} µs and events say {small['events']:.0f}, {still}: the GPU "
-    "passes the first event at once and waits for the launch, so both times are the host's, and "
-    "the host is never equally fast. After a pause the kernel takes "
+    "passes the first event at once and waits for the launch, so both times are the host's. "
+    "After a pause the kernel takes "
     f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache. "
     f"{nothing[best]:.1f} µs of each of these two are the distance of two events with nothing "
-    "between them. This book does not subtract it, so its figures show small kernels slower than "
-    "they are."
+    "between them, which this book does not subtract."
 )
 
 # %%
@@ -365,14 +364,12 @@ warm, unwarmed = (
     for kind in ("warm", "cold")
 )
 gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
-most, least, last = max(gain, key=gain.get), min(warm), max(warm)
-short_copy = least * 2**20 / warm[least] / 1e3  # µs
+most, last = max(gain, key=gain.get), max(warm)
 lab.read(
     f"The cache helps most at {most:,} MiB: {warm[most]:,.0f} GB/s warm and {unwarmed[most]:,.0f} "
     f"cold, a factor of {gain[most]:.2f}. At {last:,} MiB, which no cache holds, the two differ by "
     f"{100 * abs(gain[last] - 1):.1f} %. A benchmark without a flush is therefore right for large "
-    f"inputs and flatters small ones. The smallest copy is slow even from the cache: it takes "
-    f"{short_copy:.1f} µs, of which {nothing[best]:.1f} are the distance of the two events."
+    f"inputs and flatters small ones."
 )
 
 # %%
@@ -383,11 +380,7 @@ sizes = sorted(warm)
 falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
 where = f"The L2 holds {l2:.0f} MiB, of what is read and what is written together. "
 if falls and falls[0] < l2:
-    where += (
-        f"The warm curve falls already at {falls[0]} MiB, and we did not measure why. One "
-        "candidate is that the L2 is not one memory: NVIDIA describes that of the A100 as two "
-        "halves, each of which caches for the SMs beside it, so that data may be held twice."
-    )
+    where += f"The warm curve falls already at {falls[0]} MiB; we did not measure why."
 lab.read(where)
 
 # %%
@@ -495,9 +488,8 @@ lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
     f"{by_median[-1]:.2f}. The median is surer than the mean at {wins} of these {len(SAMPLES)} "
-    "sizes. It would win clearly if something had interrupted the host or the GPU for long; in "
-    f"these runs nothing did, because the slowest took only {times[100] / times[50]:.1f} times the "
-    "median."
+    "sizes. It wins clearly only where something interrupts the host or the GPU; here nothing "
+    f"did, as the slowest run took {times[100] / times[50]:.1f} times the median."
     if times[100] < 2 * times[50]
     else f"The median of {SAMPLES[-1]} runs strays by up to {by_median[-1]:.2f} % and the mean by "
     f"{by_mean[-1]:.2f}, because the slowest run took {times[100] / times[50]:.1f} times the "
@@ -505,8 +497,7 @@ lab.read(
 )
 
 # %%
-# These percentages say only how far runs scatter within one measurement. More runs do not help
-# against what lasts longer than the measurement, and that is the subject of the next section.
+# More runs do not help against what lasts longer than the measurement: the next section.
 #
 # Clocks and power
 # ----------------
@@ -637,12 +628,13 @@ if (
 lab.read(f"{unexplained}{alike_copy}")
 
 # %%
-# This is how the *order* of a comparison can decide it. Take two providers that are the same
+# So the *order* of a comparison can decide it. Take two providers that are the same
 # function, called A and B, beside a matmul. In a fixed order, A always runs after the matmul and B
 # always after A. In a random order, *drawn* in the table, each of them runs after the matmul as
 # often as the other does, on average.
 
 
+# Measuring
 def in_turn(runs, order, rounds=8):
     counts = {name: max(1, round(4e4 / batch(run, 5))) for name, run in runs.items()}
     times = {name: [] for name in runs}
@@ -698,8 +690,7 @@ lab.read(
 # under two names, and believe no smaller difference.
 #
 # The loop of this book puts all of this together: a warm-up, rounds, a random order that is
-# shuffled anew in each round, and a flush and a pause before each run. If the host was not done
-# when the pause ended, the run is made again after a longer one.
+# shuffled anew in each round, and a flush and a pause before each run.
 
 # %%
 
@@ -709,8 +700,7 @@ lab.read(
     f"{REPEAT_MS} milliseconds, if it is slow, but at least five. What may you believe of its "
     f"figures? The {by_median[-1]:.2f} % of {IN_ALL} runs are only their scatter. The A/A test "
     f"found {max(apart['drawn']):.3g} %, but with another loop: eight rounds of runs in a row, "
-    "with no flush and no pause, so that a hot matmul may come directly before. This chapter has "
-    "no A/A test of the book's own loop. Until there is one, take the larger number, and read a "
+    "with no flush and no pause. The book's own loop has no A/A test here yet. Until then, read a "
     f"difference below {numpy.ceil(max(by_median[-1], *apart['drawn'])):.0f} % as none."
 )
 
@@ -722,10 +712,9 @@ lab.source(_time_in_turn)
 # Is it right?
 # ------------
 #
-# A kernel that does half of the work is fast, so check the result before the time. The softmax of
-# this chapter is compared with float64 at the smallest and the largest of the shapes that the five
-# ways and the five loops time, dropout at the small one, and PyTorch's own error in the same dtype
-# sets the tolerance.
+# A kernel that does half of the work is fast, so check the result before the time. We compare
+# softmax with float64 at a small and a large shape and dropout at a small one. PyTorch's own error
+# in the same dtype sets the tolerance.
 
 
 def cases():
@@ -1106,10 +1095,9 @@ lab.read(
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
     f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
     f"{len(placed)} operators that were recorded stand like it left of the ridge of {ridge:,.0f} "
-    "FLOPs per byte, where the roof is the copy. What runs near it cannot be made much faster by "
-    "cleverer arithmetic; it would have to move fewer bytes. Attention belongs to the right of the "
-    "ridge, further with every doubling of the length, because its FLOPs grow with the square of "
-    "the length and its bytes with the length itself."
+    "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
+    "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow with the "
+    "square of the length and its bytes with the length itself."
 )
 
 # %%
@@ -1193,13 +1181,6 @@ limited = lab.bench(
     limit="copy",
     work="2 * rows * columns * itemsize",
 )
-lab.ladder(
-    limited,
-    "Softmax with fewer registers",
-    list(LIMITS),
-    by="dtype",
-    where={"columns": 4096},
-)
 
 # %%
 
@@ -1236,8 +1217,7 @@ lab.read(
     f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
     f"of the speed of a copy. With 32 registers, {spilled:.0f} values of each thread live in "
     f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first. "
-    "The number of registers matters where it keeps programs off the SM that would have hidden a "
-    "latency."
+    "The number of registers matters where it keeps programs off the SM."
 )
 
 # %%
@@ -1437,7 +1417,7 @@ found = (
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
     f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
     f"and this time the peak is about {at_peak:,.0f} GB/s. A copy, at {beta:,.0f} above, reaches "
-    f"{100 * beta / at_peak:.0f} % of it, so a kernel can be near a copy and well below the peak."
+    f"{100 * beta / at_peak:.0f} % of it."
 )
 if "absent" in values:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -1447,10 +1427,9 @@ lab.read(found)
 # The error of a sum
 # ------------------
 #
-# A time means little without the error of the result, and the error of a sum depends on the dtype
-# of its accumulator. We add 0.01 a thousand times, which should give 10, in four ways: all
-# in float32, all in 16 bits, numbers of 16 bits into a sum of float32, and the same with each
-# number cast first.
+# The error of a sum depends on the dtype of its accumulator. We add 0.01 a thousand times, which
+# should give 10, in four ways: all in float32, all in 16 bits, numbers of 16 bits into a sum of
+# float32, and the same with each number cast first.
 
 
 def summed(total, number):
@@ -1497,15 +1476,13 @@ lab.table(rows, "0.01, a thousand times")
 # A float with :math:`m` bits after the point has neighbours that are :math:`2^{\lfloor \log_2 s
 # \rfloor - m}` apart, so the gap grows with the sum. In float16 (:math:`m = 10`) numbers between 8
 # and 16 are :math:`2^{-7} \approx 0.0078` apart, and each addition of 0.01 is rounded to that. In
-# bfloat16 (:math:`m = 7`) the gap is 1/32 from 4 on. Half of it is more than 0.01, so that 4 + 0.01
-# is rounded back to 4 and the sum stops there; the last column says where that happens in each
-# dtype.
+# bfloat16 (:math:`m = 7`) half of the gap is more than 0.01 from 4 on, so that 4 + 0.01 is rounded
+# back to 4 and the sum stops there, as the last column says.
 #
 # With a float32 accumulator, what is left is the rounding of 0.01 to 16 bits, a thousand times the
-# same; the first row shows the little that the additions themselves add. It makes no difference
-# whether the number is cast first, because PyTorch casts it before it adds. So numbers may be
-# stored in 16 bits, but sums must be kept in 32, as every kernel of this book does and as autocast
-# does in reductions.
+# same; the first row shows the little that the additions add. A cast first makes no difference,
+# because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
+# in 32, as every kernel of this book does and as autocast does in reductions.
 #
 # What breaks it
 # --------------
@@ -1518,6 +1495,7 @@ lab.table(rows, "0.01, a thousand times")
 # L2.
 
 
+# Measuring
 def loops():
     from torch.utils.benchmark import Timer
     from triton.testing import do_bench, do_bench_cudagraph
@@ -1597,24 +1575,20 @@ lab.read(text)
 # A checklist
 # -----------
 #
-# What looks wrong, what to measure it with, and what that costs:
+# The symptom, the instrument, and what it costs:
 #
-# - *The time is too short to be true.* Wait for the GPU before you look at the clock. The time then
-#   holds the host's part.
-# - *A small kernel takes tens of microseconds, whatever it does.* Put a pause before the first
-#   event. It costs half a millisecond or more for each run.
-# - *A small input is faster than the memory allows.* Flush the L2 before each run, which costs the
-#   time of writing a few hundred megabytes.
-# - *The first call takes seconds.* Warm up with the same shapes, dtypes and options: some calls.
-# - *Two equal measurements differ.* Take the median of more runs; four times as many halve its
-#   scatter.
-# - *The result depends on what ran before.* Shuffle the order in every round, and run an A/A test,
-#   which costs one more provider.
-# - *The GPU waits for the host.* Record a CUDA graph, which costs fixed shapes and addresses.
-# - *Is the kernel fast?* Count its bytes and FLOPs and compare it with the roofline, which costs a
-#   timed copy, a timed matmul and some paper.
-# - *It is slow, and paper does not say why.* Look at registers and spills, which costs one compile;
-#   then at the counters of ``ncu``, which costs the permission to read them.
+# - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
+# - *Tens of microseconds, whatever the kernel does:* pause before the first event, for half a
+#   millisecond a run.
+# - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
+# - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
+# - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
+# - *Another time after another kernel:* shuffle the order and run an A/A test, for one more
+#   provider.
+# - *The GPU waits for the host:* replay a CUDA graph, for fixed shapes and addresses.
+# - *Is it fast?* Count bytes and FLOPs and draw the roofline, for one timed copy and one matmul.
+# - *Slow without a reason on paper:* look at registers and spills, for one compilation, and at the
+#   counters of ``ncu``, for the permission to read them.
 #
 # Exercises
 # ---------
