@@ -95,7 +95,7 @@ def events(run, before=lambda: None):
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
 # something else to do before the first event, for long enough that the host can queue everything.
-# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows the three ways.
+# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows all three.
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
@@ -1096,8 +1096,8 @@ lab.read(
     f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
     f"{len(placed)} operators that were recorded stand like it left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
-    "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow with the "
-    "square of the length and its bytes with the length itself."
+    "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
+    "with the square of the length and its bytes with the length."
 )
 
 # %%
