@@ -1417,7 +1417,8 @@ found = (
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
     f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
     f"and this time the peak is about {at_peak:,.0f} GB/s. A copy, at {beta:,.0f} above, reaches "
-    f"{100 * beta / at_peak:.0f} % of it."
+    f"{100 * beta / at_peak:.0f} % of it, so {untouched:.0f} "
+    f"% of a copy, as above, is {untouched * beta / at_peak:.0f} % of the peak."
 )
 if "absent" in values:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -1578,8 +1579,8 @@ lab.read(text)
 # The symptom, the instrument, and what it costs:
 #
 # - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
-# - *Tens of microseconds, whatever the kernel does:* pause before the first event, for half a
-#   millisecond a run.
+# - *Tens of microseconds, whatever the kernel does:* pause before the first event, half a millisecond a
+#   run.
 # - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
 # - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
 # - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
