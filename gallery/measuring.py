@@ -213,9 +213,8 @@ lab.read(
 )
 
 # %%
-# The figures of this book use the last way. Which one is right depends on the question. A user who
-# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way. To
-# compare kernels, take the last.
+# The figures of this book use the last way, because they compare kernels. A user who waits for one
+# answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # The first calls
 # ---------------
@@ -1216,8 +1215,7 @@ lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
     f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
     f"of the speed of a copy. With 32 registers, {spilled:.0f} values of each thread live in "
-    f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first. "
-    "The number of registers matters where it keeps programs off the SM."
+    f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
 # %%
@@ -1416,9 +1414,8 @@ found = (
     f"read: {once}. They say {written:.0f} MB written. {rest if written < 0.99 * paper else ''}The "
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
     f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
-    f"and this time the peak is about {at_peak:,.0f} GB/s. A copy, at {beta:,.0f} above, reaches "
-    f"{100 * beta / at_peak:.0f} % of it, so {untouched:.0f} "
-    f"% of a copy, as above, is {untouched * beta / at_peak:.0f} % of the peak."
+    f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, as above, "
+    f"is {untouched * beta / at_peak:.0f} % of the peak."
 )
 if "absent" in values:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -1483,7 +1480,7 @@ lab.table(rows, "0.01, a thousand times")
 # With a float32 accumulator, what is left is the rounding of 0.01 to 16 bits, a thousand times the
 # same; the first row shows the little that the additions add. A cast first makes no difference,
 # because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
-# in 32, as every kernel of this book does and as autocast does in reductions.
+# in 32, as every kernel of this book does.
 #
 # What breaks it
 # --------------
@@ -1579,8 +1576,8 @@ lab.read(text)
 # The symptom, the instrument, and what it costs:
 #
 # - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
-# - *Tens of microseconds, whatever the kernel does:* pause before the first event, half a millisecond a
-#   run.
+# - *Tens of microseconds, whatever the kernel does:* pause before the first event, half a
+#   millisecond a run.
 # - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
 # - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
 # - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
