@@ -1414,7 +1414,7 @@ found = (
     f"read: {once}. They say {written:.0f} MB written. {rest if written < 0.99 * paper else ''}The "
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
     f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
-    f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, as above, "
+    f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, above, "
     f"is {untouched * beta / at_peak:.0f} % of the peak."
 )
 if "absent" in values:
