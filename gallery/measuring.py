@@ -8,7 +8,7 @@ times of the kernel at all. *Which way measures the kernel, and how far can its 
 You will learn
 
 - what each way of timing measures besides the kernel, and how to keep it out: a wait, a pause, a
-  flush, a warm-up, an order that is drawn;
+  flush, a warm-up, a random order;
 - how many runs a claim needs, what a launch costs the host, and how clocks and power move a result;
 - how to judge a time: by the roofline, by registers and spills, by a line of machine code, by
   hardware counters, and by the error of the result.
@@ -34,7 +34,7 @@ import torch
 
 from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
 from kernelbook.lab import results
-from kernelbook.lab.bench import _time_in_turn
+from kernelbook.lab.bench import MOST_REPEATS, REPEAT_MS, ROUNDS, _time_in_turn
 from kernelbook.lab.schema import evaluate
 from kernelbook.ops.dropout import _plan, _rand_dropout, seeded_dropout_kernel
 from kernelbook.ops.softmax.forward import row_fwd_kernel
@@ -45,7 +45,10 @@ lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# How long does a softmax take? The obvious way asks the clock before the call and after it.
+# How long does a softmax take? We use the softmax of :doc:`a later chapter </chapters/softmax>` as
+# a black box: it reads a matrix once and writes one as large. :doc:`Dropout </chapters/dropout>`,
+# which sets random elements to zero, serves where the host counts. The obvious way to time a call
+# asks the clock before it and after it.
 
 
 def clock(run):
@@ -59,12 +62,6 @@ def clock(run):
 # This measures the wrong machine. A call of a GPU operator is *asynchronous*: the :term:`host` puts
 # the kernel into a queue, called a :term:`stream`, and returns before the kernel has run, often
 # before it has begun. ``clock`` therefore measures how long the host takes to queue the work.
-#
-# .. image:: /figures/measuring-timelines.svg
-#    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
-#          has queued the kernel, long before the GPU has run it. Two events around a launch include
-#          the time in which the GPU waits for the host. After a pause, both events and the kernel
-#          are queued before the GPU comes to them, and the events enclose the kernel alone.
 #
 # So wait for the GPU. ``torch.cuda.synchronize`` returns when the queue is empty.
 
@@ -98,11 +95,17 @@ def events(run, before=lambda: None):
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
 # something else to do before the first event, for long enough that the host can queue everything.
-# ``pause`` lets it count about a millisecond of its clock cycles.
+# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows all three.
 #
-# One effect is left. The run before has left the input in the :term:`L2` cache, where the next run
-# finds it, although in a model other kernels would have replaced it by then. ``cold`` therefore
-# overwrites the cache first, with more zeros than any L2 holds.
+# .. image:: /figures/measuring-timelines.svg
+#    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
+#          has queued the kernel, long before the GPU has run it. Two events around a launch include
+#          the time in which the GPU waits for the host. After a pause, both events and the kernel
+#          are queued before the GPU comes to them, and the events enclose the kernel alone.
+#
+# The previous run leaves one more effect: its input is still in the :term:`L2` cache, where the
+# next run finds it, although in a model other kernels would have replaced it by then. ``cold``
+# therefore overwrites the cache first, with more zeros than any L2 holds.
 
 
 def pause():
@@ -173,30 +176,54 @@ large, small = (
 )
 moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
 best = "events, pause and flush"
+nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
+added = large["clock and wait"] - large[best]
+known = large["clock"] + nothing["clock and wait"]
+untold = (
+    f"That is more than the {large['clock']:.0f} of the launch and the "
+    f"{nothing['clock and wait']:.1f} of a wait for nothing together, and the table does not take "
+    "the rest apart."
+)
 lab.read(
     f"Of the large softmax, the clock sees {large['clock']:.0f} µs. If that were the kernel, it "
-    f"would move {moved / large['clock']:,.0f} GB/s; it really moves "
-    f"{moved / large[best]:,.0f}. With a wait the clock says {large['clock and wait']:.0f} µs, "
-    f"which is the kernel of {large[best]:.0f} and what the host adds. On the small softmax the "
-    f"host is nearly all: the clock with its wait says {small['clock and wait']:.0f} µs, events "
-    f"say {small['events']:.0f}, and after a pause the kernel takes "
-    f"{small['events after a pause']:.1f}, from a cold cache {small[best]:.1f}. Of these, "
-    f"{cell(five_ways, best, 'nothing, µs'):.1f} µs pass between two events with nothing between "
-    "them."
+    f"would move {moved / large['clock']:,.0f} GB/s, {large[best] / large['clock']:.1f} times what "
+    f"it really moves, {moved / large[best]:,.0f}. With a wait the clock says "
+    f"{large['clock and wait']:.1f} µs, and {added:.1f} of them are not the kernel, which takes "
+    f"{large[best]:.1f}. {untold if added > known else ''}"
 )
 
 # %%
-# The figures of this book use the last way. Which one is right depends on the question. A user who
-# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way. To
-# compare kernels, take the last.
+
+# Reading
+still = (
+    "more than the clock although they should leave the host out"
+    if small["events"] > small["clock and wait"]
+    else "hardly less than the clock"
+    if small["events"] > small["clock and wait"] / 2
+    else "less than the clock"
+)
+lab.read(
+    f"On the small softmax the host is nearly all. The clock with its wait says "
+    f"{small['clock and wait']:.0f} µs and events say {small['events']:.0f}, {still}: the GPU "
+    "passes the first event at once and waits for the launch, so both times are the host's. "
+    "After a pause the kernel takes "
+    f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache. "
+    f"{nothing[best]:.1f} µs of each of these two are the distance of two events with nothing "
+    "between them, which this book does not subtract."
+)
+
+# %%
+# The figures of this book use the last way, because they compare kernels. A user who waits for one
+# answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # The first calls
 # ---------------
 #
-# ``median`` throws the first calls away. The next table shows why: it lists the milliseconds of
-# single calls, in the order in which a fresh process makes them. The columns are a Triton kernel
-# that is compiled anew, one that also chooses among nine configurations (:term:`autotuning`), a
-# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
+# ``median`` throws the first calls away. The next table shows why: it lists the milliseconds of the
+# first calls of four functions that were never called before: a Triton kernel, one that also
+# chooses among nine configurations (:term:`autotuning`), a softmax under ``torch.compile``, and a
+# matmul of :term:`cuBLAS`. Triton's cache on disk is switched off, so that both kernels are
+# compiled.
 
 import triton
 
@@ -253,9 +280,10 @@ lab.read(
     f"compiled then; the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles and times "
     f"every configuration, {times['Triton, autotuned'][0]:,.0f} ms in all, and "
     f"`torch.compile` traces, generates and compiles, {times['torch.compile'][0]:,.0f} ms. The "
-    f"matmul is compiled already, and yet its first call takes {times['matmul'][0]:,.1f} ms and "
-    f"its tenth {times['matmul'][-1]:.2f}, because a library sets itself up at its first use. A "
-    "mean over ten calls that includes the first says nothing about the kernel."
+    "matmul comes compiled with its library, and yet its first call takes "
+    f"{times['matmul'][0]:,.0f} ms and its tenth {times['matmul'][-1]:.2f}, because the library "
+    "sets itself up at its first use. A mean over ten calls that includes the first says nothing "
+    "about the kernel."
 )
 
 # %%
@@ -334,22 +362,33 @@ warm, unwarmed = (
     {row["MiB"]: row[f"{kind}, GB/s"] for row in by_size.rows} or {0: nan}
     for kind in ("warm", "cold")
 )
-peak, last = max(warm, key=warm.get), max(warm)
+gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
+most, last = max(gain, key=gain.get), max(warm)
 lab.read(
-    f"The warm copy is fastest at {peak:,} MiB, with {warm[peak]:,.0f} GB/s, where the cold one "
-    f"reaches {unwarmed[peak]:,.0f}: it reads the cache and not the memory, which gives at most "
-    f"{max(unwarmed.values()):,.0f}. At {last:,} MiB, which no cache holds, the two differ by "
-    f"{100 * abs(warm[last] / unwarmed[last] - 1):.1f} %. A benchmark without a flush is therefore "
-    "right for large inputs and flatters small ones."
+    f"The cache helps most at {most:,} MiB: {warm[most]:,.0f} GB/s warm and {unwarmed[most]:,.0f} "
+    f"cold, a factor of {gain[most]:.2f}. At {last:,} MiB, which no cache holds, the two differ by "
+    f"{100 * abs(gain[last] - 1):.1f} %. A benchmark without a flush is therefore right for large "
+    f"inputs and flatters small ones."
 )
+
+# %%
+
+# Reading
+l2 = max((row["L2, MiB"] for row in by_size.rows), default=nan)
+sizes = sorted(warm)
+falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
+where = f"The L2 holds {l2:.0f} MiB, of what is read and what is written together. "
+if falls and falls[0] < l2:
+    where += f"The warm curve falls already at {falls[0]} MiB; we did not measure why."
+lab.read(where)
 
 # %%
 # How many runs?
 # --------------
 #
-# No two runs take the same time. The figure sorts 2,000 runs of one softmax, of 4,096 rows of 4,096
-# numbers, each measured in the last of the five ways: the curve says how many per cent of the runs
-# were at least as fast.
+# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax, of 4,096 rows of
+# 4,096 numbers, each measured in the last of the five ways: the curve says how many per cent of the
+# runs were at least as fast.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -402,8 +441,8 @@ lab.read(
     f"Six of every ten runs lie between {times[20]:.2f} and {times[80]:.2f} µs. The fastest took "
     f"{100 * (1 - times[0] / times[50]):.0f} % less than the median, and the slowest "
     f"{100 * (times[100] / times[50] - 1):.0f} % more, because much can delay a run and little can "
-    "speed it up. The mean moves with every such delay, and the median does not. That is why this "
-    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+    "speed it up. One long delay moves the mean and hardly the median. That is why this book "
+    "reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
 )
 
 # %%
@@ -423,7 +462,8 @@ def strays(estimate, n, draws=1000):
     return 100 * float(numpy.quantile(off, 0.95))
 
 
-SAMPLES = (1, 5, 20, 100, 360)
+IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
+SAMPLES = (5, 20, 100, IN_ALL)
 rows = [
     {
         "runs": n,
@@ -438,22 +478,32 @@ lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 # %%
 
 # Reading
-off = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+by_median, by_mean = (
+    [row[f"{kind} strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+    for kind in ("median", "mean")
+)
+wins = sum(one < other for one, other in zip(by_median, by_mean, strict=True))
 lab.read(
-    f"A single run may be off by {off[0]:.2f} %, the median of 20 by {off[2]:.2f} %, and that of "
-    f"360, the number behind most points of this book, by {off[-1]:.2f} %. A claim that one "
-    "kernel is faster by less than this needs more runs. But more runs only help against what "
-    "changes from run to run. They do not help against what lasts longer than the measurement, "
-    "and that is the subject of the next section."
+    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
+    f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
+    f"{by_median[-1]:.2f}. The median is surer than the mean at {wins} of these {len(SAMPLES)} "
+    "sizes. It wins clearly only where something interrupts the host or the GPU; here nothing "
+    f"did, as the slowest run took {times[100] / times[50]:.1f} times the median."
+    if times[100] < 2 * times[50]
+    else f"The median of {SAMPLES[-1]} runs strays by up to {by_median[-1]:.2f} % and the mean by "
+    f"{by_mean[-1]:.2f}, because the slowest run took {times[100] / times[50]:.1f} times the "
+    "median."
 )
 
 # %%
+# More runs do not help against what lasts longer than the measurement: the next section.
+#
 # Clocks and power
 # ----------------
 #
-# A GPU has a limit on its power. When it reaches the limit it lowers its clocks, and whatever
-# depends on the clocks becomes slower. When it has nothing to do it lowers them too, and takes a
-# moment to raise them again. We let the GPU rest for two seconds, time ten runs, keep it busy for
+# A GPU lowers its clocks where it would otherwise draw too much power, and whatever depends on the
+# clocks becomes slower. When it has nothing to do it lowers them too, and takes a moment to raise
+# them again. We let the GPU rest for two seconds, time ten runs, keep it busy for
 # two seconds, and then time more runs while ``nvidia-smi`` reads the clock and the power.
 
 
@@ -528,25 +578,62 @@ power
 names = ("matmul of random numbers", "matmul of zeros", "copy")
 busy = {name: cell(power, name, "busy, µs") for name in names}
 slower = {name: cell(power, name, "slower, %") for name in names}
-random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
-why = (
-    "The instructions are the same, but a transistor that does not switch draws little power, so "
-    "that the clock can stay high. Never time a kernel on zeros, or on memory that nobody has "
-    "filled."
+clock_at, watts = (
+    {name: cell(power, name, column) for name in names}
+    for column in ("SM clock, MHz", "power, W")
 )
+random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
 lab.read(
-    f"From rested to busy, the time of the matmul changes by "
-    f"{slower['matmul of random numbers']:+.1f} %, and that of the copy by {slower['copy']:+.1f} "
-    f"%. The same matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a "
-    f"factor of {random / zeros:.2f}. {why if random > 1.02 * zeros else ''}"
+    f"From rested to busy, the time of the matmul of random numbers changes by "
+    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower['copy']:+.1f} %. The busy matmul "
+    f"takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a factor of "
+    f"{random / zeros:.2f}, although the instructions are the same, because a transistor that does "
+    "not switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has "
+    "filled."
+    if random > 1.02 * zeros
+    else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
+    "that on this machine the numbers hardly matter."
 )
 
 # %%
-# This is how the *order* of a comparison can decide it. Take two providers that are the same
+
+# Reading
+ones = (
+    1024**3 / 4 / warm.get(256, nan) / 1e3
+)  # µs of the copy of 256 MiB of ones, above
+alike_copy = (
+    f"The copies of this chapter are of ones. One of random numbers, in this table, takes "
+    f"{busy['copy']:.0f} µs, and one of as many ones took {ones:.0f}, so ones do not flatter "
+    "a copy: it moves bytes and multiplies nothing."
+    if busy["copy"] < 1.05 * ones
+    else "The copies of this chapter are of ones, which may flatter them: one of random numbers "
+    f"takes {busy['copy']:.0f} µs and one of ones {ones:.0f}."
+)
+readable = all(
+    isinstance(value, float) for value in (*clock_at.values(), *watts.values())
+)
+unexplained = ""
+if (
+    readable
+    and watts[names[1]] < watts["copy"]
+    and clock_at[names[1]] < clock_at["copy"]
+):
+    unexplained = (
+        f"Power does not explain everything. The matmul of zeros draws {watts[names[1]]:.0f} W, "
+        f"less than the copy with {watts['copy']:.0f}, and yet its clock is at "
+        f"{clock_at[names[1]]:,.0f} MHz and the copy's at {clock_at['copy']:,.0f}, and its "
+        f"time changes by {slower[names[1]]:+.1f} %. We do not know why. "
+    )
+lab.read(f"{unexplained}{alike_copy}")
+
+# %%
+# So the *order* of a comparison can decide it. Take two providers that are the same
 # function, called A and B, beside a matmul. In a fixed order, A always runs after the matmul and B
-# always after A. In a drawn order, each runs after the other as often as after the matmul.
+# always after A. In a random order, *drawn* in the table, each of them runs after the matmul as
+# often as the other does, on average.
 
 
+# Measuring
 def in_turn(runs, order, rounds=8):
     counts = {name: max(1, round(4e4 / batch(run, 5))) for name, run in runs.items()}
     times = {name: [] for name in runs}
@@ -592,19 +679,31 @@ apart = {
 }
 lab.read(
     "A and B are one function, so that any difference between them is an error of the method. In "
-    f"a fixed order they are up to {max(apart['fixed']):.2f} % apart, in a drawn order up to "
-    f"{max(apart['drawn']):.2f} %. An early version of this book timed its providers in a fixed "
+    f"a fixed order they are up to {max(apart['fixed']):.3g} % apart, in a random order up to "
+    f"{max(apart['drawn']):.3g} %. An early version of this book timed its providers in a fixed "
     "order, and whichever came after the matmul looked slower than it is."
 )
 
 # %%
 # Such an *A/A test* is the cheapest way to learn what a benchmark can resolve: time the same thing
-# under two names, and believe no difference that is smaller than theirs.
+# under two names, and believe no smaller difference.
 #
-# The loop of this book puts all of this together. Every provider warms up first. Then come six
-# rounds, in each of which every provider gets about 40 milliseconds, in an order that is drawn
-# anew. Each run starts with a flush and a pause, and if the host was not done when the pause ended,
-# the run is made again after a longer one.
+# The loop of this book puts all of this together: a warm-up, rounds, a random order that is
+# shuffled anew in each round, and a flush and a pause before each run.
+
+# %%
+
+# Reading
+lab.read(
+    f"Every provider gets {ROUNDS} turns of {MOST_REPEATS} runs, or of as many as fit into "
+    f"{REPEAT_MS} milliseconds, if it is slow, but at least five. What may you believe of its "
+    f"figures? The {by_median[-1]:.2f} % of {IN_ALL} runs are only their scatter. The A/A test "
+    f"found {max(apart['drawn']):.3g} %, but with another loop: eight rounds of runs in a row, "
+    "with no flush and no pause. The book's own loop has no A/A test here yet. Until then, read a "
+    f"difference below {numpy.ceil(max(by_median[-1], *apart['drawn'])):.0f} % as none."
+)
+
+# %%
 
 lab.source(_time_in_turn)
 
@@ -612,9 +711,9 @@ lab.source(_time_in_turn)
 # Is it right?
 # ------------
 #
-# A kernel that does half of the work is fast, so check the result before the time. Both operators
-# of this chapter are compared with float64 on the shapes that are timed, and PyTorch's own error in
-# the same dtype sets the tolerance.
+# A kernel that does half of the work is fast, so check the result before the time. We compare
+# softmax with float64 at a small and a large shape and dropout at a small one. PyTorch's own error
+# in the same dtype sets the tolerance.
 
 
 def cases():
@@ -635,69 +734,6 @@ def cases():
 lab.check("What is timed", cases())
 
 # %%
-# **The error of a sum.** A time means little without the error of the result, and for sums the
-# error depends on the dtype of the accumulator. We add 0.01 a thousand times, which should give 10,
-# in four ways: all in float32, all in float16, numbers of float16 into a sum of float32, and the
-# same with each number cast first. Then we repeat the last three with bfloat16.
-
-
-def summed(total, number):
-    for _ in range(1000):
-        total += number  # the result keeps the dtype of total
-    return total.item()
-
-
-def hundredth(dtype):
-    return torch.tensor(0.01, dtype=dtype)
-
-
-# %%
-
-rows = []
-for total, number in (
-    ("float32", "float32"),
-    ("float16", "float16"),
-    ("float32", "float16"),
-    ("float32", "float16, cast first"),
-    ("bfloat16", "bfloat16"),
-    ("float32", "bfloat16"),
-    ("float32", "bfloat16, cast first"),
-):
-    term = hundredth(getattr(torch, number.partition(",")[0]))
-    term = term.float() if "cast" in number else term
-    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
-    eps = torch.finfo(getattr(torch, total)).eps
-    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
-    rows.append(
-        {
-            "sum in": total,
-            "numbers in": number,
-            "sum": f"{found:.4f}",
-            "off by": f"{100 * (found / 10 - 1):+.3f} %",
-            "stops at": f"{stop:,}",
-        }
-    )
-assert rows[2]["sum"] == rows[3]["sum"]
-assert rows[5]["sum"] == rows[6]["sum"]
-lab.table(rows, "0.01, a thousand times")
-
-# %%
-# A float with :math:`m` bits after the point has neighbours that are
-#
-# .. math::
-#
-#    \operatorname{ulp}(s) = 2^{\lfloor \log_2 s \rfloor - m}
-#
-# apart, so the gap grows with the sum. In float16 (:math:`m = 10`) numbers between 8 and 16 are
-# :math:`2^{-7} \approx 0.0078` apart, and each addition of 0.01 is rounded to that. In bfloat16
-# (:math:`m = 7`) the gap is 1/32 from 4 on. Half of it is more than 0.01, so that 4 + 0.01 is
-# rounded back to 4 and the sum stops there; the last column says where that happens in each dtype.
-#
-# With a float32 accumulator only the rounding of 0.01 itself is left, a thousand times the same. It
-# makes no difference whether the number is cast first, because PyTorch casts it before it adds. So
-# numbers may be stored in 16 bits, but sums must be kept in 32, as every kernel of this book does
-# and as autocast does in reductions.
-#
 # What a launch costs the host
 # ----------------------------
 #
@@ -754,13 +790,14 @@ took = {
     )
 }
 lab.read(
-    f"Triton's own launch takes {took['kernel[grid](...)']:.1f} µs, because it looks at every "
-    "argument to find the compiled kernel. The book's operators remember it, and launch in "
+    f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
+    "it looks at every argument to find the compiled kernel. The book's operators keep the "
+    "compiled kernel and call its launcher directly, which is the remembered launch and takes "
     f"{took['a remembered launch']:.1f}. Around the launch, the public function checks its "
     f"arguments and allocates the output: {took['seeded_dropout']:.1f} µs in all, and "
     f"{took['seeded_dropout, with autograd']:.1f} where autograd keeps track. Here the fastest "
-    "turn counts and not the median, because whatever slows a host down has nothing to do with "
-    "the call."
+    "turn counts and not the median, because a host is interrupted often and we ask for the price "
+    "of the code, whereas a GPU's spread is part of what a user gets."
 )
 
 # %%
@@ -808,19 +845,37 @@ graph
 # %%
 
 # Reading
-short, long = (
-    {
-        way: cell(graph, height, f"{way}, µs")
-        for way in ("one by one", "as a graph", "kernels alone")
-    }
-    for height in (16, 65536)
+heights = [row["rows"] for row in graph.rows] or [16, 65536]
+alone, as_graph, singly = (
+    {row["rows"]: row[f"{way}, µs"] for row in graph.rows}
+    or dict.fromkeys(heights, nan)
+    for way in ("kernels alone", "as a graph", "one by one")
 )
+few, *_, many = heights
+bound = [height for height in heights if singly[height] > 2 * alone[height]]
+each = [small["clock"], large["clock"], *(singly[height] / 10 for height in bound)]
+marks = 10 * nothing[best]
 lab.read(
-    f"On 16 rows the graph takes {short['as a graph']:.0f} µs instead of "
-    f"{short['one by one']:.0f}. On 65,536 rows it takes {long['as a graph']:,.0f} instead of "
-    f"{long['one by one']:,.0f}, because there the host is ahead of the GPU anyway. A graph can "
-    "even be faster than the sum of its kernels, each measured from a cold cache, because they "
-    "find what they read in L2."
+    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
+    f"{many:,} rows it takes {as_graph[many]:,.0f} instead of {singly[many]:,.0f}, because there "
+    "the host is ahead of the GPU anyway. Ten kernels timed alone contain ten times the "
+    f"{nothing[best]:.1f} µs between two events, and each starts from a cold cache; a graph pays "
+    f"neither. Without these {marks:.0f} µs the ten would take {alone[few] - marks:.0f} and "
+    f"{alone[many] - marks:.0f} µs."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "Where the host sets the pace, the first column says nothing of the kernel, and the host is "
+    f"not steady: in the tables so far, one softmax costs it from {min(each):.0f} to "
+    f"{max(each):.0f} µs, a factor of {max(each) / min(each):.1f}."
+    + (
+        f" That is why {max(bound):,} rows can take less time than {few}."
+        if bound and singly[max(bound)] < singly[few]
+        else ""
+    )
 )
 
 # %%
@@ -864,14 +919,32 @@ def limits():
 machine = lab.measure("The limits of the machine, bfloat16", limits)
 machine
 
-# %%
-# The record of each chapter holds the times of its operator, the formula of the bytes or the FLOPs
-# that it counts, and the sizes. Only the other formula is missing: the FLOPs of the operators that
-# count bytes, from the mathematics of their chapters, with an exponential counted as one, and the
-# bytes of attention, whose inputs are read once and whose outputs are written once. The random bits
-# of dropout are integer arithmetic and do not count. Times below 20 µs are left out, because the
-# launch is much of them.
 
+# %%
+
+# Reading
+same = "matmul of random numbers"
+pace, hot = (
+    2 * 8192**3 / took / 1e6 for took in (cell(power, same, "rested, µs"), random)
+)
+row = machine.rows[0] if machine.rows else {}
+pi, beta = row.get("matmul, TFLOP/s", nan), row.get("copy, GB/s", nan)
+lab.read(
+    f"The {pi:,.0f} TFLOP/s are those of a matmul that may rest, because each run waits for the "
+    f"host, a flush and a pause. In the section on clocks the matmul did {pace:,.0f} after a rest "
+    f"and {hot:,.0f} when it ran without one, with which the ridge would be at "
+    f"{1e3 * hot / beta:,.0f}. We take the rested one, because this book times its operators "
+    "in the same way."
+)
+
+# %%
+# Where do the operators of this book stand? We count FLOPs by the formulas of each chapter (an
+# exponential is one, random bits are none) and bytes as inputs that are read once and outputs that
+# are written once. Times below 20 µs are left out, because the launch is much of them.
+
+# %%
+
+# Measuring
 OPERATORS = {  # chapter, sweep, provider, and FLOPs or bytes, whichever is not recorded
     "weighted sum": ("first_kernel", "forward", "Kernel Book", "2 * numbers"),
     "weighted sum, back": ("first_kernel", "backward", "Kernel Book", "3 * numbers"),
@@ -884,13 +957,7 @@ OPERATORS = {  # chapter, sweep, provider, and FLOPs or bytes, whichever is not 
     "attention": ("attention", "forward", "Kernel Book", "4 * 2 * numbers"),
     "attention, back": ("attention", "backward", "Kernel Book", "8 * 2 * numbers"),
     "attention, in FP8": ("attention_fp8", "fp8", "all in FP8", "(3 + 2) * numbers"),
-}
-
-
-# %%
-
-
-# Measuring
+}  # numbers: the elements of the input; 2 bytes each in bfloat16
 SIZES = ("elements", "rows", "columns", "batch", "heads", "seqlen", "head_dim")
 
 
@@ -994,6 +1061,10 @@ placed = under_the_roof(machine.rows[0]) if machine.rows else {}
 ridge = machine.rows[0]["ridge, FLOPs per byte"] if machine.rows else nan
 
 
+def share_of(point):
+    return point[1]
+
+
 def waits_for(points):
     left = {intensity < ridge for intensity, _ in points}
     return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
@@ -1017,13 +1088,38 @@ lab.table(
 
 # Reading
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
+[(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
 lab.read(
-    f"{len(waiting)} of the {len(placed)} operators that were recorded stand left of the ridge of "
-    f"{ridge:,.0f} FLOPs per byte, where the roof is the copy. What runs near it cannot be made "
-    "much faster by cleverer arithmetic; it would have to move fewer bytes. Attention belongs to "
-    "the right of the ridge, further with every doubling of the length, because its FLOPs grow "
-    "with the square of the length and its bytes with the length itself. In FP8 it may pass the "
-    "roof, which is that of a matmul in bfloat16."
+    "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
+    f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
+    f"{len(placed)} operators that were recorded stand like it left of the ridge of {ridge:,.0f} "
+    "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
+    "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
+    "with the square of the length and its bytes with the length."
+)
+
+# %%
+
+# Reading
+record = results.find("first_kernel")
+levels = (
+    record["tables"]["The levels of memory: size, speed, latency"] if record else {}
+)
+reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
+above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 100]
+why = {
+    "attention, in FP8": "The roof of attention in FP8 is that of a matmul in bfloat16, and the "
+    "tensor cores multiply FP8 at twice that rate.",
+    "softmax, back": "The backward pass of softmax reads two numbers for each that it writes, and "
+    f"a copy one: memory reads faster than it reads and writes, {reads:,.0f} GB/s in the first "
+    f"chapter against the {beta:,.0f} of a copy here, so such a kernel can beat a copy."
+    if reads > beta
+    else "",
+}
+lab.read(
+    f"Above its roof: {'; '.join(above) or 'none'}. "
+    f"{' '.join(reason for name, reason in why.items() if name in above)}"
 )
 
 # %%
@@ -1034,7 +1130,8 @@ lab.read(
 # last stage of the compiler, ``ptxas``, reports how many :term:`registers <register>` a thread
 # needs and how many values it had to :term:`spill`. To see what a spill does, we forbid the softmax
 # kernel its registers: ``maxnreg`` is the most that a thread may have. The input has 32,768 rows of
-# 4,096 columns, so that each of a program's 64 threads holds 64 numbers of a row.
+# 4,096 columns. We ask for two warps, so that a program has 64 threads and each of them holds 64
+# numbers of a row.
 
 
 def limited_softmax(x, y, registers=None):
@@ -1063,7 +1160,6 @@ facts = lab.facts(
     "What the compiler made of the softmax kernel",
     {name: lambda name=name: runs_under(LIMITS, 64, 4096)[name]() for name in LIMITS},
 )
-facts
 
 # %%
 
@@ -1084,12 +1180,21 @@ limited = lab.bench(
     limit="copy",
     work="2 * rows * columns * itemsize",
 )
-lab.ladder(
-    limited,
-    "Softmax with fewer registers",
-    list(LIMITS),
-    by="dtype",
-    where={"columns": 4096},
+
+# %%
+
+lab.table(
+    [
+        {
+            "at most": row["case"].replace("Kernel Book", "no limit"),
+            "registers": row["registers"],
+            "spills": row["spills"],
+            "µs": round(1e3 * limited.milliseconds_at(row["case"]), 1),
+            "% of a copy": round(100 * limited.share(row["case"])),
+        }
+        for row in facts.rows
+    ],
+    "Registers, spills and speed of the softmax kernel",
 )
 
 # %%
@@ -1099,16 +1204,18 @@ needs, spilled = (
     cell(facts, "Kernel Book", "registers"),
     cell(facts, "32 registers", "spills"),
 )
-alone, tight = (100 * limited.share(name) for name in ("Kernel Book", "32 registers"))
+untouched, tight = (
+    100 * limited.share(name) for name in ("Kernel Book", "32 registers")
+)
 holds = "the SM then holds more programs at a time"
-despite = f"although {holds}" if tight < alone - 1 else f"because {holds} and hides it"
+despite = (
+    f"although {holds}" if tight < untouched - 1 else f"because {holds} and hides it"
+)
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
-    f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {alone:.0f} % of "
-    f"the speed of a copy. With 32 registers, {spilled:.0f} values of each thread go to memory "
-    f"and come back, and it runs at {tight:.0f} %, {despite}. So look at the spills first. "
-    "The number of registers matters where it keeps programs off the SM that would have hidden a "
-    "latency."
+    f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
+    f"of the speed of a copy. With 32 registers, {spilled:.0f} values of each thread live in "
+    f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
 # %%
@@ -1172,27 +1279,53 @@ code
 # %%
 
 # Reading
-load = cell(code, "load", "times")
+load, maxima, shuffles = (
+    cell(code, kind, "times") for kind in ("load", "maximum", "shuffle")
+)
+in_memory = cell(facts, "32 registers", "spills")
+lanes = 5  # halvings of a warp of 32
+reductions = (
+    "The shuffles and barriers reduce the maximum and the sum, first within a warp and then over "
+    "the two of a program."
+)
+if maxima == 63 + lanes + 1 and shuffles == 2 * (lanes + 1):
+    reductions = (
+        f"The {maxima:.0f} maxima are 63 for the 64 numbers of a thread, {lanes} between the lanes "
+        f"of a warp, which halve {lanes} times, and 1 between the two warps; the {shuffles:.0f} "
+        f"shuffles are {lanes + 1} for the maximum and {lanes + 1} for the sum."
+    )
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
     f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads of local memory are "
-    "added, which is where spilled values live."
+    f"added, which is where spilled values live. That is not the number of {in_memory:.0f} spills "
+    "above, which counts places: a place may be written and read more than once."
 )
 if code.rows and "first in PTX" in code.rows[0]:
     spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
 lab.read(
     f"Each thread holds 64 numbers of 16 bits. It has {load:.0f} load instructions, so each loads "
     f"{64 / load:.0f} numbers at once, {64 * 16 / load:.0f} bits. There are "
-    f"{cell(code, 'exponential', 'times'):.0f} exponentials. The shuffles and barriers reduce the "
-    "maximum and the sum, first within a warp and then over the two of a program. "
-    f"{spilled}"
+    f"{cell(code, 'exponential', 'times'):.0f} exponentials. {reductions} {spilled}"
 )
 
 # %%
-# How to read a line: ``@P2 LDG.E.128 R28, desc[UR10][R44.64+0x400]`` runs where the predicate P2
-# holds, which is the mask of the load. It loads from global memory (``LDG``), with a 64-bit address
-# (``E``), 128 bits, into registers R28 to R31, from the address in R44 and R45 plus 1,024.
-#
+
+# Reading
+line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
+pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
+if parts := re.fullmatch(pattern, line):
+    predicate, bits, into, address = parts[1], *map(int, parts.groups()[1:])
+    text = (
+        f"How to read a line: `{line}` runs where the predicate {predicate} holds, which is the "
+        "mask of the load. It loads from global memory (`LDG`), with a 64-bit address (`E`), "
+        f"{bits} bits, into the registers R{into} to R{into + bits // 32 - 1}, from the address in "
+        f"R{address} and R{address + 1}."
+    )
+else:
+    text = "A line names the operation, then where its result goes, then its inputs."
+lab.read(text)
+
+# %%
 # The counters of the GPU
 # -----------------------
 #
@@ -1272,29 +1405,95 @@ paper = 16384 * 8192 * 2 / 1e6
 read, written = (
     values.get(f"{what} HBM", nan) / 1e6 for what in ("read from", "written to")
 )
+in_time = 1e6 * (read + written) / values.get("time of the kernel", nan)  # GB/s
+at_peak = 100 * in_time / values.get("HBM, of its peak", nan)
 once = "no byte is read twice" if read < 1.05 * paper else "some bytes are read twice"
-rest = "What is missing of these still lies in L2 when the kernel ends. "
+rest = "What is missing of these probably still lies in L2 when the kernel ends. "
 found = (
     f"On paper the kernel reads {paper:.0f} MB and writes as many. The counters say {read:.0f} MB "
     f"read: {once}. They say {written:.0f} MB written. {rest if written < 0.99 * paper else ''}The "
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
-    f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %."
+    f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
+    f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, above, "
+    f"is {untouched * beta / at_peak:.0f} % of the peak."
 )
 if "absent" in values:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
 lab.read(found)
 
 # %%
+# The error of a sum
+# ------------------
+#
+# The error of a sum depends on the dtype of its accumulator. We add 0.01 a thousand times, which
+# should give 10, in four ways: all in float32, all in 16 bits, numbers of 16 bits into a sum of
+# float32, and the same with each number cast first.
+
+
+def summed(total, number):
+    for _ in range(1000):
+        total += number  # the result keeps the dtype of total
+    return total.item()
+
+
+def hundredth(dtype):
+    return torch.tensor(0.01, dtype=dtype)
+
+
+# %%
+
+rows = []
+for total, number in (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float32", "float16"),
+    ("float32", "float16, cast first"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("float32", "bfloat16, cast first"),
+):
+    term = hundredth(getattr(torch, number.partition(",")[0]))
+    term = term.float() if "cast" in number else term
+    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
+    eps = torch.finfo(getattr(torch, total)).eps
+    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
+    rows.append(
+        {
+            "sum in": total,
+            "numbers in": number,
+            "sum": f"{found:.4f}",
+            "off by": f"{100 * (found / 10 - 1):+.3f} %",
+            "stops at": f"{stop:,}",
+        }
+    )
+assert rows[2]["sum"] == rows[3]["sum"]
+assert rows[5]["sum"] == rows[6]["sum"]
+lab.table(rows, "0.01, a thousand times")
+
+# %%
+# A float with :math:`m` bits after the point has neighbours that are :math:`2^{\lfloor \log_2 s
+# \rfloor - m}` apart, so the gap grows with the sum. In float16 (:math:`m = 10`) numbers between 8
+# and 16 are :math:`2^{-7} \approx 0.0078` apart, and each addition of 0.01 is rounded to that. In
+# bfloat16 (:math:`m = 7`) half of the gap is more than 0.01 from 4 on, so that 4 + 0.01 is rounded
+# back to 4 and the sum stops there, as the last column says.
+#
+# With a float32 accumulator, what is left is the rounding of 0.01 to 16 bits, a thousand times the
+# same; the first row shows the little that the additions add. A cast first makes no difference,
+# because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
+# in 32, as every kernel of this book does.
+#
 # What breaks it
 # --------------
 #
 # **A loop without a flush, and the time of the host.** The ready-made loops differ in what they
 # keep out. The simplest puts two events around many calls. ``torch.utils.benchmark`` does the same
-# with the host's clock. ``triton.testing.do_bench`` flushes L2, but it does not pause before a run,
-# and ``do_bench_cudagraph`` takes the host out and does not flush. Here all of them time a softmax
-# of three sizes, of which the second fits in L2.
+# with the host's clock. ``triton.testing.do_bench`` flushes L2 before each run. It has no pause,
+# but while the GPU flushes, the host queues what follows. ``do_bench_cudagraph`` takes the host out
+# and does not flush. Here all of them time a softmax of three sizes, of which the second fits in
+# L2.
 
 
+# Measuring
 def loops():
     from torch.utils.benchmark import Timer
     from triton.testing import do_bench, do_bench_cudagraph
@@ -1359,20 +1558,36 @@ def softmax_speeds():
     return record["provenance"]["gpu"], {name: moved / t[at][1] for name, t in found}
 
 
+text = "The chapter on softmax has no record yet, so there is nothing to compare."
 if results.find("softmax"):
     gpu, speeds = softmax_speeds()
-    lab.read(
+    text = (
         f"By the bytes of the job, the five operations run at {speeds['simple_softmax']:,.0f} GB/s "
         f"on the {gpu}, and the book's kernel at {speeds['Kernel Book']:,.0f}. By all the bytes "
         f"that they move, the five claim {4 * speeds['simple_softmax']:,.0f} GB/s, and the waste "
         "counts as speed."
     )
-else:
-    lab.read(
-        "The chapter on softmax has no record yet, so there is nothing to compare."
-    )
+lab.read(text)
 
 # %%
+# A checklist
+# -----------
+#
+# The symptom, the instrument, and what it costs:
+#
+# - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
+# - *Tens of microseconds, whatever the kernel does:* pause before the first event, half a
+#   millisecond a run.
+# - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
+# - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
+# - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
+# - *Another time after another kernel:* shuffle the order and run an A/A test, for one more
+#   provider.
+# - *The GPU waits for the host:* replay a CUDA graph, for fixed shapes and addresses.
+# - *Is it fast?* Count bytes and FLOPs and draw the roofline, for one timed copy and one matmul.
+# - *Slow without a reason on paper:* look at registers and spills, for one compilation, and at the
+#   counters of ``ncu``, for the permission to read them.
+#
 # Exercises
 # ---------
 #
