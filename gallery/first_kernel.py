@@ -181,16 +181,16 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is carried out by 128 threads, unless told otherwise (more below), each with its own
-# :term:`registers <register>`, the fastest memory. The number of threads in a program is a power of
-# two, and the compiler gives each of them equally many elements of a block, which it keeps in
-# registers. Registers have no addresses, so that the compiler must write an instruction for each
-# and has to know how many there are. That is why a block size is marked ``tl.constexpr``: it is a
-# constant of the compiled kernel, and another value is another kernel.
+# A program is carried out by 128 threads (more below), each with its own :term:`registers
+# <register>`, the fastest memory. The number of threads in a program is a power of two, and the
+# compiler gives each equally many elements of a block, to keep in registers. Registers have no
+# addresses, so that the compiler must write an instruction for each and has to know how many there
+# are. That is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel,
+# and another value is another kernel.
 #
 # Triton also looks at ordinary integers such as ``n``. If 16 divides ``n``, a group of neighbouring
-# elements is inside or outside as a whole, so that one wide load can serve them. A stride that is 1
-# needs no multiplication.
+# elements is inside or outside as a whole, so that one wide load can serve them, and a stride that
+# is 1 needs no multiplication. So such numbers have kernels of their own.
 
 
 def variants():
@@ -216,29 +216,7 @@ def variants():
     return rows
 
 
-kernels = lab.measure("Which launches share a compiled kernel", variants)
-kernels
-
-# %%
-
-# Reading
-number = {row["launch"]: row["compiled kernel"] for row in kernels.rows}
-
-
-def listed(items):
-    *others, last = [f"{item:,}" if isinstance(item, int) else item for item in items]
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-anew = [
-    f"`{launch.partition(',')[0]}` ({of})"
-    for launch, of in number.items()
-    if launch.startswith("n = ") and of != number["n = 1000, blocks of 256, float32"]
-]
-lab.read(
-    "For what it knows of the integer alone, the compiler made a kernel of its own for "
-    f"{listed(anew) if anew else 'none' if number else 'nan'}."
-)
+lab.measure("Which launches share a compiled kernel", variants)
 
 # %%
 # Two dimensions
@@ -361,10 +339,10 @@ lab.source(weighted_sum_fwd_kernel, "end")
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` is a sum over rows that lie in different programs, and two
-# programs that add to one sum in memory may lose an addition, unless they use special instructions,
-# as we shall see under "What programs must not share". So each program writes the sums of its own
-# rows into memory of its own, the :term:`partial sums`, and a second kernel adds these up.
+# its own block. The gradient of ``w`` is a sum over rows that lie in different programs. Two that
+# add to one sum in memory may lose an addition, without special instructions (shown under "What
+# programs must not share"). So each writes the sums of its own rows into memory of its own, the
+# :term:`partial sums`, and a second kernel adds these up.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -372,20 +350,20 @@ lab.source(weighted_sum_fwd_kernel, "end")
 #          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
 #          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
 #
-# One pass over ``x`` serves both gradients. A program of the grid has one block of columns, of
-# which it keeps the weights and the sums in registers.
+# One pass over ``x`` serves both gradients. A program keeps the weights and the sums of a block of
+# columns in registers.
 
 lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
-# Programs take turns with the rows: in each turn of the loop a program has ``BLOCK_ROWS`` rows, and
-# then goes ``step`` rows on, past those of the ``tl.num_programs(1)`` programs that share its
-# columns. A gradient that nobody asked for is ``None``; the compiler then drops the branch.
+# Programs take turns with the rows: after ``BLOCK_ROWS`` of them, a program goes ``step`` rows on,
+# past those of the others with its columns. An argument may be ``None``; the compiler then drops
+# the branch.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 
 # %%
-# After its last turn a program adds up the rows of its block, and stores one row of partial sums.
+# After its last turn it adds up the rows of its block, and stores one row of partial sums.
 
 lab.source(weighted_sum_bwd_kernel, "end")
 
@@ -393,6 +371,9 @@ lab.source(weighted_sum_bwd_kernel, "end")
 # The second launch reads little, because there are far fewer programs than rows, and always adds in
 # the same order, so that two runs give the same bits.
 
+# %%
+
+# Folded: The kernel that adds partial sums
 lab.source(part_sum_kernel)
 
 # %%
@@ -411,17 +392,8 @@ class WeightedSum(torch.autograd.Function):
         n_rows, n_cols = x.shape
         y = torch.empty(n_rows, device=x.device)
         grid = (triton.cdiv(n_rows, 2), 1)
-        weighted_sum_fwd_kernel[grid](
-            x,
-            w,
-            y,
-            *x.stride(),
-            n_rows,
-            n_cols,
-            part_cols=n_cols,
-            BLOCK_ROWS=2,
-            BLOCK_COLS=4,
-        )
+        sizes = {"part_cols": n_cols, "BLOCK_ROWS": 2, "BLOCK_COLS": 4}
+        weighted_sum_fwd_kernel[grid](x, w, y, *x.stride(), n_rows, n_cols, **sizes)
         return y
 
     @staticmethod
@@ -431,10 +403,9 @@ class WeightedSum(torch.autograd.Function):
         dx, dw = torch.empty(x.shape, device=x.device), torch.empty_like(w)
         parts = torch.empty(2, n_cols, device=x.device)
         grid = (triton.cdiv(n_cols, 4), 2)
-        blocks = {"BLOCK_ROWS": 2, "BLOCK_COLS": 4}
-        strides = (dy.stride(0), *x.stride())
+        strides, blocks = x.stride(), {"BLOCK_ROWS": 2, "BLOCK_COLS": 4}
         weighted_sum_bwd_kernel[grid](
-            dy, x, w, dx, parts, *strides, n_rows, n_cols, **blocks
+            dy, x, w, dx, parts, dy.stride(0), *strides, n_rows, n_cols, **blocks
         )
         part_sum_kernel[(triton.cdiv(n_cols, 4),)](parts, dw, 2, n_cols, **blocks)
         return dx, dw
@@ -464,11 +435,10 @@ with warnings.catch_warnings():
 # Is it right?
 # ------------
 #
-# Every result is compared with the truth in float64. The error is the largest deviation in a part
-# of the result, as a share of the largest true value there. In 16 bits ours may be twice PyTorch's,
-# or twice half a unit in the last place where that is more, because no rounded result can promise
-# less than half. In float32 the factor is eight instead of two, because a sum errs by a few units
-# in the last place that depend on the order of additions, and PyTorch's order may be lucky.
+# Every result is compared with the truth in float64. The error is the largest deviation, as a share
+# of the largest true value nearby. Ours may be twice PyTorch's, which counts as half a unit in the
+# last place at least, because no rounding promises less. In float32 it may be eight times, because
+# the error of a sum depends on the order of additions, and PyTorch's order may be lucky.
 
 
 def cases():
@@ -535,11 +505,13 @@ if runtime.INTERPRETED:
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# This kernel asks the hardware: in the place of each element it stores the number of the thread
-# that holds it. Triton has no such function, so we insert a line of PTX, the assembler of NVIDIA's
-# GPUs.
+# A kernel can ask the hardware: in the place of each element it stores the number of the thread
+# that holds it.
+
+# %%
 
 
+# Measuring
 @triton.jit
 def owner_kernel(x_ptr, owners_ptr, BLOCK_SIZE: tl.constexpr):
     offsets = tl.arange(0, BLOCK_SIZE)
@@ -550,10 +522,6 @@ def owner_kernel(x_ptr, owners_ptr, BLOCK_SIZE: tl.constexpr):
     tl.store(owners_ptr + offsets, owners)
 
 
-# %%
-
-
-# Measuring
 def runs_of(numbers):
     """0 1 2 3 8 9 as "0 to 3, 8 to 9"."""
     runs = []
@@ -764,9 +732,9 @@ lab.read(
     "registers, if three reads and one write count for each multiply-add, "
     f"{registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive. To receive "
     f"{hbm:.1f} TB/s all the same, {in_flight:.1f} MB must be on their way at any moment, which is "
-    "why a GPU runs so many threads, and why each should have several loads under way. In the time "
-    "in which HBM delivers one bfloat16 number, 2 bytes, the registers could do "
-    f"{registers / 16 / (hbm / 2):.0f} multiply-adds of 16 bytes each. The weighted sum needs one."
+    "why a GPU runs so many threads, and why each should have several loads under way. While HBM "
+    "delivers one bfloat16 number, the registers could do "
+    f"{registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
 )
 
 # %%
@@ -776,10 +744,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy that moves as many bytes: it reads half of ``x``, and writes as much
-# elsewhere. It is no wall, because our kernels write almost nothing, so that a little more than
-# 100 % is possible. "One row a program" is ``rows_kernel``, and ``x @ w`` PyTorch's product of a
-# matrix and a vector. :doc:`/reading-figures` explains how they are timed.
+# The yardstick is a copy of half of ``x``, which moves as many bytes. It is no wall: it writes half
+# of its bytes, and our kernels only read. "One row a program" is ``rows_kernel``, and ``x @ w``
+# PyTorch's product of a matrix and a vector. :doc:`/reading-figures` explains how they are timed.
 
 
 def providers(rows, columns, dtype):
@@ -823,12 +790,17 @@ slowly, copied = (
 )
 gigabytes = 2**16 * 4096 * 2 / 1e9
 apart = (
-    "and the rest is that PyTorch's two kernels move them more slowly, at "
-    f"{3 * gigabytes / slowly:.1f} TB/s where the copy reaches {gigabytes / copied:.1f}; why, no "
-    "run here shows"
+    "the rest is that PyTorch's kernels move them at "
+    f"{3 * gigabytes / slowly:.1f} TB/s, and the copy at {gigabytes / copied:.1f}; why, no run "
+    "here shows"
     if slowly > 3.3 * copied
-    else "and little remains to be explained"
+    else "little remains"
 )
+
+
+def listed(items):
+    *others, last = [f"{item:,}" for item in items]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def no_slower(sweep, provider, other="Kernel Book"):
@@ -843,7 +815,7 @@ def no_slower(sweep, provider, other="Kernel Book"):
 
 lab.read(
     f"At 65,536 rows the two operations take {slowly / copied:.1f} times as long as a copy. Three "
-    f"times the bytes explain a factor of 3, {apart}. Our first kernel, `rows_kernel`, reaches "
+    f"times the bytes explain a factor of 3; {apart}. Our first kernel, `rows_kernel`, reaches "
     f"{largest['one row a program']:.0f} % of the copy's speed, the operator "
     f"{largest['Kernel Book']:.0f} %, `x @ w` {largest['x @ w']:.0f} %, and the kernel that "
     f"`torch.compile` writes {largest['torch.compile']:.0f} %."
@@ -857,12 +829,12 @@ few, of_copy = (
 )
 megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
-    "The largest size is not the whole story. `torch.compile` takes no longer than the operator "
-    f"{no_slower(forward, 'torch.compile')} rows, and `rows_kernel` no longer "
-    f"{no_slower(forward, 'one row a program')} rows: what the operator adds to it is rows of any "
-    f"length, and long rows that several programs share. With 16 rows the operator takes "
-    f"{few:.1f} µs for {megabytes:.2f} MB, which HBM delivers in {megabytes / hbm:.2f} µs. A copy takes "
-    f"{of_copy:.1f} µs, so that the percentages do not show what a launch costs."
+    "`torch.compile` takes no longer than the operator "
+    f"{no_slower(forward, 'torch.compile')} rows, and `rows_kernel` "
+    f"{no_slower(forward, 'one row a program')}: what the operator adds to it is long rows, split "
+    f"where there are few. 16 rows take {few:.1f} µs for {megabytes:.2f} MB, which HBM delivers in "
+    f"{megabytes / hbm:.2f} µs; a copy takes {of_copy:.1f} µs, so that the percentages do not show "
+    "what a launch costs."
 )
 
 # %%
@@ -960,12 +932,12 @@ lab.read(
     f"rows {medium['Kernel Book']:.0f} %, where the partial sums are a larger part of the bytes. "
     f"`torch.compile` reaches {large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %, "
     f"and takes no longer than ours {no_slower(backward, 'torch.compile')} rows. PyTorch moves "
-    "twice our bytes, because it also writes the product `dy * x` and reads it again, and takes "
+    "twice our bytes, because it also writes `dy * x` and reads it again, and takes "
     f"{theirs / ours:.1f} times as long at 65,536 rows."
 )
 
 # %%
-# The figures leave out the host, which needs time for each call as well.
+# The figures leave out the time that the host needs for each call.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -990,17 +962,18 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "Where calls follow each other, the slower of host and GPU decides. For forward and backward "
-    f"of 4,096 rows ours keeps the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f}; "
-    f"PyTorch's keeps them busy for {their_host:.0f} and {their_gpu:.0f} µs. Called one after the "
-    f"other, ours is then the {verdict}. Our backward pass is Python that autograd calls, and "
-    "PyTorch's is C++."
+    "Where calls follow each other, the slower of host and GPU decides. Forward and backward of "
+    f"4,096 rows keep the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f} with ours, "
+    f"and for {their_host:.0f} and {their_gpu:.0f} µs with PyTorch's, so ours is the {verdict}. "
+    "Its backward pass is Python that autograd calls, and PyTorch's is C++."
 )
 
 # %%
-# What the compiler made of the kernels: the table has the registers of a thread, its
-# :term:`spills <spill>`, which are values for which no register was left, and the bytes of shared
-# memory of a program. Shuffles are instructions that pass a value between the threads of a warp.
+# A value for which no register is left is a :term:`spill`: it costs trips to memory.
+
+# %%
+
+# Folded: What the compiler made of the weighted sum
 
 
 def launches(columns):
@@ -1010,9 +983,6 @@ def launches(columns):
     return lambda: weighted_sum(*inputs).sum().backward()
 
 
-# %%
-
-# Folded: What the compiler made of the weighted sum
 made = lab.facts(
     "What the compiler made of the weighted sum",
     {
@@ -1034,7 +1004,7 @@ of_backward = {
 lab.read(
     f"{'Spills: ' + listed(spilling) if spilling else 'No kernel spills'}. With rows of 4,096 "
     f"numbers the backward kernel takes {of_backward.get('4,096', nan)} registers a thread, and "
-    f"with rows of 1,001, which do not begin at multiples of 16 bytes, "
+    "with rows of 1,001, which do not begin at multiples of 16 bytes, "
     f"{of_backward.get('1,001', nan)}."
 )
 
@@ -1175,13 +1145,12 @@ def repeated(name):
 
 lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 lab.read(
-    f"Load, add, store is wrong by up to {100 * lost:.0f} % of the sum, atomic additions by "
-    f"{atomic:.0e} and partial sums by {rounded:.0e} of it. Floating-point addition depends on the "
-    "order, and atomic additions come in any: of 19 repetitions, "
-    f"{repeated('atomic addition')} reproduced the first run's bits with atomics, and "
-    f"{repeated('partial sums')} with partial sums. The microseconds do not compare the two: those "
-    "of partial sums include the host's, for autograd. The figure of the backward pass shows its "
-    "kernels without the host."
+    f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
+    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
+    f"come in any: of 19 repetitions, {repeated('atomic addition')} reproduced the first run's "
+    f"bits with atomics, and {repeated('partial sums')} with partial sums. The time of partial sums "
+    "includes the host's for autograd, so it says nothing about the kernels; the backward figure "
+    "leaves the host out."
 )
 
 # %%
@@ -1210,17 +1179,15 @@ for dtype in (tl.float16, tl.float32):
 # What you can do now
 # -------------------
 #
-# You can divide a tensor into blocks, and give each program the addresses and the mask of its own.
-# You can sum across programs without a race, with the same bits in every run. You can write the
-# backward pass as a kernel, and check both passes against float64. You can say what a kernel costs
-# at least: the bytes that it must move, at the speed of a copy. The next chapter,
-# :doc:`measuring`, shows how easily a clock says otherwise.
+# You can divide a tensor into blocks, sum across programs without a race, write a backward pass,
+# check both passes against float64, and compare their speed with a copy's. The next chapter,
+# :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
 #
 # Puzzles
 # -------
 #
-# Open the notebook; each puzzle needs a kernel of about ten lines, a launch and an ``assert``.
-# Every solution is checked whenever this page is built.
+# Open the notebook; each puzzle needs a kernel of about ten lines and an ``assert``. Every solution
+# is checked whenever this page is built.
 #
 # **1. Two inputs.** Add two vectors of 10 elements, in blocks of 4.
 
