@@ -380,9 +380,8 @@ lab.source(part_sum_kernel)
 # Into PyTorch
 # ------------
 #
-# Autograd needs to know how to compute a result, and how to compute the gradients of the inputs
-# from that of the result. A ``torch.autograd.Function`` says both. ``save_for_backward`` keeps what
-# the gradients need, and the result's ``grad_fn`` is the node that calls ``backward``.
+# A ``torch.autograd.Function`` tells autograd how to compute a result, and how to compute the
+# gradients of the inputs from that of the result. ``save_for_backward`` keeps what these need.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -413,10 +412,8 @@ class WeightedSum(torch.autograd.Function):
 
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims. It usually needs float64, because a
-# difference of near numbers has few digits. Here float32 will do, because the weighted sum is
-# linear in each element: the quotient of differences is the derivative for a step of any size, and
-# we take a large one.
+# change of the results with what the backward pass claims. It usually needs float64. Here float32
+# will do, because the weighted sum is linear in each element, so that the step may be large.
 
 import warnings
 
@@ -428,9 +425,8 @@ with warnings.catch_warnings():
     print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# The book's operator does the same, and what a library needs besides: it accepts any shape and
-# stride, refuses wrong input, chooses the blocks, and is registered with PyTorch's dispatcher, so
-# that ``torch.compile`` and ``torch.func`` know it.
+# The book's operator also accepts any shape and stride, refuses wrong input, chooses the blocks,
+# and is registered with PyTorch's dispatcher, so that ``torch.compile`` and ``torch.func`` know it.
 #
 # Is it right?
 # ------------
@@ -564,14 +560,14 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
 # share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
-# registers. Small kernels measure each. One reads a window of memory again and again, and its size
-# decides which memory answers. One follows a chain of addresses in random order, for the
-# :term:`latency` of a load. One multiplies and adds in registers alone.
+# registers. Small kernels, folded below, measure the speed and the :term:`latency` of each.
 
 # %%
 
 
 # Measuring
+# One kernel reads a window of memory again and again, and its size decides which memory answers.
+# One follows a chain of addresses in random order. One multiplies and adds in registers alone.
 @triton.jit
 def read_kernel(
     x_ptr, sums_ptr, own, step, window, loads, BLOCK: tl.constexpr, CACHE: tl.constexpr
@@ -729,10 +725,10 @@ wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 lab.read(
     f"HBM delivers {hbm:.1f} TB/s, L2 {l2 / hbm:.1f} times as much, L1 {l1 / hbm:.1f} times, and "
-    "registers, if three reads and one write count for each multiply-add, "
+    "registers, at three reads and one write for each multiply-add, "
     f"{registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive. To receive "
     f"{hbm:.1f} TB/s all the same, {in_flight:.1f} MB must be on their way at any moment, which is "
-    "why a GPU runs so many threads, and why each should have several loads under way. While HBM "
+    "why a GPU runs so many threads, each with several loads under way. While HBM "
     "delivers one bfloat16 number, the registers could do "
     f"{registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
 )
@@ -962,14 +958,11 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "Where calls follow each other, the slower of host and GPU decides. Forward and backward of "
-    f"4,096 rows keep the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f} with ours, "
+    "Where calls follow each other, the slower of host and GPU decides. Both passes of 4,096 rows "
+    f"keep the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f} with ours, "
     f"and for {their_host:.0f} and {their_gpu:.0f} µs with PyTorch's, so ours is the {verdict}. "
     "Its backward pass is Python that autograd calls, and PyTorch's is C++."
 )
-
-# %%
-# A value for which no register is left is a :term:`spill`: it costs trips to memory.
 
 # %%
 
@@ -1004,7 +997,7 @@ of_backward = {
 lab.read(
     f"{'Spills: ' + listed(spilling) if spilling else 'No kernel spills'}. With rows of 4,096 "
     f"numbers the backward kernel takes {of_backward.get('4,096', nan)} registers a thread, and "
-    "with rows of 1,001, which do not begin at multiples of 16 bytes, "
+    "with 1,001, whose rows do not begin at multiples of 16 bytes, "
     f"{of_backward.get('1,001', nan)}."
 )
 
@@ -1012,9 +1005,8 @@ lab.read(
 # What programs must not share
 # ----------------------------
 #
-# Programs run in no fixed order. What if one reads a number that another writes? This kernel adds
-# to each number the one before it. If it works in place, program 1 reads element 3, which program 0
-# changes.
+# Programs run in no fixed order. This kernel adds to each number the one before it. If it works in
+# place, program 1 reads element 3, which program 0 changes.
 
 
 @triton.jit
@@ -1034,8 +1026,8 @@ print("in place:           ", x.tolist())
 
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong. On a GPU programs run at once and in any order, and so do the warps
-# of a program. We launch the same on a million ones, five times.
+# later block is always wrong. On a GPU programs run at once, and so do the warps of a program. We
+# launch the same on a million ones, five times.
 
 # %%
 
@@ -1067,10 +1059,9 @@ lab.read(f"In five runs {listed(wrong) if wrong else nan} numbers were wrong.")
 # read or written by anyone else, unless by atomics. Write to another tensor, or launch a second
 # kernel, which begins when the first has ended.
 #
-# The same rule forbids the obvious way to ``dw``, which is that each program loads what is there,
-# adds and stores. The interpreter hides this mistake, because one program ends before the next
-# begins. On a GPU two programs load the same value, and one addition is lost. An :term:`atomic`
-# addition loses none.
+# So ``dw`` must not be summed by programs that load what is there, add and store. The interpreter
+# hides this mistake, because one program ends before the next begins. On a GPU two programs load
+# the same value, and one addition is lost. An :term:`atomic` addition loses none.
 
 
 @triton.jit
@@ -1148,9 +1139,8 @@ lab.read(
     f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
     f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
     f"come in any: of 19 repetitions, {repeated('atomic addition')} reproduced the first run's "
-    f"bits with atomics, and {repeated('partial sums')} with partial sums. The time of partial sums "
-    "includes the host's for autograd, so it says nothing about the kernels; the backward figure "
-    "leaves the host out."
+    f"bits with atomics, and {repeated('partial sums')} with partial sums. The time of the latter "
+    "includes the host's, for autograd, so it says nothing about the kernels."
 )
 
 # %%
@@ -1382,7 +1372,7 @@ assert torch.equal(counts.long(), digits.bincount(minlength=10))
 # %%
 # **10. A descriptor.** A tensor :term:`descriptor` knows the shape and the strides of a tensor, so
 # that offsets and masks need not be written by hand. It also lets GPUs from Hopper on copy a block
-# with one instruction, as in the chapters on attention. Sum the rows of a matrix with
+# with one instruction. Sum the rows of a matrix with
 # ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
