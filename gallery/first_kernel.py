@@ -77,7 +77,7 @@ print(y.tolist())
 # ``kernel[grid](...)`` launches a kernel. The :term:`grid` ``(3,)`` asks for three programs,
 # because three blocks of four cover ten elements. All three run the same code, and differ in
 # nothing but ``tl.program_id(0)``, the number of the program. ``runtime.DEVICE`` is the GPU, or the
-# CPU where Triton's interpreter stands in; its import is folded above.
+# CPU where Triton's interpreter stands in.
 #
 # .. image:: /figures/first-kernel-blocks.svg
 #    :alt: Ten squares named x[0] to x[9] in three frames, program 0 to program 2, of four squares
@@ -317,8 +317,8 @@ lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
 # One reduction and one store follow. If a row has several parts, each program stores a
-# :term:`partial sum <partial sums>`, and a second small kernel adds them, as we shall need for the
-# gradient too.
+# :term:`partial sum <partial sums>`, and a second small kernel adds them, as for the gradient
+# below.
 
 lab.source(weighted_sum_fwd_kernel, "end")
 
@@ -469,7 +469,7 @@ lab.check("weighted_sum", cases())
 #
 # Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python executes a kernel with
 # NumPy, one program after another. So ``print`` shows a block, and ``breakpoint()`` stops inside
-# the kernel, where you can step from line to line.
+# the kernel.
 
 
 @triton.jit
@@ -741,7 +741,7 @@ lab.read(
 # ---------------
 #
 # The yardstick is a copy of half of ``x``, which moves as many bytes. It is no wall: it writes half
-# of its bytes, and our kernels only read. "One row a program" is ``rows_kernel``, and ``x @ w``
+# of its bytes, and our kernels almost none. "One row a program" is ``rows_kernel``, and ``x @ w``
 # PyTorch's product of a matrix and a vector. :doc:`/reading-figures` explains how they are timed.
 
 
@@ -828,14 +828,13 @@ lab.read(
     "`torch.compile` takes no longer than the operator "
     f"{no_slower(forward, 'torch.compile')} rows, and `rows_kernel` "
     f"{no_slower(forward, 'one row a program')}: what the operator adds to it is long rows, split "
-    f"where there are few. 16 rows take {few:.1f} µs for {megabytes:.2f} MB, which HBM delivers in "
-    f"{megabytes / hbm:.2f} µs; a copy takes {of_copy:.1f} µs, so that the percentages do not show "
-    "what a launch costs."
+    f"where there are few. 16 rows, {megabytes:.2f} MB, take {few:.1f} µs, and a copy "
+    f"{of_copy:.1f}, where HBM needs {megabytes / hbm:.2f}: the percentages hide what a launch "
+    "costs."
 )
 
 # %%
-# Does this hold for rows of any length? We keep the number of elements, and change the shape from
-# 2 columns and 2\ :sup:`25` rows to 2\ :sup:`22` columns and 16 rows.
+# Now we keep the number of elements, and change the shape from 2 columns and 2\ :sup:`25` rows to 2\ :sup:`22` columns and 16 rows.
 
 
 def shape_providers(columns, rows, dtype):
@@ -872,7 +871,7 @@ lab.read(
 )
 
 # %%
-# The backward pass reads ``x`` and writes ``dx``, so its limit is a copy of all of ``x``.
+# The backward pass reads ``x`` and writes ``dx``, so its yardstick is a copy of all of ``x``.
 
 
 def backward_providers(rows, columns, dtype):
@@ -976,29 +975,12 @@ def launches(columns):
     return lambda: weighted_sum(*inputs).sum().backward()
 
 
-made = lab.facts(
+lab.facts(
     "What the compiler made of the weighted sum",
     {
         f"{columns:,} columns, bfloat16": lambda n=columns: launches(n)()
         for columns in (4096, 1001)
     },
-)
-made
-
-# %%
-
-# Reading
-spilling = sorted({row["kernel"] for row in made.rows if row["spills"]})
-of_backward = {
-    row["case"].partition(" ")[0]: row["registers"]
-    for row in made.rows
-    if row["kernel"] == "weighted_sum_bwd_kernel"
-}
-lab.read(
-    f"{'Spills: ' + listed(spilling) if spilling else 'No kernel spills'}. With rows of 4,096 "
-    f"numbers the backward kernel takes {of_backward.get('4,096', nan)} registers a thread, and "
-    "with 1,001, whose rows do not begin at multiples of 16 bytes, "
-    f"{of_backward.get('1,001', nan)}."
 )
 
 # %%
@@ -1026,8 +1008,8 @@ print("in place:           ", x.tolist())
 
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong. On a GPU programs run at once, and so do the warps of a program. We
-# launch the same on a million ones, five times.
+# later block is always wrong. On a GPU programs run at once, and so do warps. We launch the same
+# on a million ones, five times.
 
 # %%
 
@@ -1177,7 +1159,7 @@ for dtype in (tl.float16, tl.float32):
 # -------
 #
 # Open the notebook; each puzzle needs a kernel of about ten lines and an ``assert``. Every solution
-# is checked whenever this page is built.
+# is checked when this page is built.
 #
 # **1. Two inputs.** Add two vectors of 10 elements, in blocks of 4.
 
