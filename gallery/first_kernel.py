@@ -834,7 +834,8 @@ lab.read(
 )
 
 # %%
-# Now we keep the number of elements, and change the shape from 2 columns and 2\ :sup:`25` rows to 2\ :sup:`22` columns and 16 rows.
+# Now we keep the number of elements, and change the shape from 2 columns and 2\ :sup:`25` rows to
+# 2\ :sup:`22` columns and 16 rows.
 
 
 def shape_providers(columns, rows, dtype):
