@@ -9,7 +9,8 @@ number once, and another for its gradient?*
 You will learn
 
 - how a kernel says which elements each of its programs works on: blocks, offsets, masks, strides;
-- how to write the backward pass, make both passes an operator of PyTorch, and prove it right;
+- how to write the backward pass, make both passes an operator of PyTorch, and check
+  it against float64;
 - which thread holds which element, and how fast each level of memory delivers it.
 
 You need no GPU: the small examples run in Triton's :term:`interpreter`, and what only a GPU can
@@ -42,10 +43,11 @@ def simple_weighted_sum(x, w):
 
 # %%
 # PyTorch runs one :term:`kernel` for each operation. The multiplication reads ``x`` and writes a
-# product as large as ``x``, and the sum reads that product again. In 16 bits these are 6 bytes per
-# element, all of which go through :term:`HBM`, the main memory of the GPU. Only the 2 bytes that
-# are read of ``x`` are necessary, because the weights and the sums are small beside it. A kernel
-# that multiplies and adds while the numbers are on the chip could be three times as fast.
+# product as large as ``x``, and the sum reads that product again. With 16-bit numbers that makes
+# 6 bytes per element, all of which go through :term:`HBM`, the main memory of the GPU. Only the
+# 2 bytes that are read of ``x`` are necessary, because the weights and the sums are small beside
+# it. A kernel that multiplies and adds while the numbers are on the chip moves a third of the
+# bytes.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -74,7 +76,8 @@ print(y.tolist())
 # %%
 # ``kernel[grid](...)`` launches a kernel. The :term:`grid` ``(3,)`` asks for three programs,
 # because three blocks of four cover ten elements. All three run the same code, and differ in
-# nothing but ``tl.program_id(0)``, the number of the program.
+# nothing but ``tl.program_id(0)``, the number of the program. ``runtime.DEVICE`` is the GPU, or the
+# CPU where Triton's interpreter stands in.
 #
 # .. image:: /figures/first-kernel-blocks.svg
 #    :alt: Ten squares named x[0] to x[9] in three frames, program 0 to program 2, of four squares
@@ -156,6 +159,7 @@ lab.table(neighbours(), "What became of the two numbers after y, run here")
 
 # %%
 
+# Folded: The same two launches on a GPU
 lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
@@ -177,14 +181,16 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program runs on a power of two of threads, and the compiler gives each of them equally many
-# elements of a block, which it keeps in :term:`registers <register>`. Registers have no addresses,
-# so that the compiler must write an instruction for each and has to know how many there are. That
-# is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel, and
-# another value is another kernel.
+# A program is carried out by 128 threads (more below), each with its own :term:`registers
+# <register>`, the fastest memory. The number of threads in a program is a power of two, and the
+# compiler gives each equally many elements of a block, to keep in registers. Registers have no
+# addresses, so that the compiler must write an instruction for each and has to know how many there
+# are. That is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel,
+# and another value is another kernel.
 #
-# Triton also looks at ordinary integers such as ``n``: one that 16 divides lets it load 16 bytes at
-# once, and a 1 often saves a multiplication.
+# Triton also looks at ordinary integers such as ``n``. If 16 divides ``n``, a group of neighbouring
+# elements is inside or outside as a whole, so that one wide load can serve them, and a stride that
+# is 1 needs no multiplication. So such numbers have kernels of their own.
 
 
 def variants():
@@ -281,39 +287,48 @@ assumed = torch.empty(5, device=runtime.DEVICE)
 rows_kernel[(3,)](columns.t(), w, assumed, 6, 1, 5, 6, 2, 8)
 lab.table(
     [
-        {"sums of the rows of a transposed matrix": name, "found": str(y.tolist())}
+        {"strides": name, "sums": " ".join(f"{total:.0f}" for total in y.tolist())}
         for name, y in {
-            f"its strides, {columns.t().stride()}": sum_rows(columns.t(), w),
-            "assumed strides, (6, 1)": assumed,
+            f"its own, {columns.t().stride()}": sum_rows(columns.t(), w),
+            "assumed, (6, 1)": assumed,
             "PyTorch": simple_weighted_sum(columns.t(), w),
         }.items()
     ],
-    "Why a kernel takes strides",
+    "Why a kernel takes strides: the sums of the rows of a transposed matrix",
 )
 
 # %%
 # Long rows
 # ---------
 #
-# A row of a million elements fits into no program. So the kernel of this book's operator loops over
-# blocks of columns. Its grid has two dimensions: programs for blocks of rows and, if there are few
-# rows, for parts of their columns. Row numbers are int64, because past :math:`2^{31}` elements an
-# offset does not fit into 32 bits.
+# A row of a million elements fits into no program: a block is kept in registers, and a million
+# float32 numbers are 4 MB, where an :term:`SM`, the part of a GPU that runs a program, has 256 KB
+# of registers. So the kernel of this book's operator loops over blocks of columns. Its grid has two
+# dimensions: programs for blocks of rows and, if there are few rows, for parts of their columns.
+# Row numbers are int64, because past :math:`2^{31}` elements an offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
 # %%
 # The loop adds products into as many sums as a block has elements, so that threads need not
-# exchange anything before the loop is over. One reduction and one store follow it.
+# exchange anything before the loop is over.
 
 lab.source(weighted_sum_fwd_kernel, "loop")
+
+# %%
+# One reduction and one store follow. If a row has several parts, each program stores a
+# :term:`partial sum <partial sums>`, and a second small kernel adds them, as for the gradient
+# below.
+
+lab.source(weighted_sum_fwd_kernel, "end")
 
 # %%
 # The gradient
 # ------------
 #
-# Let :math:`L` be the loss and :math:`dy_i` its derivative by :math:`y_i`. Each :math:`x_{ij}`
-# enters one sum, with the factor :math:`w_j`, while each :math:`w_j` enters the sums of all rows:
+# Let :math:`L` be the loss and :math:`dy_i` its derivative with respect to :math:`y_i`. Each
+# :math:`x_{ij}` enters one sum, with the factor :math:`w_j`, while each :math:`w_j` enters the sums
+# of all rows:
 #
 # .. math::
 #
@@ -324,33 +339,49 @@ lab.source(weighted_sum_fwd_kernel, "loop")
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` is a sum over rows that lie in different programs, and no
-# program may add to a sum that another is changing. So each program writes the sums of its own rows
-# into a row of its own, the :term:`partial sums`, and a second kernel adds these up.
+# its own block. The gradient of ``w`` is a sum over rows that lie in different programs. Two that
+# add to one sum in memory may lose an addition, without special instructions (shown under "What
+# programs must not share"). So each writes the sums of its own rows into memory of its own, the
+# :term:`partial sums`, and a second kernel adds these up.
 #
 # .. image:: /figures/first-kernel-sums.svg
-#    :alt: A matrix x of four rows. Program 0 has the upper two, program 1 the lower two. Arrows
-#          lead from each row to one element of y. Below, each program has one row of partial
-#          sums, as long as a row of x, and arrows lead from both down to dw.
+#    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
+#          (0, 0) and (1, 0) have rows 0, 1, 4 and 5, programs (0, 1) and (1, 1) rows 2, 3, 6 and 7;
+#          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
+#          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
 #
-# One pass over ``x`` serves both gradients. A program keeps a block of ``w`` and a block of sums in
-# registers, and loops over rows.
+# One pass over ``x`` serves both gradients. A program keeps the weights and the sums of a block of
+# columns in registers.
+
+lab.source(weighted_sum_bwd_kernel, "place")
+
+# %%
+# Programs take turns with the rows: after ``BLOCK_ROWS`` of them, a program goes ``step`` rows on,
+# past those of the others with its columns. An argument may be ``None``; the compiler then drops
+# the branch.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
+
+# %%
+# After its last turn it adds up the rows of its block, and stores one row of partial sums.
+
+lab.source(weighted_sum_bwd_kernel, "end")
 
 # %%
 # The second launch reads little, because there are far fewer programs than rows, and always adds in
 # the same order, so that two runs give the same bits.
 
+# %%
+
+# Folded: The kernel that adds partial sums
 lab.source(part_sum_kernel)
 
 # %%
 # Into PyTorch
 # ------------
 #
-# Autograd needs to know how to compute a result, and how to compute the gradients of the inputs
-# from that of the result. A ``torch.autograd.Function`` says both. ``save_for_backward`` keeps what
-# the gradients need, and the result's ``grad_fn`` is the node that calls ``backward``.
+# A ``torch.autograd.Function`` tells autograd how to compute a result, and how to compute the
+# gradients of the inputs from that of the result. ``save_for_backward`` keeps what these need.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -360,9 +391,8 @@ class WeightedSum(torch.autograd.Function):
         n_rows, n_cols = x.shape
         y = torch.empty(n_rows, device=x.device)
         grid = (triton.cdiv(n_rows, 2), 1)
-        weighted_sum_fwd_kernel[grid](
-            x, w, y, *x.stride(), n_rows, n_cols, n_cols, 2, 4
-        )
+        sizes = {"part_cols": n_cols, "BLOCK_ROWS": 2, "BLOCK_COLS": 4}
+        weighted_sum_fwd_kernel[grid](x, w, y, *x.stride(), n_rows, n_cols, **sizes)
         return y
 
     @staticmethod
@@ -372,19 +402,18 @@ class WeightedSum(torch.autograd.Function):
         dx, dw = torch.empty(x.shape, device=x.device), torch.empty_like(w)
         parts = torch.empty(2, n_cols, device=x.device)
         grid = (triton.cdiv(n_cols, 4), 2)
+        strides, blocks = x.stride(), {"BLOCK_ROWS": 2, "BLOCK_COLS": 4}
         weighted_sum_bwd_kernel[grid](
-            dy, x, w, dx, parts, dy.stride(0), *x.stride(), n_rows, n_cols, 2, 4
+            dy, x, w, dx, parts, dy.stride(0), *strides, n_rows, n_cols, **blocks
         )
-        part_sum_kernel[(triton.cdiv(n_cols, 4),)](parts, dw, 2, n_cols, 2, 4)
+        part_sum_kernel[(triton.cdiv(n_cols, 4),)](parts, dw, 2, n_cols, **blocks)
         return dx, dw
 
 
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims. It usually needs float64, because a
-# difference of near numbers has few digits. Here float32 will do, because the weighted sum is
-# linear in each element: the quotient of differences is the derivative for a step of any size, and
-# we take a large one.
+# change of the results with what the backward pass claims. It usually needs float64. Here float32
+# will do, because the weighted sum is linear in each element, so that the step may be large.
 
 import warnings
 
@@ -396,16 +425,16 @@ with warnings.catch_warnings():
     print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# The book's operator does the same, and what a library needs besides: it accepts any shape and
-# stride, refuses wrong input, chooses the blocks, and is registered with PyTorch's dispatcher, so
-# that ``torch.compile`` and ``torch.func`` know it.
+# The book's operator also accepts any shape and stride, refuses wrong input, chooses the blocks,
+# and is registered with PyTorch's dispatcher, so that ``torch.compile`` and ``torch.func`` know it.
 #
 # Is it right?
 # ------------
 #
-# Every result is compared with the truth in float64. In 16 bits our error may be twice PyTorch's
-# own. In float32 it may be eight times, because a sum errs by a few units in the last place that
-# depend on the order of additions, and PyTorch's order may be lucky.
+# Every result is compared with the truth in float64. The error is the largest deviation, as a share
+# of the largest true value nearby. Ours may be twice PyTorch's, which counts as half a unit in the
+# last place at least, because no rounding promises less. In float32 it may be eight times, because
+# the error of a sum depends on the order of additions, and PyTorch's order may be lucky.
 
 
 def cases():
@@ -440,7 +469,7 @@ lab.check("weighted_sum", cases())
 #
 # Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python executes a kernel with
 # NumPy, one program after another. So ``print`` shows a block, and ``breakpoint()`` stops inside
-# the kernel, where you can step from line to line.
+# the kernel.
 
 
 @triton.jit
@@ -456,7 +485,7 @@ if runtime.INTERPRETED:
 
 # %%
 # On a GPU, ``tl.device_print`` prints a line per element. The interpreter cannot show how long a
-# kernel takes, and what happens when programs run at once.
+# kernel takes, or what happens when programs run at once.
 #
 # Programs, warps, threads
 # ------------------------
@@ -472,11 +501,13 @@ if runtime.INTERPRETED:
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# This kernel asks the hardware: in the place of each element it stores the number of the thread
-# that holds it. Triton has no such function, so we insert a line of PTX, the assembler of NVIDIA's
-# GPUs.
+# A kernel can ask the hardware: in the place of each element it stores the number of the thread
+# that holds it.
+
+# %%
 
 
+# Measuring
 @triton.jit
 def owner_kernel(x_ptr, owners_ptr, BLOCK_SIZE: tl.constexpr):
     offsets = tl.arange(0, BLOCK_SIZE)
@@ -487,10 +518,6 @@ def owner_kernel(x_ptr, owners_ptr, BLOCK_SIZE: tl.constexpr):
     tl.store(owners_ptr + offsets, owners)
 
 
-# %%
-
-
-# Measuring
 def runs_of(numbers):
     """0 1 2 3 8 9 as "0 to 3, 8 to 9"."""
     runs = []
@@ -533,14 +560,14 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
 # share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
-# registers. Small kernels measure each. One reads a window of memory again and again, and its size
-# decides which memory answers. One follows a chain of addresses in random order, for the
-# :term:`latency` of a load. One multiplies and adds in registers alone.
+# registers. Small kernels, folded below, measure the speed and the :term:`latency` of each.
 
 # %%
 
 
 # Measuring
+# One kernel reads a window of memory again and again, and its size decides which memory answers.
+# One follows a chain of addresses in random order. One multiplies and adds in registers alone.
 @triton.jit
 def read_kernel(
     x_ptr, sums_ptr, own, step, window, loads, BLOCK: tl.constexpr, CACHE: tl.constexpr
@@ -659,27 +686,27 @@ hierarchy = lab.measure("The levels of memory: size, speed, latency", levels)
 # Drawing
 def in_words(rows):
     return "; ".join(
-        f"{r['memory']}: {r['MiB']:,.0f} MiB, {r['TB/s']:.3g} TB/s" for r in rows
+        f"{r['memory']}: {r['TB/s']:.3g} TB/s after {r['nanoseconds']:,.3g} ns, "
+        f"{r['MiB']:,.0f} MiB"
+        for r in rows
     )
 
 
-def by_size(axes, rows):
-    for row in rows:
-        axes.loglog(row["MiB"], row["TB/s"], "o", color=lab.colour("Kernel Book"))
-        text = f"{row['memory']}, {row['nanoseconds']:,.0f} ns"
-        axes.annotate(
-            text,
-            (row["MiB"], row["TB/s"]),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="right" if row["MiB"] > 1000 else "left",
+def steps(axes, rows):
+    most = max(row["TB/s"] for row in rows)
+    for place, row in enumerate(rows):
+        axes.barh(place, row["TB/s"], 0.3, color=lab.colour("Kernel Book"))
+        text = (
+            f"{row['memory']}: {row['TB/s']:.3g} TB/s after {row['nanoseconds']:,.3g} ns, "
+            f"{row['MiB']:,.0f} MiB"
         )
-    axes.set(xlabel="MiB on the whole GPU", ylabel="TB/s")
-    axes.set_xlim(10, 4e5)
-    axes.set_ylim(1, 2000)
+        axes.text(0, place - 0.26, text, va="bottom")
+    axes.set(xlabel="TB/s", xlim=(0, 1.02 * most), ylim=(len(rows) - 0.7, -0.75))
+    axes.set_yticks([])
+    axes.grid(visible=False, axis="y")
 
 
-lab.draw(hierarchy, "Size, speed and latency of each memory", in_words, by_size)
+lab.draw(hierarchy, "What each memory delivers", in_words, steps)
 
 # %%
 
@@ -693,26 +720,29 @@ def at(memory, column):
 
 
 hbm, l2, registers = (at(name, "TB/s") for name in ("HBM", "L2 cache", "registers"))
+l1 = at("L1 cache and shared memory", "TB/s")
 wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 lab.read(
-    f"HBM delivers {hbm:.1f} TB/s, L2 {l2 / hbm:.1f} times as much, and registers "
+    f"HBM delivers {hbm:.1f} TB/s, L2 {l2 / hbm:.1f} times as much, L1 {l1 / hbm:.1f} times, and "
+    "registers, at three reads and one write for each multiply-add, "
     f"{registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive. To receive "
     f"{hbm:.1f} TB/s all the same, {in_flight:.1f} MB must be on their way at any moment, which is "
-    "why a GPU runs so many threads, and why each should have several loads under way."
+    "why a GPU runs so many threads, each with several loads under way. While HBM "
+    "delivers one bfloat16 number, the registers could do "
+    f"{registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
 )
 
 # %%
-# A multiplication and an addition per element are nothing beside the wait for ``x``, so that the
-# weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a cache,
-# and keep everything else in registers.
+# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a
+# cache, and keep everything else in registers.
 #
 # How fast is it?
 # ---------------
 #
-# The limit is a copy that moves as many bytes: it reads half of ``x``, and writes as much
-# elsewhere. "One row a program" is ``rows_kernel``, and ``x @ w`` PyTorch's product of a matrix and
-# a vector. :doc:`/reading-figures` explains how they are timed.
+# The yardstick is a copy of half of ``x``, which moves as many bytes. It is no wall: it writes half
+# of its bytes, and our kernels almost none. "One row a program" is ``rows_kernel``, and ``x @ w``
+# PyTorch's product of a matrix and a vector. :doc:`/reading-figures` explains how they are timed.
 
 
 def providers(rows, columns, dtype):
@@ -749,27 +779,63 @@ lab.plot(forward, "Forward, rows of 4,096 in bfloat16", share=True)
 # Reading
 largest = {
     name: 100 * forward.share(name, rows=2**16)
-    for name in (
-        "PyTorch",
-        "x @ w",
-        "torch.compile",
-        "one row a program",
-        "Kernel Book",
-    )
+    for name in ("x @ w", "torch.compile", "one row a program", "Kernel Book")
 }
-medium = 100 * forward.share("Kernel Book", rows=2**12)
+slowly, copied = (
+    forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
+)
+gigabytes = 2**16 * 4096 * 2 / 1e9
+apart = (
+    "the rest is that PyTorch's kernels move them at "
+    f"{3 * gigabytes / slowly:.1f} TB/s, and the copy at {gigabytes / copied:.1f}; why, no run "
+    "here shows"
+    if slowly > 3.3 * copied
+    else "little remains"
+)
+
+
+def listed(items):
+    *others, last = [f"{item:,}" for item in items]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def no_slower(sweep, provider, other="Kernel Book"):
+    """Say at which points a provider takes no longer than another."""
+    one, two = (
+        sweep.at(provider=name).set_index(sweep.axis)["ms"]
+        for name in (provider, other)
+    )
+    points = [int(point) for point in one.index[one <= two]]
+    return f"at {listed(points)}" if points else "at no number of"
+
+
 lab.read(
-    f"At 65,536 rows, the two operations reach {largest['PyTorch']:.0f} % of the speed of a copy, "
-    "because they move three times the bytes. `x @ w` reaches "
-    f"{largest['x @ w']:.0f} %, the kernel that `torch.compile` writes "
-    f"{largest['torch.compile']:.0f} %, our first kernel {largest['one row a program']:.0f} %, and "
-    f"the operator {largest['Kernel Book']:.0f} %. With 4,096 rows, 2²⁴ elements, it reaches "
-    f"{medium:.0f} %."
+    f"At 65,536 rows the two operations take {slowly / copied:.1f} times as long as a copy. Three "
+    f"times the bytes explain a factor of 3; {apart}. Our first kernel, `rows_kernel`, reaches "
+    f"{largest['one row a program']:.0f} % of the copy's speed, the operator "
+    f"{largest['Kernel Book']:.0f} %, `x @ w` {largest['x @ w']:.0f} %, and the kernel that "
+    f"`torch.compile` writes {largest['torch.compile']:.0f} %."
 )
 
 # %%
-# Does this hold for rows of any length? We keep the number of elements, and change the shape from
-# two columns to 16 rows.
+
+# Reading
+few, of_copy = (
+    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
+)
+megabytes = 16 * 4096 * 2 / 1e6
+lab.read(
+    "`torch.compile` takes no longer than the operator "
+    f"{no_slower(forward, 'torch.compile')} rows, and `rows_kernel` "
+    f"{no_slower(forward, 'one row a program')}: what the operator adds to it is long rows, split "
+    f"where there are few. 16 rows, {megabytes:.2f} MB, take {few:.1f} µs, and a copy "
+    f"{of_copy:.1f}, where HBM needs {megabytes / hbm:.2f}: the percentages hide what a launch "
+    "costs."
+)
+
+# %%
+# Now we keep the number of elements, and change the shape from 2 columns and 2\ :sup:`25` rows to
+# 2\ :sup:`22` columns and 16 rows.
 
 
 def shape_providers(columns, rows, dtype):
@@ -801,11 +867,12 @@ least = min(found, key=found.get)
 long = [share for columns, share in found.items() if columns >= 256] or [nan]
 lab.read(
     f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy. "
-    f"Its lowest point is {min(found.values()):.0f} %, at rows of {least:,}."
+    f"Its lowest point is {min(found.values()):.0f} %, at rows of {least:,}. `torch.compile` takes "
+    f"no longer {no_slower(shapes, 'torch.compile')} columns."
 )
 
 # %%
-# The backward pass reads ``x`` and writes ``dx``, so its limit is a copy of all of ``x``.
+# The backward pass reads ``x`` and writes ``dx``, so its yardstick is a copy of all of ``x``.
 
 
 def backward_providers(rows, columns, dtype):
@@ -849,29 +916,57 @@ lab.plot(backward, "Backward, rows of 4,096 in bfloat16", share=True)
 large, medium = (
     {
         name: 100 * backward.share(name, rows=rows)
-        for name in ("PyTorch", "x @ w", "torch.compile", "Kernel Book")
+        for name in ("torch.compile", "Kernel Book")
     }
     for rows in (2**16, 2**12)
+)
+theirs, ours = (
+    backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
     f"rows {medium['Kernel Book']:.0f} %, where the partial sums are a larger part of the bytes. "
-    f"PyTorch reaches {large['PyTorch']:.0f} and {medium['PyTorch']:.0f} %, `x @ w` "
-    f"{large['x @ w']:.0f} and {medium['x @ w']:.0f} %, `torch.compile` "
-    f"{large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %."
+    f"`torch.compile` reaches {large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %, "
+    f"and takes no longer than ours {no_slower(backward, 'torch.compile')} rows. PyTorch moves "
+    "twice our bytes, because it also writes `dy * x` and reads it again, and takes "
+    f"{theirs / ours:.1f} times as long at 65,536 rows."
 )
 
 # %%
-# Few rows are slow, whoever sums them, because each :term:`launch` costs some microseconds. The
-# host needs time for each call as well.
+# The figures leave out the time that the host needs for each call.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
-lab.host_times({"Kernel Book": weighted_sum, "PyTorch": simple_weighted_sum}, x, w)
+host = lab.host_times(
+    {"Kernel Book": weighted_sum, "PyTorch": simple_weighted_sum}, x, w
+)
+host
 
 # %%
-# The compiler's registers per thread, and its :term:`spills <spill>`, values for which none was
-# left:
+
+# Reading
+both = {row["pass"]: row for row in host.rows}.get("forward and backward", {})
+
+
+def step_of(name):
+    """The microseconds of the host and of the GPU, forward and backward of 4,096 rows."""
+    on_gpu = (sweep.milliseconds_at(name, rows=2**12) for sweep in (forward, backward))
+    return both.get(f"{name} (µs)", nan), 1e3 * sum(on_gpu)
+
+
+(our_host, our_gpu), (their_host, their_gpu) = map(step_of, ("Kernel Book", "PyTorch"))
+our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
+verdict = "slower" if our_step > their_step else "faster"
+lab.read(
+    "Where calls follow each other, the slower of host and GPU decides. Both passes of 4,096 rows "
+    f"keep the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f} with ours, "
+    f"and for {their_host:.0f} and {their_gpu:.0f} µs with PyTorch's, so ours is the {verdict}. "
+    "Its backward pass is Python that autograd calls, and PyTorch's is C++."
+)
+
+# %%
+
+# Folded: What the compiler made of the weighted sum
 
 
 def launches(columns):
@@ -893,9 +988,8 @@ lab.facts(
 # What programs must not share
 # ----------------------------
 #
-# Programs run in no fixed order. What if one reads a number that another writes? This kernel adds
-# to each number the one before it. If it works in place, program 1 reads element 3, which program 0
-# changes.
+# Programs run in no fixed order. This kernel adds to each number the one before it. If it works in
+# place, program 1 reads element 3, which program 0 changes.
 
 
 @triton.jit
@@ -915,8 +1009,8 @@ print("in place:           ", x.tolist())
 
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong. On a GPU programs run at once and in any order, and so do the warps
-# of a program. We launch the same on a million ones, five times.
+# later block is always wrong. On a GPU programs run at once, and so do warps. We launch the same
+# on a million ones, five times.
 
 # %%
 
@@ -931,16 +1025,26 @@ def in_place_runs():
     return rows
 
 
-lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
+# %%
+
+# Folded: The five runs
+in_place = lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
+in_place
 
 # %%
-# No run reports an error. The rule is simple: within one launch, no program may read what another
-# writes. Write to another tensor, or launch a second kernel, which begins when the first has ended.
+
+# Reading
+wrong = [row["wrong numbers"] for row in in_place.rows]
+lab.read(f"In five runs {listed(wrong) if wrong else nan} numbers were wrong.")
+
+# %%
+# No run reports an error. The rule is simple: within one launch, nothing that is written may be
+# read or written by anyone else, unless by atomics. Write to another tensor, or launch a second
+# kernel, which begins when the first has ended.
 #
-# The same rule forbids the obvious way to ``dw``, which is that each program loads what is there,
-# adds and stores. The interpreter hides this mistake, because one program ends before the next
-# begins. On a GPU two programs load the same value, and one addition is lost. An :term:`atomic`
-# addition loses none.
+# So ``dw`` must not be summed by programs that load what is there, add and store. The interpreter
+# hides this mistake, because one program ends before the next begins. On a GPU two programs load
+# the same value, and one addition is lost. An :term:`atomic` addition loses none.
 
 
 @triton.jit
@@ -1008,20 +1112,18 @@ def of_way(name, column):
     return float(way[name][column]) if way else nan
 
 
-lost, rounded = (
-    of_way(name, "worst error") for name in ("load, add, store", "partial sums")
-)
-atomics, parts = (of_way(name, "µs") for name in ("atomic addition", "partial sums"))
-same, always = (
-    of_way(name, "of 19 runs, equal to the first")
-    for name in ("atomic addition", "partial sums")
-)
+def repeated(name):
+    same = of_way(name, "of 19 runs, equal to the first")
+    return {0: "none", 19: "all"}.get(same, f"{same:.0f}")
+
+
+lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 lab.read(
-    f"Load, add, store is wrong by up to {100 * lost:.0f} %, and partial sums by {rounded:.0e} of "
-    f"the sum. Atomic additions take {atomics / parts:.2f} times as long as partial sums, whose "
-    "time includes the host's for autograd. Because atomic additions come in any order, and "
-    "floating-point addition depends on the order, "
-    f"{same:.0f} of 19 runs gave the bits of the first; of partial sums {always:.0f} did."
+    f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
+    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
+    f"come in any: of 19 repetitions, {repeated('atomic addition')} reproduced the first run's "
+    f"bits with atomics, and {repeated('partial sums')} with partial sums. The time of the latter "
+    "includes the host's, for autograd, so it says nothing about the kernels."
 )
 
 # %%
@@ -1047,10 +1149,18 @@ for dtype in (tl.float16, tl.float32):
     print(f"10,000 ones in {dtype}: {y.item():,.0f}")
 
 # %%
+# What you can do now
+# -------------------
+#
+# You can divide a tensor into blocks, sum across programs without a race, write a backward pass,
+# check both passes against float64, and compare their speed with a copy's. The next chapter,
+# :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
+#
 # Puzzles
 # -------
 #
-# Each takes a kernel of about ten lines. Every solution is checked whenever this page is built.
+# Open the notebook; each puzzle needs a kernel of about ten lines and an ``assert``. Every solution
+# is checked when this page is built.
 #
 # **1. Two inputs.** Add two vectors of 10 elements, in blocks of 4.
 
@@ -1157,8 +1267,8 @@ outer_kernel[(1,)](a, b, y, 5, 6, 8, 8)
 assert torch.equal(y, torch.outer(a, b))
 
 # %%
-# **6. The right neutral element.** Find the largest number of each row, also of rows that are
-# negative throughout.
+# **6. The right neutral element.** Find the largest number of each row, even where all are
+# negative.
 
 # %%
 
@@ -1243,11 +1353,10 @@ count_kernel[(4,)](digits, counts, 1000, BLOCK_SIZE=256)
 assert torch.equal(counts.long(), digits.bincount(minlength=10))
 
 # %%
-# **10. A descriptor.** A *block pointer* (``tl.make_block_ptr``) knows the shape and the strides of
-# a tensor, so that offsets and masks need not be written by hand. A tensor :term:`descriptor` also
-# lets newer GPUs copy a block with one instruction, as in the chapters on attention. Sum the rows
-# of a matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row,
-# 0])``.
+# **10. A descriptor.** A tensor :term:`descriptor` knows the shape and the strides of a tensor, so
+# that offsets and masks need not be written by hand. It also lets GPUs from Hopper on copy a block
+# with one instruction. Sum the rows of a matrix with
+# ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
 
@@ -1279,6 +1388,9 @@ assert torch.equal(y, x.sum(dim=1))
 #   weighted sum.
 # - NVIDIA. *CUDA C++ programming guide*, on the hierarchy of threads and of memories.
 
+# %%
+
+# Closing
 shares = {
     name: sweep.share("Kernel Book", rows=2**16)
     for name, sweep in {"forward": forward, "backward": backward}.items()
