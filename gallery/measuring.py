@@ -1482,13 +1482,13 @@ lab.table(rows, "0.01, a thousand times")
 # because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
 # in 32, as every kernel of this book does.
 #
-# What breaks it
-# --------------
+# Ready-made loops
+# ----------------
 #
-# **A loop without a flush, and the time of the host.** The ready-made loops differ in what they
-# keep out. The simplest puts two events around many calls. ``torch.utils.benchmark`` does the same
-# with the host's clock. ``triton.testing.do_bench`` flushes L2 before each run. It has no pause,
-# but while the GPU flushes, the host queues what follows. ``do_bench_cudagraph`` takes the host out
+# The loops of Triton and PyTorch differ in what they keep out. The simplest puts two events around
+# many calls. ``torch.utils.benchmark`` does the same with the host's clock.
+# ``triton.testing.do_bench`` flushes L2 before each run. It has no pause, but while the GPU
+# flushes, the host queues what follows. ``do_bench_cudagraph`` takes the host out
 # and does not flush. Here all of them time a softmax of three sizes, of which the second fits in
 # L2.
 
@@ -1540,6 +1540,9 @@ lab.read(
 )
 
 # %%
+# What breaks it
+# --------------
+#
 # **The wrong bytes.** Two kernels can only be compared by the work of the job, and not by what each
 # implementation happens to do. The softmax of five PyTorch operations in :doc:`/chapters/softmax`
 # moves four times the necessary bytes. Here is its speed, counted in both ways.
