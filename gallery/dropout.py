@@ -846,12 +846,12 @@ one_launch = (
 )
 lab.read(
     f"At 16Ki elements{on_gpu} the kernels take {small:.1f} µs, although moving the bytes at "
-    f"full speed would take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws "
-    f"the seed and one of the kernel. {one_launch}A seed that you pass yourself saves the first "
-    f"launch: the kernel then takes {given:.1f} µs, where a copy takes {copied:.1f} µs. Below "
-    "that only fusing dropout with its neighbours helps, because one launch then does the work of "
-    "several. At 16Mi elements, nearer to a real activation, drawing the seed still counts: with "
-    f"it the speed is {middle['Kernel Book']:.0f} % of a copy's, and without it "
+    f"full speed would take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, "
+    f"one that draws the seed and one of the kernel. {one_launch}A seed that you pass yourself "
+    f"saves the first launch: the kernel then takes {given:.1f} µs, where a copy takes "
+    f"{copied:.1f} µs. Below that only fusing dropout with its neighbours helps, because one "
+    "launch then does the work of several. At 16Mi elements, nearer to a real activation, drawing "
+    f"the seed still counts: with it the speed is {middle['Kernel Book']:.0f} % of a copy's, and without it "
     f"{middle['seven rounds']:.0f} %."
 )
 
