@@ -851,8 +851,8 @@ lab.read(
     f"saves the first launch: the kernel then takes {given:.1f} µs, where a copy takes "
     f"{copied:.1f} µs. Below that only fusing dropout with its neighbours helps, because one "
     "launch then does the work of several. At 16Mi elements, nearer to a real activation, drawing "
-    f"the seed still counts: with it the speed is {middle['Kernel Book']:.0f} % of a copy's, and without it "
-    f"{middle['seven rounds']:.0f} %."
+    f"the seed still counts: with it the speed is {middle['Kernel Book']:.0f} % of a copy's, and "
+    f"without it {middle['seven rounds']:.0f} %."
 )
 
 # %%
@@ -882,6 +882,10 @@ right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed
 wrong = (
     seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0
 ).repeat(64)
+
+# %%
+
+# Measuring
 rows = [
     {
         "mask": name,
@@ -899,6 +903,10 @@ lab.table(rows, "Copies of one block")
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
 apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
+
+# %%
+
+# Measuring
 kept = {
     "1 and 1": (shared != 0).float().mean(),
     "1 and 2": (apart != 0).float().mean(),
@@ -919,6 +927,10 @@ lab.table(
 
 scaled = seeded_dropout(x, 0.5, seed=1)
 outputs = {"scaled": scaled, "not scaled": x * (scaled != 0)}
+
+# %%
+
+# Measuring
 lab.table(
     [{"output": name, "mean": f"{y.mean():.3f}"} for name, y in outputs.items()],
     "The mean of the output, for an input of ones",
@@ -931,6 +943,10 @@ lab.table(
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 starts = {"int32": program * block, "int64": program.long() * block}
+
+# %%
+
+# Measuring
 lab.table(
     [{"arithmetic": n, "first element": f"{s.item():,}"} for n, s in starts.items()],
     f"Where program {program.item():,} of a large launch begins",

@@ -584,8 +584,8 @@ if ahead:
     *most, last = (f"{n:,}" for n in ahead)
     faster = (
         f"At {' and '.join(filter(None, [', '.join(most), last]))} columns `online` is faster than "
-        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; we have no measured reason "
-        "for that. "
+        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; we have no "
+        "measured reason for that. "
     )
 keeps_up = "".join(
     f" On {other.provenance['gpu']}, whose memory is slower, a lone program keeps up better: it "

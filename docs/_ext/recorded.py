@@ -371,7 +371,7 @@ def pictured_input(record):
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
     else:
         size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
-        size += [f"{point['mask']} mask"]
+        size += [point["mask"]]
     return ", ".join([*size, *filter(None, [point.get("dtype")])])
 
 
