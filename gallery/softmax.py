@@ -893,6 +893,10 @@ lab.host_times(
 
 x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
 unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
+
+# %%
+
+# Measuring
 versions = {"softmax": softmax(x), "without the maximum": unshifted}
 lab.table(
     [
@@ -916,6 +920,9 @@ def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.cons
     tl.store(y_ptr + cols, y, mask=cols < n_cols)
 
 
+# %%
+
+# Measuring
 x = torch.randn(100, device=runtime.DEVICE) - 5
 rows = []
 for other in (float("-inf"), 0.0):
@@ -937,6 +944,9 @@ for piece in pieces:
     right = right * (m - m_new).exp() + term
     wrong = wrong + term
     m = m_new
+# %%
+
+# Measuring
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
 sums = {"truth": truth, "rescaled": right, "not rescaled": wrong}
@@ -954,6 +964,10 @@ ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(
 total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
 for value in ones[0].exp():
     total += value
+
+# %%
+
+# Measuring
 sums = {"float32": ones.float().exp().sum(), "bfloat16": total}
 lab.table(
     [
@@ -971,16 +985,8 @@ lab.table(
 # computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
 # a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
 # each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
-# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With :math:`p`, the
-# exponentials of a block, the two updates have the same form:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    d &\leftarrow \alpha\, d + \textstyle\sum p \\
-#    acc &\leftarrow \alpha\, acc + p\, v
-#    \end{aligned}
-#
+# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
+# exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
 # That is the core of FlashAttention, and the reason why this recurrence matters far beyond softmax.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
