@@ -9,8 +9,8 @@ You will learn
 
 - what a stored mask costs in memory and in time, and how a single seed replaces it;
 - how a counter-based generator gives every element its own random number, in any order;
-- why a kernel that uses one number per call of the generator is limited by arithmetic, while one
-  that uses all four, of a generator with fewer rounds, runs at the speed of a copy.
+- why drawing one number per call makes arithmetic the limit, and how four per call and fewer rounds
+  reach the speed of a copy.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`,
 and its speeds are those of a recorded run.
@@ -185,12 +185,15 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The kernels
 # -----------
 #
-# A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
-# instances of it in parallel, called :term:`programs <program>`, and each program works on one
-# :term:`block` of elements. A tensor arrives in the kernel as a pointer to its first element, so
-# ``x_ptr + offsets`` is a block of addresses. ``tl.arange`` makes a block of consecutive integers,
-# ``tl.load`` and ``tl.store`` read and write memory at a block of addresses, and arithmetic works
-# on whole blocks. Arguments marked ``tl.constexpr`` are fixed when the kernel is compiled.
+# .. dropdown:: A reminder: what a Triton kernel is
+#
+#    A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
+#    instances of it in parallel, called :term:`programs <program>`, and each program works on one
+#    :term:`block` of elements. A tensor arrives in the kernel as a pointer to its first element, so
+#    ``x_ptr + offsets`` is a block of addresses. ``tl.arange`` makes a block of consecutive
+#    integers, ``tl.load`` and ``tl.store`` read and write memory at a block of addresses, and
+#    arithmetic works on whole blocks. Arguments marked ``tl.constexpr`` are fixed when the kernel
+#    is compiled.
 #
 # .. image:: /figures/dropout-blocks.svg
 #    :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
@@ -209,10 +212,10 @@ lab.source(masked_dropout_kernel)
 # extend past the end of the tensor, so every load and store is masked with ``inside``. The load
 # leaves the elements past the end undefined, which does no harm because the store skips them.
 #
-# ``kernel[grid](...)`` launches a kernel, with one program for each number of the :term:`grid`,
-# here one for every ``BLOCK_SIZE = 1024`` elements. ``num_warps`` sets how many :term:`warps
-# <warp>` of 32 threads execute a program. Four warps are 128 threads, so each thread handles eight
-# elements.
+# ``masked_dropout_kernel[grid](x, y, keep, n, 1 / (1 - p), BLOCK_SIZE=1024, num_warps=4)`` launches
+# it, with one program for each number of the :term:`grid`, here one for every 1,024 elements.
+# ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program. Four warps are
+# 128 threads, so each thread handles eight elements.
 #
 # .. dropdown:: How the book's operators launch a kernel
 #
@@ -221,14 +224,12 @@ lab.source(masked_dropout_kernel)
 #    Triton need not inspect every argument again the next time. ``_plan`` prepares such a launch,
 #    and ``_run`` allocates the output and calls it with the tensors.
 
-# %%
-
-# Folded: _plan
+# Folded: The function _plan
 lab.source(_plan)
 
 # %%
 
-# Folded: _run
+# Folded: The function _run
 lab.source(_run)
 
 # %%
@@ -288,9 +289,7 @@ lab.source(seeded_dropout_kernel)
 #    seed, so gradients of gradients work too. The operator is registered with PyTorch's dispatcher,
 #    so that ``torch.compile`` treats it as a single node of its graph and does not look inside.
 
-# %%
-
-# Folded: seeded_gradient
+# Folded: The function seeded_gradient
 lab.source(seeded_gradient)
 
 # %%
@@ -355,7 +354,7 @@ lab.table(rows, "One seed, one mask")
 #
 # A mask can be computed correctly and still be a bad coin: it may keep too many elements or too
 # few, or one toss may tell something about another, such as its neighbour, a toss some positions
-# further on, or the same element under the next seed.
+# further on (at 13 lags up to 4,096), or the same element under a neighbouring seed.
 #
 # We turn each of these suspicions into a score :math:`z`. A toss is 1 where the element is kept and
 # 0 where it is dropped. We subtract the mean :math:`1 - p`, sum the tosses or the products of
@@ -407,8 +406,8 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 # %%
 # How many rounds does a fair coin take? Triton's ``tl.rand`` runs 10 unless it is told otherwise.
 # Philox's authors found that 7 pass every test of the hardest published suite, BigCrush, and
-# recommend 10 for a margin (Salmon et al., 2011). Our kernel runs only 7, because every round costs
-# time, so we repeat the tests above with each number of rounds.
+# recommend 10 for a margin (Salmon et al., 2011). Our kernel runs only 7, because on an
+# H200 rounds beyond seven cost time, so we repeat the tests above with each number of rounds.
 
 
 def rounds_experiment():
@@ -427,6 +426,10 @@ def rounds_experiment():
 rounds = lab.measure(
     "Worst |z| for each number of rounds, 2²⁸ tosses", rounds_experiment
 )
+
+# %%
+
+# Folded: The score of each test, by rounds
 rounds
 
 # %%
@@ -464,10 +467,22 @@ fewest = min(
     (r for r in worst if all(worst[s] < 5 for s in worst if s >= r)), default=None
 )
 nan = float("nan")
+most = (
+    ", the square root of 2²⁸ and so the most possible: all pairs of one test agree, or all differ"
+    if worst.get(1) == 2**14
+    else ""
+)
+exact = [str(row["rounds"]) for row in rounds.rows if row["keep rate"] == 0]
+exact = (
+    f"The table in the fold has a keep rate of exactly 0 at {' and '.join(exact)} rounds, which is "
+    "suspicious as well, because a fair coin seldom meets its mean. "
+    if exact
+    else ""
+)
 lab.read(
-    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
-    f"still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see: because z grows with "
-    "the square root of their number, 100,000 of them would show only "
+    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}{most}. {exact}"
+    f"With 5 rounds it is still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see: "
+    "because z grows with the square root of their number, 100,000 of them would show only "
     f"{worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
     f"From {fewest} rounds on, none of these tests can tell the mask from fair "
     f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. The "
@@ -580,19 +595,32 @@ lab.ladder(
 shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
 half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
 single = 100 * forward.share("Kernel Book", dtype="float32")
+on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
 lab.read(
-    "In float16, the four operations of `simple_dropout` reach "
-    f"{half['simple_dropout']:.0f} % of the speed of a copy. "
-    f"Their bytes alone would allow {100 * 4 / 14:.0f} %; drawing the numbers takes the rest. "
-    f"A single kernel that reads a stored mask reaches {half['stored mask']:.0f} %, because the "
-    "mask is a fifth byte beside four. PyTorch's own kernel writes such a mask and moves the same "
-    f"5 bytes, yet it reaches only {half['PyTorch']:.0f} %. Part of the reason is arithmetic, "
-    "because it also draws the numbers, with ten rounds and four numbers per call, and converts "
-    "each to a float; we did not measure what takes the rest. "
-    "Drawing one number per call moves the fewest bytes and yet reaches "
+    f"**Too many bytes.** In float16{on_gpu}, the four operations of `simple_dropout` reach "
+    f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
+    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers; we did not time the "
+    "four apart."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**A stored mask.** A single kernel that reads one reaches {half['stored mask']:.0f} %, "
+    "because the mask is a fifth byte beside four. PyTorch's own kernel writes such a mask and "
+    f"moves the same 5 bytes, and it reaches {half['PyTorch']:.0f} %. Part of the reason is "
+    "arithmetic, because it also draws the numbers, with ten rounds and four numbers per call, and "
+    "converts each to a float; we did not measure what takes the rest."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Too much arithmetic.** Drawing one number per call moves the fewest bytes and yet reaches "
     f"only {half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
-    "`torch.compile` writes draws one number per call too, and reaches "
-    f"{half['torch.compile']:.0f} %."
+    f"`torch.compile` writes ({half['torch.compile']:.0f} %) draws one number per call too."
 )
 
 # %%
@@ -601,8 +629,8 @@ lab.read(
 lab.read(
     f"Using all four numbers of a call raises this to {half['four a call']:.0f} %, and running "
     f"seven rounds instead of ten to {half['seven rounds']:.0f} %. The public function, which also "
-    f"draws the seed, reaches {half['Kernel Book']:.0f} %. In float32 there are twice as many "
-    f"bytes to hide the same arithmetic behind, and it reaches {single:.0f} %."
+    f"draws the seed, reaches {half['Kernel Book']:.0f} % at this size. In float32 there are twice "
+    f"as many bytes to hide the same arithmetic behind, and it reaches {single:.0f} %."
 )
 
 # %%
@@ -737,7 +765,9 @@ lab.facts(
 
 # %%
 # The seeded kernel uses neither shared memory nor shuffles, so each thread indeed computes the
-# numbers where they are needed.
+# numbers where they are needed. The masked kernel does use shared memory in float32, probably
+# because a thread then loads four elements of ``x`` at once but eight of the mask, so that one of
+# the two has to change threads.
 #
 # On small inputs, neither the bytes nor the arithmetic set the time, because a launch takes some
 # microseconds however little the kernel does.
@@ -749,25 +779,87 @@ sizes = lab.bench(
     limit="copy",
     work="2 * elements * itemsize",
 )
-lab.plot(sizes, "From small to large, forward, float16")
+
+# %%
+
+
+# Drawing
+def microseconds(rows, provider):
+    return {
+        row["elements"]: 1e3 * row["ms"] for row in rows if row["provider"] == provider
+    }
+
+
+drawn = {
+    "Kernel Book": "Kernel Book",
+    "PyTorch": "PyTorch",
+    "seven rounds": "seed given",
+    "copy": "copy",
+}
+
+
+def times_in_words(rows):
+    ends = ", ".join(
+        f"{label} {min(times.values()):.1f} to {max(times.values()):.0f}"
+        for provider, label in drawn.items()
+        for times in [microseconds(rows, provider)]
+    )
+    return f"Lines over elements, µs of the GPU's time, fastest to slowest: {ends}."
+
+
+def lines_of_times(axes, rows):
+    for provider, label in drawn.items():
+        times = microseconds(rows, provider)
+        style = "--" if provider == "copy" else "o-"
+        colour = lab.colour(provider)
+        x, y = list(times), list(times.values())
+        axes.plot(x, y, style, label=label, color=colour, markersize=4.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    powers = {2**14: "16Ki", 2**18: "256Ki", 2**22: "4Mi", 2**26: "64Mi"}
+    axes.set_xticks(list(powers), powers.values())
+    axes.set_yticks([5, 10, 20, 50, 100, 200, 500], [5, 10, 20, 50, 100, 200, 500])
+    axes.minorticks_off()
+    axes.set(xlabel="elements", ylabel="µs of the GPU's time")
+
+
+lab.draw(sizes, "From small to large, forward, float16", times_in_words, lines_of_times)
 
 # %%
 
 # Reading
-small = 1e3 * sizes.milliseconds_at("Kernel Book", elements=2**14)
+small, given, copied = (
+    1e3 * sizes.milliseconds_at(name, elements=2**14)
+    for name in ("Kernel Book", "seven rounds", "copy")
+)
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
+middle = {
+    name: 100 * sizes.share(name, elements=2**24)
+    for name in ("Kernel Book", "seven rounds")
+}
+times = {name: microseconds(sizes.rows, name) for name in ("Kernel Book", "PyTorch")}
+behind = [n for n, t in times["Kernel Book"].items() if t > times["PyTorch"][n]]
+one_launch = (
+    f"PyTorch needs one launch, and up to {max(behind):,} elements less of the GPU's time. "
+    if behind
+    else ""
+)
 lab.read(
-    f"At 16Ki elements the GPU needs {small:.1f} µs, although moving the bytes at full speed would "
-    f"take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws "
-    "the seed and one of the kernel. Only fusing dropout with its neighbours can lower that cost, "
-    "because one launch then does the work of several."
+    f"At 16Ki elements{on_gpu} the kernels take {small:.1f} µs, although moving the bytes at "
+    f"full speed would take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, "
+    f"one that draws the seed and one of the kernel. {one_launch}A seed that you pass yourself "
+    f"saves the first launch: the kernel then takes {given:.1f} µs, where a copy takes "
+    f"{copied:.1f} µs. Below that only fusing dropout with its neighbours helps, because one "
+    "launch then does the work of several. At 16Mi elements, nearer to a real activation, drawing "
+    f"the seed still counts: with it the speed is {middle['Kernel Book']:.0f} % of a copy's, and "
+    f"without it {middle['seven rounds']:.0f} %."
 )
 
 # %%
 # The host needs time for each call as well, because it checks the input, allocates the output and
 # queues the kernels. On inputs this small the host is the bottleneck, and PyTorch is faster,
-# because our host code is Python where PyTorch's is C++. :doc:`/hardware` says where that time
-# goes.
+# because our host code is Python where PyTorch's is C++, and because PyTorch needs one launch where
+# ``dropout`` needs two. :doc:`/hardware` says where that time goes.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times(
@@ -782,14 +874,18 @@ lab.host_times(
 # Four mistakes are easy to make, and most raise no error.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. The keep rate looks harmless, but a test of pairs one block apart detects that
-# the blocks are copies.
+# gets the same mask. We imitate it by repeating one block. The keep rate looks harmless, but a test
+# of pairs one block apart detects that the blocks are copies.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
 wrong = (
     seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0
 ).repeat(64)
+
+# %%
+
+# Measuring
 rows = [
     {
         "mask": name,
@@ -807,6 +903,10 @@ lab.table(rows, "Copies of one block")
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
 apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
+
+# %%
+
+# Measuring
 kept = {
     "1 and 1": (shared != 0).float().mean(),
     "1 and 2": (apart != 0).float().mean(),
@@ -827,6 +927,10 @@ lab.table(
 
 scaled = seeded_dropout(x, 0.5, seed=1)
 outputs = {"scaled": scaled, "not scaled": x * (scaled != 0)}
+
+# %%
+
+# Measuring
 lab.table(
     [{"output": name, "mean": f"{y.mean():.3f}"} for name, y in outputs.items()],
     "The mean of the output, for an input of ones",
@@ -839,6 +943,10 @@ lab.table(
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 starts = {"int32": program * block, "int64": program.long() * block}
+
+# %%
+
+# Measuring
 lab.table(
     [{"arithmetic": n, "first element": f"{s.item():,}"} for n, s in starts.items()],
     f"Where program {program.item():,} of a large launch begins",
@@ -1039,6 +1147,6 @@ reached = {
     str(d).removeprefix("torch."): forward.share("Kernel Book", dtype=d) for d in DTYPES
 }
 lab.finish(
-    f"{min(reached.values()):.0%} to {max(reached.values()):.0%} of the speed of a copy, and no "
-    "mask in memory"
+    f"{min(reached.values()):.0%} to {max(reached.values()):.0%} of the speed of a copy at "
+    f"{forward.points[0]['elements']:,} elements, and no mask in memory"
 )

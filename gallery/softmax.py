@@ -276,7 +276,7 @@ lab.source(online_fwd_kernel, "recur")
 
 # %%
 
-# Folded: finite
+# Folded: The function finite
 lab.source(finite)
 
 # %%
@@ -318,12 +318,12 @@ lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
 
-# Folded: widen
+# Folded: The function widen
 lab.source(widen)
 
 # %%
 
-# Folded: narrow, the reverse
+# Folded: The function narrow, the reverse
 lab.source(narrow)
 
 # %%
@@ -332,12 +332,22 @@ lab.source(narrow)
 lab.source(packed_row_fwd_kernel)
 
 # %%
-# **Split.** A row of 65,536 columns takes half of an SM's registers even when it is packed, so
-# again only one program fits. Several programs therefore share such a row. Each keeps its part of
+# Rows split over programs
+# ------------------------
+#
+# A row of 65,536 columns takes half of an SM's registers even when it is packed, so again only one
+# program fits. Several programs therefore share such a row. Each keeps its part of
 # the row in registers and computes the pair of that part, its maximum ``m`` and the sum of its
 # ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
 # :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
 #
+# In the animation one of four programs starts late. A program that still polls when the last pair
+# is published collects all four. One that has given up by then reads the whole row. Both arrive at
+# the same maximum and sum.
+#
+# .. animation:: publish_and_collect
+
+# %%
 # *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. A single
 # 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a complete
 # pair, and no lock is needed.
@@ -345,16 +355,47 @@ lab.source(packed_row_fwd_kernel)
 lab.source(split_row_fwd_kernel, "publish")
 
 # %%
+
+# Folded: The function publish
+lab.source(exchange.publish)
+
+# %%
+
+# Folded: The function to_slot
+lab.source(exchange.to_slot)
+
+# %%
 # *Wait.* The program reads the slots again and again until none is empty. GPUs start programs in
 # the order of their numbers, so the other parts of the row run at about the same time. The hardware
 # does not promise this order, however. If the others could not start before this program ends, it
 # would wait for ever, so it looks at the slots a limited number of times.
-#
+
+# %%
+
+# Folded: The function wait
+lab.source(exchange.wait)
+
+# %%
+
+# Folded: The function looks
+lab.source(exchange.looks)
+
+# %%
 # *Collect.* It then merges all pairs. If some did not come, it reads the whole row itself, which is
 # slow but right. In Triton's interpreter this is the rule, because programs run one after the other
 # there.
 
 lab.source(split_row_fwd_kernel, "collect")
+
+# %%
+
+# Folded: The function collect
+lab.source(exchange.collect)
+
+# %%
+
+# Folded: The function row_statistics
+lab.source(row_statistics)
 
 # %%
 # The last step rescales the part from its own maximum to that of the row, and writes it.
@@ -383,10 +424,13 @@ lab.source(split_row_fwd_kernel)
 #    change while they are read, and the load is ``volatile``: it asks the memory anew for each
 #    lane. So one lane may find a slot filled that its twin, a moment before, found empty. Half of
 #    the warp would then leave the loop, and the other half would compute with a pair that was never
-#    there. With 32 reads, every lane looks for itself, and the warp goes on when its lanes have
-#    seen all slots filled. The other warps of the program look as well, and each goes on when it
-#    can, because all of them find the same pairs, some only later. Only giving up is a decision
-#    that the warps take together, at a barrier where each waits for the others.
+#    there. ``LOOKS`` is therefore at least the number of parts: the surplus looks repeat a slot,
+#    because ``parts % N_PARTS`` starts again at the first, and are later ignored by
+#    ``parts < N_PARTS``. With 32 reads, every lane looks for itself, and the warp goes on when its
+#    lanes have seen all slots filled. The other warps of the program look as well, and each goes on
+#    when it can, because all of them find the same pairs, some only later. Only giving up is a
+#    decision that the warps take together, at a barrier where each waits for the others; for it,
+#    ``wait`` needs ``THREADS``, the threads of the program.
 #
 #    *Collect.* What the program read beyond the last part are copies. Counted twice, they would
 #    change the sum, so ``collect`` replaces them by the :term:`neutral element` of the merge: a
@@ -396,49 +440,14 @@ lab.source(split_row_fwd_kernel)
 #    separate pair in each lane, and merges these pairs at the end.
 
 # %%
-
-# Folded: publish
-lab.source(exchange.publish)
-
-# %%
-
-# Folded: to_slot
-lab.source(exchange.to_slot)
-
-# %%
-
-# Folded: wait
-lab.source(exchange.wait)
-
-# %%
-
-# Folded: looks
-lab.source(exchange.looks)
-
-# %%
-
-# Folded: collect
-lab.source(exchange.collect)
-
-# %%
-
-# Folded: row_statistics
-lab.source(row_statistics)
-
-# %% An animation
-# In the animation one of four programs starts late. A program that still polls when the last pair
-# is published collects all four. One that has given up by then reads the whole row. Both arrive at
-# the same maximum and sum.
-#
-# .. animation:: publish_and_collect
-
-# %%
 # Is it right?
 # ------------
 #
 # We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
 # do not. In float32 we allow four times PyTorch's error, because multiplying by the reciprocal
-# rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits.
+# rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits. In
+# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both. A GPU
+# checks rows of three lengths, and the interpreter, which is slow, rows of two.
 
 
 def cases():
@@ -563,15 +572,40 @@ lab.read(
 # %%
 
 # Reading
+one, two = share["one program", 32768], share["online", 32768]
+ahead = {
+    n: gap
+    for n in COLUMNS
+    for ours in [ladder.share("Kernel Book", columns=n)]
+    if (gap := 100 * (ladder.share("online", columns=n) - ours)) >= 0.5
+}
+faster = ""
+if ahead:
+    *most, last = (f"{n:,}" for n in ahead)
+    faster = (
+        f"At {' and '.join(filter(None, [', '.join(most), last]))} columns `online` is faster than "
+        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; we have no "
+        "measured reason for that. "
+    )
+keeps_up = "".join(
+    f" On {other.provenance['gpu']}, whose memory is slower, a lone program keeps up better: it "
+    f"reaches {100 * other.share('one program', columns=32768):.0f} %."
+    for other in ladder.elsewhere
+    if other.rate("copy", columns=32768) < ladder.rate("copy", columns=32768)
+    and 100 * other.share("one program", columns=32768) > one
+)
+on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
 lab.read(
     f"While a row is short, a second or third read finds it in a cache, and costs less than a read "
     f"from memory: at {short:,} columns three passes reach {share['three_pass', short]:.0f} % and "
     f"the online kernel {share['online', short]:.0f} %. At {long:,} they fall to "
     f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, because the further "
-    f"reads now go to memory. One program per row holds out longer, but at 32,768 columns it fills "
-    f"its SM and drops to {share['one program', 32768]:.0f} %. Packed, the same row gives "
-    f"{share['Kernel Book', 32768]:.0f} %. Split over programs, 65,536 columns give "
-    f"{share['Kernel Book', 65536]:.0f} % and {long:,} give {share['Kernel Book', long]:.0f} %."
+    f"reads now go to memory. {faster}One program per row reads once, and "
+    f"{'still does no better' if one <= two else 'does better'} at 32,768 columns{on_gpu}: "
+    f"{one:.0f} %, beside {two:.0f} % for two reads, because it fills its SM.{keeps_up} "
+    f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
+    f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
+    f"and {share['Kernel Book', long]:.0f} % at {long:,}."
 )
 
 # %%
@@ -596,6 +630,10 @@ def prediction():
 
 
 flight = lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
+
+# %%
+
+# Folded: The rows in flight as a table
 flight
 
 # %%
@@ -642,9 +680,22 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 # %%
 # The prediction is rough, because the cache also holds what is being written, but it shows where
 # the edge is.
-#
-# Next are the libraries, beside the public ``softmax``, which picks the algorithm by the length of
-# the row.
+
+# %%
+
+# Reading
+lab.read(
+    "The same count probably explains `online_2d`, which has four rows in flight for each program: "
+    f"at 16,384 columns it reaches {100 * ladder.share('online_2d', columns=16384):.0f} %, beside "
+    f"{100 * ladder.share('online', columns=16384):.0f} % for `online`."
+)
+
+# %%
+# Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
+# the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
+# does not take rows of 131,072 columns, as the remark under the figures says in Liger's own words.
+# quack is a collection of kernels by the authors of FlashAttention, written in CuTe DSL, NVIDIA's
+# own language for kernels in Python.
 
 
 def liger(x):
@@ -703,6 +754,11 @@ for dtype in ("bfloat16", "float32"):
     worst = min(ours)
     at = COLUMNS[ours.index(worst)]
     name, peer = best_peer(forward, dtype=dtype, columns=at)
+    if max(ours) - worst < 0.02:
+        sentences.append(
+            f"In {dtype} all widths lie at {100 * worst:.0f} to {100 * max(ours):.0f} %."
+        )
+        continue
     sentences.append(
         f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a copy. "
         f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
@@ -717,6 +773,17 @@ sentences.append(
     "The ladder above timed the same rows of bfloat16 in another sweep, and the two differ by up "
     f"to {100 * gap:.1f} percentage points."
 )
+theirs = [100 * forward.share("PyTorch", dtype="bfloat16", columns=n) for n in COLUMNS]
+compiled = [
+    100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
+]
+drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
+sentences.append(
+    f"In bfloat16 PyTorch is slowest at {COLUMNS[theirs.index(min(theirs))]:,} columns, with "
+    f"{min(theirs):.0f} %, and `torch.compile` goes from {compiled[drop - 1]:.0f} to "
+    f"{compiled[drop]:.0f} % between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}; we did not look "
+    "into why."
+)
 lab.read(" ".join(sentences))
 
 # %%
@@ -724,7 +791,7 @@ lab.read(" ".join(sentences))
 # its registers are occupied and nothing new is loaded into them. Its pair travels to a slot in L2
 # and from there to the other SMs. quack takes a shorter path: the hardware groups some SMs in a
 # *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
-# reduce across a cluster; 3.9 can.
+# reduce across a cluster. 3.9 can, but the book supports 3.6 as well, and so does without.
 #
 # The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
@@ -764,9 +831,21 @@ backward = lab.bench(
 lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
-# The next table shows what the compiler made of the kernels. By a :term:`shuffle` the lanes of a
-# warp exchange numbers, through :term:`shared memory` the warps of a program, and a :term:`spill`
-# is a value for which no register was left.
+
+# Reading
+ours = [
+    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS
+]
+lab.read(
+    f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
+    "one write load the memory less than a copy's even mix of reads and writes."
+)
+
+# %%
+# The next table shows what the compiler made of the kernels. The threads of a warp exchange numbers
+# by :term:`shuffles <shuffle>`, and the warps of a program through :term:`shared memory`. A
+# :term:`spill` is a value for which no register was left.
 
 
 def launch(columns, dtype):
@@ -814,6 +893,10 @@ lab.host_times(
 
 x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
 unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
+
+# %%
+
+# Measuring
 versions = {"softmax": softmax(x), "without the maximum": unshifted}
 lab.table(
     [
@@ -824,7 +907,7 @@ lab.table(
 )
 
 # %%
-# **Zeros past the end of the row.** Zero pads every row with elements of weight
+# **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
 # :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
 
 
@@ -837,6 +920,9 @@ def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.cons
     tl.store(y_ptr + cols, y, mask=cols < n_cols)
 
 
+# %%
+
+# Measuring
 x = torch.randn(100, device=runtime.DEVICE) - 5
 rows = []
 for other in (float("-inf"), 0.0):
@@ -858,6 +944,9 @@ for piece in pieces:
     right = right * (m - m_new).exp() + term
     wrong = wrong + term
     m = m_new
+# %%
+
+# Measuring
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
 sums = {"truth": truth, "rescaled": right, "not rescaled": wrong}
@@ -875,6 +964,10 @@ ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(
 total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
 for value in ones[0].exp():
     total += value
+
+# %%
+
+# Measuring
 sums = {"float32": ones.float().exp().sum(), "bfloat16": total}
 lab.table(
     [
@@ -892,8 +985,9 @@ lab.table(
 # computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
 # a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
 # each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
-# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. That is the core of
-# FlashAttention, and the reason why this recurrence matters far beyond softmax.
+# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
+# exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
+# That is the core of FlashAttention, and the reason why this recurrence matters far beyond softmax.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead

@@ -72,7 +72,7 @@ CHAPTERS = {
         {
             "PyTorch": "two PyTorch operations",
             "one row a program": "first kernel",
-            "Kernel Book": "the operator",
+            "Kernel Book": "the operator, any shape",
         },
     ),
     "measuring": Facts(
@@ -116,7 +116,7 @@ CHAPTERS = {
     ),
     "layer_norm": Facts(
         "Layer norm needs a row's mean for its variance, and both for its output: how can a kernel "
-        "read the row once, and lose no more digits of the variance than rounding must?",
+        "read the row once and still get the variance right to the last digits?",
         "intermediate",
         ("softmax",),
         "ladder",
@@ -323,11 +323,18 @@ def chapter_link(env, stem):
     )
 
 
+def reading_times(env, stem):
+    """The minutes that a chapter takes as it opens, and with every fold open."""
+    about = env.metadata[f"chapters/{stem}"]
+    everything = {kind: about["amount"][kind] + about["folded"][kind] for kind in PACE}
+    return minutes(about["amount"]), minutes(everything)
+
+
 def facts_of(env, stem):
     """Reading time, difficulty and what comes before: a list of text and links."""
-    facts, about = CHAPTERS[stem], env.metadata[f"chapters/{stem}"]
-    everything = {kind: about["amount"][kind] + about["folded"][kind] for kind in PACE}
-    time = f"{minutes(about['amount'])} min, {minutes(everything)} with all that is folded"
+    facts = CHAPTERS[stem]
+    short, whole = reading_times(env, stem)
+    time = f"{short} min ({whole} with every fold open)"
     line = [nodes.Text(f"{time} · {facts.difficulty} · before this: ")]
     for number, need in enumerate(facts.needs):
         line += [nodes.Text(", ")] * (number > 0) + [chapter_link(env, need)]

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, reading_order
+from chapters import CHAPTERS, PACE, reading_order, reading_times
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -139,7 +139,7 @@ class Chapters(SphinxDirective):
         lines = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::".split("\n")
         content = nodes.container(classes=["kb-cards"])
         self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
-        content += paragraph(self.legend(), classes=["kb-small"])
+        content += paragraph(self.legend(stems), classes=["kb-small"])
         if self.env.docname == "chapters":
             content += self.toctree([(None, f"chapters/{stem}") for stem in stems])
         return [content]
@@ -159,13 +159,21 @@ class Chapters(SphinxDirective):
         body = f"{CHAPTERS[stem].question}\n\n{reached}"
         return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
 
-    def legend(self):
-        *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
-        return (
-            f"The pictures show the speed of a chapter's versions in percent of the limit that was "
-            f"measured beside them, {measured_on(primary())}. Reading times count what is not "
-            f"folded, and then all, at {', '.join(others)} or {last} a minute."
+    def legend(self, stems):
+        """What the pictures show and how long it all takes; how that is counted, on one page."""
+        short, whole = (
+            round(sum(times) / 60)
+            for times in zip(*(reading_times(self.env, stem) for stem in stems), strict=True)
         )
+        said = (
+            f"The pictures show the speed of a chapter's versions in percent of the limit that was "
+            f"measured beside them, {measured_on(primary())}. All chapters together take about "
+            f"{short} hours to read ({whole} with every fold open)"
+        )
+        if self.env.docname != "chapters":
+            return f"{said}."
+        *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
+        return f"{said}, at {', '.join(others)} or {last} a minute."
 
     def toctree(self, entries):
         """A hidden table of contents, so that the chapters stand in the navigation."""
@@ -279,7 +287,7 @@ def size_of(point):
 
 
 def operator_rows(app, docname):
-    headers = ("Operator", "Input", OURS, "PyTorch", "torch.compile", "Fastest library", "Unbeaten")
+    headers = ("Operator", OURS, "PyTorch", "Fastest library", "torch.compile", "Unbeaten", "Input")
     rows, by_chapter = [], {record["chapter"]: record for record in primary()}
     for operator in OPERATORS:
         if operator.chapter not in by_chapter:
@@ -290,16 +298,16 @@ def operator_rows(app, docname):
         points = sweeps[-1].points
         [point] = [p for p in points if operator.where.items() <= p.items()]
         found = percents(sweeps, point)
-        groups = [best(found, names) for names in ([operator.ours], PYTORCH, COMPILED, LIBRARIES)]
+        groups = [best(found, names) for names in ([operator.ours], PYTORCH, LIBRARIES, COMPILED)]
         alike = operator.ours == OURS  # the peers of FP8 were timed in 16 bits
         fastest = max(percent for percent, _ in filter(None, groups)) if alike else None
         unbeaten = sum(is_unbeaten(percents(sweeps, p), OURS) for p in points) if alike else 0
         rows.append(
             (
                 link(docname, f"chapters/{operator.chapter}", operator.name),
-                size_of(point),
                 *(operator_cell(group, fastest, alike) for group in groups),
-                f"{unbeaten} of {len(points)}" if alike else "no peer in FP8",
+                f"{unbeaten} of {len(points)}" if alike else "nothing else timed",
+                size_of(point),
             )
         )
     return headers, rows
@@ -322,12 +330,6 @@ def operator_caption():
     return f"Speed in percent of the limit, {measured_on(primary())}"
 
 
-def count_derived(env):
-    """Displayed lines of mathematics, in all chapters."""
-    amounts = (about.get(kind) for about in env.metadata.values() for kind in ("amount", "folded"))
-    return sum(amount["lines of mathematics"] for amount in amounts if amount)
-
-
 def count_checked(env):
     """Results that were compared with float64 on the primary GPU."""
     return sum(len(rows) for record in primary() for rows in record["checks"].values())
@@ -347,7 +349,7 @@ def count_timed(env):
 class Count(SphinxRole):
     """A number that is counted when the book is built."""
 
-    COUNTS = {"derived": count_derived, "checked": count_checked, "timed": count_timed}
+    COUNTS = {"checked": count_checked, "timed": count_timed}
 
     def run(self):
         self.env.note_reread()
@@ -356,6 +358,21 @@ class Count(SphinxRole):
 
 
 # -- the pictures of the cards --------------------------------------------------------------------
+
+
+def pictured_input(record):
+    """The input whose speeds a chapter's picture shows."""
+    facts = CHAPTERS[record["chapter"]]
+    points = record["sweeps"][facts.sweep]["points"]
+    [point] = [p for p in points if facts.where.items() <= p.items()]
+    if "elements" in point:
+        size = [f"{point['elements']:,} elements"]
+    elif "columns" in point:
+        size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
+    else:
+        size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
+        size += [point["mask"]]
+    return ", ".join([*size, *filter(None, [point.get("dtype")])])
 
 
 def thumbnail(srcdir, record):
@@ -369,18 +386,20 @@ def thumbnail(srcdir, record):
             f"its sweep {facts.sweep!r} at {facts.where}."
         )
     bars = [(label, found[provider]) for provider, label in facts.bars.items()]
-    limit = LIMITS[measured.limit]
+    limit, shown = LIMITS[measured.limit], pictured_input(record)
     path = Path(srcdir, "chapters", "images", f"{record['chapter']}_card.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(draw_bars(bars, limit), encoding="utf-8")
+    path.write_text(draw_bars(bars, limit, shown), encoding="utf-8")
     spoken = ", ".join(f"{label} {percent}" for label, percent in bars)
-    return f"/{path.relative_to(srcdir).as_posix()}", f"Bars, % of the speed of {limit}: {spoken}."
+    alt = f"Bars, % of the speed of {limit}, for {shown}: {spoken}."
+    return f"/{path.relative_to(srcdir).as_posix()}", alt
 
 
-def draw_bars(bars, limit):
+def draw_bars(bars, limit, shown):
     """An SVG of a bar for each (label, percent), the last one the book's, and a line at the limit.
 
-    Its colours are those of the figures, so that it has a dark twin as they have.
+    Under the bars stands ``shown``, the input. The colours are those of the figures, so that it has
+    a dark twin as they have.
     """
     from kernelbook.lab import figures
 
@@ -391,6 +410,7 @@ def draw_bars(bars, limit):
     drawn = (
         f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
         f'<text x="{end}" y="16" text-anchor="end" fill="{figures.MUTED}">{limit} = 100 %</text>'
+        f'<text x="0" y="{height + 20}" fill="{figures.MUTED}">{escape(shown)}</text>'
     )
     for place, (label, percent) in enumerate(bars, 1):
         y = round(top + step * (place - 1))
@@ -402,7 +422,7 @@ def draw_bars(bars, limit):
             f'font-weight="600" fill="{figures.TEXT}">{percent}</text>'
         )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 26}" '
         f'font-family="system-ui, sans-serif" font-size="15">{drawn}</svg>\n'
     )
 

@@ -132,6 +132,11 @@ class Sweep:
     def _rate(self, work: str, point: dict, milliseconds: float) -> float:
         return evaluate(work, point) / UNITS[self.unit] / milliseconds * 1e3
 
+    @property
+    def rows(self) -> list[dict]:
+        """What was measured, as the rows of a table: for figures that are drawn by hand."""
+        return self.frame.to_dict("records")
+
     def at(self, **where) -> pandas.DataFrame:
         """Return the rows where every named column has the given value."""
         frame = self.frame

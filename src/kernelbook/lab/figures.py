@@ -94,14 +94,14 @@ def to_dark(svg: str) -> str:
     return light.sub(lambda match: _DARK[match[0].lower()], svg)
 
 
-def draw(measured: Table, title: str, alt: Callable, how: Callable) -> Shown | None:
+def draw(measured: Sweep | Table, title: str, alt: Callable, how: Callable) -> Shown | None:
     """Draw by hand what was measured, on every GPU whose figure is shown: see :func:`plot`.
 
     ``how(axes, rows)`` draws the rows of the table; ``alt(rows)`` describes the figure to those who
     do not see it.
     """
 
-    def one(measured: Table) -> Figure:
+    def one(measured: Sweep | Table) -> Figure:
         with _canvas() as axes:
             how(axes, measured.rows)
         return _finish(axes.figure, measured, title, alt(measured.rows))
