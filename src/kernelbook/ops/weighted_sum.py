@@ -28,8 +28,8 @@ also holds 32 bits for each sum, and spilled registers in rows that do not begin
 bytes."""
 
 FWD_ROWS, MOST_ROWS = 2, 512
-"""Forward takes blocks of two long rows, whose weights it reads once, and of at most 512 short
-ones, because with 2,048 rows of two numbers it took 126 microseconds instead of 76."""
+"""Forward takes blocks of two long rows, whose weights it reads once. No block has more than 512
+short ones, because with 2,048 rows of two numbers forward took 126 microseconds instead of 76."""
 
 SQUARE = 64
 """Rows and columns of a block where x is transposed, so that what is contiguous in x and what is
@@ -39,8 +39,9 @@ FWD_PROGRAMS = 4
 """Programs for each multiprocessor. Where there are fewer, forward splits the rows."""
 
 BWD_ROWS, BWD_PROGRAMS = 2, 8
-"""Backward takes blocks of two long rows, and as many programs as run at once, because each leaves
-a row of partial sums: eight for each multiprocessor, of 128 threads with up to 64 registers."""
+"""Backward takes blocks of two long rows, and about as many programs as run at once, because each
+leaves a row of partial sums: eight for each multiprocessor, of 128 threads with up to 64 registers.
+Where rows do not begin at multiples of 16 bytes a thread needs more, and fewer run at once."""
 
 SUM_ROWS, SUM_COLS = 128, 32
 """Block of the kernel that adds partial sums: 32 columns are 128 bytes."""
