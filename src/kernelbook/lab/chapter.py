@@ -140,7 +140,8 @@ class Table(Shown):
     """What an experiment found on one GPU.
 
     ``rows`` are empty where nothing was recorded. ``mark`` says that the code has changed since,
-    and ``elsewhere`` holds the tables of this name that other GPUs recorded.
+    and ``elsewhere`` holds the tables of this name that other GPUs recorded. The caption names the
+    GPU alone: driver, versions and commit stand at the top of the page and under its figures.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Table(Shown):
         if provenance is None:
             where = NOT_RECORDED
         elif replayed:
-            where = f"{mark} Recorded on {describe(provenance)}.".strip()
+            where = f"{mark} Recorded on {provenance['gpu']}.".strip()
         else:
             where = f"Measured on {provenance['gpu']}."
         html, plain = display.shortened(rows, f"{name}. {where}")
