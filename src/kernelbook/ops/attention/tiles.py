@@ -64,6 +64,16 @@ def load_tile(of_head, row, column=0):
 
 
 @triton.jit
+def cut_off(tile, first_row, end):
+    """Return a tile of rows, of which those from ``end`` on are zeros.
+
+    A masked weight of 0 does not remove a NaN, where these rows belong to another sequence.
+    """
+    rows = first_row + tl.arange(0, tile.shape[0])
+    return tl.where((rows < end)[:, None], tile, 0.0)
+
+
+@triton.jit
 def store_tile(of_head, row, tile):
     """Write rows of one head, in its dtype; what lies beyond the tensor is left out."""
     if isinstance(of_head[0], tl.core.tensor_descriptor_base):
