@@ -144,23 +144,21 @@ def attention_fwd_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- stages: keys that all queries of the tile see, between keys that some see, and no others
-    queries = start_m + tl.arange(0, BLOCK_M)
     first_visible, n_visible = seen_keys(
-        queries, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+        start_m + tl.arange(0, BLOCK_M), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
     first, whole, cut, end = key_stages(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
     )  # fmt: skip
-    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
-    cut = tl.minimum(cut, last)
-
     # -- begin: the scores of the first tile of keys
     scale_log2 = sm_scale * LOG2E
     k = load_tile(k_head, first)
     qk = tl.dot(q, k.T, input_precision=PRECISION)
 
     # -- attend: the last tile, after which there is none to score, comes after the loops
+    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(cut, last)
     if HAS_LEFT:
         whole = tl.minimum(whole, last)
         acc, l_i, m_i, qk = attend(
@@ -190,7 +188,7 @@ def attention_fwd_kernel(
     first_row = batch_head.to(tl.int64) * seqlen_q + start_m
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    inside = queries < seqlen_q
+    inside = start_m + tl.arange(0, BLOCK_M) < seqlen_q
     out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
     tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
     tl.store(lse_ptr + rows, (m_i + tl.log2(l_i)) * LN2, mask=inside)
