@@ -4,6 +4,7 @@
     forward.py    one kernel: queries stay, keys and values stream past
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
+    varlen.py     packed sequences: both passes; varlen_operator.py is their public function
     tiles.py      what the kernels share: tensor descriptors, who sees what
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
@@ -14,5 +15,6 @@ with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 
 from kernelbook.ops.attention.fp8 import quantize
 from kernelbook.ops.attention.operator import attention
+from kernelbook.ops.attention.varlen_operator import attention_varlen
 
-__all__ = ["attention", "quantize"]
+__all__ = ["attention", "attention_varlen", "quantize"]

@@ -95,7 +95,7 @@ def attention(
     if library.autocasts(q):
         q, k, v = map(_autocast, (q, k, v))
     _check_operands(q, k, v, enable_gqa)
-    sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
+    sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
     fp8.check_descales({"q": q, "k": k, "v": v}, descales)
     if v.dtype in fp8.DTYPES:
@@ -120,7 +120,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max / 1.5
 """Kernels compute scale * log2(e) in float32, which must be a normal number; log2(e) is 1.44."""
 
 
-def _checked_scale(scale: object) -> float:
+def checked_scale(scale: object) -> float:
     """Return the scale as a float, or raise."""
     scale = checks.number("scale", scale)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
@@ -163,15 +163,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa:
                 f"add the dimensions that are missing by unsqueeze, or split one by unflatten."
             )
     batch, heads, _, head_dim = q.shape
-    if not 16 <= head_dim <= 256:
-        instead = (
-            "pad q, k and v with zeros to 16, and pass the scale that they had"
-            if head_dim < 16
-            else "use torch.nn.functional.scaled_dot_product_attention"
-        )
-        raise ValueError(
-            f"head_dim, the last size of q, must lie in [16, 256], got {head_dim}: {instead}."
-        )
+    check_head_dim(head_dim)
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ValueError(
             f"k must agree with q in batch and head_dim, got k of shape {tuple(k.shape)} for q of "
@@ -182,7 +174,24 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa:
             f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}: for values of "
             "another size pad them with zeros."
         )
-    heads_k = k.shape[1]
+    check_heads(heads, k.shape[1], enable_gqa)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise unless the last size of q is one that kernels have tiles for."""
+    if not 16 <= head_dim <= 256:
+        instead = (
+            "pad q, k and v with zeros to 16, and pass the scale that they had"
+            if head_dim < 16
+            else "use torch.nn.functional.scaled_dot_product_attention"
+        )
+        raise ValueError(
+            f"head_dim, the last size of q, must lie in [16, 256], got {head_dim}: {instead}."
+        )
+
+
+def check_heads(heads: int, heads_k: int, enable_gqa: bool) -> None:
+    """Raise unless every head of queries has a head of keys to read."""
     if enable_gqa:
         if heads != heads_k and (heads_k == 0 or heads % heads_k):
             raise ValueError(
