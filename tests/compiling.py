@@ -69,7 +69,13 @@ GPUS = {
 }
 """One GPU for each architecture that Triton compiles for and readers own."""
 
-TUNED = ("attention_fwd_kernel", "dkdv_kernel", "dq_kernel", "attention_fp8_fwd_kernel")
+TUNED = (
+    "attention_fwd_kernel",
+    "attention_decode_kernel",
+    "dkdv_kernel",
+    "dq_kernel",
+    "attention_fp8_fwd_kernel",
+)
 """Kernels that a row of attention's tables describes; it is chosen right before the launch."""
 
 TENSOR_MEMORY = 512
@@ -275,6 +281,12 @@ def cases() -> dict:
             options = {"deterministic": deterministic, "enable_gqa": group > 1}
             differentiate(kernelbook.attention(q, k, v, is_causal=is_causal, **options), q, k, v)
 
+    def decoding(dtype, head_dim, is_causal):
+        for seqlen_q, group, seqlen_k in ((1, 1, 2**15), (1, 8, 8191), (5, 4, 1024), (65, 1, 9000)):
+            q = new(1, group, seqlen_q, head_dim, dtype=dtype, grad=False)
+            k, v = (new(1, 1, seqlen_k, head_dim, dtype=dtype, grad=False) for _ in range(2))
+            kernelbook.attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
     def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True):
         q, k = (new(1, 2, 1024, head_dim, dtype=dtype, grad=False) for _ in range(2))
         v = new(1, 2, head_dim, 1024, dtype=v_dtype).mT if in_place else new(
@@ -310,6 +322,10 @@ def cases() -> dict:
     add("attention float16 128 causal", attention, f16, 128, True)
     add("attention bfloat16 128 full 1001", attention, bf16, 128, False, 1001)
     add("attention bfloat16 128 causal gqa", attention, bf16, 128, True, 1024, 4)
+    for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (16, 64, 128, 256))):
+        for head_dim in head_dims:
+            add(f"decoding {spell(dtype)} {head_dim} causal", decoding, dtype, head_dim, True)
+    add("decoding float16 128 full", decoding, f16, 128, False)
     for head_dim in (64, 80, 128, 256):
         for dtype in (e4m3, bf16):
             name = f"fp8 {spell(dtype)} {head_dim} causal"

@@ -8,6 +8,7 @@ from kernelbook import runtime
 from kernelbook.ops import checks, library
 from kernelbook.ops.attention import fp8
 from kernelbook.ops.attention.backward import attention_backward
+from kernelbook.ops.attention.decoding import attention_decode, n_parts
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.tiles import fit
@@ -233,7 +234,11 @@ def run(
     if not (q.numel() and k.numel()):
         return _of_no_key(q, q.dtype)
     with runtime.launching_on(q):
-        out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
+        prepared = _prepare(q, k, v)
+        if parts := n_parts(*prepared[:2]):
+            out, lse = attention_decode(*prepared, is_causal, sm_scale, parts)
+        else:
+            out, lse = attention_forward(*prepared, is_causal, sm_scale)
     return out.to(q.dtype), lse
 
 

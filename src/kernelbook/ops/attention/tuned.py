@@ -61,6 +61,12 @@ HOPPER = {
     ("forward", 64, 4): by_descriptor(64, 64, 4, 2, 65_560),
     ("forward", 128, 4): by_descriptor(64, 32, 4, 1, 32_776),
     ("forward", 256, 4): by_descriptor(64, 32, 4, 1, 65_544),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 64, 2): by_descriptor(64, 64, 4, 2, 50_176),
     ("dkdv", 128, 2): by_descriptor(64, 64, 4, 2, 99_328, described_rows=False),
     ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 131_368),
@@ -116,6 +122,12 @@ BLACKWELL = {
     ("forward", 64, 4): by_descriptor(64, 32, 8, 2, 65_576),
     ("forward", 128, 4): by_descriptor(64, 32, 8, 1, 98_312),
     ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 64, 2): by_descriptor(64, 128, 8, 2, 82_944),
     ("dkdv", 128, 2): by_descriptor(64, 64, 8, 2, 132_096),
     ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 164_864),
@@ -151,6 +163,12 @@ AMPERE = {
     ("forward", 64, 4): Config(64, 16, 4, 2, 16_384),
     ("forward", 128, 4): Config(16, 32, 8, 1, 16_384),
     ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 64, 2): Config(64, 64, 4, 2, 33_280),
     ("dkdv", 128, 2): Config(64, 64, 8, 2, 74_240),
     ("dkdv", 256, 2): Config(32, 64, 8, 2, 102_656),
@@ -176,6 +194,12 @@ memory half as often as eight of 16, and such reads take as long there as the ma
 SMALL = AMPERE | {
     ("forward", 128, 2): Config(128, 32, 4, 2, 49_152),
     ("forward", 256, 2): Config(128, 32, 8, 2, 98_304),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 256, 2): Config(32, 32, 8, 2, 67_840),
     ("dq", 256, 2): Config(32, 32, 8, 2, 67_584),
     ("all", 256, 2): Config(32, 32, 8, 2, 82_176),
@@ -195,6 +219,12 @@ TURING = {
     ("forward", 64, 4): Config(64, 16, 4, 1, 24_576),
     ("forward", 128, 4): Config(16, 32, 8, 1, 26_688),
     ("forward", 256, 4): Config(16, 16, 8, 1, 33_856),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 64, 2): Config(32, 32, 8, 1, 24_576),
     ("dkdv", 128, 2): Config(16, 32, 8, 1, 40_960),
     ("dkdv", 256, 2): Config(16, 16, 8, 1, 49_152),
@@ -216,6 +246,12 @@ CDNA = SMALL | {
     ("forward", 64, 2): Config(128, 32, 4, 1, 16_384),
     ("forward", 128, 2): Config(64, 32, 8, 1, 24_576),
     ("forward", 256, 2): Config(64, 32, 8, 1, 49_152),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 0),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 0),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 0),
+    ("decode", 128, 4): Config(64, 32, 4, 2, 0),
+    ("decode", 256, 4): Config(16, 16, 4, 2, 0),
     ("dkdv", 128, 2): Config(32, 32, 8, 1, 8_192),
     ("dkdv", 256, 2): Config(16, 32, 8, 1, 16_384),
     ("dq", 128, 2): Config(32, 32, 8, 1, 8_192),
@@ -275,6 +311,11 @@ def _refuse(what: str, q: torch.Tensor) -> None:
 def forward_config(q: torch.Tensor) -> Config:
     """Return how the forward kernel is cut for these queries on their device."""
     return config("forward", q) or _refuse("attention of", q)
+
+
+def decode_config(q: torch.Tensor) -> Config | None:
+    """Return how keys are shared in decoding: ``block_m`` is the most rows of a tile."""
+    return config("decode", q)
 
 
 def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
