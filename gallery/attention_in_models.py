@@ -804,7 +804,8 @@ def decode_providers(**sizes):
         return peer("torch.nn.attention", lambda _: run, (q, *kv), None)
 
     def flex(library):
-        return torch.compile(partial(library.flex_attention, **shared), dynamic=False)
+        compiled = torch.compile(library.flex_attention, dynamic=False)
+        return partial(compiled, **shared)
 
     def flash(splits):
         def prepare(library):
