@@ -161,26 +161,25 @@ def attention_merge_kernel(
     first = row * n_parts
 
     # -- maximum: of all parts
-    parts = tl.arange(0, PARTS)
-    m = tl.load(m_ptr + first + parts, mask=parts < n_parts, other=LOWEST)
-    m = tl.max(m, axis=0)
+    every = tl.arange(0, PARTS)
+    m = tl.max(tl.load(m_ptr + first + every, mask=every < n_parts, other=LOWEST), axis=0)
 
     # -- add up: parts, rescaled to this maximum
     cols = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    l = tl.zeros((BLOCK_P,), tl.float32)
+    l_i = tl.zeros((BLOCK_P,), tl.float32)
     for start in range(0, n_parts, BLOCK_P):
         parts = start + tl.arange(0, BLOCK_P)
         there = parts < n_parts
         alpha = tl.exp2(tl.load(m_ptr + first + parts, mask=there, other=LOWEST) - m)
-        l += alpha * tl.load(l_ptr + first + parts, mask=there, other=0.0)
+        l_i += alpha * tl.load(l_ptr + first + parts, mask=there, other=0.0)
         ptrs = acc_ptr + (first + parts)[:, None] * HEAD_DIM + cols[None, :]
         some = tl.load(ptrs, mask=there[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
         acc += tl.sum(alpha[:, None] * some, axis=0)
 
     # -- write
     n_visible = n_seen((row % seqlen_q).to(tl.int32), seqlen_q, seqlen_k, IS_CAUSAL)
-    out, lse = average(acc[None, :], tl.sum(l, axis=0)[None], m[None], n_visible[None])
+    out, lse = average(acc[None, :], tl.sum(l_i, axis=0)[None], m[None], n_visible[None])
     tl.store(out_ptr + row * HEAD_DIM + cols[None, :], out, mask=(cols < HEAD_DIM)[None, :])
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
