@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention import scope, tuned
 from kernelbook.ops.attention.forward import sum_of_weights, weigh
+from kernelbook.ops.attention.scope import key_stages, seen_keys
 from kernelbook.ops.attention.tiles import (
     ALIGNMENT,
     LN2,
@@ -55,15 +56,6 @@ def rows_of_group(q, batch, key_head, group, start_row, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def n_seen(query, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr):
-    """Return how many keys, from the first of all, a query sees; none may also be negative."""
-    if IS_CAUSAL:
-        return tl.minimum(query + 1 + seqlen_k - seqlen_q, seqlen_k)
-    else:
-        return query * 0 + seqlen_k
-
-
-@triton.jit
 def average(acc, l_i, m_i, n_visible):
     """Return out and lse of rows of which all keys have been met."""
     l_i = sum_of_weights(l_i, n_visible)
@@ -71,7 +63,7 @@ def average(acc, l_i, m_i, n_visible):
     return out, (m_i + tl.log2(l_i)) * LN2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_k", "left", "right", "n_parts"])
 def attention_decode_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), as describe describes without descriptor
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM), as describe describes them
@@ -83,10 +75,13 @@ def attention_decode_kernel(
     group,  # query heads that share a head of keys
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     n_parts,  # programs that share the keys of a head
     sm_scale,  # the scores are sm_scale * q k^T
     HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr,  # whether there is one part, so that there is nothing to merge
     BLOCK_M: tl.constexpr,  # rows of a tile: queries of all heads of a group
     BLOCK_N: tl.constexpr,  # keys in a tile
@@ -104,25 +99,31 @@ def attention_decode_kernel(
 
     # -- load: the queries, once
     q, query = rows_of_group(q_desc, batch, key_head, group, start_row, BLOCK_M, BLOCK_D)
-    n_visible = n_seen(query, seqlen_q, seqlen_k, IS_CAUSAL)
+    first_visible, n_visible = seen_keys(
+        query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- share: an equal part of the tiles of keys that some query of the tile sees
-    last_query = (tl.minimum(start_row + BLOCK_M, n_rows) - 1) // group
-    seen = tl.maximum(n_seen(last_query, seqlen_q, seqlen_k, IS_CAUSAL), 0)
-    tiles = tl.cdiv(seen, BLOCK_N)
+    first, _, _, end = key_stages(
+        start_row // group, (start_row + BLOCK_M - 1) // group, seqlen_q, seqlen_k, left, right,
+        HAS_LEFT, HAS_RIGHT, BLOCK_N,
+    )  # fmt: skip
+    tiles = tl.maximum(tl.cdiv(end - first, BLOCK_N), 0)
     share = tl.cdiv(tiles, n_parts)
-    first = tl.minimum(part * share, tiles) * BLOCK_N
-    end = tl.minimum((part + 1) * share, tiles) * BLOCK_N
+    first_key = first + tl.minimum(part * share, tiles) * BLOCK_N
+    last_key = first + tl.minimum((part + 1) * share, tiles) * BLOCK_N
 
     # -- loop: score, weigh, accumulate
     scale_log2 = sm_scale * LOG2E
-    for start_n in range(first, end, BLOCK_N):
+    for start_n in range(first_key, last_key, BLOCK_N):
         k = load_tile(k_head, start_n)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
-        p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, True)
+        p, alpha, l_i, m_i = weigh(
+            qk, l_i, m_i, start_n, n_visible, scale_log2, True, 0, first_visible, HAS_LEFT
+        )
         v = load_tile(v_head, start_n)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
@@ -141,7 +142,7 @@ def attention_decode_kernel(
     tl.store(out_ptrs, acc, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_k", "left", "right", "n_parts"])
 def attention_merge_kernel(
     acc_ptr,  # of each part its sum of p * v, (rows, n_parts, HEAD_DIM), contiguous
     m_ptr,  # of each part its largest score in base 2, (rows, n_parts)
@@ -150,9 +151,12 @@ def attention_merge_kernel(
     lse_ptr,  # natural logarithm of the sum of exponentials, (rows,)
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     n_parts,
     HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two, at least n_parts
     BLOCK_P: tl.constexpr,  # parts that are read at a time
     BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
@@ -161,26 +165,26 @@ def attention_merge_kernel(
     first = row * n_parts
 
     # -- maximum: of all parts
-    parts = tl.arange(0, PARTS)
-    m = tl.load(m_ptr + first + parts, mask=parts < n_parts, other=LOWEST)
-    m = tl.max(m, axis=0)
+    every = tl.arange(0, PARTS)
+    m = tl.max(tl.load(m_ptr + first + every, mask=every < n_parts, other=LOWEST), axis=0)
 
     # -- add up: parts, rescaled to this maximum
     cols = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    l = tl.zeros((BLOCK_P,), tl.float32)
+    l_i = tl.zeros((BLOCK_P,), tl.float32)
     for start in range(0, n_parts, BLOCK_P):
         parts = start + tl.arange(0, BLOCK_P)
         there = parts < n_parts
         alpha = tl.exp2(tl.load(m_ptr + first + parts, mask=there, other=LOWEST) - m)
-        l += alpha * tl.load(l_ptr + first + parts, mask=there, other=0.0)
+        l_i += alpha * tl.load(l_ptr + first + parts, mask=there, other=0.0)
         ptrs = acc_ptr + (first + parts)[:, None] * HEAD_DIM + cols[None, :]
         some = tl.load(ptrs, mask=there[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
         acc += tl.sum(alpha[:, None] * some, axis=0)
 
     # -- write
-    n_visible = n_seen((row % seqlen_q).to(tl.int32), seqlen_q, seqlen_k, IS_CAUSAL)
-    out, lse = average(acc[None, :], tl.sum(l, axis=0)[None], m[None], n_visible[None])
+    query = (row % seqlen_q).to(tl.int32)
+    _, n_visible = seen_keys(query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+    out, lse = average(acc[None, :], tl.sum(l_i, axis=0)[None], m[None], n_visible[None])
     tl.store(out_ptr + row * HEAD_DIM + cols[None, :], out, mask=(cols < HEAD_DIM)[None, :])
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
@@ -200,17 +204,22 @@ PROGRAMS = 8
 """Programs per SM: some wait for memory while others compute, and the last to end are short."""
 
 
-def n_parts(q: torch.Tensor, k: torch.Tensor) -> int:
+def n_parts(
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: scope.Window | None = None
+) -> int:
     """Return among how many programs the keys of a head are shared; 0 is for the forward kernel."""
+    left, _ = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     decode, forward = tuned.decode_config(q), tuned.forward_config(q)
-    return _n_parts(q.shape, k.shape, decode, forward, runtime.multiprocessors(q.device))
+    return _n_parts(q.shape, k.shape, left, decode, forward, runtime.multiprocessors(q.device))
 
 
 @planned
-def _n_parts(q_shape, k_shape, decode, forward, multiprocessors: int) -> int:
+def _n_parts(q_shape, k_shape, left, decode, forward, multiprocessors: int) -> int:
     batch, heads, seqlen_q, _ = q_shape
-    heads_k, seqlen_k = k_shape[1:3]
-    if decode is None or seqlen_k < FEWEST_KEYS:
+    heads_k, n_keys = k_shape[1:3]
+    if left is not None:
+        n_keys = min(n_keys, left + seqlen_q)  # at most these are seen, and the rest is not read
+    if decode is None or n_keys < FEWEST_KEYS:
         return 0
     # -- which kernel: few queries fit in one tile, or the forward kernel leaves most SMs idle
     rows = heads // heads_k * seqlen_q
@@ -219,7 +228,7 @@ def _n_parts(q_shape, k_shape, decode, forward, multiprocessors: int) -> int:
         return 0
     # -- how many parts: enough for all SMs, and none so short that it does not pay
     groups = batch * heads_k * runtime.cdiv(rows, decode.block_m)
-    tiles = runtime.cdiv(seqlen_k, decode.block_n)
+    tiles = runtime.cdiv(n_keys, decode.block_n)
     parts = runtime.cdiv(PROGRAMS * multiprocessors, groups)
     parts = max(1, min(parts, tiles // FEWEST_TILES, MOST_PARTS))
     return runtime.cdiv(tiles, runtime.cdiv(tiles, parts))  # so that no part is empty
@@ -238,6 +247,7 @@ def attention_decode(
     is_causal: bool,
     sm_scale: float,
     n_parts: int,
+    window: scope.Window | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) as :func:`forward.attention_forward` does, with keys shared in parts."""
     # I/O: read q + read k + read v + write out + write lse; write and read acc of each part
@@ -249,7 +259,8 @@ def attention_decode(
         describe(k, config.block_n, described=config.described),
         describe(v, config.block_n, described=config.described),
     )
-    launches = _launches(config, q.shape, k.shape, is_causal, sm_scale, n_parts)
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    launches = _launches(config, q.shape, k.shape, left, right, sm_scale, n_parts)
     if n_parts == 1:
         launches[0](*described, out, lse, lse)
         return out, lse
@@ -261,18 +272,20 @@ def attention_decode(
 
 
 @planned
-def _launches(config, q_shape, k_shape, is_causal, sm_scale, n_parts) -> tuple[Launch, Launch]:
+def _launches(config, q_shape, k_shape, left, right, sm_scale, n_parts) -> tuple[Launch, Launch]:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     rows = heads // heads_k * seqlen_q
     block_m = min(config.block_m, max(16, runtime.next_power_of_2(rows)))
+    lengths = seqlen_q, seqlen_k, left or 0, right or 0
     block_d, parts = head_block(head_dim), runtime.next_power_of_2(n_parts)
     decode = Launch(
         attention_decode_kernel,
         (batch * heads_k * n_parts * runtime.cdiv(rows, block_m),),
-        heads_k, heads // heads_k, seqlen_q, seqlen_k, n_parts, sm_scale,
+        heads_k, heads // heads_k, *lengths, n_parts, sm_scale,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         WHOLE=n_parts == 1,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
@@ -282,9 +295,10 @@ def _launches(config, q_shape, k_shape, is_causal, sm_scale, n_parts) -> tuple[L
     merge = Launch(
         attention_merge_kernel,
         (batch * heads * seqlen_q,),
-        seqlen_q, seqlen_k, n_parts,
+        *lengths, n_parts,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         PARTS=parts,
         BLOCK_P=min(parts, MERGED_AT_ONCE // block_d),
         BLOCK_D=block_d,
