@@ -1,8 +1,8 @@
 """Who sees what: the one rule of attention's mask, for the host and for kernels.
 
-Positions of queries and keys are counted from the end, where the last query meets the last key:
+The last query is aligned with the last key: with shift = seqlen_k - seqlen_q,
 
-    query i sees key j   if   i + shift - left <= j <= i + shift + right,   shift = seqlen_k - seqlen_q
+    query i sees key j   if   i + shift - left <= j <= i + shift + right.
 
 A bound that is None is no bound, and a causal mask is the bound right = 0. Both bounds rise with i.
 So the first and the last query of a tile say which keys all of its queries see, and which keys some
@@ -115,15 +115,16 @@ def seeing_queries(
 ):
     """Return (first, end): the queries first <= i < end see key j. Of a tensor, each of its own.
 
-    A key that no query sees has end 0, and one past the last key has seqlen_q first.
+    Only positions from 0 to seqlen_q are queries, and first and end may lie outside. Keys past the
+    end are treated as if they were there: where they must not count, mask them.
     """
     own = key - (seqlen_k - seqlen_q)
     first, end = own * 0, own * 0 + seqlen_q
     if HAS_LEFT:
-        end = tl.maximum(tl.minimum(own + left + 1, seqlen_q), 0)
+        end = own + left + 1
     if HAS_RIGHT:
-        first = tl.maximum(own - right, 0)
-    return tl.where(key < seqlen_k, first, seqlen_q), end
+        first = own - right
+    return first, end
 
 
 @triton.jit
@@ -149,9 +150,7 @@ def key_stages(
     first_some, end_all = seen_keys(
         first_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
-    first_all, end = seen_keys(
-        last_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
-    )
+    first_all, end = seen_keys(last_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     first, whole = 0, 0
     cut = end_all // BLOCK_N * BLOCK_N
     if HAS_LEFT:
@@ -180,18 +179,20 @@ def query_stages(
     multiples of BLOCK_M but end, and cut where it is end: without a left bound nothing is masked
     there. So queries past the end are not masked, and must have statistics that make them weigh 0.
     """
-    overhangs = last_key >= seqlen_k
-    last_key = tl.minimum(last_key, seqlen_k - 1)
     first_some, end_all = seeing_queries(
         first_key, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
-    first_all, end = seeing_queries(
-        last_key, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    first_all, end_some = seeing_queries(
+        tl.minimum(last_key, seqlen_k - 1), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
-    first_all = tl.where(overhangs, seqlen_q, first_all)
-    first = first_some // BLOCK_M * BLOCK_M
+    first, end = 0, seqlen_q
+    if HAS_RIGHT:
+        first = tl.maximum(first_some, 0) // BLOCK_M * BLOCK_M
+    if HAS_LEFT:
+        end = tl.minimum(tl.maximum(end_some, 0), seqlen_q)
+    first_all = tl.where(last_key < seqlen_k, tl.maximum(first_all, 0), seqlen_q)
     whole = tl.cdiv(tl.minimum(first_all, end), BLOCK_M) * BLOCK_M
     cut = end
     if HAS_LEFT:
-        cut = tl.maximum(end_all // BLOCK_M * BLOCK_M, whole)
+        cut = tl.maximum(tl.maximum(end_all, 0) // BLOCK_M * BLOCK_M, whole)
     return first, whole, cut, end
