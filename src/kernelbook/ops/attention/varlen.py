@@ -200,7 +200,7 @@ def attention_varlen_forward(
     batch = len(cu_q) - 1
     run = _launch(
         config, q.shape, k.shape, batch, longest, bounds, sm_scale,
-        _heads_at_once(k, batch, heads // k.shape[1]),
+        _heads_at_once(k, batch, heads // k.shape[1], bounds),
     )  # fmt: skip
     q = describe(q, config.block_m, described=config.described)
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
@@ -208,10 +208,10 @@ def attention_varlen_forward(
     return out, lse
 
 
-def _heads_at_once(k: torch.Tensor, batch: int, group: int) -> int:
+def _heads_at_once(k: torch.Tensor, batch: int, group: int, bounds: scope.Window) -> int:
     """Return between how many heads tiles of queries alternate, if sequences are equally long."""
-    bytes_a_head = 2 * k.shape[2] * k.shape[3] * k.itemsize
-    return tuned.backward_heads_at_once(runtime.cdiv(bytes_a_head, batch * group), k.device)
+    bytes_a_head = runtime.cdiv(2 * k.shape[2] * k.shape[3] * k.itemsize, batch * group)
+    return tuned.backward_heads_at_once(bytes_a_head, k.device, bounds[0] is not None)
 
 
 @planned
@@ -527,7 +527,7 @@ def _keys_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm
         rows = [describe_rows(x, config.block_m) for x in rows]
     batch, group = len(cu_q) - 1, q.shape[1] // heads_k
     flowing = runtime.cdiv(2 * group * q.shape[2] * head_dim * q.itemsize, batch)
-    at_once = tuned.backward_heads_at_once(flowing, q.device)
+    at_once = tuned.backward_heads_at_once(flowing, q.device, bounds[0] is not None)
     run = _keys_launch(
         config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale, at_once
     )
@@ -570,7 +570,7 @@ def _queries_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds,
     batch = len(cu_q) - 1
     run = _queries_launch(
         config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale,
-        _heads_at_once(k, batch, heads // k.shape[1]),
+        _heads_at_once(k, batch, heads // k.shape[1], bounds),
     )  # fmt: skip
     q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
