@@ -96,7 +96,9 @@ def check(q, k, v, lengths, is_causal=False, window=None, scale=None, lse_too=Fa
     out, lse = attention_varlen(
         q, k, v, *packing(*lengths), **options, enable_gqa=True, return_lse=True
     )
-    sequences = list(zip(alone(q, lengths[0]), *(alone(x, lengths[1]) for x in (k, v)), strict=True))
+    sequences = list(
+        zip(alone(q, lengths[0]), *(alone(x, lengths[1]) for x in (k, v)), strict=True)
+    )
     truths = [reference.attention(*sequence, **options) for sequence in sequences]
     true_out, true_lse = (packed(parts) for parts in zip(*truths, strict=True))
     their_out = packed([by_pytorch(*sequence, **options) for sequence in sequences])

@@ -30,6 +30,7 @@ from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_quer
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
+    cut_off,
     describe,
     describe_tiles,
     empty_fit,
@@ -123,12 +124,17 @@ def sweep_queries(
     DQ: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    to_row=0,  # how many rows after its statistics a query lies: where sequences are packed
+    end_query=0,  # one past the last query of the sequence
+    CUT: tl.constexpr = False,  # whether these queries reach beyond it
 ):
     """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
     for start_m in tl.range(first_query, last_query, BLOCK_M):
         # -- recompute: P^T = exp(S^T - lse)
-        q = load_tile(q_head, start_m)
-        do = load_tile(do_head, start_m)
+        q = load_tile(q_head, start_m + to_row)
+        do = load_tile(do_head, start_m + to_row)
+        if CUT:
+            q, do = cut_off(q, start_m, end_query), cut_off(do, start_m, end_query)
         lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
@@ -259,11 +265,15 @@ def sweep_keys(
     MASKED: tl.constexpr,  # whether some of these keys come after the last of a query
     LEFT: tl.constexpr,  # whether some of these keys come before the first of a query
     BLOCK_N: tl.constexpr,
+    end_key=0,  # one past the last key of the sequence, where sequences are packed
+    CUT: tl.constexpr = False,  # whether these keys reach beyond it
 ):
     """Add to dq what a range of keys contributes."""
     for start_n in tl.range(first_key, last_key, BLOCK_N):
         k = load_tile(k_head, start_n)
         v = load_tile(v_head, start_n)
+        if CUT:
+            k, v = cut_off(k, start_n, end_key), cut_off(v, start_n, end_key)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
         if MASKED:
@@ -349,7 +359,7 @@ PADDING = 128
 """The statistics of a head are padded to a multiple of this, the largest block_m."""
 
 
-def _describe_rows(x: torch.Tensor, block: int) -> TensorDescriptor:
+def describe_rows(x: torch.Tensor, block: int) -> TensorDescriptor:
     """Describe the statistics, (rows, padded_q), so that a tile is a part of one row."""
     return describe_tiles(x, (1, block))
 
@@ -391,7 +401,7 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=Non
         how, dq_ptr = "pointer", dq_sums
     rows = lse_log2, delta
     if config.described and config.described_rows:
-        rows = [_describe_rows(x, config.block_m) for x in rows]
+        rows = [describe_rows(x, config.block_m) for x in rows]
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
     at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)

@@ -198,7 +198,7 @@ def run(
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
         out, lse = attention_varlen_forward(
-            *_prepare(q, k, v), *offsets, max_seqlen_q, max_seqlen_k, left, right, sm_scale
+            *_prepare(q, k, v), *offsets, (max_seqlen_q, max_seqlen_k), (left, right), sm_scale
         )
     return out.to(q.dtype), lse
 
@@ -243,8 +243,8 @@ def run_backward(
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
         grads = attention_varlen_backward(
-            *_prepare(q, k, v, out, do), lse.contiguous(), dlse, *offsets,
-            max_seqlen_q, max_seqlen_k, left, right, sm_scale,
+            *_prepare(q, k, v, do), runtime.readable(out).contiguous(), lse.contiguous(), dlse,
+            *offsets, (max_seqlen_q, max_seqlen_k), (left, right), sm_scale,
             dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
     return tuple(
