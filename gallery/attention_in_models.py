@@ -34,7 +34,8 @@ lab.start("attention_in_models", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# PyTorch can express all of this with a mask: a table that says which query sees which key.
+# PyTorch can express windows and sequences with a mask, a table that says which query sees which
+# key.
 
 
 def standard_attention(q, k, v, seen):
@@ -103,9 +104,9 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 # ---------------
 #
 # A *sliding window* lets a query see ``left`` keys before its own position and ``right`` keys after
-# it. A layer then costs time in proportion to the length and not to its square, and information
-# still travels further than one window, because each layer reaches one window further than the
-# layer below. With :math:`s = \text{seqlen}_k - \text{seqlen}_q`, which aligns the last query with
+# it. Time then grows with the length and not with its square, and information still travels further
+# than one window, because each layer adds one. With
+# :math:`s = \text{seqlen}_k - \text{seqlen}_q`, which aligns the last query with
 # the last key, query :math:`i` sees key :math:`j` if
 #
 # .. math::
@@ -115,10 +116,8 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 # A causal mask is the bound :math:`\text{right} = 0` alone. Note that a window of ``left`` keys has
 # ``left + 1`` with the query's own.
 #
-# Both bounds rise with :math:`i`. So for a tile of queries from :math:`i_0` to :math:`i_1` two
-# queries decide everything. The first one reaches back the furthest and the last one ahead the
-# furthest, which gives the keys that *some* query sees; the other ends of the same two give the
-# keys that *all* of them see:
+# Both bounds rise with :math:`i`. So for a tile of queries from :math:`i_0` to :math:`i_1` the
+# first and the last query decide which keys *some* query sees, and which keys *all* of them see:
 #
 # .. math::
 #
@@ -135,25 +134,21 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 #
 # The loop over keys becomes three: over the tiles at the left edge, which are masked, the whole
 # tiles in the middle, which are not, and the tiles at the right edge, masked again. Tiles outside
-# are not visited. ``key_stages`` returns where each of the three begins.
+# are not visited. In the kernel of the package, ``key_stages`` computes from the inequalities where
+# each of the three begins, and ``MASKED`` and ``LEFT`` say which bound a loop has to apply:
 
+lab.source(forward.attention_fwd_kernel, "attend")
+
+# %%
+
+# Folded: key_stages, the inequalities in code
 lab.source(scope.key_stages)
 
 # %%
 # ``left`` and ``right`` reach the kernel at run time, so a new window compiles nothing. Whether
 # there is a bound at all is known at compile time, so a kernel without one pays nothing for it. The
-# forward kernel of the package calls it like this, and ``MASKED`` and ``LEFT`` say which bound a
-# loop has to apply:
-
-lab.source(forward.attention_fwd_kernel, "stages")
-
-# %%
-
-lab.source(forward.attention_fwd_kernel, "attend")
-
-# %%
-# The backward pass has the same rule with the roles exchanged. Solved for :math:`i`, the bounds
-# tell for a tile of keys which queries see it.
+# backward pass solves the same inequalities for :math:`i`, which tells for a tile of keys which
+# queries see it.
 #
 # **What is outside is never loaded.** The package's kernel can tell us which tiles it loads, if we
 # poison one of them. Zero times NaN is NaN, so a masked value that is NaN still spoils every
@@ -221,8 +216,9 @@ for number, row in enumerate(loaded.tolist()):
 lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
 
 # %%
-# The dots are tiles whose NaN never arrived. The same holds for windows on both sides, for lengths
-# that no tile divides, and for queries and keys of different length:
+# The dots are tiles whose NaN never arrived. The tile map of :doc:`an earlier chapter
+# </chapters/attention_forward>` draws the same for sizes that you choose. It holds for windows on
+# both sides, for lengths that no tile divides, and for queries and keys of different length, too:
 
 # Reading
 cases = (
@@ -247,12 +243,11 @@ lab.read(
 # How fast are windows?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# The right yardstick is the kernel itself without a window. If a window left :math:`p` of the
-# :math:`P` scores that the causal mask alone leaves, a perfect kernel would take :math:`p / P` of
-# its time. The figure shows the speed per visible score, in percent of that of the kernel without a
-# window, for 16,384 tokens, 16 heads of 128 and bfloat16, forward. SDPA, PyTorch's
-# ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and FlashAttention are
-# told the window and skip tiles, too.
+# The right yardstick is the kernel itself without a window. A window with a tenth of the scores
+# should take a tenth of the time. The figure shows the speed per visible score, in percent of that
+# of the causal kernel without a window, for 16,384 tokens, 16 heads of 128 and bfloat16, forward.
+# SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and
+# FlashAttention are told the window and skip tiles, too.
 
 # Measuring
 import torch._functorch.config
@@ -418,11 +413,10 @@ lab.read(
     f"the scores that are visible, and the measured {measured:.2f} cannot fall below that. The "
     f"second is the cost of a program as such. Between the shortest and the longest window, a tile "
     f"more in every program costs {1e3 * per_tile:.1f} µs in all, and the shortest window takes as "
-    f"long as {n_short + fixed:.1f} tiles although it has {n_short}. So loading the queries, "
-    f"scoring the first tile before anything overlaps with it, and writing the result cost a "
-    f"program about as much as {fixed:.1f} tiles. Over {n_middle} tiles that is "
-    f"{100 * fixed / n_middle:.0f} %, and over the {TOKENS // 64 // 2} of an average program "
-    f"without a window it is hardly visible."
+    f"long as {n_short + fixed:.1f} tiles although it has {n_short}. So what a program does once, "
+    f"from loading the queries to writing the result, costs about as much as {fixed:.1f} tiles. "
+    f"Over {n_middle} tiles that is {100 * fixed / n_middle:.0f} %, and over the "
+    f"{TOKENS // CONFIG.block_n // 2} of an average program without a window it is hardly visible."
 )
 
 # %%
@@ -469,11 +463,10 @@ lab.read(
 )
 
 # %%
-# **How a program finds its sequence.** The lengths are on the GPU, and the host should not wait for
-# them, so it cannot know how many tiles there are. It only knows the longest sequence, and launches
-# enough programs for that many tiles in each. A program reads two neighbouring offsets, which give
-# the begin and the length of its sequence. If its tile lies past the end, it returns at once;
-# otherwise the rest of the kernel is the one that we know, with the lengths of its sequence.
+# **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
+# them. It knows only the longest sequence, and launches programs for as many tiles in each. A
+# program reads two neighbouring offsets, which give the begin and the length of its sequence, and
+# returns at once if its tile lies past the end. The rest is the kernel that we know.
 
 lab.source(varlen.sequence)
 
@@ -632,9 +625,8 @@ lab.read(
 )
 
 # %%
-# What is lost against the full batch has the same causes as with windows, since half of the
-# sequences are shorter than 2,112 tokens and their programs shorter, too. Programs past the end of
-# a sequence cost a launch slot and two loads.
+# What is lost against the full batch has the same causes as with windows, because many sequences
+# are short, and so are their programs. A program past the end of its sequence costs two loads.
 
 # %%
 # Decoding
@@ -644,12 +636,12 @@ lab.read(
 # are kept (the *KV cache*), so a layer has a single query per head and many keys. The query needs
 # :math:`4 N D` operations on :math:`2 N D` numbers of 2 bytes, one operation per byte, hundreds of
 # times less than the GPU can do while it moves one. So the limit is the speed at which keys and
-# values can be read, and nothing that we learned about matmuls matters.
+# values can be read.
 #
-# What matters is that all of the GPU reads. The kernel has one program per tile of queries and
-# head, here one per head, and 16 programs on more than a hundred SMs leave most of the memory
-# system idle. The way out is to split the *keys*. Each program gets a part of them and computes an
-# output as if there were no others. Then the parts are merged, which is known as *Flash-Decoding*.
+# For that all of the GPU must read. The kernel has one program per head here, and 16 programs on
+# more than a hundred SMs leave most of the memory system idle. The way out is to split the *keys*.
+# Each program gets a part of them and computes an output as if there were no others. Then the parts
+# are merged, which is known as *Flash-Decoding*.
 #
 # .. image:: /figures/attention-decoding.svg
 #    :alt: Above, one program reads all twelve tiles of keys and values of a head one after the
@@ -693,6 +685,8 @@ def split_attention(q, k, v, parts):
     return merge(*(torch.stack(kind) for kind in zip(*found, strict=True)))
 
 
+# %%
+
 q = torch.randn(2, 3, 1, 32, device=runtime.DEVICE)
 k, v = torch.randn(2, 2, 3, 240, 32, device=runtime.DEVICE)
 one_part = attention(q, k, v, return_lse=True)
@@ -729,6 +723,9 @@ lab.source(decoding.attention_merge_kernel, "add up")
 # puts the :math:`g` queries into one tile, as if they were neighbouring rows, and reads each key
 # once. A matmul needs at least 16 rows anyway, so up to 16 query heads cost no more time than one.
 
+# %%
+
+# Folded: rows_of_group, which loads such a tile
 lab.source(decoding.rows_of_group)
 
 # %%
@@ -784,9 +781,16 @@ lab.read(
 )
 
 # %%
-# ``attention`` chooses the number of parts by itself: enough for eight programs on each SM, none
-# of fewer than four tiles, and none at all below 1,024 keys, where one program is done sooner than
-# a second kernel can start. Next, the libraries, over the number of keys:
+
+# Reading
+lab.read(
+    f"`attention` chooses the number of parts by itself: enough for {decoding.PROGRAMS} programs "
+    f"on each SM, none of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
+    f"{decoding.FEWEST_KEYS:,} keys, where it is done before a second kernel could start. Next "
+    f"come the libraries, over the number of keys."
+)
+
+# %%
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -868,10 +872,10 @@ lab.read(
     f"With {KEYS:,} keys our kernel reads at {percent(steps, 'Kernel Book', **long)} of the speed "
     f"of the copy, and with 32 query heads on 8 heads of keys at "
     f"{percent(steps, 'Kernel Book', **grouped)}. With {KEY_LENGTHS[0]:,} keys it is "
-    f"{percent(steps, 'Kernel Book', **few)}, because there it takes "
-    f"{1e3 * steps.milliseconds_at('Kernel Book', **few):.1f} µs, most of which is the start and "
-    f"the end of two kernels, and the copy takes "
-    f"{1e3 * steps.milliseconds_at('copy', **few):.1f}."
+    f"{percent(steps, 'Kernel Book', **few)}: it takes "
+    f"{1e3 * steps.milliseconds_at('Kernel Book', **few):.1f} µs where the copy takes "
+    f"{1e3 * steps.milliseconds_at('copy', **few):.1f}, and at such times the start and the end of "
+    f"a kernel count, here of two."
 )
 
 # %%
