@@ -51,6 +51,7 @@ from kernelbook import (  # noqa: E402
 )
 from kernelbook.ops import dropout as dropouts  # noqa: E402
 from kernelbook.ops import weighted_sum as weighted_sums  # noqa: E402
+from kernelbook.ops.attention import decoding  # noqa: E402
 from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E402
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
 from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
@@ -94,6 +95,11 @@ ATTENTION = (
     + [(F32, 2, 67, 131, 40), (BF16, 2, 67, 131, 256)]
 )
 
+DECODING = (
+    [(F32, 4, 3, 101, 24), (F16, 2, 1, 99, 16)]
+    if runtime.INTERPRETED
+    else [(BF16, 2, 1, 8191, 128), (F16, 8, 3, 2049, 40), (F32, 2, 5, 4099, 64)]
+)
 
 # -- memory
 
@@ -206,6 +212,17 @@ def run_attention() -> None:
                 differentiate(what, results, [q, k, v])
 
 
+def run_attention_decoding() -> None:
+    with changed(decoding, {"FEWEST_KEYS": 1, "FEWEST_TILES": 1} if runtime.INTERPRETED else {}):
+        for dtype, heads, seqlen_q, seqlen_k, head_dim in DECODING:
+            for is_causal in (False, True):
+                q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
+                k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+                results = attention(q, k, v, is_causal=is_causal, enable_gqa=True, return_lse=True)
+                what = f"decoding, {seqlen_q} by {seqlen_k}, head_dim {head_dim}, {is_causal=}"
+                differentiate(what, results, [q, k, v])
+
+
 def run_attention_fp8() -> None:
     for dtype, heads, seqlen_q, seqlen_k, head_dim in ATTENTION:
         if dtype == F32:
@@ -262,6 +279,7 @@ def run_all() -> None:
             run_layer_norm,
             run_dropout,
             run_attention,
+            run_attention_decoding,
             run_attention_fp8,
         ):
             run()

@@ -11,7 +11,7 @@ from kernelbook import reference, runtime
 from kernelbook.ops.attention import attention, decoding, operator, tuned
 from kernelbook.ops.attention.forward import attention_forward
 
-PARTS = (1, 2, 3, 7) if runtime.INTERPRETED else (1, 2, 3, 4, 5, 6, 7)
+PARTS = (1, 2, 7) if runtime.INTERPRETED else (1, 2, 3, 4, 5, 6, 7)
 
 
 def decode(q, k, v, parts, is_causal=False, scale=None, window=None):
@@ -94,7 +94,7 @@ WINDOWS = [(0, None), (40, 0), (100, None), (70, 1), (31, 2)]
 @FULL_AND_CAUSAL
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows(window, is_causal):
-    q, k, v = undifferentiated(1, 6, 2, 13, 270, 16)
+    q, k, v = undifferentiated(1, 3, 1, 13, 270, 16)
     truth, true_lse = reference.attention(q, k, v, is_causal, window=window)
     with runtime.launching_on(q):
         theirs, _ = attention_forward(q, k, v, is_causal, 0.25, window)

@@ -2,6 +2,7 @@
 
     operator.py   the public function, what it refuses, and what autograd sees
     forward.py    one kernel: queries stay, keys and values stream past
+    decoding.py   few queries and many keys: programs share the keys of a head, and merge
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
     varlen.py     packed sequences: both passes; varlen_operator.py is their public function

@@ -208,6 +208,8 @@ def n_parts(
     q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: scope.Window | None = None
 ) -> int:
     """Return among how many programs the keys of a head are shared; 0 is for the forward kernel."""
+    if k.shape[2] < FEWEST_KEYS:  # before anything that costs the host time
+        return 0
     left, _ = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     decode, forward = tuned.decode_config(q), tuned.forward_config(q)
     return _n_parts(q.shape, k.shape, left, decode, forward, runtime.multiprocessors(q.device))
@@ -221,7 +223,7 @@ def _n_parts(q_shape, k_shape, left, decode, forward, multiprocessors: int) -> i
         n_keys = min(n_keys, left + seqlen_q)  # at most these are seen, and the rest is not read
     if decode is None or n_keys < FEWEST_KEYS:
         return 0
-    # -- which kernel: few queries fit in one tile, or the forward kernel leaves most SMs idle
+    # -- which kernel: queries that fit in one tile decode, and those that would leave most SMs idle
     rows = heads // heads_k * seqlen_q
     forward_programs = batch * heads * runtime.cdiv(seqlen_q, forward.block_m)
     if rows > decode.block_m and 4 * forward_programs > multiprocessors:
@@ -265,9 +267,9 @@ def attention_decode(
         launches[0](*described, out, lse, lse)
         return out, lse
     acc = torch.empty((*lse.shape, n_parts, q.shape[3]), dtype=torch.float32, device=q.device)
-    m, l = torch.empty((2, *lse.shape, n_parts), dtype=torch.float32, device=q.device)
-    launches[0](*described, acc, m, l)
-    launches[1](acc, m, l, out, lse)
+    m_i, l_i = torch.empty((2, *lse.shape, n_parts), dtype=torch.float32, device=q.device)
+    launches[0](*described, acc, m_i, l_i)
+    launches[1](acc, m_i, l_i, out, lse)
     return out, lse
 
 

@@ -36,6 +36,10 @@ def attention(
     out = softmax(scale * q k^T) v, a tile of keys at a time: besides inputs and outputs it needs
     memory that grows with the length, not with its square.
 
+    Where queries are few and keys many, as in decoding, several programs share the keys of a head,
+    and query heads that read the same keys share what is loaded: in how many parts depends on the
+    shapes and the GPU, so out may differ in its last bits where shapes do, and never between runs.
+
     A tensor is read where it lies, a transposed view of (batch, seqlen, heads, head_dim) too, if
     its last dimension is contiguous and its address and other strides are multiples of 16 bytes.
     Any other is copied first. PyTorch's names ``query``, ``key`` and ``value`` are accepted for q,
