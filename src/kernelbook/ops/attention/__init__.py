@@ -6,7 +6,8 @@
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
     varlen.py     packed sequences: both passes; varlen_operator.py is their public function
-    tiles.py      what the kernels share: tensor descriptors, who sees what
+    scope.py      who sees what: causal masks and windows
+    tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
 
