@@ -69,7 +69,10 @@ GPUS = {
 }
 """One GPU for each architecture that Triton compiles for and readers own."""
 
-TUNED = ("attention_fwd_kernel", "dkdv_kernel", "dq_kernel", "attention_fp8_fwd_kernel")
+TUNED = (
+    *("attention_fwd_kernel", "dkdv_kernel", "dq_kernel", "attention_fp8_fwd_kernel"),
+    *(f"attention_varlen_{name}_kernel" for name in ("fwd", "dkdv", "dq")),
+)
 """Kernels that a row of attention's tables describes; it is chosen right before the launch."""
 
 TENSOR_MEMORY = 512
@@ -275,6 +278,14 @@ def cases() -> dict:
             options = {"deterministic": deterministic, "enable_gqa": group > 1}
             differentiate(kernelbook.attention(q, k, v, is_causal=is_causal, **options), q, k, v)
 
+    def varlen(dtype, head_dim, window=None, group=1):
+        q = new(1001, 2 * group, head_dim, dtype=dtype)
+        k, v = (new(1001, 2, head_dim, dtype=dtype) for _ in range(2))
+        cu = torch.tensor([0, 700, 1001], dtype=torch.int32)
+        options = {"window": window, "enable_gqa": group > 1}
+        out = kernelbook.attention_varlen(q, k, v, cu, cu, 700, 700, **options)
+        differentiate(out, q, k, v)
+
     def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True):
         q, k = (new(1, 2, 1024, head_dim, dtype=dtype, grad=False) for _ in range(2))
         v = new(1, 2, head_dim, 1024, dtype=v_dtype).mT if in_place else new(
@@ -310,6 +321,14 @@ def cases() -> dict:
     add("attention float16 128 causal", attention, f16, 128, True)
     add("attention bfloat16 128 full 1001", attention, bf16, 128, False, 1001)
     add("attention bfloat16 128 causal gqa", attention, bf16, 128, True, 1024, 4)
+    windows = {"full": None, "causal": (None, 0), "window": (300, 0)}
+    for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (64, 128, 256))):
+        for head_dim in head_dims:
+            for mask in ("full", "causal"):
+                name = f"varlen {spell(dtype)} {head_dim} {mask}"
+                add(name, varlen, dtype, head_dim, windows[mask])
+    add("varlen bfloat16 128 window", varlen, bf16, 128, windows["window"])
+    add("varlen bfloat16 128 causal gqa", varlen, bf16, 128, windows["causal"], 4)
     for head_dim in (64, 80, 128, 256):
         for dtype in (e4m3, bf16):
             name = f"fp8 {spell(dtype)} {head_dim} causal"
