@@ -76,6 +76,12 @@ def bounds(is_causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int)
     return left, right
 
 
+def keys_seen(i, seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple:
+    """Return (first, end): query i, a number or a tensor, sees those keys first <= j < end there are."""
+    own = i + seqlen_k - seqlen_q
+    return 0 if left is None else own - left, seqlen_k if right is None else own + right + 1
+
+
 def all_whole(left: int | None, right: int | None, seqlen_k: int, block_n: int) -> bool:
     """Whether every tile of queries sees all of every tile of keys, so that none is masked."""
     return left is None and right is None and seqlen_k % block_n == 0
