@@ -4,7 +4,7 @@
     forward.py    one kernel: queries stay, keys and values stream past
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
-    varlen.py     packed sequences: both passes; varlen_operator.py is their public function
+    varlen.py     packed sequences; varlen_backward.py and varlen_operator.py belong to it
     tiles.py      what the kernels share: tensor descriptors, who sees what
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
