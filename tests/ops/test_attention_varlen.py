@@ -281,24 +281,21 @@ def test_nan_in_the_neighbours_changes_nothing(monkeypatch, described, scope):
     if not described:
         config = tuned.Config(32, 32, num_warps=4, num_stages=1)
         monkeypatch.setattr(tuned, "config", lambda *_: config)
-    lengths = [37, 1, 0, 64, 20], [40, 20, 33, 64, 1]
+    lengths = [37, 1, 0, 32, 20, 5], [40, 20, 33, 64, 1, 0]
     q, k, v = draw(*lengths, heads=4, dtype=torch.float16)
     do, dlse = torch.randn_like(q), torch.randn(4, len(q), device=DEVICE)
     of_queries, of_keys = results(q, k, v, do, dlse, lengths, **scope)
     assert all(x.isfinite().all() for x in (of_queries[0], of_queries[2], *of_keys))
-    ends = [[0, *itertools.accumulate(x)] for x in lengths]
-    for b in range(len(lengths[0])):
-        mine_q, mine_k = (slice(end[b], end[b + 1]) for end in ends)
-
-        def only(x, mine):
-            kept = torch.full_like(x, math.nan)
-            kept[mine] = x[mine]
-            return kept
-
-        with torch.no_grad():
-            poisoned = [only(x, m) for x, m in ((q, mine_q), (k, mine_k), (v, mine_k))]
-            poisoned += [only(do, mine_q), only(dlse.mT, mine_q).mT]
-        again_q, again_k = results(*poisoned, lengths, **scope)
+    belongs = [
+        torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)).to(DEVICE) for n in lengths
+    ]
+    for odd in (0, 1):  # every second sequence, so that each has its neighbours poisoned once
+        mine_q, mine_k = (of % 2 == odd for of in belongs)
+        poisoned = [
+            x.detach().masked_fill(~mine[:, None, None], math.nan)
+            for x, mine in ((q, mine_q), (k, mine_k), (v, mine_k), (do, mine_q))
+        ]
+        again_q, again_k = results(*poisoned, dlse.masked_fill(~mine_q, math.nan), lengths, **scope)
         for before, after in zip(of_queries, again_q, strict=True):
             assert torch.equal(before[mine_q], after[mine_q])
         for before, after in zip(of_keys, again_k, strict=True):
