@@ -75,6 +75,7 @@ TUNED = (
     "dkdv_kernel",
     "dq_kernel",
     "attention_fp8_fwd_kernel",
+    *(f"attention_varlen_{name}_kernel" for name in ("fwd", "dkdv", "dq")),
 )
 """Kernels that a row of attention's tables describes; it is chosen right before the launch."""
 
@@ -287,6 +288,14 @@ def cases() -> dict:
             k, v = (new(1, 1, seqlen_k, head_dim, dtype=dtype, grad=False) for _ in range(2))
             kernelbook.attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
+    def varlen(dtype, head_dim, window=None, group=1):
+        q = new(1001, 2 * group, head_dim, dtype=dtype)
+        k, v = (new(1001, 2, head_dim, dtype=dtype) for _ in range(2))
+        cu = torch.tensor([0, 700, 1001], dtype=torch.int32)
+        options = {"window": window, "enable_gqa": group > 1}
+        out = kernelbook.attention_varlen(q, k, v, cu, cu, 700, 700, **options)
+        differentiate(out, q, k, v)
+
     def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True, window=None):
         q, k = (new(1, 2, 1024, head_dim, dtype=dtype, grad=False) for _ in range(2))
         v = new(1, 2, head_dim, 1024, dtype=v_dtype).mT if in_place else new(
@@ -331,6 +340,14 @@ def cases() -> dict:
         name = f"attention {spell(dtype)} {head_dim} window"
         add(name, attention, dtype, head_dim, False, 1024, 1, (200, 100))
     add("attention bfloat16 128 causal window", attention, bf16, 128, True, 1024, 1, (200, None))
+    windows = {"full": None, "causal": (None, 0), "window": (300, 0)}
+    for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (64, 128, 256))):
+        for head_dim in head_dims:
+            for mask in ("full", "causal"):
+                name = f"varlen {spell(dtype)} {head_dim} {mask}"
+                add(name, varlen, dtype, head_dim, windows[mask])
+    add("varlen bfloat16 128 window", varlen, bf16, 128, windows["window"])
+    add("varlen bfloat16 128 causal gqa", varlen, bf16, 128, windows["causal"], 4)
     for head_dim in (64, 80, 128, 256):
         for dtype in (e4m3, bf16):
             name = f"fp8 {spell(dtype)} {head_dim} causal"

@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, WEIGHTED_SUM_PATHS,
 
 from kernelbook import (  # noqa: E402
     attention,
+    attention_varlen,
     dropout,
     layer_norm,
     masked_dropout,
@@ -100,6 +102,12 @@ DECODING = (
     if runtime.INTERPRETED
     else [(BF16, 2, 1, 8191, 128), (F16, 8, 3, 2049, 40), (F32, 2, 5, 4099, 64)]
 )
+
+VARLEN = [  # lengths of queries and of keys; the last sequence ends where the memory does
+    ((33, 0, 1, 35), (45, 3, 0, 7)),
+    ((131, 67, 3), (131, 67, 3)),
+]
+
 
 # -- memory
 
@@ -252,6 +260,24 @@ def run_attention_fp8() -> None:
         print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
 
 
+def run_attention_varlen() -> None:
+    sizes = [*VARLEN, ((257, 1, 131), (131, 35, 257))] if not runtime.INTERPRETED else VARLEN
+    for dtype, heads, *_, head_dim in ATTENTION:
+        for lengths in sizes:
+            q = draw(sum(lengths[0]), heads, head_dim, dtype=dtype)
+            k, v = (draw(sum(lengths[1]), 2, head_dim, dtype=dtype) for _ in range(2))
+            starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in lengths]
+            cu = [guarded(x.to(runtime.DEVICE)) for x in starts]
+            longest = [max(n) for n in lengths]
+            for window in (None, (None, 0), (33, 7)):
+                results = attention_varlen(q, k, v, *cu, *longest, window=window, enable_gqa=True)
+                what = f"packed attention, {lengths}, head_dim {head_dim}, {window=}"
+                differentiate(what, results, [q, k, v])
+            wrong = guarded(torch.tensor([-9, 10**9, 5, 10**9], device=runtime.DEVICE).int())
+            out = attention_varlen(q, k, v, wrong, wrong, 1000, 1000, enable_gqa=True)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
 # -- what has run
 
 
@@ -291,6 +317,7 @@ def run_all() -> None:
             run_attention,
             run_attention_decoding,
             run_attention_fp8,
+            run_attention_varlen,
         ):
             run()
     idle = [name for name, times in counts.items() if not times]

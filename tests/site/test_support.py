@@ -42,7 +42,6 @@ def test_a_cell_says_what_is_known(app):
         "attention_forward": ["compiled"],
         "attention_fast": ["compiled"],
         "attention_backward": ["compiled in part"],
-        "attention_in_models": ["compiled in part"],
         "attention_fp8": ["refused"],
     }
 

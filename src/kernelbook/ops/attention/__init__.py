@@ -5,7 +5,7 @@
     decoding.py   few queries and many keys: programs share the keys of a head, and merge
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
-    varlen.py     packed sequences: both passes; varlen_operator.py is their public function
+    varlen.py     packed sequences; varlen_backward.py and varlen_operator.py belong to it
     scope.py      who sees what: causal masks and windows
     tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture

@@ -9,7 +9,8 @@ from kernelbook.ops import checks, library
 from kernelbook.ops.attention import scope
 from kernelbook.ops.attention.operator import check_head_dim, check_heads, checked_scale
 from kernelbook.ops.attention.tiles import fit
-from kernelbook.ops.attention.varlen import attention_varlen_backward, attention_varlen_forward
+from kernelbook.ops.attention.varlen import attention_varlen_forward
+from kernelbook.ops.attention.varlen_backward import attention_varlen_backward
 
 
 def attention_varlen(
@@ -175,7 +176,7 @@ def _checked_length(of: str, length: object, batch: int, total: int) -> int:
 
 
 def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return packed tensors as kernels read them, (1, heads, total, head_dim), copied if need be."""
+    """Return packed tensors as kernels read them: (1, heads, total, head_dim), that fits."""
     return [fit(runtime.readable(x).transpose(0, 1).unsqueeze(0)) for x in tensors]
 
 
