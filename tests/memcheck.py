@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, WEIGHTED_SUM_PATHS,
 
 from kernelbook import (  # noqa: E402
     attention,
+    attention_varlen,
     dropout,
     layer_norm,
     masked_dropout,
@@ -51,6 +53,7 @@ from kernelbook import (  # noqa: E402
 )
 from kernelbook.ops import dropout as dropouts  # noqa: E402
 from kernelbook.ops import weighted_sum as weighted_sums  # noqa: E402
+from kernelbook.ops.attention import decoding  # noqa: E402
 from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E402
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
 from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
@@ -93,6 +96,17 @@ ATTENTION = (
     else [(BF16, 2, 131, 257, 64), (F16, 4, 131, 257, 128), (BF16, 2, 67, 35, 40)]
     + [(F32, 2, 67, 131, 40), (BF16, 2, 67, 131, 256)]
 )
+
+DECODING = (
+    [(F32, 4, 3, 101, 24), (F16, 2, 1, 99, 16)]
+    if runtime.INTERPRETED
+    else [(BF16, 2, 1, 8191, 128), (F16, 8, 3, 2049, 40), (F32, 2, 5, 4099, 64)]
+)
+
+VARLEN = [  # lengths of queries and of keys; the last sequence ends where the memory does
+    ((33, 0, 1, 35), (45, 3, 0, 7)),
+    ((131, 67, 3), (131, 67, 3)),
+]
 
 
 # -- memory
@@ -204,6 +218,26 @@ def run_attention() -> None:
                 what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
                 what += f", {is_causal=}, {deterministic=}"
                 differentiate(what, results, [q, k, v])
+        for window in ((10, 0), (None, 7), (33, 40)):
+            q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
+            k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+            for deterministic in (False, True):
+                results = attention(
+                    q, k, v, window=window, enable_gqa=True, deterministic=deterministic
+                )
+                what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
+                differentiate(f"{what}, {window=}, {deterministic=}", results, [q, k, v])
+
+
+def run_attention_decoding() -> None:
+    with changed(decoding, {"FEWEST_KEYS": 1, "FEWEST_TILES": 1} if runtime.INTERPRETED else {}):
+        for dtype, heads, seqlen_q, seqlen_k, head_dim in DECODING:
+            for is_causal in (False, True):
+                q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
+                k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+                results = attention(q, k, v, is_causal=is_causal, enable_gqa=True, return_lse=True)
+                what = f"decoding, {seqlen_q} by {seqlen_k}, head_dim {head_dim}, {is_causal=}"
+                differentiate(what, results, [q, k, v])
 
 
 def run_attention_fp8() -> None:
@@ -221,8 +255,27 @@ def run_attention_fp8() -> None:
                 q8, k8, v8, is_causal=is_causal, q_descale=q_descale, k_descale=k_descale, **options
             )
         v8, options["v_descale"] = quantize(v, E5M2, per="tensor", contiguous="seqlen")
+        attention(q, k, guarded(v8), window=(33, 7), **options)
         attention(q, k, guarded(v8), **options)
         print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
+
+
+def run_attention_varlen() -> None:
+    sizes = [*VARLEN, ((257, 1, 131), (131, 35, 257))] if not runtime.INTERPRETED else VARLEN
+    for dtype, heads, *_, head_dim in ATTENTION:
+        for lengths in sizes:
+            q = draw(sum(lengths[0]), heads, head_dim, dtype=dtype)
+            k, v = (draw(sum(lengths[1]), 2, head_dim, dtype=dtype) for _ in range(2))
+            starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in lengths]
+            cu = [guarded(x.to(runtime.DEVICE)) for x in starts]
+            longest = [max(n) for n in lengths]
+            for window in (None, (None, 0), (33, 7)):
+                results = attention_varlen(q, k, v, *cu, *longest, window=window, enable_gqa=True)
+                what = f"packed attention, {lengths}, head_dim {head_dim}, {window=}"
+                differentiate(what, results, [q, k, v])
+            wrong = guarded(torch.tensor([-9, 10**9, 5, 10**9], device=runtime.DEVICE).int())
+            out = attention_varlen(q, k, v, wrong, wrong, 1000, 1000, enable_gqa=True)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
 # -- what has run
@@ -262,7 +315,9 @@ def run_all() -> None:
             run_layer_norm,
             run_dropout,
             run_attention,
+            run_attention_decoding,
             run_attention_fp8,
+            run_attention_varlen,
         ):
             run()
     idle = [name for name, times in counts.items() if not times]

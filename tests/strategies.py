@@ -317,6 +317,7 @@ class Attention(Described):
     k: Numbers
     v: Numbers
     is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     deterministic: bool = True
     needs: tuple[bool, bool, bool] = (True, True, True)
@@ -350,8 +351,61 @@ def attention(draw):
         k,
         v,
         draw(st.booleans()),
+        draw(st.none() | st.tuples(*[st.none() | st.sampled_from((*lengths, 10**6))] * 2)),
         draw(st.sampled_from((None, 1.0, 1e-3))),
         draw(st.booleans()),
+        draw(SUBSETS),
+        draw(SEEDS),
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionVarlen(Described):
+    """Attention of packed sequences of these lengths."""
+
+    q: Numbers
+    k: Numbers
+    v: Numbers
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    longer: int = 0
+    """What the maxima say beyond the longest sequence."""
+    needs: tuple[bool, bool, bool] = (True, True, True)
+    seed: int = 0
+    """Of the gradients of out and lse."""
+
+
+@st.composite
+def attention_varlen(draw):
+    if LARGE:
+        lengths, head_dims = (0, 1, 2, 63, 64, 65, 127, 128, 129, 257, 384), (16, 40, 64, 128, 256)
+    else:
+        lengths, head_dims = (0, 1, 2, 31, 32, 33, 64, 65), (16, 24)
+    pairs = st.tuples(st.sampled_from(lengths), st.sampled_from(lengths))
+    drawn = draw(st.lists(pairs, max_size=3))
+    lengths_q, lengths_k = (tuple(pair[i] for pair in drawn) for i in (0, 1))
+    heads_k, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    head_dim = draw(st.sampled_from(head_dims))
+    dtype = (draw(st.sampled_from(DTYPES)),)
+    size_q = (sum(lengths_q), heads_k * group, head_dim)
+    size_k = (sum(lengths_k), heads_k, head_dim)
+    q = draw(numbers(size_q, head_dim, (1.0, 1e-2, 10.0), (1.0, 0.0), dtypes=dtype))
+    k = draw(numbers(size_k, head_dim, (1.0, 1e-2, 10.0), (1.0, 0.0), dtypes=dtype, nth=1))
+    v = draw(numbers(size_k, head_dim, (1.0, 1e-3, 1e3), (0.0, 1.0), dtypes=dtype, nth=2))
+    bound = st.none() | st.sampled_from((0, 1, 5, 33, 1000))
+    return AttentionVarlen(
+        q,
+        k,
+        v,
+        lengths_q,
+        lengths_k,
+        draw(st.booleans()),
+        draw(st.none() | st.tuples(bound, bound)),
+        draw(st.sampled_from((None, 1.0))),
+        draw(st.sampled_from((0, 1, 50))),
         draw(SUBSETS),
         draw(SEEDS),
     )

@@ -179,6 +179,19 @@ CHAPTERS = {
             "Kernel Book": "two sweeps, causal tiles",
         },
     ),
+    "attention_in_models": Facts(
+        "A window, a batch of texts of all lengths, a single query: what does attention cost if a "
+        "kernel computes only what they need?",
+        "advanced",
+        ("attention_fast",),
+        "decoding",
+        {"seqlen_k": 131072},
+        {
+            "one part": "one program per head",
+            "SDPA flash": "PyTorch",
+            "Kernel Book": "keys shared by programs",
+        },
+    ),
     "attention_fp8": Facts(
         "What does attention gain in eight bits, what does it lose, and how does a kernel keep the "
         "loss small?",

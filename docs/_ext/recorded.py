@@ -369,6 +369,8 @@ def pictured_input(record):
         size = [f"{point['elements']:,} elements"]
     elif "columns" in point:
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
+    elif "seqlen_k" in point:
+        size = [f"one query and {point['seqlen_k']:,} keys", f"head_dim {point['head_dim']}"]
     else:
         size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
         size += [point["mask"]]

@@ -19,6 +19,8 @@ OPERATORS = {
     "softmax": ("softmax",),
     "layer norm": ("layer_norm", "layer_norm_backward"),
     "attention": ("attention_forward", "attention_fast", "attention_backward"),
+    "decoding": ("attention_in_models",),
+    "varlen": ("attention_in_models",),
     "fp8": ("attention_fp8",),
 }
 """The chapters of a compiled case, by how its name begins."""

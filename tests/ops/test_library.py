@@ -46,9 +46,24 @@ def attention(q, k, v):
     return kernelbook.attention(q, k, v, is_causal=True)
 
 
+def attention_window(q, k, v):
+    return kernelbook.attention(q, k, v, window=(3, 2), deterministic=False)
+
+
 def attention_and_lse(q, k, v):
     out, lse = kernelbook.attention(q, k, v, return_lse=True)
     return out + lse.unsqueeze(-1)
+
+
+def attention_varlen(q, k, v):
+    """The batch, packed: sequences of one length, and offsets that are made of the shape."""
+    batch, seqlen = q.shape[:2]
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = kernelbook.attention_varlen(
+        *packed, cu, cu, seqlen, seqlen, is_causal=True, return_lse=True
+    )
+    return (out + lse.mT.unsqueeze(-1)).unflatten(0, (batch, seqlen))
 
 
 def masked_dropout(x):
@@ -83,8 +98,14 @@ CASES = {
     "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
     "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
     "attention": (attention, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3))),
+    "attention, window": (
+        attention_window, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3)),
+    ),
     "attention, lse": (attention_and_lse, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
     "attention, FP8": (attention_fp8, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
+    "attention_varlen": (
+        attention_varlen, lambda n: tuple(randn(n, 9, 2, 16) for _ in range(3)),
+    ),
     "masked_dropout": (masked_dropout, lambda n: (randn(n, 33),)),
     "seeded_dropout": (seeded_dropout, lambda n: (randn(n, 33),)),
     "seeded by a tensor": (
@@ -180,6 +201,11 @@ def test_fake_tensors_have_the_layout_of_real_ones(function, draw):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+def halves():
+    """Offsets of two sequences in nine rows."""
+    return torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+
+
 OPERATORS = torch.ops.kernelbook
 CALLS = {
     "weighted_sum": (
@@ -216,6 +242,20 @@ CALLS = {
         lambda: (
             *(randn(1, 2, 9, 16) for _ in range(4)), randn(1, 2, 9), randn(1, 2, 9, 16), None,
             True, 0.25, True, [True, False, False],
+        ),
+    ),
+    "attention_varlen": (
+        OPERATORS.attention_varlen,
+        lambda: (
+            *(randn(9, 2, 16).requires_grad_() for _ in range(3)), *[halves()] * 2, 5, 5, None, 0,
+            0.25,
+        ),
+    ),
+    "attention_varlen_backward": (
+        OPERATORS.attention_varlen_backward,
+        lambda: (
+            *(randn(9, 2, 16) for _ in range(3)), *[halves()] * 2, randn(9, 2, 16), randn(2, 9),
+            randn(9, 2, 16), None, 5, 5, None, 0, 0.25, [True, False, False],
         ),
     ),
     "masked_dropout": (

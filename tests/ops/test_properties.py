@@ -21,6 +21,7 @@ those are compared with PyTorch's own error in the same dtype.
 
 import sys
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kernelbook import (
     attention,
+    attention_varlen,
     dropout,
     layer_norm,
     masked_dropout,
@@ -49,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import strategies as draw
 from strategies import (
     Attention,
+    AttentionVarlen,
     Composed,
     Dropout,
     LayerNorm,
@@ -445,7 +448,7 @@ def check_attention(case: Attention) -> None:
                 for n, need in zip((case.q, case.k, case.v), case.needs, strict=True)]  # fmt: skip
     q, k, v = operands
     before = [t.detach().clone() for t in operands]
-    options = {"is_causal": case.is_causal, "scale": case.scale}
+    options = {"is_causal": case.is_causal, "scale": case.scale, "window": case.window}
     out, lse = attention(
         q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=case.deterministic
     )
@@ -472,16 +475,22 @@ def attention_truth(case, q, k, v, do, dlse):
     group = q.shape[1] // k.shape[1]
     half = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
     q, k, v, do, dlse = (t.detach().double() for t in (q, k, v, do, dlse))
-    true_out, true_lse = reference.attention(q, k, v, case.is_causal, case.scale)
+    rule = case.is_causal, case.scale
+    true_out, true_lse = reference.attention(q, k, v, *rule, window=case.window)
     true_grads = [torch.zeros_like(t) for t in (q, k, v)]
     if q.numel() and k.numel():
-        true_grads = reference.attention_backward(q, k, v, do, case.is_causal, case.scale, dlse)
+        true_grads = reference.attention_backward(q, k, v, do, *rule, dlse, case.window)
 
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     s = scale * q @ k.mT
-    hidden = torch.zeros_like(s, dtype=torch.bool)
+    hidden, shift = torch.zeros_like(s, dtype=torch.bool), k.shape[2] - q.shape[2]
+    left, right = case.window or (None, None)
     if case.is_causal:
-        hidden = torch.ones_like(hidden).triu(1 + k.shape[2] - q.shape[2])
+        hidden |= torch.ones_like(hidden).triu(1 + shift)
+    if left is not None:
+        hidden |= torch.ones_like(hidden).tril(shift - left - 1)
+    if right is not None:
+        hidden |= torch.ones_like(hidden).triu(shift + right + 1)
     p = (s - true_lse.clamp(min=-1e300).unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
 
     # A score errs by the last places of its products; its exponential errs by as much relatively,
@@ -523,6 +532,45 @@ def attention_truth(case, q, k, v, do, dlse):
             bound = bound.unflatten(1, (-1, group)).sum(2)
         truth[name] = true, bound
     return truth
+
+
+def check_attention_varlen(case: AttentionVarlen) -> None:
+    """Each sequence is attention by itself."""
+    operands = [n.make().detach().requires_grad_(need)
+                for n, need in zip((case.q, case.k, case.v), case.needs, strict=True)]  # fmt: skip
+    before = [t.detach().clone() for t in operands]
+    lengths = case.lengths_q, case.lengths_k
+    options = {"dtype": torch.int32, "device": runtime.DEVICE}
+    cu = [torch.tensor([0, *accumulate(n)], **options) for n in lengths]
+    longest = [max(n, default=0) + case.longer for n in lengths]
+    options = {"is_causal": case.is_causal, "window": case.window, "scale": case.scale}
+    out, lse = attention_varlen(
+        *operands, *cu, *longest, **options, enable_gqa=True, return_lse=True
+    )
+    do = mixed(case.seed, out.shape, out.dtype)
+    dlse = mixed(case.seed + 1, lse.shape, lse.dtype)
+    wanted = [t for t in operands if t.requires_grad]
+    grads = iter(torch.autograd.grad((out, lse), wanted, (do, dlse)) if wanted else ())
+    grads = [next(grads) if need else None for need in case.needs]
+    assert all(same_bits(t.detach(), b) for t, b in zip(operands, before, strict=True))
+    assert (out.dtype, lse.dtype) == (operands[0].dtype, torch.float32)
+
+    def part(x, b, of):
+        """A sequence as attention has it: (1, heads, seqlen, head_dim), or without the last."""
+        if x is None:
+            return None
+        rows = slice(sum(lengths[of][:b]), sum(lengths[of][: b + 1]))
+        return (x[:, rows] if x.ndim == 2 else x[rows].transpose(0, 1)).unsqueeze(0)
+
+    kinds = (0, 1, 1)
+    for b in range(len(case.lengths_q)):
+        q, k, v = (part(x, b, of) for x, of in zip(operands, kinds, strict=True))
+        found = [part(out, b, 0), part(lse, b, 0)]
+        found += [part(dx, b, of) for dx, of in zip(grads, kinds, strict=True)]
+        truth = attention_truth(case, q, k, v, part(do, b, 0), part(dlse, b, 0))
+        for (name, (true, bound)), ours in zip(truth.items(), found, strict=True):
+            if ours is not None:
+                assert_within(f"{name} of sequence {b}", ours, true, bound)
 
 
 # -- dropout
@@ -675,6 +723,7 @@ PROPERTIES = {
         check_composed,
     ),
     "attention": (draw.attention(), check_attention),
+    "attention_varlen": (draw.attention_varlen(), check_attention_varlen),
     "seeded_and_masked_dropout": (draw.dropout(), check_dropout),
     "dropout": (draw.dropout(), check_dropout_by_generator),
     "quantize": (draw.quantize(), check_quantize),
@@ -716,6 +765,11 @@ def test_functions_of_layer_norm(case):
 @given(PROPERTIES["attention"][0])
 def test_attention(case):
     check_attention(case)
+
+
+@given(PROPERTIES["attention_varlen"][0])
+def test_attention_varlen(case):
+    check_attention_varlen(case)
 
 
 @given(PROPERTIES["seeded_and_masked_dropout"][0])

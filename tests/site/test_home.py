@@ -21,7 +21,10 @@ WORK = {"copy": lambda point: 2 * size(point), "matmul": lambda point: 2 * 8192*
 
 
 def size(point):
-    """The bytes of one input of a row operator."""
+    """The bytes of one input of a row operator, or of keys and values in decoding."""
+    if "seqlen_k" in point:
+        keys = point["batch"] * point["heads_k"] * point["seqlen_k"]
+        return 2 * keys * point["head_dim"] * point["itemsize"]
     elements = point.get("elements") or point["rows"] * point["columns"]
     return elements * point["itemsize"]
 
@@ -30,6 +33,8 @@ def work(chapter, name, point):
     """The bytes or FLOPs of an operator, counted here a second time."""
     if chapter == "first_kernel":
         return (2 if name == "backward" else 1) * size(point)
+    if name == "decoding":
+        return size(point)
     if "attention" not in chapter:
         return (3 if name in ("backward", "race") and chapter != "dropout" else 2) * size(point)
     forward = 4 * point["batch"] * point["heads"] * point["seqlen"] ** 2 * point["head_dim"]

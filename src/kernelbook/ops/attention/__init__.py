@@ -2,9 +2,12 @@
 
     operator.py   the public function, what it refuses, and what autograd sees
     forward.py    one kernel: queries stay, keys and values stream past
+    decoding.py   few queries and many keys: programs share the keys of a head, and merge
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
-    tiles.py      what the kernels share: tensor descriptors, who sees what
+    varlen.py     packed sequences; varlen_backward.py and varlen_operator.py belong to it
+    scope.py      who sees what: causal masks and windows
+    tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
 
@@ -14,5 +17,6 @@ with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 
 from kernelbook.ops.attention.fp8 import quantize
 from kernelbook.ops.attention.operator import attention
+from kernelbook.ops.attention.varlen_operator import attention_varlen
 
-__all__ = ["attention", "quantize"]
+__all__ = ["attention", "attention_varlen", "quantize"]

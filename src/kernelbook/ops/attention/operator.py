@@ -6,8 +6,9 @@ import torch
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
-from kernelbook.ops.attention import fp8
+from kernelbook.ops.attention import fp8, scope
 from kernelbook.ops.attention.backward import attention_backward
+from kernelbook.ops.attention.decoding import attention_decode, n_parts
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.tiles import fit
@@ -21,6 +22,7 @@ def attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     deterministic: bool = True,
@@ -33,6 +35,10 @@ def attention(
 
     out = softmax(scale * q k^T) v, a tile of keys at a time: besides inputs and outputs it needs
     memory that grows with the length, not with its square.
+
+    Where queries are few and keys many, as in decoding, several programs share the keys of a head,
+    and query heads that read the same keys share what is loaded: in how many parts depends on the
+    shapes and the GPU, so out may differ in its last bits where shapes do, and never between runs.
 
     A tensor is read where it lies, a transposed view of (batch, seqlen, heads, head_dim) too, if
     its last dimension is contiguous and its address and other strides are multiples of 16 bytes.
@@ -58,6 +64,12 @@ def attention(
             differs when the lengths do.
         scale: what the products of q and k are multiplied by, from 1.2e-38 to 2.2e38, because
             scale * log2(e) must be a normal number of float32; ``None`` means head_dim ** -0.5.
+        window: (left, right), how many keys beside its own a query sees: query i sees the keys
+            from i + shift - left to i + shift + right, both included, where shift is
+            seqlen_k - seqlen_q. Each is at least 0, or ``None`` for no bound; (None, None) is as
+            ``None``. With ``is_causal`` a query sees what both masks let it see, so that right
+            does not matter. Keys outside the windows of a tile of queries are not read, and the
+            time grows with the window, not with the length.
         enable_gqa: whether ``k`` and ``v`` may have fewer heads than ``q``, by a whole factor g:
             query head h then reads head h // g.
         return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
@@ -95,19 +107,22 @@ def attention(
     if library.autocasts(q):
         q, k, v = map(_autocast, (q, k, v))
     _check_operands(q, k, v, enable_gqa)
-    sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
+    sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
+    left, right = scope.checked_window(window)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
     fp8.check_descales({"q": q, "k": k, "v": v}, descales)
     if v.dtype in fp8.DTYPES:
         dtype = fp8.result_dtype(q, out_dtype)
-        out, lse = _ATTENTION_FP8(q, k, v, *descales.values(), is_causal, sm_scale, dtype)
+        out, lse = _ATTENTION_FP8(
+            q, k, v, *descales.values(), is_causal, left, right, sm_scale, dtype
+        )
     elif out_dtype not in (None, q.dtype):
         raise TypeError(
             f"out_dtype must be None or the dtype of q where v is not in FP8, got {out_dtype}: "
             "convert the result."
         )
     else:
-        out, lse = _ATTENTION(q, k, v, is_causal, sm_scale, deterministic)
+        out, lse = _ATTENTION(q, k, v, is_causal, left, right, sm_scale, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -120,7 +135,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max / 1.5
 """Kernels compute scale * log2(e) in float32, which must be a normal number; log2(e) is 1.44."""
 
 
-def _checked_scale(scale: object) -> float:
+def checked_scale(scale: object) -> float:
     """Return the scale as a float, or raise."""
     scale = checks.number("scale", scale)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
@@ -163,15 +178,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa:
                 f"add the dimensions that are missing by unsqueeze, or split one by unflatten."
             )
     batch, heads, _, head_dim = q.shape
-    if not 16 <= head_dim <= 256:
-        instead = (
-            "pad q, k and v with zeros to 16, and pass the scale that they had"
-            if head_dim < 16
-            else "use torch.nn.functional.scaled_dot_product_attention"
-        )
-        raise ValueError(
-            f"head_dim, the last size of q, must lie in [16, 256], got {head_dim}: {instead}."
-        )
+    check_head_dim(head_dim)
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ValueError(
             f"k must agree with q in batch and head_dim, got k of shape {tuple(k.shape)} for q of "
@@ -182,7 +189,24 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa:
             f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}: for values of "
             "another size pad them with zeros."
         )
-    heads_k = k.shape[1]
+    check_heads(heads, k.shape[1], enable_gqa)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise unless the last size of q is one that kernels have tiles for."""
+    if not 16 <= head_dim <= 256:
+        instead = (
+            "pad q, k and v with zeros to 16, and pass the scale that they had"
+            if head_dim < 16
+            else "use torch.nn.functional.scaled_dot_product_attention"
+        )
+        raise ValueError(
+            f"head_dim, the last size of q, must lie in [16, 256], got {head_dim}: {instead}."
+        )
+
+
+def check_heads(heads: int, heads_k: int, enable_gqa: bool) -> None:
+    """Raise unless every head of queries has a head of keys to read."""
     if enable_gqa:
         if heads != heads_k and (heads_k == 0 or heads % heads_k):
             raise ValueError(
@@ -217,6 +241,8 @@ def run(
     k: torch.Tensor,
     v: torch.Tensor,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,13 +250,17 @@ def run(
     if not (q.numel() and k.numel()):
         return _of_no_key(q, q.dtype)
     with runtime.launching_on(q):
-        out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
+        prepared = _prepare(q, k, v)
+        if parts := n_parts(*prepared[:2], is_causal, (left, right)):
+            out, lse = attention_decode(*prepared, is_causal, sm_scale, parts, (left, right))
+        else:
+            out, lse = attention_forward(*prepared, is_causal, sm_scale, (left, right))
     return out.to(q.dtype), lse
 
 
 def setup_context(ctx, inputs, output):
     """Keep what backward reads: the inputs, out and lse."""
-    q, k, v, ctx.is_causal, ctx.sm_scale, ctx.deterministic = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -238,10 +268,9 @@ def setup_context(ctx, inputs, output):
 def gradient(ctx, do, dlse):
     """Return the gradients of q, k and v. One that did not come is None, and counts as zero."""
     needed = list(ctx.needs_input_grad[:3])
-    grads = _ATTENTION_BACKWARD(
-        *ctx.saved_tensors, do, dlse, ctx.is_causal, ctx.sm_scale, ctx.deterministic, needed
-    )
-    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), None, None, None
+    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *ctx.options, needed)
+    grads = [dx if n else None for dx, n in zip(grads, needed, strict=True)]
+    return *grads, *[None] * len(ctx.options)
 
 
 def run_backward(
@@ -253,6 +282,8 @@ def run_backward(
     do: torch.Tensor | None,
     dlse: torch.Tensor | None,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     deterministic: bool,
     needed: Sequence[bool],
@@ -265,7 +296,7 @@ def run_backward(
     with runtime.launching_on(q):
         grads = attention_backward(
             *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
-            dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
+            (left, right), dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
     return tuple(
         dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)
@@ -281,6 +312,8 @@ def run_fp8(
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,7 +324,7 @@ def run_fp8(
     with runtime.launching_on(q):
         out, lse = attention_fp8_forward(
             *_prepare(q, k), runtime.readable(v), descales, is_causal, sm_scale,
-            runtime.kernel_dtype(out_dtype),
+            runtime.kernel_dtype(out_dtype), window=(left, right),
         )  # fmt: skip
     return out.to(out_dtype), lse
 

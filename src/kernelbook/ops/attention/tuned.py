@@ -61,6 +61,12 @@ HOPPER = {
     ("forward", 64, 4): by_descriptor(64, 64, 4, 2, 65_560),
     ("forward", 128, 4): by_descriptor(64, 32, 4, 1, 32_776),
     ("forward", 256, 4): by_descriptor(64, 32, 4, 1, 65_544),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 57_344),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 114_688),
+    ("decode", 256, 2): Config(64, 32, 4, 3, 131_072),
+    ("decode", 64, 4): Config(64, 32, 4, 3, 81_920),
+    ("decode", 128, 4): Config(16, 32, 4, 2, 53_248),
+    ("decode", 256, 4): Config(16, 16, 8, 2, 67_584),
     ("dkdv", 64, 2): by_descriptor(64, 64, 4, 2, 50_176),
     ("dkdv", 128, 2): by_descriptor(64, 64, 4, 2, 99_328, described_rows=False),
     ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 131_368),
@@ -96,6 +102,10 @@ warps and 168 registers gave 494 and 564: they read keys and values twice as oft
 tokens, four programs of four warps gave 309, and two of eight 272. Specialized warps
 (``warp_specialize``) gave wrong results with Triton 3.6.
 
+**Decoding**, compiled only. A tile of 16 rows needs 72 KB at head_dim 128 in 16 bits, so that three
+programs run on an SM and load while others compute; ``shared`` is for the most rows, 64. float32
+has tiles of 16 rows from head_dim 128, because larger ones spill.
+
 **Backward.** Of 84 on an H200 these were the fastest, in bfloat16 at 4,096 and causal at 16,384
 tokens: "dkdv" ran at 629 and 620 TFLOP/s of real work for head_dim 128, and at 587 and 615 if the
 statistics came by descriptors. Programs of 4 warps, two on an SM, beat one of 8, whose two
@@ -116,6 +126,12 @@ BLACKWELL = {
     ("forward", 64, 4): by_descriptor(64, 32, 8, 2, 65_576),
     ("forward", 128, 4): by_descriptor(64, 32, 8, 1, 98_312),
     ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 57_376),
+    ("decode", 128, 2): Config(64, 64, 4, 3, 114_720),
+    ("decode", 256, 2): Config(32, 32, 4, 2, 53_248),
+    ("decode", 64, 4): Config(32, 32, 4, 3, 57_344),
+    ("decode", 128, 4): Config(16, 32, 4, 2, 53_248),
+    ("decode", 256, 4): Config(16, 16, 8, 2, 67_584),
     ("dkdv", 64, 2): by_descriptor(64, 128, 8, 2, 82_944),
     ("dkdv", 128, 2): by_descriptor(64, 64, 8, 2, 132_096),
     ("dkdv", 256, 2): by_descriptor(32, 64, 8, 2, 164_864),
@@ -151,6 +167,12 @@ AMPERE = {
     ("forward", 64, 4): Config(64, 16, 4, 2, 16_384),
     ("forward", 128, 4): Config(16, 32, 8, 1, 16_384),
     ("forward", 256, 4): Config(16, 32, 8, 1, 32_768),
+    ("decode", 64, 2): Config(64, 64, 4, 3, 40_960),
+    ("decode", 128, 2): Config(64, 64, 4, 2, 57_344),
+    ("decode", 256, 2): Config(32, 32, 4, 2, 53_248),
+    ("decode", 64, 4): Config(32, 32, 4, 2, 36_864),
+    ("decode", 128, 4): Config(16, 32, 4, 2, 53_248),
+    ("decode", 256, 4): Config(16, 16, 8, 2, 67_584),
     ("dkdv", 64, 2): Config(64, 64, 4, 2, 33_280),
     ("dkdv", 128, 2): Config(64, 64, 8, 2, 74_240),
     ("dkdv", 256, 2): Config(32, 64, 8, 2, 102_656),
@@ -176,6 +198,7 @@ memory half as often as eight of 16, and such reads take as long there as the ma
 SMALL = AMPERE | {
     ("forward", 128, 2): Config(128, 32, 4, 2, 49_152),
     ("forward", 256, 2): Config(128, 32, 8, 2, 98_304),
+    ("decode", 128, 2): Config(64, 32, 4, 3, 57_344),
     ("dkdv", 256, 2): Config(32, 32, 8, 2, 67_840),
     ("dq", 256, 2): Config(32, 32, 8, 2, 67_584),
     ("all", 256, 2): Config(32, 32, 8, 2, 82_176),
@@ -195,6 +218,12 @@ TURING = {
     ("forward", 64, 4): Config(64, 16, 4, 1, 24_576),
     ("forward", 128, 4): Config(16, 32, 8, 1, 26_688),
     ("forward", 256, 4): Config(16, 16, 8, 1, 33_856),
+    ("decode", 64, 2): Config(16, 32, 8, 1, 12_288),
+    ("decode", 128, 2): Config(16, 32, 8, 1, 24_576),
+    ("decode", 256, 2): Config(16, 16, 8, 1, 32_768),
+    ("decode", 64, 4): Config(16, 32, 4, 1, 14_400),
+    ("decode", 128, 4): Config(16, 32, 8, 1, 26_688),
+    ("decode", 256, 4): Config(16, 16, 8, 1, 33_856),
     ("dkdv", 64, 2): Config(32, 32, 8, 1, 24_576),
     ("dkdv", 128, 2): Config(16, 32, 8, 1, 40_960),
     ("dkdv", 256, 2): Config(16, 16, 8, 1, 49_152),
@@ -216,6 +245,12 @@ CDNA = SMALL | {
     ("forward", 64, 2): Config(128, 32, 4, 1, 16_384),
     ("forward", 128, 2): Config(64, 32, 8, 1, 24_576),
     ("forward", 256, 2): Config(64, 32, 8, 1, 49_152),
+    ("decode", 64, 2): Config(64, 32, 4, 1, 8_192),
+    ("decode", 128, 2): Config(64, 32, 4, 1, 16_384),
+    ("decode", 256, 2): Config(32, 32, 8, 1, 16_384),
+    ("decode", 64, 4): Config(16, 32, 4, 1, 8_192),
+    ("decode", 128, 4): Config(16, 32, 8, 1, 16_384),
+    ("decode", 256, 4): Config(16, 16, 8, 1, 16_384),
     ("dkdv", 128, 2): Config(32, 32, 8, 1, 8_192),
     ("dkdv", 256, 2): Config(16, 32, 8, 1, 16_384),
     ("dq", 128, 2): Config(32, 32, 8, 1, 8_192),
@@ -277,14 +312,20 @@ def forward_config(q: torch.Tensor) -> Config:
     return config("forward", q) or _refuse("attention of", q)
 
 
-def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
+def decode_config(q: torch.Tensor) -> Config | None:
+    """Return how keys are shared in decoding: ``block_m`` is the most rows of a tile."""
+    return config("decode", q)
+
+
+def forward_heads_at_once(k: torch.Tensor, group: int, uneven: bool) -> int:
     """Return between how many heads tiles alternate: half of L2 holds their keys and values.
 
     Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
-    with too many heads at once, keys would be read from memory again for each tile. Where all tiles
-    take equally long there is nothing to gain. A power of two, so that few kernels are compiled.
+    with too many heads at once, keys would be read from memory again for each tile. Where tiles are
+    not ``uneven`` but take equally long, without a mask or with a window, there is nothing to gain.
+    A power of two, so that few kernels are compiled.
     """
-    if not is_causal:
+    if not uneven:
         return 1
     bytes_a_head = 2 * k.shape[2] * k.shape[3] * k.itemsize
     fitting = max(1, runtime.l2_cache(k.device) // 2 // bytes_a_head) * group
@@ -296,12 +337,15 @@ def backward_config(sweep: str, q: torch.Tensor) -> Config:
     return config(sweep, q) or _refuse("the gradient of attention of", q)
 
 
-def backward_heads_at_once(bytes_a_head: int, device: torch.device) -> int:
+def backward_heads_at_once(bytes_a_head: int, device: torch.device, windowed: bool = False) -> int:
     """Return between how many heads tiles alternate: half of L2 holds their operands.
 
     Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
-    with too many heads at once, operands would be read from memory again for each tile.
+    with too many heads at once, operands would be read from memory again for each tile. With a
+    window all tiles take equally long, and neighbours of one head share what they read.
     """
+    if windowed:
+        return 1
     return max(1, runtime.l2_cache(device) // 2 // bytes_a_head)
 
 

@@ -1,0 +1,1300 @@
+"""
+Attention as models use it
+==========================
+
+Models seldom let every token attend to every other. Many layers look back over a window only,
+training packs texts of all lengths into one batch, and a model that writes asks with one query at a
+time. *What do these three cost, if a kernel computes only what they need?*
+
+You will learn
+
+- how two bounds decide which tiles a sliding window needs, and what limits a short window;
+- how programs find their sequence in a packed batch, and what padding would cost;
+- how to split the keys of one query over the whole GPU, and how to merge the parts by one number.
+
+The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's :term:`interpreter`, and
+the speeds are those of a recorded run. It builds on :doc:`/chapters/attention_fast`, whose kernel
+it extends.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import inspect
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from kernelbook import attention, attention_varlen, lab, runtime
+from kernelbook.ops.attention import decoding, forward, scope, tuned, varlen
+from kernelbook.ops.attention.tiles import cut_off
+
+lab.start("attention_in_models", "kernelbook.ops.attention")
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# PyTorch can express windows and sequences with a mask, a table that says which query sees which
+# key.
+
+
+def standard_attention(q, k, v, seen):
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+# %%
+# The mask changes the result and not the work, because all scores are computed before it discards
+# most of them. We count the scores of one head, those that a query sees and those that a square
+# table holds, for three uses. The last column counts the programs of :doc:`the kernel that we have
+# so far </chapters/attention_fast>`, with 128 queries in a tile and 16 heads.
+
+TOKENS, LEFTS = 16384, (256, 1024, 4095)
+SEQUENCES, SHORTEST, LONGEST = 32, 128, 4096
+KEYS = 131072
+HEADS = 16
+
+seeded = torch.Generator().manual_seed(0)
+LENGTHS = torch.randint(SHORTEST, LONGEST + 1, (SEQUENCES,), generator=seeded).tolist()
+
+
+def pairs(length, left):
+    """How many pairs a causal window leaves: query i sees at most left + 1 keys."""
+    left = min(left, length - 1)
+    return (left + 1) * (left + 2) // 2 + (length - left - 1) * (left + 1)
+
+
+def programs(batch, queries):
+    return batch * HEADS * -(-queries // 128)
+
+
+used = sum(pairs(length, length) for length in LENGTHS)
+rows = [
+    {
+        "use": f"window of {LEFTS[1] + 1:,} keys, {TOKENS:,} tokens",
+        "seen": pairs(TOKENS, LEFTS[1]),
+        "table": TOKENS**2,
+        "programs": programs(1, TOKENS),
+    },
+    {
+        "use": f"{SEQUENCES} texts padded to {LONGEST:,} tokens, causal",
+        "seen": used,
+        "table": SEQUENCES * LONGEST**2,
+        "programs": programs(SEQUENCES, LONGEST),
+    },
+    {
+        "use": f"one query, {KEYS:,} keys",
+        "seen": KEYS,
+        "table": KEYS,
+        "programs": programs(1, 1),
+    },
+]
+for row in rows:
+    row["seen / table"] = f"{row['seen'] / row['table']:.0%}"
+lab.table(rows, "Scores of one head, and programs of all heads")
+
+# %%
+# The first two compute too much, and the last one has the opposite trouble: nothing is wasted, but
+# 16 programs cannot fill a GPU with more than a hundred :term:`SMs <SM>`. One section for each
+# follows, then a test that a course sets its students.
+
+# %%
+# Sliding windows
+# ---------------
+#
+# A *sliding window* lets a query see ``left`` keys before its own position and ``right`` keys after
+# it. Time then grows with the length and not with its square, and information still travels further
+# than one window, because each layer adds one. With
+# :math:`s = \text{seqlen}_k - \text{seqlen}_q`, which aligns the last query with
+# the last key, query :math:`i` sees key :math:`j` if
+#
+# .. math::
+#
+#    i + s - \text{left} \;\le\; j \;\le\; i + s + \text{right}
+#
+# A causal mask is the bound :math:`\text{right} = 0` alone. Note that a window of ``left`` keys has
+# ``left + 1`` with the query's own.
+#
+# Both bounds rise with :math:`i`. So for a tile of queries from :math:`i_0` to :math:`i_1` the
+# first and the last query decide which keys *some* query sees, and which keys *all* of them see:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    \text{some:} \quad i_0 + s - \text{left} &\le j \le i_1 + s + \text{right} \\
+#    \text{all:} \quad i_1 + s - \text{left} &\le j \le i_0 + s + \text{right}
+#    \end{aligned}
+#
+# .. image:: /figures/attention-window.svg
+#    :alt: Six tiles of queries and twelve tiles of keys, half as long. Two parallel lines run from
+#          the upper left to the lower right and enclose what the queries see. In the lower rows the
+#          first two tiles between them are cut by the left bound, three are whole, and two are cut
+#          by the right bound. All other tiles are never loaded.
+#
+# The loop over keys becomes three: over the tiles at the left edge, which are masked, the whole
+# tiles in the middle, which are not, and the tiles at the right edge, masked again. Tiles outside
+# are not visited. In the kernel of the package, ``key_stages`` computes from the inequalities where
+# each of the three begins, and ``MASKED`` and ``LEFT`` say which bound a loop has to apply:
+
+lab.source(forward.attention_fwd_kernel, "attend")
+
+# %%
+
+# Folded: key_stages, the inequalities in code
+lab.source(scope.key_stages)
+
+# %%
+# ``left`` and ``right`` reach the kernel at run time, so a new window compiles nothing. Whether
+# there is a bound at all is known at compile time, so a kernel without one pays nothing for it. The
+# backward pass solves the same inequalities for :math:`i`, which tells for a tile of keys which
+# queries see it.
+#
+# **What is outside is never loaded.** The package's kernel can tell us which tiles it loads, if we
+# poison one of them. Zero times NaN is NaN, so a masked value that is NaN still spoils every
+# query of a tile that loads it, and no other. We poison the values of one tile of keys after the
+# other, and note which tiles of queries become NaN.
+
+
+def poison(window, is_causal, seqlen_q, seqlen_k):
+    """Which tiles of keys each tile of queries loads: (tiles of queries, tiles of keys)."""
+    q = torch.randn(1, 1, seqlen_q, 32, device=runtime.DEVICE)
+    k, v = torch.randn(2, 1, 1, seqlen_k, 32, device=runtime.DEVICE)
+    tile = tuned.forward_config(q)
+    columns = []
+    for keys in torch.arange(seqlen_k, device=q.device).split(tile.block_n):
+        poisoned = v.index_fill(2, keys, float("nan"))
+        out = attention(q, k, poisoned, is_causal=is_causal, window=window)
+        spoilt = out[0, 0].isnan().any(-1).split(tile.block_m)
+        assert all(queries.all() == queries.any() for queries in spoilt)
+        columns.append(torch.stack([queries.any() for queries in spoilt]))
+    return torch.stack(columns, dim=1)
+
+
+# %%
+# Next to it we need what should be loaded: each tile in which some query sees some key.
+
+
+def sees(seqlen_q, seqlen_k, left, right):
+    i = torch.arange(seqlen_q, device=runtime.DEVICE).unsqueeze(1)
+    own = i + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k, device=runtime.DEVICE)
+    return (j >= own - left) & (j <= own + right)
+
+
+# %%
+
+# Folded: How whole and cut tiles are told apart
+
+
+def kinds(seen):
+    """For each tile, whether some of its pairs are seen, and whether all are."""
+    tile = tuned.forward_config(torch.empty(1, 1, 1, 32, device=runtime.DEVICE))
+    tiles = [
+        part.split(tile.block_n, dim=1) for part in seen.split(tile.block_m, dim=0)
+    ]
+    some, every = (
+        torch.tensor([[bool(kind(part)) for part in row] for row in tiles])
+        for kind in (torch.any, torch.all)
+    )
+    return some, every
+
+
+TILE = tuned.forward_config(torch.empty(1, 1, 1, 32, device=runtime.DEVICE)).block_m
+length, left = 6 * TILE, 5 * TILE // 2
+loaded = poison((left, 0), False, length, length).cpu()
+some, every = kinds(sees(length, length, left, 0))
+assert torch.equal(loaded, some)
+rows = []
+for number, row in enumerate(loaded.tolist()):
+    words = [
+        ("whole" if every[number, n] else "cut") if one else "·"
+        for n, one in enumerate(row)
+    ]
+    rows.append({"queries": f"tile {number}"})
+    rows[-1] |= {f"k {n}": word for n, word in enumerate(words)}
+lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
+
+# %%
+# The dots are tiles whose NaN never arrived. The tile map of :doc:`an earlier chapter
+# </chapters/attention_forward>` draws the same for sizes that you choose. It holds for windows on
+# both sides, for lengths that no tile divides, and for queries and keys of different length, too:
+
+# Reading
+cases = (
+    ((TILE, 0), False, 3 * TILE, 3 * TILE),
+    ((TILE // 2, TILE // 3), False, 3 * TILE - 5, 3 * TILE - 5),
+    ((0, 0), False, 2 * TILE, 2 * TILE),
+    ((TILE, None), True, TILE + 7, 4 * TILE - 1),
+)
+counts = []
+for window, is_causal, seqlen_q, seqlen_k in cases:
+    left, right = window
+    some, _ = kinds(sees(seqlen_q, seqlen_k, left, 0 if is_causal else right))
+    loaded = poison(window, is_causal, seqlen_q, seqlen_k).cpu()
+    assert torch.equal(loaded, some)
+    counts.append((int(loaded.sum()), loaded.numel()))
+lab.read(
+    f"In {len(cases)} more cases the kernel loads exactly the tiles in which some query sees some "
+    f"key: {', '.join(f'{n} of {all_}' for n, all_ in counts)}."
+)
+
+# %%
+# How fast are windows?
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# The right yardstick is the kernel itself without a window. A window with a tenth of the scores
+# should take a tenth of the time. The figure shows the speed per visible score, in percent of that
+# of the causal kernel without a window, for 16,384 tokens, 16 heads of 128 and bfloat16, forward.
+# SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and
+# FlashAttention are told the window and skip tiles, too.
+
+# Measuring
+import torch._functorch.config
+
+# Compiled code must keep its buffers, because its backward pass will run many times.
+torch._functorch.config.donated_buffer = False
+BF16 = torch.bfloat16
+PASSES = {"forward": 4, "backward": 10}  # FLOPs for each score and number of a head
+
+
+def inputs_of(passes, *shapes):
+    """Random q, k, v and the gradient of the output, which is None where it is not needed."""
+    q, k, v = (torch.randn(s, device=runtime.DEVICE, dtype=BF16) for s in shapes)
+    if passes == "forward":
+        return (q, k, v), None
+    return tuple(x.requires_grad_() for x in (q, k, v)), torch.randn_like(q)
+
+
+def timed(run, inputs, do):
+    """A function to time: the forward pass, or the backward pass alone."""
+    if do is None:
+        return partial(run, *inputs)
+    out = first(run(*inputs))
+    return partial(torch.autograd.grad, out, inputs, do, retain_graph=True)
+
+
+def first(found):
+    return found[0] if isinstance(found, tuple) else found
+
+
+def peer(module, prepare, inputs, do):
+    """A library's function, which ``prepare`` gets ready, or why it cannot be timed."""
+    return lab.peer(module, lambda library: timed(prepare(library), inputs, do))
+
+
+def lengths_first(inputs, do):
+    """FlashAttention wants (batch, seqlen, heads, head_dim)."""
+    moved = tuple(x.detach().transpose(1, 2).contiguous() for x in inputs)
+    if do is None:
+        return moved, None
+    return tuple(x.requires_grad_() for x in moved), do.transpose(1, 2).contiguous()
+
+
+def flex_with(rule, n_queries, n_keys):
+    """FlexAttention, compiled for a rule that says which pairs are seen."""
+
+    def prepare(library):
+        sizes = (None, None, n_queries, n_keys)
+        mask = library.create_block_mask(rule, *sizes, device=runtime.DEVICE)
+        return partial(
+            torch.compile(library.flex_attention, dynamic=False), block_mask=mask
+        )
+
+    return prepare
+
+
+# %%
+
+
+# Measuring
+def window_providers(left, passes, factor, pairs, seqlen, heads, head_dim, dtype):
+    inputs, do = inputs_of(passes, *[(1, heads, seqlen, head_dim)] * 3)
+
+    def masked(library):
+        seen = sees(seqlen, seqlen, left, 0)
+        return partial(library.scaled_dot_product_attention, attn_mask=seen)
+
+    def flash(library):
+        return partial(library.flash_attn_func, causal=True, window_size=(left, 0))
+
+    rule = flex_with(lambda b, h, i, j: (i >= j) & (i - j <= left), seqlen, seqlen)
+    moved = lengths_first(inputs, do)
+    windowed = partial(attention, is_causal=True, window=(left, 0))
+    return {
+        "no window": timed(partial(attention, is_causal=True), inputs, do),
+        "SDPA, mask": peer("torch.nn.functional", masked, inputs, do),
+        "FlexAttention": peer("torch.nn.attention.flex_attention", rule, inputs, do),
+        "FlashAttention": peer("flash_attn.cute.interface", flash, *moved),
+        "Kernel Book": timed(windowed, inputs, do),
+    }
+
+
+windows = lab.bench(
+    "windows",
+    [
+        {
+            "left": left, "passes": passes, "factor": factor, "pairs": pairs(TOKENS, left),
+            "seqlen": TOKENS, "heads": HEADS, "head_dim": 128, "dtype": BF16,
+        }
+        for passes, factor in PASSES.items()
+        for left in LEFTS
+    ],
+    window_providers,
+    limit="no window",
+    work="factor * heads * head_dim * pairs",
+    limit_work="factor * heads * head_dim * seqlen * (seqlen + 1) / 2",
+    unit="TFLOP/s",
+)  # fmt: skip
+lab.plot(
+    windows,
+    "Speed per visible score, forward",
+    share=True,
+    where={"passes": "forward"},
+)
+
+# %%
+# The table has the inverse, how many times as long a window takes as its visible scores would at
+# the speed of the kernel without a window, for our kernel and for FlashAttention 4.
+
+# Measuring
+nan = float("nan")
+CONFIG = tuned.HOPPER["forward", 128, 2]
+
+
+def tiles_of(left, block_m, block_n):
+    """The most tiles of keys in a program of a causal window, and scores computed per visible."""
+    starts = range(0, TOKENS, block_m)
+    met = [
+        -(-(start + block_m) // block_n) - max(start - left, 0) // block_n
+        for start in starts
+    ]
+    return max(met), sum(met) * block_m * block_n / pairs(TOKENS, left)
+
+
+def slowdown(name, left, passes):
+    return 1 / windows.share(name, left=left, passes=passes)
+
+
+def said(value):
+    return "—" if value != value else f"{value:.2f}"
+
+
+rows = []
+for left in LEFTS:
+    tiles, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
+    rows.append({"left": left, "tiles in a program": tiles})
+    rows[-1] |= {"computed / visible": f"{computed:.2f}"}
+    for passes in PASSES:
+        rows[-1][passes] = said(slowdown("Kernel Book", left, passes))
+        rows[-1][f"FlashAttention, {passes}"] = said(
+            slowdown("FlashAttention", left, passes)
+        )
+lab.table(rows, "Time over that of the visible scores alone")
+
+# %%
+
+# Reading
+short, middle, wide = LEFTS
+n_short, n_middle, n_wide = (
+    tiles_of(left, CONFIG.block_m, CONFIG.block_n)[0] for left in LEFTS
+)
+took = {
+    left: windows.milliseconds_at("Kernel Book", left=left, passes="forward")
+    for left in LEFTS
+}
+per_tile = (took[wide] - took[short]) / (n_wide - n_short)
+fixed = took[short] / per_tile - n_short
+masked = tiles_of(middle, CONFIG.block_m, CONFIG.block_n)[1]
+measured = slowdown("Kernel Book", middle, "forward")
+lab.read(
+    f"Two things keep a short window from the ideal. The first can be counted: a tile that a bound "
+    f"cuts is computed whole, so with `left` = {middle:,} the kernel computes {masked:.2f} times "
+    f"the scores that are visible, and the measured {measured:.2f} cannot fall below that. The "
+    f"second is the cost of a program as such. Between the shortest and the longest window, a tile "
+    f"more in every program costs {1e3 * per_tile:.1f} µs in all, and the shortest window takes as "
+    f"long as {n_short + fixed:.1f} tiles although it has {n_short}. So what a program does once, "
+    f"from loading the queries to writing the result, costs about as much as {fixed:.1f} tiles. "
+    f"Over {n_middle} tiles that is {100 * fixed / n_middle:.0f} %, and over the "
+    f"{TOKENS // CONFIG.block_n // 2} of an average program without a window it is hardly visible."
+)
+
+# %%
+
+# Reading
+ahead = [
+    f"{said(slowdown('FlashAttention', middle, passes))} {passes}"
+    for passes in PASSES
+    if slowdown("FlashAttention", middle, passes)
+    == slowdown("FlashAttention", middle, passes)
+]
+dense = windows.milliseconds_at("SDPA, mask", left=middle, passes="forward")
+lab.read(
+    f"At `left` = {middle:,} our kernel takes {measured:.2f} times the ideal forward and "
+    f"{slowdown('Kernel Book', middle, 'backward'):.2f} times backward"
+    + (f"; FlashAttention takes {' and '.join(ahead)}. " if ahead else ". ")
+    + "Which of the two costs a library avoids, no run on this page tells. A mask as "
+    f"a table, as SDPA gets it, saves nothing: {dense:.1f} ms forward against {took[middle]:.2f}."
+)
+
+# %%
+# Packed sequences
+# ----------------
+#
+# Texts differ in length, and a tensor is a box. *Padding* fills every text up to the longest, and
+# the kernel computes scores of tokens that do not exist. *Packing* puts the texts one after the
+# other into a single tensor of shape (total, heads, head_dim), and passes the :math:`n + 1` offsets
+# at which the :math:`n` sequences begin and the last one ends, cumulative sums that the field calls
+# ``cu_seqlens``.
+#
+# .. image:: /figures/attention-packed.svg
+#    :alt: Above, four sequences of 5, 2, 8 and 3 tokens padded to 8: 14 of 32 rows are padding.
+#          Below, the same 18 tokens in one row, with the offsets 0, 5, 7, 15 and 18.
+
+# Reading
+real, box = sum(LENGTHS), SEQUENCES * LONGEST
+used_padded = used / (SEQUENCES * pairs(LONGEST, LONGEST))
+lab.read(
+    f"We use {SEQUENCES} sequences of lengths drawn evenly from {SHORTEST} to {LONGEST:,}, which "
+    f"have {real:,} tokens. Padded to {LONGEST:,} they would have {box:,}, so "
+    f"{100 * (1 - real / box):.0f} % of the memory would be padding. Because attention grows with "
+    f"the square, the loss in work is larger: only {100 * used_padded:.0f} % of the causal scores "
+    f"belong to real tokens."
+)
+
+# %%
+# **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
+# them. It knows only the longest sequence, and launches programs for as many tiles in each. A
+# program reads two neighbouring offsets, which give the begin and the length of its sequence, and
+# returns at once if its tile lies past the end. The rest is the kernel that we know.
+
+lab.source(varlen.sequence)
+
+# %%
+
+lab.source(varlen.attention_varlen_fwd_kernel, "place")
+
+# %%
+# Two details need care. The last tile of keys reaches into the next sequence. Those keys get weight
+# zero, but zero times NaN is still NaN, so the kernel sets their values to zero. And the last tile
+# of queries must not write its surplus rows, because they belong to the neighbour.
+
+lab.source(cut_off)
+
+# %%
+# To prove both, we fill all sequences but one with NaN and compare bit by bit with the run before.
+
+lengths = (37, 1, 64, 0, 90)
+offsets = torch.tensor([0, *lengths], device=runtime.DEVICE).cumsum(0).int()
+
+
+def packed(q, k, v, do):
+    """The output of all sequences, and their gradients."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention_varlen(
+        q, k, v, offsets, offsets, max(lengths), max(lengths), is_causal=True
+    )
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+
+
+inputs = torch.randn(4, sum(lengths), 2, 32, device=runtime.DEVICE)
+alone = packed(*inputs)
+rows = []
+for number, length in enumerate(lengths):
+    if length == 0:
+        continue
+    own = slice(offsets[number], offsets[number + 1])
+    poisoned = torch.full_like(inputs, float("nan"))
+    poisoned[:, own] = inputs[:, own]
+    found = packed(*poisoned)
+    row = {"sequence": number, "tokens": length}
+    for name, ours, before in zip(("out", "dq", "dk", "dv"), found, alone, strict=True):
+        row[name] = torch.equal(ours[own], before[own])
+    rows.append(row)
+assert all(row[name] for row in rows for name in ("out", "dq", "dk", "dv"))
+lab.table(rows, "The same bits with NaN in all other sequences")
+
+# %%
+# How fast are packed batches?
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The limit is our kernel on the padded batch, which counts every score that it computes as useful:
+# a packed batch that lost nothing would run at the same speed on useful scores alone. The other
+# bars count useful scores only, those that a real query sees. FlexAttention is told the number of
+# the document of each token, and that both tokens of a pair must have the same. ``varlen_attn`` is
+# PyTorch's own function for packed sequences.
+
+# Measuring
+OFFSETS = torch.tensor([0, *LENGTHS], device=runtime.DEVICE).cumsum(0).int()
+
+
+def packed_providers(
+    tokens, passes, factor, pairs, padded_pairs, sequences, longest, heads, head_dim, dtype
+):  # fmt: skip
+    inputs, do = inputs_of(passes, *[(tokens, heads, head_dim)] * 3)
+    padded = inputs_of(passes, *[(sequences, heads, longest, head_dim)] * 3)
+    flexible = inputs_of(passes, *[(1, heads, tokens, head_dim)] * 3)
+    where = (OFFSETS, OFFSETS, longest, longest)
+    counts = OFFSETS.diff()
+    document = torch.arange(sequences, device=OFFSETS.device).repeat_interleave(counts)
+
+    def same_document(b, h, i, j):
+        return (document[i] == document[j]) & (i >= j)
+
+    def pytorch(library):
+        known = inspect.signature(library.varlen_attn).parameters
+        causal = {"window_size": (-1, 0)} if "window_size" in known else {}
+        causal = causal or {"is_causal": True}
+        return lambda q, k, v: library.varlen_attn(q, k, v, *where, **causal)
+
+    def flash(library):
+        return lambda q, k, v: library.flash_attn_varlen_func(
+            q, k, v, *where, causal=True
+        )
+
+    def ours(q, k, v):
+        return attention_varlen(q, k, v, *where, is_causal=True)
+
+    flex = flex_with(same_document, tokens, tokens)
+    return {
+        "all scores": timed(partial(attention, is_causal=True), *padded),
+        "padded": timed(partial(attention, is_causal=True), *padded),
+        "FlexAttention": peer("torch.nn.attention.flex_attention", flex, *flexible),
+        "varlen_attn": peer("torch.nn.attention.varlen", pytorch, inputs, do),
+        "FlashAttention": peer("flash_attn.cute.interface", flash, inputs, do),
+        "Kernel Book": timed(ours, inputs, do),
+    }
+
+
+batches = lab.bench(
+    "packed",
+    [
+        {
+            "tokens": sum(LENGTHS), "passes": passes, "factor": factor,
+            "pairs": sum(pairs(length, length) for length in LENGTHS),
+            "padded_pairs": SEQUENCES * pairs(LONGEST, LONGEST),
+            "sequences": SEQUENCES, "longest": LONGEST, "heads": HEADS, "head_dim": 128,
+            "dtype": BF16,
+        }
+        for passes, factor in PASSES.items()
+    ],
+    packed_providers,
+    limit="all scores",
+    work="factor * heads * head_dim * pairs",
+    limit_work="factor * heads * head_dim * padded_pairs",
+    unit="TFLOP/s",
+)  # fmt: skip
+lab.ladder(
+    batches,
+    "Useful work of a batch of 32 sequences, causal",
+    ["padded", "FlexAttention", "varlen_attn", "FlashAttention", "Kernel Book"],
+    by="passes",
+    where={},
+)
+
+# %%
+
+
+# Reading
+def useful(name, passes):
+    return batches.rate(name, passes=passes)
+
+
+def percent(sweep, name, **where):
+    return f"{100 * sweep.share(name, **where):.0f} %"
+
+
+def faster_than_ours(sweep, names, **where):
+    """The libraries that are faster at one point, with their speeds."""
+    own = sweep.rate("Kernel Book", **where)
+    found = {name: sweep.rate(name, **where) for name in names}
+    return [f"{name} {rate:.0f}" for name, rate in found.items() if rate > own]
+
+
+PACKERS = ("FlexAttention", "varlen_attn", "FlashAttention")
+more = {passes: faster_than_ours(batches, PACKERS, passes=passes) for passes in PASSES}
+lab.read(
+    f"Packed, the kernel does {useful('Kernel Book', 'forward'):.0f} TFLOP/s of useful work "
+    f"forward and {useful('Kernel Book', 'backward'):.0f} backward, which is "
+    f"{percent(batches, 'Kernel Book', passes='forward')} and "
+    f"{percent(batches, 'Kernel Book', passes='backward')} of what it does on a batch in which all "
+    f"sequences have the full length. Padded, it does {useful('padded', 'forward'):.0f} and "
+    f"{useful('padded', 'backward'):.0f}. Faster forward: "
+    f"{', '.join(more['forward']) or 'none of the libraries that ran'}. Faster backward: "
+    f"{', '.join(more['backward']) or 'none of those that ran'}."
+)
+
+# %%
+# What is lost against the full batch has the same causes as with windows, because many sequences
+# are short, and so are their programs. A program past the end of its sequence costs two loads.
+
+# %%
+# Decoding
+# --------
+#
+# A model that writes text computes one token at a time. The keys and values of all earlier tokens
+# are kept (the *KV cache*), so a layer has a single query per head and many keys. The query needs
+# :math:`4 N D` operations on :math:`2 N D` numbers of 2 bytes, one operation per byte, hundreds of
+# times less than the GPU can do while it moves one. So the limit is the speed at which keys and
+# values can be read.
+#
+# For that all of the GPU must read. The kernel has one program per head here, and 16 programs on
+# more than a hundred SMs leave most of the memory system idle. The way out is to split the *keys*.
+# Each program gets a part of them and computes an output as if there were no others. Then the parts
+# are merged, which is known as *Flash-Decoding*.
+#
+# .. image:: /figures/attention-decoding.svg
+#    :alt: Above, one program reads all twelve tiles of keys and values of a head one after the
+#          other. Below, four programs read three tiles each at the same time. Each leaves out and
+#          lse, and a merge combines the four.
+#
+# **The merge.** Let :math:`s_j` be the scores of the query, and let :math:`A` and :math:`B` be two
+# parts of its keys. A part leaves its output and its :term:`logsumexp`:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    lse_A &= \log \sum_{j \in A} e^{s_j} \\
+#    out_A &= \frac{\sum_{j \in A} e^{s_j} v_j}{\sum_{j \in A} e^{s_j}}
+#    \end{aligned}
+#
+# The denominator is :math:`e^{lse_A}`, so the numerator is :math:`e^{lse_A}\, out_A`. The output
+# over both parts is the sum of the numerators over the sum of the denominators:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    out &= \frac{e^{lse_A}\, out_A + e^{lse_B}\, out_B}{e^{lse_A} + e^{lse_B}} \\
+#    lse &= \log\left(e^{lse_A} + e^{lse_B}\right)
+#    \end{aligned}
+#
+# The factors :math:`e^{lse_A} / (e^{lse_A} + e^{lse_B})` are a softmax over the two lse. So with
+# any number of parts, the merge is an average of their outputs, weighted by the softmax of their
+# lse, and its own lse is the logsumexp of theirs. In PyTorch:
+
+
+def merge(outs, lses):
+    """Merge parts of the same queries: outs (parts, ..., head_dim), lses (parts, ...)."""
+    weights = torch.softmax(lses, dim=0)
+    return (weights.unsqueeze(-1) * outs).sum(0), torch.logsumexp(lses, dim=0)
+
+
+def split_attention(q, k, v, parts):
+    pairs = zip(k.chunk(parts, dim=2), v.chunk(parts, dim=2), strict=True)
+    found = [attention(q, k, v, return_lse=True) for k, v in pairs]
+    return merge(*(torch.stack(kind) for kind in zip(*found, strict=True)))
+
+
+# %%
+
+q = torch.randn(2, 3, 1, 32, device=runtime.DEVICE)
+k, v = torch.randn(2, 2, 3, 240, 32, device=runtime.DEVICE)
+one_part = attention(q, k, v, return_lse=True)
+rows = []
+for parts in (2, 5, 30):
+    found = split_attention(q, k, v, parts)
+    off = max((a - b).abs().max().item() for a, b in zip(found, one_part, strict=True))
+    rows.append({"parts": parts, "out and lse off by": f"{off:.0e}"})
+    rows[-1]["right"] = off < 1e-5
+assert all(row["right"] for row in rows)
+lab.table(rows, "One query, 240 keys, in parts and merged, float32")
+
+# %%
+# This shows that the algebra is right. As an implementation it launches a kernel for each part and
+# several for the merge.
+#
+# **In one launch.** The package's kernel has a program for each head *and part*. It divides the
+# tiles of keys evenly:
+
+lab.source(decoding.attention_decode_kernel, "share")
+
+# %%
+# Then comes the loop over its tiles, with the ``weigh`` of the forward kernel, and a second, small
+# kernel merges the parts, always in the same order, so that the result has the same bits in every
+# run. The kernel stores ``acc``, ``l_i`` and ``m_i`` of a part instead of out and lse, because
+# :math:`m + \log l` has to be rounded, which loses :math:`\log l` if scores are in the millions.
+# The sums of the merge are otherwise those above.
+
+lab.source(decoding.attention_merge_kernel, "add up")
+
+# %%
+# **Query heads that share keys.** With *grouped heads* (GQA), :math:`g` query heads read one head
+# of keys and values. One program per query head would read each key :math:`g` times. So the kernel
+# puts the :math:`g` queries into one tile, as if they were neighbouring rows, and reads each key
+# once. A matmul needs at least 16 rows anyway, so up to 16 query heads cost no more time than one.
+
+# %%
+
+# Folded: rows_of_group, which loads such a tile
+lab.source(decoding.rows_of_group)
+
+# %%
+# How fast is decoding?
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# We count the bytes of keys and values and compare with a copy of the same tensors. First we vary
+# the number of parts, with one query, 131,072 keys and 16 heads of 128.
+
+# Measuring
+CACHE = {"heads": HEADS, "heads_k": HEADS, "head_dim": 128, "dtype": BF16}
+OF_KEYS = {
+    "limit": "copy",
+    "work": "2 * batch * heads_k * seqlen_k * head_dim * itemsize",
+}
+OF_KEYS["limit_work"] = f"2 * {OF_KEYS['work']}"
+PARTS = (1, 4, 16, 64, 256)
+
+
+def cache(batch, heads, heads_k, seqlen_k, head_dim, dtype):
+    q = torch.randn(batch, heads, 1, head_dim, device=runtime.DEVICE, dtype=dtype)
+    size = (2, batch, heads_k, seqlen_k, head_dim)
+    return q, torch.randn(size, device=runtime.DEVICE, dtype=dtype)
+
+
+def parts_providers(parts, **sizes):
+    q, kv = cache(**sizes)
+    scale = q.shape[-1] ** -0.5
+    return {
+        "copy": partial(torch.empty_like(kv).copy_, kv),
+        "Kernel Book": partial(decoding.attention_decode, q, *kv, False, scale, parts),
+    }
+
+
+by_parts = lab.bench(
+    "parts",
+    [{"parts": n, "batch": 1, "seqlen_k": KEYS} | CACHE for n in PARTS],
+    parts_providers,
+    **OF_KEYS,
+)
+lab.plot(by_parts, "One query, by the number of parts")
+
+# %%
+
+# Reading
+rates = {n: by_parts.rate("Kernel Book", parts=n) for n in PARTS}
+best = max(PARTS, key=lambda n: rates[n])
+lab.read(
+    f"With one part, 16 programs read {rates[1]:,.0f} GB/s. With {best} parts, {16 * best:,} "
+    f"programs read {rates[best]:,.0f}, {rates[best] / rates[1]:.0f} times as much and "
+    f"{percent(by_parts, 'Kernel Book', parts=best)} of the copy. A copy also writes, "
+    f"and this kernel writes next to nothing, so it may exceed the copy."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"`attention` chooses the number of parts by itself: enough for {decoding.PROGRAMS} programs "
+    f"on each SM, none of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
+    f"{decoding.FEWEST_KEYS:,} keys, where it is done before a second kernel could start. Next "
+    f"come the libraries, over the number of keys."
+)
+
+# %%
+
+# Measuring
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def decode_providers(**sizes):
+    q, kv = cache(**sizes)
+    shared = {"enable_gqa": sizes["heads"] != sizes["heads_k"]}
+
+    def sdpa(backend):
+        def run(q, k, v):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, **shared)
+
+        return peer("torch.nn.attention", lambda _: run, (q, *kv), None)
+
+    def flex(library):
+        compiled = torch.compile(library.flex_attention, dynamic=False)
+        return partial(compiled, **shared)
+
+    def flash(splits):
+        def prepare(library):
+            return partial(library.flash_attn_func, **splits)
+
+        moved = lengths_first((q, *kv), None)
+        return peer("flash_attn.cute.interface", prepare, *moved)
+
+    choosing = flash({"num_splits": 0})  # 0: as many parts as it likes
+    refused = isinstance(choosing, lab.Absent)
+    return {
+        "copy": partial(torch.empty_like(kv).copy_, kv),
+        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "FlexAttention": peer(
+            "torch.nn.attention.flex_attention", flex, (q, *kv), None
+        ),
+        "FlashAttention": flash({}) if refused else choosing,
+        "one part": partial(
+            decoding.attention_decode, q, *kv, False, q.shape[-1] ** -0.5, 1
+        ),
+        "Kernel Book": partial(attention, q, *kv, **shared),
+    }
+
+
+KEY_LENGTHS = (1024, 16384, KEYS)
+GROUPED = {"seqlen_k": 8192, "batch": 8} | CACHE | {"heads": 32, "heads_k": 8}
+steps = lab.bench(
+    "decoding",
+    [{"seqlen_k": n, "batch": 1} | CACHE for n in KEY_LENGTHS] + [GROUPED],
+    decode_providers,
+    **OF_KEYS,
+)
+lab.plot(steps, "One query, 16 heads of 128", share=True, where={"batch": 1})
+
+# %%
+
+# Measuring
+READERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention", "Kernel Book")
+long, grouped = {"batch": 1, "seqlen_k": KEYS}, {"batch": 8}
+rows = [
+    {
+        "": name,
+        f"1 × 16 heads, {KEYS:,} keys": (
+            "—" if (share := steps.share(name, **long)) != share else f"{share:.0%}"
+        ),
+        "8 × 32 heads on 8, 8,192 keys": (
+            "—" if (share := steps.share(name, **grouped)) != share else f"{share:.0%}"
+        ),
+    }
+    for name in READERS
+]
+lab.table(rows, "Bytes of keys and values per second, in percent of a copy")
+
+# %%
+
+# Reading
+few = {"batch": 1, "seqlen_k": KEY_LENGTHS[0]}
+lab.read(
+    f"With {KEYS:,} keys our kernel reads at {percent(steps, 'Kernel Book', **long)} of the speed "
+    f"of the copy, and with 32 query heads on 8 heads of keys at "
+    f"{percent(steps, 'Kernel Book', **grouped)}. With {KEY_LENGTHS[0]:,} keys it is "
+    f"{percent(steps, 'Kernel Book', **few)}: it takes "
+    f"{1e3 * steps.milliseconds_at('Kernel Book', **few):.1f} µs where the copy takes "
+    f"{1e3 * steps.milliseconds_at('copy', **few):.1f}, and at such times the start and the end of "
+    f"a kernel count, here of two."
+)
+
+# %%
+# The course's test
+# -----------------
+#
+# Stanford's course CS336, *Language modeling from scratch*, lets its students write attention in
+# Triton and ranks them by one time: forward and backward, 16 heads of head_dim 64, 16,384 tokens,
+# causal, bfloat16, batch 1, measured from end to end by Triton's ``do_bench``, with the sum of the
+# output as the loss. We time the same call. All versions get the same inputs, and the host's time
+# and the reduction of the loss are part of what is measured. The formula is that of the first
+# section, as it is and under ``torch.compile``.
+
+# Measuring
+COURSE = (1, 16, 16384, 64)
+
+
+def course_steps(q, k, v):
+    """For each version forward and backward, or why there is none."""
+    seen = sees(q.shape[2], q.shape[2], q.shape[2], 0)
+    compiled = torch.compile(standard_attention)
+
+    def step(run, *inputs, **options):
+        return lambda: first(run(*inputs, **options)).sum().backward()
+
+    def sdpa(backend):
+        def run():
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return lab.peer("torch.nn.attention", lambda _: step(run))
+
+    def flash(library):
+        moved = (x.transpose(1, 2) for x in (q, k, v))
+        return step(library.flash_attn_func, *moved, causal=True)
+
+    return {
+        "PyTorch": step(standard_attention, q, k, v, seen),
+        "torch.compile": step(compiled, q, k, v, seen),
+        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "FlashAttention": lab.peer("flash_attn.cute.interface", flash),
+        "Kernel Book": step(attention, q, k, v, is_causal=True),
+    }
+
+
+def course():
+    from triton.testing import do_bench
+
+    q, k, v = (torch.randn(COURSE, device=runtime.DEVICE, dtype=BF16) for _ in range(3))
+    rows = []
+    for name, run in course_steps(*(x.requires_grad_() for x in (q, k, v))).items():
+        rows.append({"version": name, "milliseconds": "absent", "peak, GiB": "absent"})
+        if isinstance(run, lab.Absent):
+            continue
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            took = round(do_bench(run, warmup=200, rep=1000), 2)
+        except torch.cuda.OutOfMemoryError:
+            rows[-1] |= dict.fromkeys(("milliseconds", "peak, GiB"), "out of memory")
+            continue
+        peak = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        rows[-1] |= {"milliseconds": took, "peak, GiB": peak}
+    return rows
+
+
+test = lab.measure("Forward and backward, 16 × 16,384 × 64, causal", course)
+test
+
+# %%
+
+# Reading
+of_test = {row["version"]: row["milliseconds"] for row in test.rows}
+times = {name: t for name, t in of_test.items() if not isinstance(t, str)}
+own = times.get("Kernel Book", nan)
+slower = [
+    f"{times[name] / own:.1f} times as long {how}"
+    for name, how in (("PyTorch", "as it is"), ("torch.compile", "compiled"))
+    if name in times
+]
+quicker = [f"{name} {t:.2f}" for name, t in times.items() if t < own]
+lab.read(
+    f"Ours takes {own:.2f} ms. "
+    + (f"The formula takes {' and '.join(slower)}. " if slower else "")
+    + f"Faster than ours: {', '.join(quicker) or 'none of the versions that ran'}."
+)
+
+# %%
+# Is it right?
+# ------------
+#
+# All three uses are checked against the formula in float64, output and gradients, head by head and,
+# for packed batches, sequence by sequence, because the error of a short sequence would disappear
+# beside the large numbers of a long one. In float32 the error may be up to eight times PyTorch's,
+# as in :doc:`the chapter on the kernel </chapters/attention_fast>`, in 16 bits up to twice or, for
+# gradients, four times, because the kernel rounds the weights and their gradients once more.
+
+# Measuring
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def by_formula(q, k, v, do, seen, dtype):
+    """The output and the gradients of the formula, in a dtype."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k_all, v_all = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    out = standard_attention(q, k_all, v_all, seen)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), do.to(dtype))
+
+
+def compared(what, ours, q, k, v, do, seen):
+    theirs = by_formula(q, k, v, do, seen, q.dtype)
+    truth = by_formula(q, k, v, do, seen, torch.float64)
+    for name, *three in zip(NAMES, ours, theirs, truth, strict=True):
+        factor = 8 if q.dtype == torch.float32 else 2 if name == "out" else 4
+        yield lab.Case(what, name, *three, factor)
+
+
+def with_gradients(run, *inputs, do):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = run(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, do)
+
+
+def random(dtype, *shapes):
+    return [torch.randn(s, device=runtime.DEVICE).to(dtype) for s in shapes]
+
+
+def window_cases(dtype):
+    size = 150 if runtime.INTERPRETED else 1000
+    for seqlen_q, seqlen_k, left, right, heads_k in (
+        (size, size, 20, 0, 2),
+        (size - 7, size - 7, 9, 33, 1),
+        (size // 3, size, 64, 0, 2),
+    ):
+        of_keys = (1, heads_k, seqlen_k, 64)
+        q, do, k, v = random(dtype, *[(1, 2, seqlen_q, 64)] * 2, of_keys, of_keys)
+        run = partial(attention, window=(left, right), enable_gqa=True)
+        ours = with_gradients(run, q, k, v, do=do)
+        what = f"window ({left}, {right}), {seqlen_q} queries, {seqlen_k} keys"
+        seen = sees(seqlen_q, seqlen_k, left, right)
+        yield from compared(what, ours, q, k, v, do, seen)
+
+
+def packed_cases(dtype):
+    lengths = (37, 1, 64, 90) if runtime.INTERPRETED else (37, 1, 640, 1, 999, 128)
+    offsets = torch.tensor([0, *lengths], device=runtime.DEVICE).cumsum(0).int()
+    q, k, v, do = random(dtype, *[(sum(lengths), 2, 64)] * 4)
+    where = (offsets, offsets, max(lengths), max(lengths))
+    ours = with_gradients(
+        lambda q, k, v: attention_varlen(q, k, v, *where, is_causal=True),
+        q, k, v, do=do,
+    )  # fmt: skip
+    for number, length in enumerate(lengths):
+        if length == 1:
+            continue  # dq and dk are 0 there: the table above compares its bits
+        own = slice(offsets[number], offsets[number + 1])
+        found, parts = (
+            [x[own].transpose(0, 1).unsqueeze(0) for x in some]
+            for some in (ours, (q, k, v, do))
+        )
+        seen = sees(length, length, length, 0)
+        yield from compared(f"packed, {length} tokens", found, *parts, seen)
+
+
+def decoding_cases(dtype):
+    for batch, heads, heads_k, seqlen_k in ((1, 2, 2, 1500), (2, 6, 2, 1111)):
+        of_keys = (batch, heads_k, seqlen_k, 64)
+        q, k, v = random(dtype, (batch, heads, 1, 64), of_keys, of_keys)
+        assert decoding.n_parts(q, k, False) > 1
+        seen = sees(1, seqlen_k, seqlen_k, 0)
+        ours = attention(q, k, v, enable_gqa=True)
+        theirs, truth = (
+            by_formula(q, k, v, torch.zeros_like(q), seen, kind)[0]
+            for kind in (dtype, torch.float64)
+        )
+        what = f"decoding, {batch} × {heads} heads on {heads_k}, {seqlen_k:,} keys"
+        factor = 8 if dtype == torch.float32 else 2
+        yield lab.Case(what, "out", ours, theirs, truth, factor)
+
+
+# %%
+
+
+def every_case():
+    half = torch.float16 if runtime.INTERPRETED else torch.bfloat16
+    for dtype in (torch.float32, half):
+        for cases_of in (window_cases, packed_cases, decoding_cases):
+            yield from cases_of(dtype)
+
+
+lab.check("Windows, packed batches and decoding", every_case())
+
+# %%
+# What breaks it
+# --------------
+#
+# Nothing raises an error in the following three. Each returns numbers that look right.
+#
+# **A window off by one.** Papers count a window of :math:`W` keys with the query's own, and
+# ``left`` does not count it. To see which keys a query sees, we make all scores equal and the
+# values unit vectors, so that the output shows the weights.
+
+
+def seen_by(query, window):
+    q = k = torch.zeros(1, 1, 8, 16, device=runtime.DEVICE)
+    v = torch.eye(8, 16, device=runtime.DEVICE).view_as(k)
+    weights = attention(q, k, v, is_causal=True, window=window)[0, 0, query, :8]
+    return "".join("■" if weight > 0 else "·" for weight in weights.tolist())
+
+
+W = 3
+rows = [
+    {"window": f"({name}, 0)", "keys that query 6 sees": seen_by(6, (left, 0))}
+    for name, left in (("W - 1", W - 1), ("W", W))
+]
+assert [row["keys that query 6 sees"].count("■") for row in rows] == [W, W + 1]
+lab.table(rows, f"A window of W = {W} keys")
+
+# %%
+# One key more changes a result by little, and no test of shapes or of losses notices. In a model
+# that was trained with the other window, every layer computes something it was not trained for.
+#
+# **Offsets shifted by one.** A separator between texts that is counted on the wrong side moves all
+# offsets but the first and the last by one. Each sequence but the first then begins one row too
+# late, so its first query sees all of the sequence before, and the others miss their first key.
+
+lengths = (40, 30, 50)
+right = torch.tensor([0, *lengths], device=runtime.DEVICE).cumsum(0).int()
+shifted = right + 1
+shifted[0], shifted[-1] = 0, right[-1]
+q, k, v = torch.randn(3, sum(lengths), 1, 32, device=runtime.DEVICE)
+ours, wrong = (
+    attention_varlen(q, k, v, offsets, offsets, 60, 60, is_causal=True)
+    for offsets in (right, shifted)
+)
+rows = []
+for number in range(len(lengths)):
+    own = slice(right[number], right[number + 1])
+    off = (ours - wrong)[own].abs().amax((-1, -2))
+    row = {"sequence": number, "first query off by": f"{off[0]:.1g}"}
+    row |= {"last query off by": f"{off[-1]:.1g}"}
+    rows.append(row | {"queries": len(off), "that changed": int((off > 0).sum())})
+assert [row["that changed"] for row in rows] == [0, 30, 50]
+lab.table(rows, "Offsets shifted by one, beside the right ones")
+
+# %%
+# In the first sequence no query changed, so a test of one sequence would pass.
+#
+# **Parts merged without lse.** An average of the parts would be right if all had the same sum of
+# exponentials. We merge eight parts of equal size, once with small scores, once with scores of
+# usual size, and once where the query matches one key well, which is what attention is for.
+
+rows = []
+for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
+    q = size * torch.randn(1, 1, 1, 64, device=runtime.DEVICE)
+    k, v = torch.randn(2, 1, 1, 240, 64, device=runtime.DEVICE)
+    if name == "one key stands out":
+        k[:, :, 100] = 2 * q[:, :, 0]
+    pairs_of = zip(k.chunk(8, dim=2), v.chunk(8, dim=2), strict=True)
+    parts = [attention(q, *pair, return_lse=True) for pair in pairs_of]
+    outs, lses = (torch.stack(kind) for kind in zip(*parts, strict=True))
+    truth = attention(q, k, v)
+    good, bad = (
+        ((out - truth).norm() / truth.norm()).item()
+        for out in (merge(outs, lses)[0], outs.mean(0))
+    )
+    assert good < 1e-5 < bad
+    rows.append(
+        {
+            "scores": name,
+            "by lse, off by": f"{good:.0e}",
+            "averaged, off by": f"{bad:.0%}",
+        }
+    )
+lab.table(rows, "Eight parts merged: error relative to the output")
+
+# %%
+# With small scores every weight is nearly the same, and a test on such inputs would let the average
+# pass with a loose tolerance.
+
+# %%
+# Exercises
+# ---------
+#
+# **1. A shared prompt.** Many users continue one long prompt. Its keys are the same for all of
+# them, so they should be read once and not once per user. Compute one step of decoding for four
+# users who share a prompt of 256 keys and have 40 keys of their own. What plays the role of the
+# batch in the first part?
+
+# %%
+
+# Solution: a shared prompt
+#
+# The queries of all users become rows of one tile, as those of grouped heads do. Each user's own
+# keys are the second part, and the parts are merged by lse.
+
+
+def shared_prompt(q, prompt_k, prompt_v, k, v):
+    """q (users, heads, 1, d), prompt (1, heads, n, d), own keys and values (users, heads, m, d)."""
+    together = q.permute(
+        2, 1, 0, 3
+    )  # (1, heads, users, d): users are queries of one head
+    out, lse = attention(together, prompt_k, prompt_v, return_lse=True)
+    prompt = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+    own = attention(q, k, v, return_lse=True)
+    return merge(*(torch.stack(kind) for kind in zip(prompt, own, strict=True)))[0]
+
+
+users = 4
+q = torch.randn(users, 2, 1, 32, device=runtime.DEVICE)
+prompt_k, prompt_v = torch.randn(2, 1, 2, 256, 32, device=runtime.DEVICE)
+k, v = torch.randn(2, users, 2, 40, 32, device=runtime.DEVICE)
+ours = shared_prompt(q, prompt_k, prompt_v, k, v)
+k_all, v_all = (
+    torch.cat((prompt.expand(users, -1, -1, -1), own), dim=2)
+    for prompt, own in ((prompt_k, k), (prompt_v, v))
+)
+theirs, truth = (
+    F.scaled_dot_product_attention(*(x.to(dtype) for x in (q, k_all, v_all)))
+    for dtype in (torch.float32, torch.float64)
+)
+lab.check(
+    "A shared prompt", [lab.Case("4 users", "forward", ours, theirs, truth, factor=8)]
+)
+
+# %%
+# **2. Decoding with caches of different length.** Five users have caches of 7, 300, 64, 1 and 129
+# keys, packed into one tensor. Compute one step for all of them in one call.
+
+# %%
+
+# Solution: decoding with caches of different length
+#
+# Each sequence has one query, so its offsets count up by one. A causal mask would change nothing,
+# because it is aligned to the last key: the only query sees all keys of its own sequence.
+
+caches = (7, 300, 64, 1, 129)
+of_queries = torch.arange(len(caches) + 1, device=runtime.DEVICE).int()
+of_keys = torch.tensor([0, *caches], device=runtime.DEVICE).cumsum(0).int()
+q = torch.randn(len(caches), 2, 32, device=runtime.DEVICE)
+k, v = torch.randn(2, sum(caches), 2, 32, device=runtime.DEVICE)
+ours = attention_varlen(q, k, v, of_queries, of_keys, 1, max(caches))
+cases = []
+for number, length in enumerate(caches):
+    own = slice(of_keys[number], of_keys[number + 1])
+    one = [x.transpose(0, 1)[None] for x in (q[number : number + 1], k[own], v[own])]
+    theirs, truth = (
+        F.scaled_dot_product_attention(*(x.to(dtype) for x in one))
+        for dtype in (torch.float32, torch.float64)
+    )
+    found = ours[number : number + 1].transpose(0, 1)[None]
+    cases.append(lab.Case(f"{length} keys", "forward", found, theirs, truth, factor=8))
+lab.check("Caches of different length", cases)
+
+# %%
+# **3. A window with sinks.** Models with a sliding window work better if every query also sees the
+# first few tokens, the *attention sinks*. Let query :math:`i` see the first four keys and the last
+# ``left + 1``, with ``attention`` and ``merge`` alone. How do you keep a key from counting twice?
+
+# %%
+
+# Solution: a window with sinks
+#
+# Cut off the first four tokens. The first four queries see only each other, causally. All other
+# queries see all four sinks, without a mask, and a causal window over the keys that are left. These
+# two sets have no key in common.
+
+
+def with_sinks(q, k, v, left, sinks=4):
+    head = attention(*(x[:, :, :sinks] for x in (q, k, v)), is_causal=True)
+    later = q[:, :, sinks:]
+    both = (
+        attention(later, k[:, :, :sinks], v[:, :, :sinks], return_lse=True),
+        attention(
+            later, k[:, :, sinks:], v[:, :, sinks:],
+            is_causal=True, window=(left, 0), return_lse=True,
+        ),
+    )  # fmt: skip
+    tail, _ = merge(*(torch.stack(kind) for kind in zip(*both, strict=True)))
+    return torch.cat((head, tail), dim=2)
+
+
+q, k, v = torch.randn(3, 1, 2, 120, 32, device=runtime.DEVICE)
+ours = with_sinks(q, k, v, 16)
+i = torch.arange(120, device=runtime.DEVICE)
+seen = sees(120, 120, 16, 0) | ((i < 4) & (i <= i.unsqueeze(1)))
+theirs, truth = (
+    F.scaled_dot_product_attention(*(x.to(dtype) for x in (q, k, v)), attn_mask=seen)
+    for dtype in (torch.float32, torch.float64)
+)
+lab.check(
+    "A window with sinks",
+    [lab.Case("120 tokens", "forward", ours, theirs, truth, factor=8)],
+)
+
+# %%
+# References
+# ----------
+#
+# - Beltagy, Peters, Cohan. *Longformer: the long-document transformer.* arXiv:2004.05150, 2020.
+# - Jiang and others. *Mistral 7B.* arXiv:2310.06825, 2023.
+# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
+#   2024.
+# - Dao, Haziza, Massa, Sizov. *Flash-Decoding for long-context inference.* 2023.
+# - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
+#   checkpoints.* EMNLP 2023.
+# - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
+#   attention kernels.* arXiv:2412.05496, 2024.
+# - Xiao, Tian, Chen, Han, Lewis. *Efficient streaming language models with attention sinks.* ICLR
+#   2024.
+# - Stanford CS336. *Language modeling from scratch*, assignment 2: systems.
+
+# %%
+
+# Closing
+lab.finish(
+    f"windows at {windows.share('Kernel Book', left=LEFTS[1], passes='forward'):.0%} of the kernel "
+    f"without one, packed batches at {batches.share('Kernel Book', passes='forward'):.0%} of full "
+    f"ones, decoding at {steps.share('Kernel Book', **long):.0%} of a copy"
+)

@@ -1,0 +1,427 @@
+"""Backward pass of packed attention: dq, dk and dv in two sweeps, in one fixed order.
+
+The sweeps are those of :mod:`backward`. Rows past the end of a sequence are those of the next one,
+which may hold anything, also NaN:
+
+    operands    in the last tile of a sequence, queries, their gradients of out, keys and values
+                past the end are replaced by zeros, because a weight of 0 does not remove a NaN
+    statistics  lse and delta are laid out anew, (heads, padded). Each sequence begins there at a
+                multiple of PADDING, and no tile reaches the next one. So they need no mask, and
+                descriptors, which want aligned addresses, can read them
+    results     are written by pointers, under a mask
+
+With PADDING = 128 sequence b begins at (cu[b] // 128 + b) * 128. That is known without looking at
+other sequences, and the distance to the next is at least the length of b, rounded up. The host
+knows the size of the whole, (total // 128 + batch) * 128, without looking at the offsets.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.ops.attention import scope, tuned
+from kernelbook.ops.attention.backward import PADDING, describe_rows, sweep_keys, sweep_queries
+from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_queries, seen_keys
+from kernelbook.ops.attention.tiles import (
+    LOG2E,
+    describe,
+    head_block,
+    head_of,
+    load_tile,
+    place,
+)
+from kernelbook.ops.attention.varlen import SIZES, heads_at_once, sequence, store_rows
+from kernelbook.ops.launch import Launch, planned
+
+
+@triton.jit
+def padded_start(first_row, batch, PADDING: tl.constexpr):
+    """Return where the statistics of a sequence begin: a multiple of PADDING, beyond all before.
+
+    The difference between two neighbours is at least the length of the first, rounded up.
+    """
+    return tl.multiple_of((first_row // PADDING + batch) * PADDING, PADDING)
+
+
+@triton.jit(do_not_specialize=["total_q", "max_seqlen_q"])
+def attention_varlen_preprocess_kernel(
+    out_ptr,  # output of forward, (total_q, heads, HEAD_DIM), contiguous
+    do_ptr,  # its gradient, of the same shape
+    lse_ptr,  # logsumexp, natural, (heads, total_q), contiguous
+    dlse_ptr,  # its gradient, contiguous, or None
+    cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
+    delta_ptr,  # output, (heads, padded)
+    lse_log2_ptr,  # output, (heads, padded)
+    stride_doh,
+    stride_dom,
+    heads,
+    total_q,
+    max_seqlen_q,
+    padded,  # rows of the statistics of a head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # PADDING: what is written ends where a sequence's room ends
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: a tile of queries of one head of one sequence
+    n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
+    batch_head, tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    batch, head = batch_head // heads, (batch_head % heads).to(tl.int64)
+    first_q, seqlen_q = sequence(cu_q_ptr, batch, total_q, max_seqlen_q)
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if tile * BLOCK_M >= seqlen_q:
+        return
+
+    # -- delta: one number per query
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    exist = queries < seqlen_q
+    inside = exist[:, None] & (cols < HEAD_DIM)
+    rows = (first_q + queries).to(tl.int64)
+    out_ptrs = out_ptr + (rows * heads + head)[:, None] * HEAD_DIM + cols
+    do_ptrs = do_ptr + head * stride_doh + rows[:, None] * stride_dom + cols
+    out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(out * do, axis=1)
+    if dlse_ptr is not None:  # dS gains P * dlse, and delta enters dS as -P * delta
+        delta -= tl.load(dlse_ptr + head * total_q + rows, mask=exist, other=0.0)
+
+    # -- guard: exp2(s - inf) is 0, for a query that sees no key and for one past the end
+    lse = tl.load(lse_ptr + head * total_q + rows, mask=exist, other=float("-inf"))
+    nothing = lse == float("-inf")
+    padded_rows = head * padded + padded_start(first_q, batch, BLOCK_M) + queries
+    tl.store(delta_ptr + padded_rows, tl.where(nothing, 0.0, delta))
+    tl.store(lse_log2_ptr + padded_rows, tl.where(nothing, float("inf"), lse * LOG2E))
+
+
+@triton.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+def attention_varlen_dkdv_kernel(
+    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), as describe describes them
+    k_desc,  # keys, (1, heads // GROUP, total_k, HEAD_DIM)
+    v_desc,  # values, as the keys
+    do_desc,  # gradient of out, as the queries
+    lse_rows,  # logsumexp in base 2, (heads, padded): a descriptor or a pointer
+    delta_rows,  # rowsum(dO * O), likewise
+    cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
+    cu_k_ptr,
+    dk_ptr,  # output, (total_k, heads // GROUP, HEAD_DIM), contiguous
+    dv_ptr,  # output, as dk
+    batch_heads,  # batch * heads // GROUP
+    heads_k,
+    total_q,
+    total_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
+    padded,  # rows of the statistics of a head
+    sm_scale,  # the scores are sm_scale * q k^T
+    heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
+    HEAD_DIM: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    DESCRIBED: tl.constexpr,  # whether the statistics come by descriptors
+    GROUP: tl.constexpr,  # query heads that share a head of keys
+    PADDING: tl.constexpr,  # what the statistics of a sequence are padded to a multiple of
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: the first keys are seen by the most queries, and come first
+    tile, batch_head = place(tl.cdiv(max_seqlen_k, BLOCK_N), batch_heads, heads_at_once)
+    batch, head_k = batch_head // heads_k, batch_head % heads_k
+    start_n = tile * BLOCK_N
+    first_k, seqlen_k = sequence(cu_k_ptr, batch, total_k, max_seqlen_k)
+    if start_n >= seqlen_k:
+        return
+    first_q, seqlen_q = sequence(cu_q_ptr, batch, total_q, max_seqlen_q)
+
+    # -- load: keys past the end give rows of dk and dv that are not written
+    k = load_tile(head_of(k_desc, 0, head_k, BLOCK_N, BLOCK_D), first_k + start_n)
+    v = load_tile(head_of(v_desc, 0, head_k, BLOCK_N, BLOCK_D), first_k + start_n)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+
+    # -- stages: queries that see all keys of the tile, between queries that see some, and no others
+    first_seeing, end_seeing = seeing_queries(
+        start_n + tl.arange(0, BLOCK_N), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = query_stages(
+        start_n, start_n + BLOCK_N - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_M,
+    )  # fmt: skip
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    if not MASKED:
+        whole = first
+
+    # -- rows: from here on queries are counted as their statistics lie. The last tile of queries,
+    # where some may be those of the next sequence, is cut off, and comes last
+    start = padded_start(first_q, batch, PADDING)
+    tail = start + seqlen_q // BLOCK_M * BLOCK_M
+    first, end = start + first, start + end
+    whole, cut = tl.minimum(start + whole, tail), tl.minimum(start + cut, tail)
+    first_seeing += start
+    if HAS_LEFT:
+        end_seeing += start
+    to_row, end_q = first_q - start, start + seqlen_q
+
+    # -- sweep: the queries of every head that reads these keys
+    for member in range(GROUP):
+        row = head_k * GROUP + member
+        q_head = head_of(q_desc, 0, row, BLOCK_M, BLOCK_D)
+        do_head = head_of(do_desc, 0, row, BLOCK_M, BLOCK_D)
+        if MASKED:
+            dk, dv = sweep_queries(
+                dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
+                row, padded, first, whole, first_seeing, end_seeing, sm_scale * LOG2E,
+                True, HAS_LEFT, "none", DESCRIBED, BLOCK_M, to_row,
+            )  # fmt: skip
+        dk, dv = sweep_queries(
+            dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
+            row, padded, whole, cut, first_seeing, end_seeing, sm_scale * LOG2E,
+            False, False, "none", DESCRIBED, BLOCK_M, to_row,
+        )  # fmt: skip
+        if HAS_LEFT:
+            dk, dv = sweep_queries(
+                dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
+                row, padded, cut, tl.minimum(end, tail), first_seeing, end_seeing,
+                sm_scale * LOG2E, False, True, "none", DESCRIBED, BLOCK_M, to_row,
+            )  # fmt: skip
+        dk, dv = sweep_queries(
+            dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
+            row, padded, tl.maximum(first, tail), end, first_seeing, end_seeing,
+            sm_scale * LOG2E, HAS_RIGHT, HAS_LEFT, "none", DESCRIBED, BLOCK_M, to_row, end_q, True,
+        )  # fmt: skip
+
+    # -- write: the accumulators, in the dtype of the gradient
+    row, end_k = first_k + start_n, first_k + seqlen_k
+    store_rows(dk_ptr, dk * sm_scale, row, end_k, heads_k, head_k, HEAD_DIM)
+    store_rows(dv_ptr, dv, row, end_k, heads_k, head_k, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+def attention_varlen_dq_kernel(
+    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), as describe describes them
+    k_desc,  # keys, (1, heads // group, total_k, HEAD_DIM)
+    v_desc,  # values, as the keys
+    do_desc,  # gradient of out, as the queries
+    lse_ptr,  # logsumexp in base 2, (heads, padded)
+    delta_ptr,  # rowsum(dO * O), (heads, padded)
+    cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
+    cu_k_ptr,
+    dq_ptr,  # output, (total_q, heads, HEAD_DIM), contiguous
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    total_q,
+    total_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
+    padded,  # rows of the statistics of a head
+    sm_scale,  # the scores are sm_scale * q k^T
+    heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
+    HEAD_DIM: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PADDING: tl.constexpr,  # what the statistics of a sequence are padded to a multiple of
+    BLOCK_M: tl.constexpr,  # queries in a tile
+    BLOCK_N: tl.constexpr,  # keys in a tile
+    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+):
+    # -- place: the last queries see the most keys, and come first
+    n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
+    tile, batch_head = place(n_tiles, batch_heads, heads_at_once)
+    batch, head = batch_head // heads, batch_head % heads
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    first_q, seqlen_q = sequence(cu_q_ptr, batch, total_q, max_seqlen_q)
+    if start_m >= seqlen_q:
+        return
+    first_k, seqlen_k = sequence(cu_k_ptr, batch, total_k, max_seqlen_k)
+
+    # -- load: queries past the end give rows of dq that are not written
+    rows = padded_start(first_q, batch, PADDING) + start_m + tl.arange(0, BLOCK_M)
+    lse_log2 = tl.load(lse_ptr + head.to(tl.int64) * padded + rows)
+    delta = tl.load(delta_ptr + head.to(tl.int64) * padded + rows)
+    q = load_tile(head_of(q_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
+    do = load_tile(head_of(do_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
+    k_head = head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D)
+    v_head = head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    # -- stages: keys that all queries of the tile see, between keys that some see, and no others
+    first_visible, n_visible = seen_keys(
+        start_m + tl.arange(0, BLOCK_M), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
+
+    # -- rows: from here on keys are counted from the first of all sequences. The last tile of keys,
+    # where some may be those of the next sequence, is cut off, and comes last
+    tail = first_k + seqlen_k // BLOCK_N * BLOCK_N
+    first, end, end_k = first_k + first, first_k + end, first_k + seqlen_k
+    whole, cut = tl.minimum(first_k + whole, tail), tl.minimum(first_k + cut, tail)
+    n_visible += first_k
+    if HAS_LEFT:
+        first_visible += first_k
+
+    # -- sweep: the keys
+    if HAS_LEFT:
+        dq = sweep_keys(
+            dq, q, do, lse_log2, delta, k_head, v_head, first, whole, first_visible, n_visible,
+            sm_scale * LOG2E, True, True, BLOCK_N,
+        )  # fmt: skip
+    dq = sweep_keys(
+        dq, q, do, lse_log2, delta, k_head, v_head, whole, cut, first_visible, n_visible,
+        sm_scale * LOG2E, False, False, BLOCK_N,
+    )  # fmt: skip
+    if HAS_RIGHT:
+        dq = sweep_keys(
+            dq, q, do, lse_log2, delta, k_head, v_head, cut, tl.minimum(end, tail), first_visible,
+            n_visible, sm_scale * LOG2E, True, False, BLOCK_N,
+        )  # fmt: skip
+    dq = sweep_keys(
+        dq, q, do, lse_log2, delta, k_head, v_head, tl.maximum(first, tail), end, first_visible,
+        n_visible, sm_scale * LOG2E, True, HAS_LEFT, BLOCK_N, end_k, True,
+    )  # fmt: skip
+
+    # -- write: the accumulators, in the dtype of the gradient
+    store_rows(dq_ptr, dq * sm_scale, first_q + start_m, first_q + seqlen_q, heads, head, HEAD_DIM)
+
+
+def _preprocess(out, lse, do, dlse, cu_q, max_seqlen_q) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (lse_log2, delta), both float32, (heads, padded)."""
+    # I/O: read out + read do + read lse + write lse_log2 + write delta
+    _, heads, total, head_dim = do.shape
+    batch = len(cu_q) - 1
+    padded = (total // PADDING + batch) * PADDING
+    shape = (2, heads, padded)
+    lse_log2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
+    run = _preprocess_launch(do.shape, do.stride(), batch, max_seqlen_q, padded)
+    run(out, do, lse, dlse, cu_q, delta, lse_log2)
+    return lse_log2, delta
+
+
+@planned
+def _preprocess_launch(do_shape, do_strides, batch, max_seqlen_q, padded) -> Launch:
+    _, heads, total_q, head_dim = do_shape
+    return Launch(
+        attention_varlen_preprocess_kernel, (batch * heads * runtime.cdiv(max_seqlen_q, PADDING),),
+        *do_strides[1:3], heads, total_q, max_seqlen_q, padded,
+        HEAD_DIM=head_dim, BLOCK_M=PADDING, BLOCK_D=head_block(head_dim), num_warps=8,
+    )  # fmt: skip
+
+
+def _keys_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm_scale):
+    """Return (dk, dv)."""
+    # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
+    config = tuned.backward_config("dkdv", q)
+    _, heads_k, total_k, head_dim = k.shape
+    shape = (2, total_k, heads_k, head_dim)
+    dk, dv = torch.empty(shape, dtype=k.dtype, device=k.device).unbind()
+    rows = lse_log2, delta
+    if config.described and config.described_rows:
+        rows = [describe_rows(x, config.block_m) for x in rows]
+    batch, group = len(cu_q) - 1, q.shape[1] // heads_k
+    flowing = runtime.cdiv(2 * group * q.shape[2] * head_dim * q.itemsize, batch)
+    at_once = tuned.backward_heads_at_once(flowing, q.device, bounds[0] is not None)
+    run = _keys_launch(
+        config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale, at_once
+    )
+    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
+    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
+    run(q, k, v, do, *rows, cu_q, cu_k, dk, dv)
+    return dk, dv
+
+
+@planned
+def _keys_launch(
+    config, q_shape, k_shape, batch, longest, bounds, padded, sm_scale, at_once
+) -> Launch:
+    heads, total_q = q_shape[1:3]
+    _, heads_k, total_k, head_dim = k_shape
+    left, right = bounds
+    return Launch(
+        attention_varlen_dkdv_kernel, (batch * heads_k * runtime.cdiv(longest[1], config.block_n),),
+        batch * heads_k, heads_k, total_q, total_k, *longest, left or 0, right or 0, padded,
+        sm_scale, at_once,
+        HEAD_DIM=head_dim,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        DESCRIBED=config.described and config.described_rows,
+        GROUP=heads // heads_k,
+        PADDING=PADDING,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(head_dim),
+        **config.options,
+    )  # fmt: skip
+
+
+def _queries_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm_scale):
+    """Return dq."""
+    # I/O: read q + read do + write dq, and read k + read v for each tile of queries
+    config = tuned.backward_config("dq", q)
+    _, heads, total_q, head_dim = q.shape
+    dq = torch.empty((total_q, heads, head_dim), dtype=q.dtype, device=q.device)
+    batch = len(cu_q) - 1
+    run = _queries_launch(
+        config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale,
+        heads_at_once(k, batch, heads // k.shape[1], bounds),
+    )  # fmt: skip
+    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
+    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
+    run(q, k, v, do, lse_log2, delta, cu_q, cu_k, dq)
+    return dq
+
+
+@planned
+def _queries_launch(
+    config, q_shape, k_shape, batch, longest, bounds, padded, sm_scale, at_once
+) -> Launch:
+    _, heads, total_q, head_dim = q_shape
+    heads_k, total_k = k_shape[1:3]
+    left, right = bounds
+    return Launch(
+        attention_varlen_dq_kernel, (batch * heads * runtime.cdiv(longest[0], config.block_m),),
+        batch * heads, heads, heads // heads_k, total_q, total_k, *longest, left or 0, right or 0,
+        padded, sm_scale, at_once,
+        HEAD_DIM=head_dim,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        PADDING=PADDING,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=head_block(head_dim),
+        **config.options,
+    )  # fmt: skip
+
+
+def attention_varlen_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    bounds: scope.Window,
+    sm_scale: float,
+    *,
+    dq_needed: bool = True,
+    dkdv_needed: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return (dq, dk, dv), each (total, heads, head_dim), in two sweeps; what is not needed: None.
+
+    q, k, v and do are seen as (1, heads, total, head_dim), and descriptors fit; out is contiguous,
+    (total_q, heads, head_dim).
+    """
+    statistics = _preprocess(out, lse, do, dlse, cu_q, longest[0])
+    operands = q, k, v, do, *statistics, cu_q, cu_k, longest, bounds, sm_scale
+    dk, dv = _keys_backward(*operands) if dkdv_needed else (None, None)
+    return _queries_backward(*operands) if dq_needed else None, dk, dv
