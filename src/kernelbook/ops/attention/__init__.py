@@ -4,6 +4,7 @@
     forward.py    one kernel: queries stay, keys and values stream past
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
+    quantize.py   how operands get 8 bits
     tiles.py      what the kernels share: tensor descriptors, who sees what
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
@@ -12,7 +13,7 @@ Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficie
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 """
 
-from kernelbook.ops.attention.fp8 import quantize
 from kernelbook.ops.attention.operator import attention
+from kernelbook.ops.attention.quantize import Quantized, quantize
 
-__all__ = ["attention", "quantize"]
+__all__ = ["Quantized", "attention", "quantize"]
