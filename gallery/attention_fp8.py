@@ -10,7 +10,8 @@ You will learn
 
 - what the two 8-bit formats hold, and how one scale per head places numbers among them;
 - why the values need another memory layout than queries and keys;
-- where the error comes from: the operands, the weights, and the accumulators.
+- where the error comes from: the operands, the weights, and the accumulators;
+- what it costs to quantise q, k and v, and from which length FP8 pays for it.
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
 run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
@@ -29,8 +30,9 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.ops.attention import attention, fp8, quantize, tuned
+from kernelbook.ops.attention import Quantized, attention, fp8, quantize, tuned
 from kernelbook.ops.attention.forward import weigh
+from kernelbook.ops.attention.quantize import amax_kernel, round_kernel
 
 lab.start("attention_fp8", "kernelbook.ops.attention")
 
@@ -53,31 +55,40 @@ def matmul_operands():
     return torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
 
 
-def product_speeds():
-    from triton.testing import do_bench
-
+def matmuls(size):
     a, b = matmul_operands()
     a8, b8 = a.to(E4M3), b.to(E4M3)
     one = torch.ones((), device=runtime.DEVICE)
     scales = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-    rows = []
-    for name, run in {
-        "bfloat16": lambda: a @ b.t(),
-        "float8_e4m3fn": lambda: torch._scaled_mm(a8, b8.t(), **scales),
-    }.items():
-        rate = 2 * MATMUL**3 / do_bench(run) * 1e3 / 1e12
-        rows.append({"operands": name, "TFLOP/s": round(rate)})
-    return rows
+    return {
+        "matmul": lambda: a @ b,
+        "8-bit matmul": lambda: torch._scaled_mm(a8, b8.t(), **scales),
+    }
 
 
-products = lab.measure("A product of two matrices by cuBLAS", product_speeds)
-products
+LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
+products = lab.bench(
+    "matmuls",
+    [{"size": MATMUL}],
+    matmuls,
+    limit="matmul",
+    work="2 * size * size * size",
+    limit_work=LIMIT_WORK,
+    unit="TFLOP/s",
+)
+slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
+lab.table(
+    [
+        {"operands": "bfloat16", "TFLOP/s": slow},
+        {"operands": "float8_e4m3fn", "TFLOP/s": fast},
+    ],
+    "A matmul of size 8,192 by cuBLAS",
+)
 
 # %%
 
 # Reading
 nan = float("nan")
-slow, fast = [row["TFLOP/s"] for row in products.rows] if products.rows else (nan, nan)
 lab.read(f"With 8 bits the matmul is {fast / slow:.2f} times as fast.")
 
 # %%
@@ -209,7 +220,8 @@ lab.table(rows, "Conversion by PyTorch")
 
 
 def round_to_8_bits(x, dtype, dims):
-    descale = x.abs().amax(dims, keepdim=True) / torch.finfo(dtype).max
+    largest = x.new_tensor(torch.finfo(dtype).max)
+    descale = x.abs().amax(dims, keepdim=True) / largest
     return (x / descale).to(dtype), descale
 
 
@@ -235,8 +247,9 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 # %%
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
 # prevents this and costs four bytes per head. The first head gains nothing, because a scale helps
-# only at the ends of the range. The package's ``quantize`` does the same, and also takes care of
-# heads that are zero or hold NaN.
+# only at the ends of the range. The package's ``quantize`` does the same in two kernels, which we
+# see below. It returns a pair, ``Quantized(stored, descale)``, and also takes care of heads that
+# are zero or hold NaN.
 
 x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
@@ -280,44 +293,41 @@ lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 
 # Measuring
+def values(x):
+    """Return what an operand stands for, in float64."""
+    if not isinstance(x, Quantized):
+        return x.double()
+    shape = (*x.descale.shape, *[1] * (4 - x.descale.ndim))
+    return x.stored.double() * x.descale.double().view(shape)
+
+
 def prepare(q, k, v, q_dtype=E4M3, v_dtype=E4M3, per="head"):
-    """Return operands, descales, and the values that they stand for, in float64."""
-    v, v_descale = quantize(v, v_dtype, per=per, contiguous="seqlen")
-    descales = {"q_descale": None, "k_descale": None, "v_descale": v_descale}
+    """Return operands for attention, and the values that they stand for."""
+    v = quantize(v, v_dtype, per=per, contiguous="seqlen")
     if q_dtype in (E4M3, E5M2):
-        q, descales["q_descale"] = quantize(q, q_dtype, per=per)
-        k, descales["k_descale"] = quantize(k, q_dtype, per=per)
+        q, k = quantize(q, q_dtype, per=per), quantize(k, q_dtype, per=per)
     else:
         q, k = q.to(q_dtype), k.to(q_dtype)
-    meant = []
-    for x, descale in zip((q, k, v), descales.values(), strict=True):
-        meant.append(x.double())
-        if descale is not None:
-            shape = (*descale.shape, *[1] * (4 - descale.ndim))
-            meant[-1] *= descale.double().view(shape)
-    return (q, k, v), descales, meant
+    return (q, k, v), [values(x) for x in (q, k, v)]
 
 
 # %%
 
 q, k, v = torch.randn(3, 1, 2, 60, 32, device=runtime.DEVICE)
-operands, descales, meant = prepare(q, k, v)
-before = attention(*operands, **descales)
+operands, meant = prepare(q, k, v)
+before = attention(*operands)
 rows = []
 for name, x in zip("qkv", operands, strict=True):
-    half = dict(zip("qkv", operands, strict=True))
-    half[name] = (x.float() / 2).to(E4M3)
-    double = descales | {f"{name}_descale": descales[f"{name}_descale"] * 2}
-    off = (attention(**half, **double) - before).abs().max().item()
-    forgotten = (attention(**half, **descales) - before).abs().max().item()
-    rows.append(
-        {
-            "halved": name,
-            "descale doubled": f"{off:.0e}",
-            "forgotten": f"{forgotten:.0e}",
-        }
-    )
-    assert off < 0.05 < forgotten
+    half = (x.stored.float() / 2).to(E4M3)
+    row = {"halved": name}
+    for column, descale in (
+        ("descale doubled", 2 * x.descale),
+        ("forgotten", x.descale),
+    ):
+        changed = [Quantized(half, descale) if y is x else y for y in operands]
+        row[column] = (attention(*changed) - before).abs().max().item()
+    assert row["descale doubled"] < 0.05 < row["forgotten"]
+    rows.append({key: f"{x:.0e}" if key != "halved" else x for key, x in row.items()})
 lab.table(rows, "How much the result changes")
 
 # %%
@@ -343,6 +353,7 @@ lab.table(rows, "How much the result changes")
 # it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
 # kernel loads its tiles through a :term:`descriptor`.
 
+# Measuring
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -488,10 +499,10 @@ def transposition():
     for length in (1024, 4096, 16384):
         size = (3, 16384 // length, 16, length, 128)
         q, k, v = torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
-        operands, descales, _ = prepare(q, k, v)
+        operands, _ = prepare(q, k, v)
         lying, _ = quantize(v)
         copied = do_bench(partial(fp8._keys_contiguous, lying))
-        ran = do_bench(partial(attention, *operands, **descales))
+        ran = do_bench(partial(attention, *operands))
         row = {"length": length, "transposition, ms": round(copied, 4)}
         row |= {"attention, ms": round(ran, 4), "adds, %": round(100 * copied / ran, 1)}
         rows.append(row | {"GB/s": round(2 * lying.numel() / copied / 1e6)})
@@ -778,15 +789,16 @@ def long_sums():
         for length in (1024, 4096, 16384, 65536):
             q = torch.randn(1, 16, 128, 128, device=runtime.DEVICE)
             k, v = torch.randn(2, 1, 16, length, 128, device=runtime.DEVICE)
-            (q8, k8, v8), descales, meant = prepare(q, k, v + mean)
-            block_n = tuned.fp8_config(q8).block_n
+            operands, meant = prepare(q, k, v + mean)
+            stored, descales = zip(*operands, strict=True)
+            block_n = tuned.fp8_config(stored[0]).block_n
             truth, _ = reference.attention(*meant)
             rounded, _ = reference.attention_fp8(*meant, block_n=block_n)
             row = {"mean of v": mean, "length": length}
             row["rounding alone, %"] = percent(worst_head(rounded, truth))
-            options = (tuple(descales.values()), False, 128**-0.5, torch.float32)
+            options = (descales, False, 128**-0.5, torch.float32)
             for name, promoted in (("promoted, %", True), ("not promoted, %", False)):
-                out, _ = fp8.attention_fp8_forward(q8, k8, v8, *options, promoted)
+                out, _ = fp8.attention_fp8_forward(*stored, *options, promoted)
                 row[name] = percent(worst_head(out, truth))
             shorter = [x.bfloat16() for x in (q, k, v + mean)]
             truth, _ = reference.attention(*shorter)
@@ -854,18 +866,19 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
     """Return the cases of the worst head: for out, and for lse."""
     outs, lses = [], []
     group = out.shape[1] // meant[1].shape[1]
+    q = operands[0].stored if isinstance(operands[0], Quantized) else operands[0]
     for b, h in ((b, h) for b in range(out.shape[0]) for h in range(out.shape[1])):
         one = [
             x[b, i][None, None]
             for x, i in zip(meant, (h, h // group, h // group), strict=True)
         ]
         truth, true_lse = reference.attention(*one, is_causal)
-        block_n = tuned.fp8_config(operands[0]).block_n
+        block_n = tuned.fp8_config(q).block_n
         rounded, _ = reference.attention_fp8(*one, is_causal, block_n=block_n)
         rounded = rounded.to(out.dtype)
         outs.append(lab.Case(what, "forward", out[b, h][None, None], rounded, truth))
         single = true_lse.float()
-        in_8_bits = operands[0].dtype in fp8.DTYPES and not runtime.INTERPRETED
+        in_8_bits = q.dtype in fp8.DTYPES and not runtime.INTERPRETED
         factor = 4096 if in_8_bits else 8
         found = lse[b, h][None, None]
         lses.append(lab.Case(what, "lse", found, single, true_lse, factor))
@@ -913,15 +926,13 @@ def every_case():
     for shape in shapes:
         for name, (q_dtype, v_dtype) in kinds.items():
             for is_causal in (False, True) if name == "all e4m3" else (True,):
-                operands, descales, meant = prepare(
-                    *draw_heads(*shape), q_dtype, v_dtype
-                )
+                operands, meant = prepare(*draw_heads(*shape), q_dtype, v_dtype)
                 options = {
                     "is_causal": is_causal,
                     "enable_gqa": True,
                     "return_lse": True,
                 }
-                found = attention(*operands, **descales, **options)
+                found = attention(*operands, **options)
                 what = f"{shape}, {name}{', causal' * is_causal}"
                 yield from heads_apart(what, operands, *found, meant, is_causal)
 
@@ -931,8 +942,8 @@ lab.check("The worst head", every_case())
 # %%
 # The check would be worth nothing if a result of zeros passed, or one whose heads are swapped.
 
-operands, descales, meant = prepare(*draw_heads(1, 2, 2, 33, 70, 32))
-out, lse = attention(*operands, **descales, return_lse=True)
+operands, meant = prepare(*draw_heads(1, 2, 2, 33, 70, 32))
+out, lse = attention(*operands, return_lse=True)
 rows = []
 for name, result in {
     "the kernel": out,
@@ -953,8 +964,8 @@ lab.table(
 
 q, k, v = draw_heads(1, 3, 3, 20, 40, 32)
 v[0, 1, 7, 3] = float("nan")
-operands, descales, _ = prepare(q, k, v)
-out = attention(*operands, **descales)
+operands, _ = prepare(q, k, v)
+out = attention(*operands)
 rows = [{"head": h, "NaN in out": int(out[0, h].isnan().sum())} for h in range(3)]
 assert [row["NaN in out"] > 0 for row in rows] == [False, True, False]
 lab.table(rows, "One NaN in the values of head 1")
@@ -1003,8 +1014,8 @@ def error_of_choices(heads, seqlen, head_dim):
         rows.append(row | {"against original, %": percent(worst_head(out, original))})
         for name, choice in CHOICES.items():
             for per in ("head", "tensor"):
-                operands, descales, meant = prepare(q, k, v, *choice, per)
-                out = attention(*operands, **descales)
+                operands, meant = prepare(q, k, v, *choice, per)
+                out = attention(*operands)
                 stored, _ = reference.attention(*meant)
                 row = {"data": data, "operands": name, "one descale per": per}
                 row["against stored, %"] = percent(worst_head(out, stored))
@@ -1049,10 +1060,8 @@ for factor in (1, 4, 16):
     original, _ = reference.attention(factor * q, k, v)
     row = {"scores times": factor}
     for name in ("V only, e4m3", "all, e4m3"):
-        operands, descales, _ = prepare(factor * q, k, v, *CHOICES[name])
-        row[f"{name}, %"] = percent(
-            worst_head(attention(*operands, **descales), original)
-        )
+        operands, _ = prepare(factor * q, k, v, *CHOICES[name])
+        row[f"{name}, %"] = percent(worst_head(attention(*operands), original))
     rows.append(row)
 lab.table(rows, "The larger the scores, the more q and k matter")
 
@@ -1081,9 +1090,8 @@ lab.read(
 # ---------------
 #
 # As in the other chapters on attention, the :term:`limit` is a cuBLAS matmul in bfloat16, which a
-# kernel with 8-bit operands may exceed. A causal mask halves the operations counted. *With
-# transposition* means that all operands have 8 bits, but V came with head_dim contiguous, and the
-# time includes the copy.
+# kernel with 8-bit operands may exceed. A causal mask halves the operations counted. Here the
+# operands have 8 bits before the clock starts; the next section counts what that costs.
 
 
 # Measuring
@@ -1118,22 +1126,17 @@ def cudnn(q, k, v, is_causal):
 def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     size, is_causal = (3, batch, heads, seqlen, head_dim), mask == "causal"
     q, k, v = torch.randn(size, device=runtime.DEVICE, dtype=dtype)
-    every, descales, _ = prepare(q, k, v)
-    only_v = {"v_descale": descales["v_descale"], "is_causal": is_causal}
-    options = descales | {"is_causal": is_causal}
-    lying, _ = quantize(v)
+    every, _ = prepare(q, k, v)
     return {
         "matmul": lambda: A @ B,
         "SDPA cuDNN": cudnn(q, k, v, is_causal),
         "Kernel Book bf16": lambda: attention(q, k, v, is_causal=is_causal),
-        "V in FP8": lambda: attention(q, k, every[2], **only_v),
-        "all in FP8": lambda: attention(*every, **options),
-        "with transposition": lambda: attention(*every[:2], lying, **options),
+        "V in FP8": lambda: attention(q, k, every[2], is_causal=is_causal),
+        "all in FP8": lambda: attention(*every, is_causal=is_causal),
     }
 
 
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
-LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
 speed = lab.bench("fp8", points([1024, 4096, 16384], [64, 128]), providers, **units)
 lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
@@ -1154,7 +1157,6 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
-in_8_bits = products.rows[1]["TFLOP/s"] if products.rows else nan
 shown = {
     "all in FP8": "all in FP8",
     "V in FP8": "V in FP8",
@@ -1169,27 +1171,13 @@ for head_dim in (128, 64):
         row = {"head_dim": head_dim, "mask": mask}
         row |= {shown[name]: rate for name, rate in rates.items()}
         row["FP8 / bf16"] = rates["all in FP8"] / rates["Kernel Book bf16"]
-        rows.append(row | {"% of 8-bit matmul": 100 * rates["all in FP8"] / in_8_bits})
+        rows.append(row | {"% of 8-bit matmul": 100 * rates["all in FP8"] / fast})
 lab.table(rows, "TFLOP/s at length 16,384")
 
 # %%
-
-# Reading
-where = {"head_dim": 128, "mask": "full", "seqlen": 16384}
-beside = speed.rate("matmul", **where)
-lab.read(
-    f"The 8-bit matmul of the last column is the {in_8_bits:,.0f} TFLOP/s from the beginning of "
-    f"the chapter, where a matmul in bfloat16 reached {slow:.0f}; beside attention it reaches "
-    f"{beside:.0f}. The size is the same, but the first is repeated without a pause, with one "
-    f"operand transposed, and the second runs after a pause, and the GPU's clock depends on what "
-    f"ran before. Eight bits thus gain a factor of {in_8_bits / beside:.2f} to {fast / slow:.2f}, "
-    f"and the last column is approximate."
-)
-
-# %%
-# (For the clock, see :doc:`/reading-figures`.) FP8 is not twice as fast as bfloat16, and a count of
-# cycles for one score says why, as in :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192
-# operations of a matmul in a cycle, but still only 16 exponentials.
+# FP8 is not twice as fast as bfloat16, and a count of cycles for one score says why, as in
+# :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192 operations of a matmul in a cycle,
+# but still only 16 exponentials.
 
 rows = []
 for head_dim in (64, 128, 256):
@@ -1209,10 +1197,10 @@ lab.table(rows, "Cycles of an SM for one score")
 
 # Measuring
 def launch(head_dim, q_dtype):
-    operands, descales, _ = prepare(
+    operands, _ = prepare(
         *torch.randn(3, 1, 4, 1024, head_dim, device=runtime.DEVICE), q_dtype
     )
-    return lambda: attention(*operands, **descales)
+    return lambda: attention(*operands)
 
 
 # %%
@@ -1227,6 +1215,228 @@ lab.facts(
         for head_dim in (64, 128)
         for name, q_dtype in (("all in FP8", E4M3), ("V only", torch.bfloat16))
     },
+)
+
+# %%
+# What quantising costs
+# ---------------------
+#
+# In a model q, k and v come from a matmul in bfloat16, and to quantise them takes time as well. We
+# count the bytes first. No element can be rounded before the largest is known, which is called
+# *amax*, so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte. That makes
+# 5 bytes per element and 15 per element of all three operands, however long the sequence is.
+#
+# **The first kernel finds amax.** Each program takes the maximum of one tile, and an
+# :term:`atomic` maximum combines the tiles of a head:
+
+lab.source(amax_kernel, "reduce")
+
+# %%
+# It compares bits. Without the sign, the bits of a float32, read as an integer, have the order of
+# the numbers, and infinity and NaN are above all numbers. So one maximum of integers also finds a
+# NaN, and it is the same in whichever order the programs finish.
+#
+# **The second kernel scales and rounds.**
+
+lab.source(round_kernel, "scale")
+
+# %%
+
+lab.source(round_kernel, "round")
+
+# %%
+# ``divide`` multiplies by the reciprocal and corrects the quotient with a fused multiply-add, which
+# gives every bit of a division in a third of its instructions. The strides of y decide the layout:
+# for V, keys are contiguous, so transposing it takes no pass of its own.
+#
+# The second kernel takes the tiles in the opposite order. The operands of one layer are about as
+# large as the L2 cache (64 MiB each below), which evicts what was used least recently: in the same
+# order every tile would be evicted just before it is needed again, whereas backwards the tiles that
+# were read last are still there. We time both layouts beside a copy that moves the same bytes, and
+# beside the same rule in PyTorch operations.
+
+
+# Measuring
+def in_pytorch(x, contiguous="head_dim"):
+    """Quantise by PyTorch operations, each of which reads and writes memory."""
+    x = x.float()
+    descale = x.abs().amax((2, 3), keepdim=True) / 448
+    descale = descale.masked_fill(descale == 0, 1.0)
+    stored = (x / descale).clamp_(-448, 448)
+    stored = (
+        stored.mT.contiguous().to(E4M3).mT
+        if contiguous == "seqlen"
+        else stored.to(E4M3)
+    )
+    return Quantized(stored, descale[..., 0, 0])
+
+
+def quantisers(seqlen, batch, heads, head_dim, contiguous, dtype):
+    size = (batch, heads, seqlen, head_dim)
+    x = torch.randn(size, device=runtime.DEVICE, dtype=dtype)
+    source = torch.empty(5 * x.numel() // 2, dtype=torch.uint8, device=x.device)
+    target = torch.empty_like(source)
+    return {
+        "copy": lambda: target.copy_(source),
+        "PyTorch": lambda: in_pytorch(x, contiguous),
+        "Kernel Book": lambda: quantize(x, contiguous=contiguous),
+    }
+
+
+# %%
+
+layouts = [
+    {
+        "seqlen": 4096, "batch": 4, "heads": 16, "head_dim": 128, "contiguous": contiguous,
+        "dtype": torch.bfloat16,
+    }
+    for contiguous in ("head_dim", "seqlen")
+]  # fmt: skip
+rounding = lab.bench(
+    "quantise",
+    layouts,
+    quantisers,
+    limit="copy",
+    work="5 * batch * heads * seqlen * head_dim",
+)
+rows = []
+for contiguous in ("head_dim", "seqlen"):
+    row = {"contiguous": contiguous}
+    for name in ("PyTorch", "Kernel Book", "copy"):
+        row[f"{name}, ms"] = rounding.milliseconds_at(name, contiguous=contiguous)
+    share = rounding.share("Kernel Book", contiguous=contiguous)
+    rows.append(row | {"% of copy": 100 * share})
+lab.table(rows, "Quantising (4, 16, 4,096, 128) in bfloat16")
+
+# %%
+
+# Reading
+where = {"head_dim": 128, "mask": "full", "seqlen": 4096}
+saved = speed.milliseconds_at("Kernel Book bf16", **where)
+saved -= speed.milliseconds_at("all in FP8", **where)
+cost = 2 * rounding.milliseconds_at("Kernel Book", contiguous="head_dim")
+cost += rounding.milliseconds_at("Kernel Book", contiguous="seqlen")
+lab.read(
+    f"All three operands, q and k with head_dim contiguous and v with keys contiguous, take "
+    f"{cost:.2f} ms. FP8 saves {saved:.2f} ms of attention at length 4,096. With the number of "
+    f"tokens fixed, what it saves grows with the length, and what quantising costs does not. So "
+    f"FP8 should begin to pay at a length of about {4096 * cost / saved:,.0f}, and at twice that "
+    f"with a causal mask, which halves what is saved."
+)
+
+# %%
+# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens.
+
+
+# Measuring
+def whole_way(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    size, is_causal = (3, batch, heads, seqlen, head_dim), mask == "causal"
+    q, k, v = torch.randn(size, device=runtime.DEVICE, dtype=dtype)
+    every, _ = prepare(q, k, v)
+
+    def both(quantizing):
+        v8 = quantizing(v, contiguous="seqlen")
+        return attention(quantizing(q), quantizing(k), v8, is_causal=is_causal)
+
+    return {
+        "matmul": lambda: A @ B,
+        "bf16 attention": lambda: attention(q, k, v, is_causal=is_causal),
+        "FP8 attention alone": lambda: attention(*every, is_causal=is_causal),
+        "quantize q, k, v + FP8 attention": lambda: both(quantize),
+        "the same, quantised by PyTorch": lambda: both(in_pytorch),
+    }
+
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+whole = lab.bench("whole way", points(LENGTHS, [128]), whole_way, **units)
+
+
+# %%
+
+
+# Drawing
+def relative(rows):
+    """Return, by mask and provider, the lengths and the speeds relative to bf16."""
+    bf16 = {
+        (row["mask"], row["seqlen"]): row["ms"]
+        for row in rows
+        if row["provider"] == "bf16 attention"
+    }
+    found = {}
+    for row in rows:
+        if row["provider"] not in ("matmul", "bf16 attention"):
+            line = found.setdefault((row["mask"], row["provider"]), ([], []))
+            line[0].append(row["seqlen"])
+            line[1].append(bf16[row["mask"], row["seqlen"]] / row["ms"])
+    return found
+
+
+def draw_relative(axes, rows):
+    for (mask, provider), (x, y) in relative(rows).items():
+        style = "-" if mask == "full" else ":"
+        label = provider if mask == "full" else None
+        axes.plot(x, y, style, marker="o", color=lab.colour(provider), label=label)
+    axes.axhline(1, color=lab.colour("matmul"), linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
+    axes.set(ylim=(0, None), xlabel="length", ylabel="bf16 attention is 1")
+
+
+def describe_relative(rows):
+    ends = "; ".join(
+        f"{provider}, {mask}: {y[0]:.2f} to {y[-1]:.2f}"
+        for (mask, provider), (_, y) in relative(rows).items()
+    )
+    return (
+        f"Speed relative to attention in bfloat16, which is a dashed line at 1, over lengths from "
+        f"1,024 to 16,384, solid for a full and dotted for a causal mask. {ends}."
+    )
+
+
+lab.draw(whole, "Speed relative to bf16 attention", describe_relative, draw_relative)
+
+# %%
+
+names = {
+    "bf16 attention": "bf16, ms",
+    "FP8 attention alone": "FP8 alone, ms",
+    "quantize q, k, v + FP8 attention": "quantize + FP8, ms",
+}
+
+
+def gain(mask, seqlen):
+    """Return how many times as fast FP8 is where quantising counts."""
+    where = {"mask": mask, "seqlen": seqlen}
+    before = whole.milliseconds_at("bf16 attention", **where)
+    return before / whole.milliseconds_at("quantize q, k, v + FP8 attention", **where)
+
+
+rows = []
+for mask in ("full", "causal"):
+    for seqlen in LENGTHS:
+        row = {"mask": mask, "length": seqlen}
+        for name, column in names.items():
+            row[column] = whole.milliseconds_at(name, mask=mask, seqlen=seqlen)
+        rows.append(row | {"times as fast": gain(mask, seqlen)})
+lab.table(
+    rows, "From bfloat16 operands to the result, 16,384 tokens, 16 heads, head_dim 128"
+)
+
+# %%
+
+# Reading
+pays = {
+    mask: next((f"{n:,}" for n in LENGTHS if gain(mask, n) > 1), "none of these")
+    for mask in ("full", "causal")
+}
+lab.read(
+    f"Solid lines are for a full mask, dotted ones for a causal mask. The first of these lengths "
+    f"at which FP8 with quantising is faster than bf16 is {pays['full']} with a full mask and "
+    f"{pays['causal']} with a causal one. At length 1,024 it is {gain('full', 1024):.2f} and "
+    f"{gain('causal', 1024):.2f} times as fast as bf16, and at 16,384 "
+    f"{gain('full', 16384):.2f} and {gain('causal', 16384):.2f} times. A model avoids most of the "
+    f"cost if the kernel that computes q, k and v rounds them before it writes them, or, while it "
+    f"generates text, if it keeps the keys and values of earlier tokens in 8 bits."
 )
 
 # %%
@@ -1331,9 +1541,9 @@ def said(call):
 # %%
 
 q, k = torch.randn(2, 1, 2, 20, 16, device=runtime.DEVICE).half()
-v, v_descale = quantize(k, contiguous="seqlen")
+v = quantize(k, contiguous="seqlen")
 q.requires_grad_()
-lines = said(lambda: attention(q, k, v, v_descale=v_descale).sum().backward())
+lines = said(lambda: attention(q, k, v).sum().backward())
 lab.table([{"what backward says": line} for line in lines], "q requires a gradient")
 
 # %%
@@ -1356,7 +1566,7 @@ lab.table([{"what the package says": line} for line in lines], "Compute capabili
 # %%
 # **Pairs of dtypes that no matmul takes,** such as V in 16 bits beside q in 8.
 
-q8, _ = quantize(k)
+q8 = quantize(k)
 lines = said(lambda: attention(q8, q8, k))
 lab.table(
     [{"what the package says": line} for line in lines], "q and k in FP8, v in float16"
@@ -1400,8 +1610,8 @@ for data in ("normal", "outliers anywhere", "one large column"):
     rotation = signs[:, None] * hadamard(64, q.device)
     for name, matrix in (("as they are", None), ("rotated", rotation)):
         turned = (q, k) if matrix is None else (q @ matrix, k @ matrix)
-        operands, descales, _ = prepare(*turned, v)
-        out = attention(*operands, **descales)
+        operands, _ = prepare(*turned, v)
+        out = attention(*operands)
         row[f"{name}, %"] = percent(worst_head(out, original))
     rows.append(row)
 assert rows[2]["rotated, %"] < rows[2]["as they are, %"]
@@ -1451,8 +1661,8 @@ lab.table(rows, "Error of the result when K alone is rounded")
 
 def by_blocks(q, k, v, blocks):
     k, v = (x.unflatten(2, (blocks, -1)).flatten(1, 2) for x in (k, v))
-    operands, descales, _ = prepare(q.repeat_interleave(blocks, dim=1), k, v)
-    out, lse = attention(*operands, **descales, return_lse=True)
+    operands, _ = prepare(q.repeat_interleave(blocks, dim=1), k, v)
+    out, lse = attention(*operands, return_lse=True)
     out, lse = (x.float().unflatten(1, (-1, blocks)) for x in (out, lse))
     return (torch.softmax(lse, dim=2).unsqueeze(-1) * out).sum(2)
 
@@ -1504,5 +1714,6 @@ gains = [
     for mask in ("full", "causal")
 ]
 lab.finish(
-    f"{min(gains):.2f} to {max(gains):.2f} times as fast as in bf16, at length 16,384"
+    f"{min(gains):.2f} to {max(gains):.2f} times as fast as in bf16, at length 16,384; "
+    f"{gain('full', 16384):.2f} with quantising"
 )

@@ -306,6 +306,10 @@ def cases() -> dict:
         options = {"is_causal": is_causal, "window": window}
         kernelbook.attention(q, k, v, **options, v_descale=one, **descales)
 
+    def quantize(x_dtype, dtype, contiguous, seqlen=1024, head_dim=128):
+        x = new(2, 4, seqlen, head_dim, dtype=x_dtype, grad=False)
+        kernelbook.quantize(x, dtype, contiguous=contiguous)
+
     found = {}
 
     def add(name, function, *args):
@@ -357,6 +361,13 @@ def cases() -> dict:
     add("fp8 float8_e4m3 128 window", fp8, e4m3, e4m3, 128, False, True, (200, 100))
     add("fp8 bfloat16 64 causal window", fp8, bf16, e4m3, 64, True, True, (200, None))
     add("fp8 float8_e4m3 128 causal, v transposed", fp8, e4m3, e4m3, 128, True, False)
+    for contiguous in ("head_dim", "seqlen"):
+        for x_dtype in (bf16, f32):
+            for dtype in (e4m3, e5m2):
+                name = f"quantize {spell(x_dtype)} to {spell(dtype)}, {contiguous}"
+                add(name, quantize, x_dtype, dtype, contiguous)
+        name = f"quantize bfloat16 to float8_e4m3, {contiguous}, 1001 by 80"
+        add(name, quantize, bf16, e4m3, contiguous, 1001, 80)
     return found
 
 

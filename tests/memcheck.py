@@ -39,6 +39,7 @@ sys.path[:0] = [str(HERE), str(HERE / "ops"), str(HERE.parent / "src")]
 from test_properties import LAYER_NORM_PATHS, SOFTMAX_PATHS, WEIGHTED_SUM_PATHS, changed  # noqa: E402
 
 from kernelbook import (  # noqa: E402
+    Quantized,
     attention,
     attention_varlen,
     dropout,
@@ -246,17 +247,13 @@ def run_attention_fp8() -> None:
             continue
         q = draw(1, heads, seqlen_q, head_dim, dtype=dtype).detach()
         k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype).detach() for _ in range(2))
-        small = [tuple(map(guarded, quantize(x))) for x in (q, k, v)]
-        (q8, q_descale), (k8, k_descale), (v8, v_descale) = small
-        options = {"enable_gqa": True, "v_descale": v_descale}
+        q8, k8, v8 = (Quantized(*map(guarded, quantize(x))) for x in (q, k, v))
         for is_causal in (False, True):
-            attention(q, k, v8, is_causal=is_causal, **options)
-            attention(
-                q8, k8, v8, is_causal=is_causal, q_descale=q_descale, k_descale=k_descale, **options
-            )
-        v8, options["v_descale"] = quantize(v, E5M2, per="tensor", contiguous="seqlen")
-        attention(q, k, guarded(v8), window=(33, 7), **options)
-        attention(q, k, guarded(v8), **options)
+            attention(q, k, v8, is_causal=is_causal, enable_gqa=True)
+            attention(q8, k8, v8, is_causal=is_causal, enable_gqa=True)
+        v8 = Quantized(*map(guarded, quantize(v, E5M2, per="tensor", contiguous="seqlen")))
+        attention(q, k, v8, window=(33, 7), enable_gqa=True)
+        attention(q, k, v8, enable_gqa=True)
         print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
 
 

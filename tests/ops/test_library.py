@@ -85,10 +85,9 @@ def parameters(n):
 def attention_fp8(q, k, v):
     """The sum of what was quantised, because FP8 has no gradient."""
     with torch.no_grad():
-        (q8, q_descale), (k8, k_descale) = kernelbook.quantize(q), kernelbook.quantize(k)
-        v8, v_descale = kernelbook.quantize(v, contiguous="seqlen")
-        descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        out = kernelbook.attention(q8, k8, v8, **descales, out_dtype=torch.float16)
+        q8, (k8, k_descale) = kernelbook.quantize(q), kernelbook.quantize(k)
+        v8 = kernelbook.quantize(v, contiguous="seqlen")
+        out = kernelbook.attention(q8, k8, v8, k_descale=k_descale, out_dtype=torch.float16)
     return out.float() * q * k * v
 
 
@@ -261,6 +260,7 @@ CALLS = {
     "masked_dropout": (
         OPERATORS.masked_dropout, lambda: (randn(7).requires_grad_(), keep(randn(7)), 0.5)
     ),
+    "quantize": (OPERATORS.quantize, lambda: (randn(1, 2, 9, 16), torch.float8_e4m3fn, True, True)),
     "seeded_dropout": (OPERATORS.seeded_dropout, lambda: (randn(7).requires_grad_(), 0.5, 3, None)),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@
     fp8.py        operands of 8 bits, forward only
     varlen.py     packed sequences; varlen_backward.py and varlen_operator.py belong to it
     scope.py      who sees what: causal masks and windows
+    quantize.py   how operands get 8 bits
     tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
@@ -15,8 +16,8 @@ Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficie
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 """
 
-from kernelbook.ops.attention.fp8 import quantize
 from kernelbook.ops.attention.operator import attention
+from kernelbook.ops.attention.quantize import Quantized, quantize
 from kernelbook.ops.attention.varlen_operator import attention_varlen
 
-__all__ = ["attention", "attention_varlen", "quantize"]
+__all__ = ["Quantized", "attention", "attention_varlen", "quantize"]

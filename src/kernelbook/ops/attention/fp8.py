@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops import checks, library
+from kernelbook.ops import checks
 from kernelbook.ops.attention import scope, tuned
 from kernelbook.ops.attention.forward import sum_of_weights, weigh
 from kernelbook.ops.attention.scope import key_stages, seen_keys
@@ -328,95 +328,6 @@ def _launch(
         BLOCK_D=tuned.fp8_columns(head_dim),
         **config.options,
     )  # fmt: skip
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    *,
-    per: str = "head",
-    contiguous: str = "head_dim",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a tensor to 8 bits, so that x is about stored * descale.
-
-    descale = max(abs(x)) / max(dtype), over a head or over the tensor: the largest element becomes
-    the largest number of ``dtype``. Nothing is rounded to infinity or NaN. A NaN or an infinity
-    makes all that shares its descale NaN; where all is zero, descale is 1.
-
-    It reads x twice and needs memory for x in float32.
-
-    Args:
-        x: (batch, heads, seqlen, head_dim), float32, float16 or bfloat16.
-        dtype: ``torch.float8_e4m3fn``, 3 bits after the leading one and up to 448, or
-            ``torch.float8_e5m2``, 2 bits and up to 57344.
-        per: what shares a descale: "head", each (batch, head) for itself, or "tensor", all.
-        contiguous: the dimension whose elements are neighbours in memory, "head_dim" or "seqlen".
-            :func:`attention` wants "head_dim" of q and k and "seqlen" of v. Rows are padded to
-            multiples of 16 bytes.
-
-    Returns:
-        (stored, descale): stored has the shape of ``x``; descale is float32, (batch, heads), or ()
-        for "tensor". Neither is differentiable.
-
-    Raises:
-        TypeError: ``x`` is not a floating-point tensor, or ``dtype`` is not one of the two.
-        ValueError: ``x`` does not have four dimensions or is not where kernels run, or another
-            choice is not one of the two.
-    """
-    checks.tensor("x", x)
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be {checks.either(DTYPES)} of torch, got {dtype}.")
-    if x.ndim != 4:
-        raise ValueError(
-            f"x must be (batch, heads, seqlen, head_dim), got shape {tuple(x.shape)}: add the "
-            "dimensions that are missing by unsqueeze."
-        )
-    checks.choice("per", per, ("head", "tensor"))
-    checks.choice("contiguous", contiguous, ("head_dim", "seqlen"))
-    checks.same_device(x=x)
-
-    return _QUANTIZE(x.detach(), dtype, per == "head", contiguous == "seqlen")
-
-
-def _quantize(
-    x: torch.Tensor, dtype: torch.dtype, per_head: bool, seqlen_contiguous: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (stored, descale)."""
-    stored, descale = _quantized_like(x, dtype, per_head, seqlen_contiguous)
-    x = x.float()
-    dims = (2, 3) if per_head else (0, 1, 2, 3)
-    largest = torch.finfo(dtype).max
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    amax = x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(shape)
-    found = amax / largest
-    found = found.masked_fill(found == 0, 1.0)
-    stored.copy_((x / found).clamp_(-largest, largest))  # at most a rounding error is cut off
-    return stored, found.reshape(descale.shape)
-
-
-def _quantized_like(x, dtype, per_head, seqlen_contiguous):
-    """Return (stored, descale) without their numbers."""
-    inner = x.mT if seqlen_contiguous else x
-    padded = (inner.shape[-1] + ALIGNMENT.value - 1) // ALIGNMENT.value * ALIGNMENT.value
-    stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
-    stored = stored[..., : inner.shape[-1]]
-    descale = torch.empty(x.shape[:2] if per_head else (), dtype=torch.float32, device=x.device)
-    return stored.mT if seqlen_contiguous else stored, descale
-
-
-def _batch_quantize(info, in_dims, x, *options):
-    calls = library.batched(info, in_dims[0], x).unbind()
-    stored, descale = zip(*(_QUANTIZE.op(call, *options) for call in calls), strict=True)
-    return (torch.stack(stored), torch.stack(descale)), (0, 0)
-
-
-_QUANTIZE = library.Operator(
-    "quantize",
-    _quantize,
-    fake=_quantized_like,
-    batch=_batch_quantize,
-    **library.no_gradient("what quantize returns has no gradient."),
-)
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

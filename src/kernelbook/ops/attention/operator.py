@@ -11,14 +11,15 @@ from kernelbook.ops.attention.backward import attention_backward
 from kernelbook.ops.attention.decoding import attention_decode, n_parts
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
+from kernelbook.ops.attention.quantize import Quantized, parts
 from kernelbook.ops.attention.tiles import fit
 
 
 @checks.also_named(query="q", key="k", value="v")
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor | Quantized,
+    k: torch.Tensor | Quantized,
+    v: torch.Tensor | Quantized,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -49,8 +50,9 @@ def attention(
     them the logarithms of the weights; above 2**27, gradients in float16 may overflow.
 
     Operands may have 8 bits, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: v alone, beside q
-    and k in float16 or bfloat16, or all three. Their values are stored * descale, as
-    :func:`quantize` returns them. The weights are rounded to float8_e4m3fn. Keys of v are read
+    and k in float16 or bfloat16, or all three. Their values are stored * descale: pass the pair
+    that :func:`quantize` returns in the place of the operand, or stored there and its descale by
+    keyword. The weights are rounded to float8_e4m3fn. Keys of v are read
     contiguous, that is v.stride(2) == 1: ``quantize(v, contiguous="seqlen")``. Any other v is
     copied into that layout first, which reads and writes it once. There is no gradient.
 
@@ -92,7 +94,8 @@ def attention(
     Raises:
         TypeError: an argument is of another kind or dtype.
         ValueError: shapes do not go together, head_dim or ``scale`` is out of range, a tensor is
-            not where kernels run, a descale requires a gradient, or the device has no FP8 products.
+            not where kernels run, a descale comes twice or requires a gradient, or the device has
+            no FP8 products.
         RuntimeError: a gradient is asked for that there is not.
 
     Sources: Dao et al., FlashAttention, NeurIPS 2022; Dao, FlashAttention-2, ICLR 2024. Grouped
@@ -102,6 +105,9 @@ def attention(
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
     return_lse = checks.flag("return_lse", return_lse)
     deterministic = checks.flag("deterministic", deterministic)
+    q, q_descale = parts("q", q, q_descale)
+    k, k_descale = parts("k", k, k_descale)
+    v, v_descale = parts("v", v, v_descale)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, x, DTYPES)
     if library.autocasts(q):
