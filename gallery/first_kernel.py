@@ -18,10 +18,13 @@ show is replayed from a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
+import statistics
+
 import torch
 
 from kernelbook import lab, reference, runtime, weighted_sum
 from kernelbook.ops.weighted_sum import (
+    _backward,
     part_sum_kernel,
     weighted_sum_bwd_kernel,
     weighted_sum_fwd_kernel,
@@ -181,16 +184,16 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is carried out by 128 threads (more below), each with its own :term:`registers
-# <register>`, the fastest memory. The number of threads in a program is a power of two, and the
-# compiler gives each equally many elements of a block, to keep in registers. Registers have no
-# addresses, so that the compiler must write an instruction for each and has to know how many there
-# are. That is why a block size is marked ``tl.constexpr``: it is a constant of the compiled kernel,
-# and another value is another kernel.
+# A program is carried out by 128 threads (more on them below), and each thread has its own
+# :term:`registers <register>`, the fastest memory. The compiler gives every thread equally many
+# elements of a block, and the number of threads is a power of two, so the size of the block has to
+# be one as well. It must also be known when the kernel is compiled, because an instruction names
+# its registers and cannot loop over them. That is what ``tl.constexpr`` says: the block size is a
+# constant of the compiled kernel, and another block size needs another compiled kernel.
 #
-# Triton also looks at ordinary integers such as ``n``. If 16 divides ``n``, a group of neighbouring
-# elements is inside or outside as a whole, so that one wide load can serve them, and a stride that
-# is 1 needs no multiplication. So such numbers have kernels of their own.
+# Triton also inspects ordinary integers such as ``n``, because some values allow faster code. If 16
+# divides ``n``, neighbouring elements are inside or outside together, so one wide load can serve
+# them; and a stride of 1 needs no multiplication. Triton compiles separate kernels for such values.
 
 
 def variants():
@@ -301,26 +304,190 @@ lab.table(
 # Long rows
 # ---------
 #
-# A row of a million elements fits into no program: a block is kept in registers, and a million
-# float32 numbers are 4 MB, where an :term:`SM`, the part of a GPU that runs a program, has 256 KB
-# of registers. So the kernel of this book's operator loops over blocks of columns. Its grid has two
-# dimensions: programs for blocks of rows and, if there are few rows, for parts of their columns.
-# Row numbers are int64, because past :math:`2^{31}` elements an offset does not fit into 32 bits.
+# A row of a million elements does not fit into a program: a block is kept in registers, and a
+# million float32 numbers are 4 MB, while an :term:`SM`, the part of a GPU that runs a program, has
+# 256 KB of registers. The kernel of this book's operator therefore loops over blocks of columns.
+# Its grid has two dimensions, one for blocks of rows and one for parts of the columns, because a
+# matrix of few rows would otherwise leave most of the GPU idle. Row numbers are int64, because past
+# :math:`2^{31}` elements an offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
 # %%
-# The loop adds products into as many sums as a block has elements, so that threads need not
-# exchange anything before the loop is over.
+# The loop keeps as many sums as a block has elements, so threads need not exchange anything before
+# the loop is over.
 
 lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
-# One reduction and one store follow. If a row has several parts, each program stores a
-# :term:`partial sum <partial sums>`, and a second small kernel adds them, as for the gradient
-# below.
+# One reduction and one store follow. If a row has several parts, each program stores the sum of its
+# own part, and a second small kernel adds these.
 
 lab.source(weighted_sum_fwd_kernel, "end")
+
+# %%
+# What programs must not share
+# ----------------------------
+#
+# So far no program has read what another one writes. What happens if it does? Programs run in no
+# fixed order. This kernel adds to each number the one before it. If it works in place, program 1
+# reads element 3, which program 0 changes.
+
+
+@triton.jit
+def in_place_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    inside = offsets < n
+    before = tl.load(x_ptr + offsets - 1, mask=inside & (offsets > 0), other=0.0)
+    x = tl.load(x_ptr + offsets, mask=inside)
+    tl.store(y_ptr + offsets, x + before, mask=inside)
+
+
+x, y = torch.ones(10, device=runtime.DEVICE), torch.empty(10, device=runtime.DEVICE)
+in_place_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
+in_place_kernel[(3,)](x, x, 10, BLOCK_SIZE=4)
+print("into another tensor:", y.tolist())
+print("in place:           ", x.tolist())
+
+# %%
+# The interpreter runs the programs in the order of their numbers, so there the first number of each
+# later block is always wrong. On a GPU programs run at the same time, and which numbers are wrong
+# depends on which program comes first: this is a *race*. We launch the same kernel five times on a
+# million ones.
+
+# %%
+
+
+# Measuring
+def in_place_runs():
+    n, rows = 2**20, []
+    for run in range(5):
+        x = torch.ones(n, device=runtime.DEVICE)
+        in_place_kernel[(n // 256,)](x, x, n, BLOCK_SIZE=256)
+        rows.append({"run": 1 + run, "wrong numbers": int((x[1:] != 2).sum())})
+    return rows
+
+
+# %%
+
+# Folded: The five runs
+in_place = lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
+in_place
+
+# %%
+
+# Reading
+nan = float("nan")
+
+
+def listed(items):
+    *others, last = [f"{item:,}" for item in items]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+wrong = [row["wrong numbers"] for row in in_place.rows]
+lab.read(f"In five runs {listed(wrong) if wrong else nan} numbers were wrong.")
+
+# %%
+# No run reports an error. The rule is simple: within one launch, what one program writes no other
+# program may read or write, unless both use :term:`atomic` operations, which no other access can
+# interrupt. Write to another tensor instead, or launch a second kernel, which begins when the first
+# has ended.
+#
+# The next section needs a sum over rows that belong to different programs. If each program loads
+# the sum so far, adds its own rows and stores the result, two programs may load the same value, and
+# one of the two additions is lost. The interpreter hides this mistake, because there one program
+# ends before the next begins. Two ways are right. An atomic addition loads, adds and stores in one
+# step. Or each program stores the sums of its own rows in memory of its own, which are called
+# :term:`partial sums`, and a second kernel adds these up.
+
+
+@triton.jit
+def shared_sum_kernel(
+    dy_ptr, x_ptr, dw_ptr, n_cols, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + rows[:, None] * n_cols + cols[None, :])
+    sums = tl.sum(tl.load(dy_ptr + rows)[:, None] * x, axis=0)
+    if ATOMIC:
+        tl.atomic_add(dw_ptr + cols, sums)
+    else:
+        tl.store(dw_ptr + cols, tl.load(dw_ptr + cols) + sums)
+
+
+# %%
+
+
+# Measuring
+def sharing():
+    n_rows, n_cols = 2**16, 1024
+    x = torch.randn(n_rows, n_cols, device=runtime.DEVICE) + 1
+    dy = torch.randn(n_rows, device=runtime.DEVICE) + 1
+    w = torch.ones(n_cols, device=runtime.DEVICE)
+    truth = dy.double() @ x.double()
+
+    def shared(atomic):
+        dw = torch.zeros(n_cols, device=runtime.DEVICE)
+        shared_sum_kernel[(n_rows // 64, n_cols // 64)](dy, x, dw, n_cols, atomic, 64)
+        return dw
+
+    def in_parts():
+        dw = torch.empty(n_cols, device=runtime.DEVICE)
+        _backward(
+            dy, x, w, None, dw
+        )  # the kernels of the next section, without autograd
+        return dw
+
+    ways = {
+        "load, add, store": lambda: shared(False),
+        "atomic addition": lambda: shared(True),
+        "partial sums": in_parts,
+    }
+    rows = []
+    for name, way in ways.items():
+        runs = [way() for _ in range(20)]
+        worst = max(((dw - truth).abs() / truth.abs()).max().item() for dw in runs)
+        same = sum(torch.equal(dw, runs[0]) for dw in runs[1:])
+        rows.append(
+            {
+                "sum of 65,536 rows": name,
+                "worst error": f"{worst:.1e}",
+                "of 19 runs, equal to the first": same,
+                "µs": round(1e3 * statistics.median(lab.event_times(way)), 1),
+            }
+        )
+    return rows
+
+
+shared_sums = lab.measure("A sum that programs share, in three ways", sharing)
+shared_sums
+
+# %%
+
+# Reading
+way = {row["sum of 65,536 rows"]: row for row in shared_sums.rows}
+
+
+def of_way(name, column):
+    return float(way[name][column]) if way else nan
+
+
+def repeated(name):
+    same = of_way(name, "of 19 runs, equal to the first")
+    return {0: "none", 19: "all"}.get(same, f"{same:.0f}")
+
+
+lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
+took = [of_way(name, "µs") for name in ("atomic addition", "partial sums")]
+lab.read(
+    f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
+    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and the order "
+    f"of atomics differs from run to run: of 19 repetitions, {repeated('atomic addition')} "
+    f"reproduced the bits of the first run with atomics, and {repeated('partial sums')} with partial "
+    "sums. All three ways are timed alike, by the GPU's clock and without autograd: atomics take "
+    f"{took[0]:,.0f} µs, and partial sums, with both launches, {took[1]:,.0f}."
+)
 
 # %%
 # The gradient
@@ -339,10 +506,8 @@ lab.source(weighted_sum_fwd_kernel, "end")
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` is a sum over rows that lie in different programs. Two that
-# add to one sum in memory may lose an addition, without special instructions (shown under "What
-# programs must not share"). So each writes the sums of its own rows into memory of its own, the
-# :term:`partial sums`, and a second kernel adds these up.
+# its own block. The gradient of ``w`` is a sum over rows that belong to different programs, so we
+# compute it by partial sums, which give the same bits in every run.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -356,14 +521,14 @@ lab.source(weighted_sum_fwd_kernel, "end")
 lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
-# Programs take turns with the rows: after ``BLOCK_ROWS`` of them, a program goes ``step`` rows on,
-# past those of the others with its columns. An argument may be ``None``; the compiler then drops
-# the branch.
+# Several programs have the same columns and share the rows. In each iteration a program takes
+# ``BLOCK_ROWS`` of them, and then moves ``step`` rows ahead, past those of the others. An argument
+# may be ``None``; the compiler then drops the branch that uses it.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 
 # %%
-# After its last turn it adds up the rows of its block, and stores one row of partial sums.
+# After its last iteration it adds up the rows of its block, and stores one row of partial sums.
 
 lab.source(weighted_sum_bwd_kernel, "end")
 
@@ -432,22 +597,27 @@ with warnings.catch_warnings():
 # ------------
 #
 # Every result is compared with the truth in float64. The error is the largest deviation, as a share
-# of the largest true value nearby. Ours may be twice PyTorch's, which counts as half a unit in the
-# last place at least, because no rounding promises less. In float32 it may be eight times, because
-# the error of a sum depends on the order of additions, and PyTorch's order may be lucky.
+# of the largest true value nearby. It may be twice PyTorch's own error in the same dtype. Where
+# PyTorch errs by less than half a unit in the last place, half a unit counts, because no rounded
+# result can promise less. A float32 result may err by eight times as much, because the error of a
+# sum depends on the order of the additions, and PyTorch's order may be lucky. In the last rows the
+# weight is float32 and ``x`` is not, so ``dw`` is float32 too.
 
 
 def cases():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    dtypes = [
+        (dtype, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    for dtype, of_weight in [*dtypes, (torch.bfloat16, torch.float32)]:
         for shape in ((1, 1001), (70, 64), (33, 1000)):
             x = (
                 (torch.randn(shape, device=runtime.DEVICE) + 1)
                 .to(dtype)
                 .requires_grad_()
             )
-            w = (torch.randn(shape[1], device=runtime.DEVICE) + 1).to(dtype)
+            w = (torch.randn(shape[1], device=runtime.DEVICE) + 1).to(of_weight)
             w.requires_grad_()
-            dy = torch.randn(shape[0], device=runtime.DEVICE).to(dtype)
+            dy = torch.randn(shape[0], device=runtime.DEVICE).to(of_weight)
             found = []
             for operator in (weighted_sum, simple_weighted_sum):
                 y = operator(x, w)
@@ -456,9 +626,12 @@ def cases():
                 reference.weighted_sum(x, w),
                 *reference.weighted_sum_backward(x, w, dy),
             )
-            factor = 8 if dtype == torch.float32 else 2
-            for row in zip(("forward", "dx", "dw"), *found, truth, strict=True):
-                yield lab.Case(str(shape), *row, factor=factor)
+            label = str(shape) if dtype == of_weight else f"{shape}, float32 weight"
+            for what, ours, *rest in zip(
+                ("forward", "dx", "dw"), *found, truth, strict=True
+            ):
+                factor = 8 if ours.dtype == torch.float32 else 2
+                yield lab.Case(label, what, ours, *rest, factor=factor)
 
 
 lab.check("weighted_sum", cases())
@@ -501,7 +674,7 @@ if runtime.INTERPRETED:
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# A kernel can ask the hardware: in the place of each element it stores the number of the thread
+# We can ask the hardware: this kernel stores, in place of each element, the number of the thread
 # that holds it.
 
 # %%
@@ -602,17 +775,9 @@ def register_kernel(x_ptr, y_ptr, turns, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, value)
 
 
-def milliseconds(run):
-    """The shortest of several runs. The first compiles, and fills the caches."""
-    times = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times[1:])
+def fastest(run):
+    """Milliseconds of the fastest of five runs, with whatever the run before left in caches."""
+    return min(lab.event_times(run, repeats=5))
 
 
 def levels():
@@ -623,7 +788,7 @@ def levels():
 
     def terabytes(programs, own, step, window, loads, cache):
         args = (x, sums, own, step, window, loads, 4096, cache)
-        took = milliseconds(lambda: read_kernel[(programs,)](*args, num_warps=8))
+        took = fastest(lambda: read_kernel[(programs,)](*args, num_warps=8))
         return programs * loads * 4096 * 4 / took / 1e9
 
     def nanoseconds(lines, steps, cache):
@@ -634,22 +799,23 @@ def levels():
         place = order[:1].clone()
         run = chase_kernel[(1,)]
         return (
-            milliseconds(lambda: run(following, place, steps, cache, num_warps=1))
+            fastest(lambda: run(following, place, steps, cache, num_warps=1))
             / steps
             * 1e6
         )
 
-    def registers(programs, block, warps):
+    def multiply_adds(programs, block, warps):
+        """TB/s of three reads and a write each, and the nanoseconds from one to the next."""
         y = torch.empty(programs * block, device=runtime.DEVICE)
         run = register_kernel[(programs,)]
-        took = milliseconds(lambda: run(x, y, 4096, block, num_warps=warps))
+        took = fastest(lambda: run(x, y, 4096, block, num_warps=warps))
         return 16 * 4096 * programs * block * 16 / took / 1e9, took / (16 * 4096) * 1e6
 
     found = {
         "registers": (
             4 * properties.regs_per_multiprocessor * sms,
-            registers(8 * sms, 1024, 4)[0],
-            registers(1, 32, 1)[1],
+            multiply_adds(8 * sms, 1024, 4)[0],
+            multiply_adds(1, 32, 1)[1],
         ),
         "L1 cache and shared memory": (
             properties.shared_memory_per_multiprocessor * sms,
@@ -712,25 +878,24 @@ lab.draw(hierarchy, "What each memory delivers", in_words, steps)
 
 # Reading
 level = {row["memory"]: row for row in hierarchy.rows}
-nan = float("nan")
 
 
 def at(memory, column):
     return level.get(memory, {}).get(column, nan)
 
 
-hbm, l2, registers = (at(name, "TB/s") for name in ("HBM", "L2 cache", "registers"))
+hbm, l2, in_registers = (at(name, "TB/s") for name in ("HBM", "L2 cache", "registers"))
 l1 = at("L1 cache and shared memory", "TB/s")
 wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 lab.read(
     f"HBM delivers {hbm:.1f} TB/s, L2 {l2 / hbm:.1f} times as much, L1 {l1 / hbm:.1f} times, and "
     "registers, at three reads and one write for each multiply-add, "
-    f"{registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive. To receive "
-    f"{hbm:.1f} TB/s all the same, {in_flight:.1f} MB must be on their way at any moment, which is "
+    f"{in_registers / hbm:,.0f} times. A number from HBM takes {wait:,.0f} ns to arrive, so to "
+    f"receive {hbm:.1f} TB/s, {in_flight:.1f} MB must be on their way at any moment, which is "
     "why a GPU runs so many threads, each with several loads under way. While HBM "
     "delivers one bfloat16 number, the registers could do "
-    f"{registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
+    f"{in_registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
 )
 
 # %%
@@ -740,8 +905,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy of half of ``x``, which moves as many bytes. It is no wall: it writes half
-# of its bytes, and our kernels almost none. "One row a program" is ``rows_kernel``, and ``x @ w``
+# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. A kernel may be
+# faster than this copy, because half of the bytes of a copy are written, and our kernels write
+# almost none. "One row a program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is
 # PyTorch's product of a matrix and a vector. :doc:`/reading-figures` explains how they are timed.
 
 
@@ -792,11 +958,6 @@ apart = (
     if slowly > 3.3 * copied
     else "little remains"
 )
-
-
-def listed(items):
-    *others, last = [f"{item:,}" for item in items]
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def no_slower(sweep, provider, other="Kernel Book"):
@@ -982,148 +1143,6 @@ lab.facts(
         f"{columns:,} columns, bfloat16": lambda n=columns: launches(n)()
         for columns in (4096, 1001)
     },
-)
-
-# %%
-# What programs must not share
-# ----------------------------
-#
-# Programs run in no fixed order. This kernel adds to each number the one before it. If it works in
-# place, program 1 reads element 3, which program 0 changes.
-
-
-@triton.jit
-def in_place_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    inside = offsets < n
-    before = tl.load(x_ptr + offsets - 1, mask=inside & (offsets > 0), other=0.0)
-    x = tl.load(x_ptr + offsets, mask=inside)
-    tl.store(y_ptr + offsets, x + before, mask=inside)
-
-
-x, y = torch.ones(10, device=runtime.DEVICE), torch.empty(10, device=runtime.DEVICE)
-in_place_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
-in_place_kernel[(3,)](x, x, 10, BLOCK_SIZE=4)
-print("into another tensor:", y.tolist())
-print("in place:           ", x.tolist())
-
-# %%
-# The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong. On a GPU programs run at once, and so do warps. We launch the same
-# on a million ones, five times.
-
-# %%
-
-
-# Measuring
-def in_place_runs():
-    n, rows = 2**20, []
-    for run in range(5):
-        x = torch.ones(n, device=runtime.DEVICE)
-        in_place_kernel[(n // 256,)](x, x, n, BLOCK_SIZE=256)
-        rows.append({"run": 1 + run, "wrong numbers": int((x[1:] != 2).sum())})
-    return rows
-
-
-# %%
-
-# Folded: The five runs
-in_place = lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
-in_place
-
-# %%
-
-# Reading
-wrong = [row["wrong numbers"] for row in in_place.rows]
-lab.read(f"In five runs {listed(wrong) if wrong else nan} numbers were wrong.")
-
-# %%
-# No run reports an error. The rule is simple: within one launch, nothing that is written may be
-# read or written by anyone else, unless by atomics. Write to another tensor, or launch a second
-# kernel, which begins when the first has ended.
-#
-# So ``dw`` must not be summed by programs that load what is there, add and store. The interpreter
-# hides this mistake, because one program ends before the next begins. On a GPU two programs load
-# the same value, and one addition is lost. An :term:`atomic` addition loses none.
-
-
-@triton.jit
-def shared_sum_kernel(
-    dy_ptr, x_ptr, dw_ptr, n_cols, ATOMIC: tl.constexpr, BLOCK: tl.constexpr
-):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + rows[:, None] * n_cols + cols[None, :])
-    sums = tl.sum(tl.load(dy_ptr + rows)[:, None] * x, axis=0)
-    if ATOMIC:
-        tl.atomic_add(dw_ptr + cols, sums)
-    else:
-        tl.store(dw_ptr + cols, tl.load(dw_ptr + cols) + sums)
-
-
-# %%
-
-
-# Measuring
-def sharing():
-    n_rows, n_cols = 2**16, 1024
-    x = torch.randn(n_rows, n_cols, device=runtime.DEVICE) + 1
-    dy = torch.randn(n_rows, device=runtime.DEVICE) + 1
-    w = torch.ones(n_cols, device=runtime.DEVICE, requires_grad=True)
-    y = weighted_sum(x, w)
-    truth = dy.double() @ x.double()
-
-    def shared(atomic):
-        dw = torch.zeros(n_cols, device=runtime.DEVICE)
-        shared_sum_kernel[(n_rows // 64, n_cols // 64)](dy, x, dw, n_cols, atomic, 64)
-        return dw
-
-    ways = {
-        "load, add, store": lambda: shared(False),
-        "atomic addition": lambda: shared(True),
-        "partial sums": lambda: torch.autograd.grad(y, w, dy, retain_graph=True)[0],
-    }
-    rows = []
-    for name, way in ways.items():
-        runs = [way() for _ in range(20)]
-        worst = max(((dw - truth).abs() / truth.abs()).max().item() for dw in runs)
-        same = sum(torch.equal(dw, runs[0]) for dw in runs[1:])
-        rows.append(
-            {
-                "sum of 65,536 rows": name,
-                "worst error": f"{worst:.1e}",
-                "of 19 runs, equal to the first": same,
-                "µs": round(1e3 * triton.testing.do_bench(way), 1),
-            }
-        )
-    return rows
-
-
-shared_sums = lab.measure("Three ways to share a sum between programs", sharing)
-shared_sums
-
-# %%
-
-# Reading
-way = {row["sum of 65,536 rows"]: row for row in shared_sums.rows}
-
-
-def of_way(name, column):
-    return float(way[name][column]) if way else nan
-
-
-def repeated(name):
-    same = of_way(name, "of 19 runs, equal to the first")
-    return {0: "none", 19: "all"}.get(same, f"{same:.0f}")
-
-
-lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
-lab.read(
-    f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
-    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
-    f"come in any: of 19 repetitions, {repeated('atomic addition')} reproduced the first run's "
-    f"bits with atomics, and {repeated('partial sums')} with partial sums. The time of the latter "
-    "includes the host's, for autograd, so it says nothing about the kernels."
 )
 
 # %%

@@ -374,7 +374,88 @@ def test_constant_rows_are_zero(n_cols, value, dtype):
     assert torch.equal(layer_norm(x, n_cols, None, bias), bias.to(dtype).expand(4, n_cols))
 
 
-LONG = [1000, 8191, 20_000, 32_768, 50_258, 65_536, 65_537, 200_000, 600_000]
+LIMITS = [33, 1025, 2049, 8191, 8192, 8193, 12_289, 16_383, 16_384, 16_385]
+"""Lengths beside those at which a rule of tuned.py changes; odd ones are never packed."""
+
+CONSTANTS = [1000.3, 65_504.0, -0.3337]
+"""Numbers whose last bits are set in float16: a sum of many of them needs more bits than 24."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_cols", LIMITS)
+def test_constant_rows_are_zero_at_every_length_where_a_rule_changes(n_cols, dtype):
+    x = torch.tensor(CONSTANTS, device=DEVICE).to(dtype)[:, None].repeat(1, n_cols)
+    bias = draw(n_cols, dtype=dtype)
+    assert (layer_norm(x, n_cols) == 0).all()
+    assert torch.equal(layer_norm(x, n_cols, None, bias), bias.expand_as(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_cols", [8193, 9000, 16_383])
+def test_constant_rows_that_are_looped_over_are_zero(n_cols, dtype):
+    x = torch.tensor(CONSTANTS, device=DEVICE).to(dtype)[:, None].repeat(1, n_cols)
+    with runtime.launching_on(x):
+        y, mean, _ = forwards._forward(x, None, None, 1e-5, looping=True)
+    assert torch.equal(mean, x[:, 0].float())
+    assert (y == 0).all()
+
+
+def test_constant_rows_that_begin_at_an_odd_offset_are_zero():
+    """Such rows are not packed either: they are whole up to 16,384 numbers, and then split."""
+    for n_cols in (8194, 16_384, 16_386):
+        values = torch.tensor(CONSTANTS, device=DEVICE).half().repeat_interleave(n_cols)
+        x = torch.cat([values[:1], values])[1:].view(len(CONSTANTS), n_cols)
+        assert (layer_norm(x, n_cols) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("n_cols", [8191, 8192, 8193, 16_383, 16_384, 16_385])
+def test_a_large_mean_of_16_bits_at_every_length_where_a_rule_changes(n_cols, dtype):
+    """What the mean loses would be as much as the deviation of a row of which one number differs.
+
+    PyTorch on the CPU has no right digit here, so the yardstick is the truth rounded once.
+    """
+    x = torch.full((3, n_cols), 65_000.0, device=DEVICE).to(dtype)
+    x[0, -1] -= 512
+    x[1, n_cols // 2] -= 1024
+    x[2] = (512 * torch.randn(n_cols, device=DEVICE) + 50_000).to(dtype)
+    truth = reference.layer_norm(x, 1)
+    assert_close(layer_norm(x, n_cols), truth, truth.to(dtype))
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e30, 1e37, 3e38])
+def test_the_gradients_of_equal_numbers_do_not_depend_on_how_large_they_are(value, dtype):
+    """Past the end of a row x is 0, so that its distance from the mean times rstd is infinite."""
+    (weight, bias), dy = parameters(300, dtype), draw(4, 300, dtype=dtype)
+    gradients = []
+    for filled in (1.0, value):
+        x = torch.full((4, 300), filled, device=DEVICE).to(dtype)
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        gradients.append(torch.autograd.grad(layer_norm(leaves[0], 300, *leaves[1:]), leaves, dy))
+    assert all(map(torch.equal, *gradients))
+    assert gradients[1][0].abs().max() > 0
+    assert (gradients[1][1] == 0).all()
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("n_cols", [257, 1000])
+def test_a_mean_of_a_million_beside_a_deviation_of_one(n_cols):
+    """Neighbours are 1/16 apart there, and a mean is rounded to one of them, that of a part too:
+    by ``rounded``, which the variance of many numbers hardly feels. All else is exact as near 0."""
+    rounded = 1.01 / 32
+    x = torch.randn(5, n_cols, device=DEVICE) + 1e6
+    with runtime.launching_on(x):
+        y, mean, rstd = forwards._forward(x, None, None, 1e-5)
+    deviation = x.double() - mean.double()[:, None]
+    exact = (x.double().var(1, correction=0) + 1e-5).rsqrt()
+    assert (deviation.mean(1).abs() <= rounded).all()
+    assert ((rstd / exact - 1).abs() <= rounded**2 + 2 * rounded / n_cols**0.5).all()
+    assert torch.allclose(y.double(), deviation * rstd.double()[:, None], rtol=2**-22, atol=0)
+
+
+LONG = [1000, 8191, 8193, 16_383, 20_000, 32_768, 50_258, 65_536, 65_537, 200_000, 600_000]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,6 +1,6 @@
 """The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
 
-from kernelbook.lab.bench import Absent, Sweep, bench, peer
+from kernelbook.lab.bench import Absent, Sweep, bench, event_times, peer
 from kernelbook.lab.chapter import compiled_by, facts, finish, host_times, measure, start
 from kernelbook.lab.check import Case, CheckFailed, check
 from kernelbook.lab.display import note, read, source, table
@@ -18,6 +18,7 @@ __all__ = [
     "colour",
     "compiled_by",
     "draw",
+    "event_times",
     "facts",
     "finish",
     "host_times",

@@ -362,6 +362,28 @@ def _time(run: Callable) -> tuple[list[float], bool]:
     return times, queued
 
 
+def event_times(
+    run: Callable, *, repeats: int = 20, before: Callable = lambda: None
+) -> list[float]:
+    """Return the milliseconds of some runs, each by two events of the GPU.
+
+    Before each run the GPU pauses, until the host has queued all of it, and then does what
+    ``before`` queues. Caches stay as that leaves them. A first run, in which the kernel may be
+    compiled, does not count. For experiments of a page; figures come from :func:`bench`.
+    """
+    times = []
+    for _ in range(1 + repeats):
+        torch.cuda._sleep(PAUSE)
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return times[1:]
+
+
 def _replay(name: str, asked: dict, code: str | None) -> Sweep:
     """Return the recorded sweep, or one without rows where none is recorded."""
     past = chapter.running().past

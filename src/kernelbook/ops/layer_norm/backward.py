@@ -40,6 +40,18 @@ def load_weight(w_ptr, cols, inside):
 
 
 @triton.jit
+def means_of(c1, c2, n_cols):
+    """c1 and c2 from their sums, of rows that are padded with zeros.
+
+    xhat of a padding zero is -mean * rstd. Where that overflows, its product with a dy of 0 is NaN;
+    but only rows of equal numbers have so large an rstd beside their mean, and their c1 is 0. A NaN
+    or an infinity of x or dy is in xhat or c2 as well, so that it still shows in dx.
+    """
+    c1 = tl.where(c1 == c1, c1, 0.0)
+    return divide(c1, n_cols), divide(c2, n_cols)
+
+
+@triton.jit
 def row_bwd_kernel(
     x_ptr,  # input of forward, (n_rows, n_cols)
     w_ptr,  # weight, (n_cols), or None
@@ -84,7 +96,7 @@ def row_bwd_kernel(
         if dx_ptr is not None:
             wdy = dy * w.to(tl.float32)
             c1, c2 = two_sums(xhat * wdy, wdy, 1, True)
-            c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
+            c1, c2 = means_of(c1, c2, n_cols)
             dx = (wdy - (xhat * c1 + c2)) * rstd
             tl.store(dx_ptr + rows * n_cols + cols, dx, mask=inside)
 
@@ -248,7 +260,7 @@ def split_bwd_kernel(
                     slots = tl.where(parts == other, to_slot(c1, c2), slots)
             c1s, c2s = collect(slots, parts < N_PARTS, 0.0, 0.0)
             c1, c2 = two_sums(c1s, c2s, 0)
-            c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
+            c1, c2 = means_of(c1, c2, n_cols)
             xhat, wdy = terms(x_before, dy_before, mean_before, rstd_before, w)
             dx = (wdy - (xhat * c1 + c2)) * rstd_before
             tl.store(dx_ptr + before * n_cols + cols, dx, mask=cols < n_cols)
@@ -290,7 +302,7 @@ def loop_bwd_kernel(
         c1 += (x - mean) * rstd * wdy
         c2 += wdy
     c1, c2 = two_sums(c1, c2, 0)
-    c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
+    c1, c2 = means_of(c1, c2, n_cols)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)

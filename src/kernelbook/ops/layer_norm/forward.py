@@ -44,6 +44,10 @@ and the sum of 2**31 of them is still finite."""
 ROUNDING = tl.constexpr(2.0**-20)
 """What a sum of squares may be off by, as a share of it."""
 
+EXACT = tl.constexpr(8192)
+"""How many equal numbers of float16 have an exact sum: each has 11 bits, and float32 has 24. Those
+of bfloat16 have 8 bits, so that the sum of a whole row, of at most 65,536 of them, is exact."""
+
 SHORT = tl.constexpr(64)
 """Lanes of a warp on any GPU, at most: a row that is no longer may be one number a lane."""
 
@@ -97,11 +101,11 @@ def moments(x, inside, count):
     mean = mean_of(x.to(tl.float32), count)
     deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
     squared = square(deviation, inside)
-    if x.dtype == tl.float32:
+    if (x.dtype == tl.float32) or ((x.dtype == tl.float16) and (x.shape[1] > EXACT)):
         m2, residue = two_sums(squared, deviation * SMALL, 1, True)
         correction = divide(residue, count) / SMALL
         return mean + correction, without(m2, correction, count)
-    else:  # the sum of up to 8,192 equal numbers of 16 bits is exact
+    else:  # the sum of equal numbers is exact, and so is their mean
         return mean, tl.sum(squared, axis=1, keep_dims=True)
 
 
