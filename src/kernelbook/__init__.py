@@ -1,19 +1,30 @@
 """Kernel Book: GPU kernels in Triton, each explained in a chapter and tested against float64."""
 
 from kernelbook import runtime  # noqa: F401  (first: it decides how kernels run)
-from kernelbook.ops.attention import attention, quantize
+from kernelbook.ops.attention import (
+    all_to_all_attention,
+    attention,
+    quantize,
+    ring_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from kernelbook.ops.dropout import dropout, masked_dropout, seeded_dropout
 from kernelbook.ops.layer_norm import layer_norm
 from kernelbook.ops.softmax import softmax
 from kernelbook.ops.weighted_sum import weighted_sum
 
 __all__ = [
+    "all_to_all_attention",
     "attention",
     "dropout",
     "layer_norm",
     "masked_dropout",
     "quantize",
+    "ring_attention",
     "seeded_dropout",
+    "shard_sequence",
     "softmax",
+    "unshard_sequence",
     "weighted_sum",
 ]

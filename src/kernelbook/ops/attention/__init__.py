@@ -7,6 +7,7 @@
     tiles.py      what the kernels share: tensor descriptors, who sees what
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
+    ring.py       a sequence spread over ranks of torch.distributed
 
 Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficient exact attention
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
@@ -14,5 +15,18 @@ with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 
 from kernelbook.ops.attention.fp8 import quantize
 from kernelbook.ops.attention.operator import attention
+from kernelbook.ops.attention.ring import (
+    all_to_all_attention,
+    ring_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 
-__all__ = ["attention", "quantize"]
+__all__ = [
+    "all_to_all_attention",
+    "attention",
+    "quantize",
+    "ring_attention",
+    "shard_sequence",
+    "unshard_sequence",
+]

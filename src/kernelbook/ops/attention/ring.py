@@ -4,7 +4,8 @@ Each rank holds a part of the queries and the same part of the keys and values. 
 of keys is a weighted average of the softmax over each part, and the weights follow from the
 logsumexp of each part (lse). So a rank can meet the parts one after another:
 
-    ring         keys and values travel from rank to rank, one step while the part before is computed
+    ring         keys and values travel from rank to rank, while each rank computes with those that
+                 it received before
     all to all   ranks exchange parts of the sequence for heads, compute whole sequences of fewer
                  heads, and exchange back
 
@@ -12,10 +13,12 @@ Under a causal mask the ring leaves ranks of a contiguous layout idle: rank r se
 layout "zigzag" gives rank r the pieces r and 2 * world - 1 - r of 2 * world, so that in each step
 each rank computes the same number of scores.
 
-    layout       rank r holds                          in step s, keys come from rank (r - s) % world
-    contiguous   piece r of world                      from lower ranks: whole; from higher: none
-    zigzag       pieces r, 2 * world - 1 - r           from lower ranks: their first half;
-                                                       from higher: the second half of q sees all
+    layout       rank r holds                   causal: it computes
+    contiguous   piece r of world               all scores with keys of lower ranks, and none with
+                                                keys of higher ranks
+    zigzag       pieces r, 2 * world - 1 - r    all queries with the first half of keys of lower
+                                                ranks, the second half of queries with all keys of
+                                                higher ranks
 
 Sources: the ring: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for
 near-infinite context", arXiv:2310.01889, 2023; pieces from both ends: Brandon et al., "Striped
@@ -85,7 +88,7 @@ def ring_attention(
     def checked():
         return _checked(q, k, v, is_causal, scale, enable_gqa, layout, group)
 
-    *tensors, is_causal, sm_scale = _agreed(checked, group)
+    *tensors, is_causal, sm_scale = _agreed("ring_attention", checked, layout, group)
     return _Ring.apply(*tensors, is_causal, sm_scale, layout, group)
 
 
@@ -119,7 +122,7 @@ def all_to_all_attention(
                 )
         return _checked(q, k, v, is_causal, scale, enable_gqa, layout, group)
 
-    *tensors, is_causal, sm_scale = _agreed(checked, group)
+    *tensors, is_causal, sm_scale = _agreed("all_to_all_attention", checked, layout, group)
     whole = (_Exchange.apply(x, True, layout, group) for x in tensors)
     out = operator.attention(*whole, is_causal=is_causal, scale=sm_scale, enable_gqa=True)
     return _Exchange.apply(out, False, layout, group)
@@ -165,8 +168,9 @@ def unshard_sequence(
     """
     group = _group_of("unshard_sequence", group)
     layout = checks.choice("layout", layout, LAYOUTS)
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    x = x.detach().contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
     return _in_order(torch.cat(parts, dim), dim, group.size(), layout)
 
 
@@ -254,25 +258,25 @@ def _control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.get_backend(group) == "gloo":
         return group
     if group not in _controls:
-        ranks = dist.get_process_group_ranks(group)
-        _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _controls[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group._get_backend(torch.device("cuda")).options._timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
     return _controls[group]
 
 
-def _agreed(checked: Callable, group: dist.ProcessGroup):
+def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup):
     """Return what ``checked`` returns, if it does on all ranks and all mean the same."""
     result, failure = None, None
     try:
         result = checked()
         *tensors, is_causal, sm_scale = result
-        said = {
-            **{
-                name: f"{checks.spell(x.dtype)} of shape {tuple(x.shape)}"
-                for name, x in zip("qkv", tensors, strict=True)
-            },
-            "is_causal": is_causal,
-            "scale": sm_scale,
-        }
+        said = {"the function": name, "layout": layout}
+        for letter, x in zip("qkv", tensors, strict=True):
+            said[letter] = f"{checks.spell(x.dtype)} of shape {tuple(x.shape)}"
+        said |= {"is_causal": is_causal, "scale": sm_scale}
     except (TypeError, ValueError) as error:
         failure, said = error, {"refused": str(error)}
     answers: list = [None] * group.size()
@@ -289,11 +293,11 @@ def _agreed(checked: Callable, group: dist.ProcessGroup):
         if "refused" in answer:
             raise ValueError(f"rank {rank} refused its input: {answer['refused']}")
     for rank, answer in enumerate(answers):
-        for name, value in answer.items():
-            if value != answers[0][name]:
+        for what, value in answer.items():
+            if value != answers[0][what]:
                 raise ValueError(
-                    f"{name} must be the same on all ranks, got {value} on rank {rank} and "
-                    f"{answers[0][name]} on rank 0: pass the same."
+                    f"{what} must be the same on all ranks, got {value} on rank {rank} and "
+                    f"{answers[0][what]} on rank 0: pass the same."
                 )
     return result
 
@@ -318,9 +322,7 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, lse_part: torch.Tensor
-) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """Add attention to more keys: change out and lse, both float32, to those of all keys.
 
     out = (1 - w) out + w part, where w = exp(lse_part) / (exp(lse) + exp(lse_part)).
