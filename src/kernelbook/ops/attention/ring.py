@@ -1,0 +1,436 @@
+"""Attention over a sequence that is spread over the ranks of ``torch.distributed``.
+
+Each rank holds a part of the queries and the same part of the keys and values. Softmax over a union
+of keys is a weighted average of the softmax over each part, and the weights follow from the
+logsumexp of each part (lse). So a rank can meet the parts one after another:
+
+    ring         keys and values travel from rank to rank, while each rank computes with those that
+                 it received before
+    all to all   ranks exchange parts of the sequence for heads, compute whole sequences of fewer
+                 heads, and exchange back
+
+Under a causal mask the ring leaves ranks of a contiguous layout idle: rank r sees r + 1 parts. The
+layout "zigzag" gives rank r the pieces r and 2 * world - 1 - r of 2 * world, so that in each step
+each rank computes the same number of scores.
+
+    layout       rank r holds                   causal: it computes
+    contiguous   piece r of world               all scores with keys of lower ranks, and none with
+                                                keys of higher ranks
+    zigzag       pieces r, 2 * world - 1 - r    all queries with the first half of keys of lower
+                                                ranks, the second half of queries with all keys of
+                                                higher ranks
+
+Sources: the ring: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for
+near-infinite context", arXiv:2310.01889, 2023; pieces from both ends: Brandon et al., "Striped
+attention", arXiv:2311.09431, 2023, and the Llama 3 report, arXiv:2407.21783, 2024; heads for
+sequence: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, 2023.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from kernelbook.ops import checks, library
+from kernelbook.ops.attention import operator
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Attention of a sequence that is spread over ranks, with keys and values sent round a ring.
+
+    Every rank calls it with its part of the sequence and gets the same part of the result. Memory
+    per rank grows with its part: at most two parts of keys and values are there at a time, and
+    float32 sums of its own part of the result.
+
+    Ranks first tell each other what they pass, through the CPU, so that a mismatch raises on all of
+    them. The GPU does not wait for that; the host waits for the slowest rank.
+
+    Args:
+        q: queries of this rank, (batch, heads, seqlen_q / world, head_dim), float32, float16 or
+            bfloat16, of the same shape on all ranks.
+        k: keys of this rank, (batch, heads, seqlen_k / world, head_dim).
+        v: values of this rank, of the shape of ``k``.
+        is_causal: whether a query sees only keys at its own position of the whole sequence and
+            before it; ``q`` and ``k`` then have the same length.
+        scale: what the products of q and k are multiplied by; ``None`` means head_dim ** -0.5.
+        enable_gqa: whether ``k`` and ``v`` may have fewer heads: see :func:`attention`.
+        layout: which part rank r holds: "contiguous", the r-th of world pieces, or "zigzag", the
+            pieces r and 2 * world - 1 - r of 2 * world, in this order: see :func:`shard_sequence`.
+            Under a causal mask "zigzag" gives all ranks the same work.
+        group: the process group; ``None`` means all ranks.
+
+    Returns:
+        out, of the shape and dtype of ``q``. It can be differentiated once.
+
+    Raises:
+        TypeError, ValueError: what :func:`attention` refuses, on any rank: all ranks raise, and the
+            message names the rank; arguments that differ between ranks, likewise.
+        RuntimeError: ``torch.distributed`` is not initialised, or a rank does not answer within the
+            time-out of the group.
+
+    Source: Liu, Zaharia and Abbeel, arXiv:2310.01889, 2023.
+    """
+    group = _group_of("ring_attention", group)
+
+    def checked():
+        return _checked(q, k, v, is_causal, scale, enable_gqa, layout, group)
+
+    *tensors, is_causal, sm_scale = _agreed("ring_attention", checked, layout, group)
+    return _Ring.apply(*tensors, is_causal, sm_scale, layout, group)
+
+
+def all_to_all_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Attention of a sequence that is spread over ranks, which exchange heads for sequence.
+
+    Arguments, result and errors are those of :func:`ring_attention`. Each rank computes whole
+    sequences of 1 / world of the heads, so world must divide the heads of ``q`` and of ``k``.
+
+    Source: Jacobs et al., arXiv:2309.14509, 2023.
+    """
+    group = _group_of("all_to_all_attention", group)
+
+    def checked():
+        for name, x in (("q", q), ("k", k)):
+            world = group.size()
+            if isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[1] % world:
+                raise ValueError(
+                    f"{name} must have a number of heads that {world} ranks can share, got "
+                    f"{x.shape[1]}: use ring_attention."
+                )
+        return _checked(q, k, v, is_causal, scale, enable_gqa, layout, group)
+
+    *tensors, is_causal, sm_scale = _agreed("all_to_all_attention", checked, layout, group)
+    whole = (_Exchange.apply(x, True, layout, group) for x in tensors)
+    out = operator.attention(*whole, is_causal=is_causal, scale=sm_scale, enable_gqa=True)
+    return _Exchange.apply(out, False, layout, group)
+
+
+def shard_sequence(
+    x: torch.Tensor,
+    dim: int,
+    *,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the part of a sequence that this rank holds.
+
+    Args:
+        x: any tensor whose size along ``dim`` the number of ranks divides; with "zigzag", twice it.
+        dim: the dimension of the sequence.
+        layout: "contiguous" or "zigzag": see :func:`ring_attention`.
+        group: the process group; ``None`` means all ranks.
+    """
+    group = _group_of("shard_sequence", group)
+    layout = checks.choice("layout", layout, LAYOUTS)
+    pieces = _pieces_of(group.size(), layout)
+    count = len(pieces) * len(pieces[0])
+    if x.shape[dim] % count:
+        raise ValueError(
+            f"x must have a size along dim that {count} divides, got {x.shape[dim]}: pad it."
+        )
+    parts = x.chunk(count, dim) if x.shape[dim] else [x] * count
+    return torch.cat([parts[i] for i in pieces[group.rank()]], dim)
+
+
+def unshard_sequence(
+    x: torch.Tensor,
+    dim: int,
+    *,
+    layout: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the whole sequence, gathered from all ranks; no gradient flows through it.
+
+    Arguments are those of :func:`shard_sequence`; ``x`` has the same shape on all ranks.
+    """
+    group = _group_of("unshard_sequence", group)
+    layout = checks.choice("layout", layout, LAYOUTS)
+    x = x.detach().contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return _in_order(torch.cat(parts, dim), dim, group.size(), layout)
+
+
+# -- who holds what, and who sees what
+
+
+def _pieces_of(world: int, layout: str) -> list[tuple[int, ...]]:
+    """Return which pieces of the sequence each rank holds, in the order in which it holds them."""
+    if layout == "contiguous":
+        return [(rank,) for rank in range(world)]
+    return [(rank, 2 * world - 1 - rank) for rank in range(world)]
+
+
+def _in_order(x: torch.Tensor, dim: int, world: int, layout: str) -> torch.Tensor:
+    """Return the parts of all ranks, one after another, as the sequence they make."""
+    held = [piece for pieces in _pieces_of(world, layout) for piece in pieces]
+    parts = x.chunk(len(held), dim) if x.shape[dim] else [x] * len(held)
+    return torch.cat([parts[held.index(piece)] for piece in range(len(held))], dim)
+
+
+def _as_held(x: torch.Tensor, dim: int, world: int, layout: str) -> torch.Tensor:
+    """Return a sequence as the parts of all ranks, one after another."""
+    held = [piece for pieces in _pieces_of(world, layout) for piece in pieces]
+    parts = x.chunk(len(held), dim) if x.shape[dim] else [x] * len(held)
+    return torch.cat([parts[piece] for piece in held], dim)
+
+
+def _work(rank: int, source: int, is_causal: bool, layout: str, length: int):
+    """Return (queries, keys, causal): what a rank computes with the keys that a rank sent, or None.
+
+    ``queries`` and ``keys`` are slices of the two parts, and ``causal`` tells whether the slices
+    are masked: the last query sees the last key then.
+    """
+    all_of_it, half = slice(0, None), length // 2
+    if not is_causal or source == rank:
+        return all_of_it, all_of_it, is_causal
+    if layout == "contiguous":
+        return (all_of_it, all_of_it, False) if source < rank else None
+    if source < rank:
+        return all_of_it, slice(0, half), False
+    return slice(half, None), all_of_it, False
+
+
+# -- what ranks agree on
+
+
+def _group_of(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"{name} needs torch.distributed: call torch.distributed.init_process_group on each "
+            "rank first, or use attention on one device."
+        )
+    return dist.group.WORLD if group is None else group
+
+
+def _checked(q, k, v, is_causal, scale, enable_gqa, layout, group):
+    """Return (q, k, v, is_causal, sm_scale), or raise what attention raises."""
+    is_causal = checks.flag("is_causal", is_causal)
+    enable_gqa = checks.flag("enable_gqa", enable_gqa)
+    layout = checks.choice("layout", layout, LAYOUTS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, x)
+    if library.autocasts(q):
+        q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
+    operator._check_operands(q, k, v, enable_gqa)
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"k must have the length of q where is_causal, {q.shape[2]}, got {k.shape[2]}: pass "
+            "keys for the same positions as queries."
+        )
+    if is_causal and layout == "zigzag" and q.shape[2] % 2:
+        raise ValueError(
+            f"q must have an even length in the layout zigzag, two pieces, got {q.shape[2]}: "
+            "shard the sequence by shard_sequence."
+        )
+    sm_scale = q.shape[-1] ** -0.5 if scale is None else operator._checked_scale(scale)
+    return q, k, v, is_causal, sm_scale
+
+
+_controls: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""For a group of GPUs, the same ranks as a group of CPUs, on which ranks agree."""
+
+
+def _control(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if dist.get_backend(group) == "gloo":
+        return group
+    if group not in _controls:
+        _controls[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group._get_backend(torch.device("cuda")).options._timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return _controls[group]
+
+
+def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup):
+    """Return what ``checked`` returns, if it does on all ranks and all mean the same."""
+    result, failure = None, None
+    try:
+        result = checked()
+        *tensors, is_causal, sm_scale = result
+        said = {"the function": name, "layout": layout}
+        for letter, x in zip("qkv", tensors, strict=True):
+            said[letter] = f"{checks.spell(x.dtype)} of shape {tuple(x.shape)}"
+        said |= {"is_causal": is_causal, "scale": sm_scale}
+    except (TypeError, ValueError) as error:
+        failure, said = error, {"refused": str(error)}
+    answers: list = [None] * group.size()
+    try:
+        dist.all_gather_object(answers, said, group=_control(group))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group.rank()} of {group.size()} waited for the others in vain: one of them has "
+            "stopped, or did not make this call within the time-out of the process group."
+        ) from error
+    if failure:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if "refused" in answer:
+            raise ValueError(f"rank {rank} refused its input: {answer['refused']}")
+    for rank, answer in enumerate(answers):
+        for what, value in answer.items():
+            if value != answers[0][what]:
+                raise ValueError(
+                    f"{what} must be the same on all ranks, got {value} on rank {rank} and "
+                    f"{answers[0][what]} on rank 0: pass the same."
+                )
+    return result
+
+
+# -- the ring
+
+
+def _pass_on(x: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor) -> list[dist.Work]:
+    """Send a tensor to the next rank, and receive that of the rank before."""
+    rank, world = group.rank(), group.size()
+    to, source = ((rank + step) % world for step in (1, -1))
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),
+            dist.P2POp(dist.irecv, into, dist.get_global_rank(group, source), group),
+        ]
+    )
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, lse_part: torch.Tensor) -> None:
+    """Add attention to more keys: change out and lse, both float32, to those of all keys.
+
+    out = (1 - w) out + w part, where w = exp(lse_part) / (exp(lse) + exp(lse_part)).
+
+    Args:
+        out: attention to some keys, (..., seqlen, head_dim), float32.
+        lse: its logsumexp, (..., seqlen), float32; -inf where a query has seen nothing.
+        part: attention to other keys.
+        lse_part: its logsumexp.
+    """
+    w = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -torch.inf, 0)
+    out.lerp_(part.to(out.dtype), w.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, lse_part))
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, sm_scale, layout, group):
+        rank, world = group.rank(), group.size()
+        length = q.shape[2]
+        out = lse = None
+        kv = torch.stack((k, v))
+        following = torch.empty_like(kv) if world > 1 else None
+        for step in range(world):
+            # -- send: what is here goes on while it is computed with
+            last = step == world - 1
+            works = [] if last else _pass_on(kv, group, following)
+            # -- attend: the scores that this mask leaves
+            if work := _work(rank, (rank - step) % world, is_causal, layout, length):
+                rows, keys, causal = work
+                part = operator.attention(
+                    q[:, :, rows], *kv[:, :, :, keys], is_causal=causal, scale=sm_scale,
+                    enable_gqa=True, return_lse=True,
+                )  # fmt: skip
+                if out is None:  # the first part is the rank's own, and all its queries see it
+                    out, lse = part[0].float(), part[1]
+                else:
+                    merge(out[:, :, rows], lse[:, :, rows], *part)
+            _wait(works)
+            kv, following = following, kv
+        ctx.save_for_backward(q, k, v, out := out.to(q.dtype), lse)
+        ctx.options = is_causal, sm_scale, layout, group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, out, lse = ctx.saved_tensors
+        is_causal, sm_scale, layout, group = ctx.options
+        rank, world = group.rank(), group.size()
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        kv = torch.stack((k, v))
+        following = torch.empty_like(kv)
+        dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
+        arriving = torch.empty_like(dkv)
+        gradients = []
+        for step in range(world):
+            works = [] if step == world - 1 else _pass_on(kv, group, following)
+            # -- differentiate: P comes from the lse of all keys, so these are parts of a sum
+            partial = None
+            if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
+                rows, keys, causal = work
+                of_rows = (x[:, :, rows] for x in (out, lse, do))
+                partial = operator.run_backward(
+                    q[:, :, rows], *kv[:, :, :, keys], *of_rows, None, causal, None, None,
+                    sm_scale, True, [True, True, True],
+                )  # fmt: skip
+                dq[:, :, rows] += partial[0]
+            # -- add: to the gradients of these keys, which come from the rank before
+            _wait(gradients)
+            if step:
+                dkv, arriving = arriving, dkv
+            if partial:
+                dkv[0, :, :, keys] += partial[1]
+                dkv[1, :, :, keys] += partial[2]
+            if world > 1:
+                gradients = _pass_on(dkv, group, arriving)
+            _wait(works)
+            kv, following = following, kv
+        _wait(gradients)
+        dk, dv = arriving if world > 1 else dkv
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Turn parts of the sequence with all heads into whole sequences of some heads, or back."""
+
+    @staticmethod
+    def forward(ctx, x, to_heads, layout, group):
+        ctx.options = to_heads, layout, group
+        return _exchange(x, to_heads, layout, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        to_heads, layout, group = ctx.options
+        return _exchange(dy, not to_heads, layout, group), None, None, None
+
+
+def _exchange(x: torch.Tensor, to_heads: bool, layout: str, group) -> torch.Tensor:
+    world = group.size()
+    if to_heads:  # a part of the heads for each rank comes first
+        sent = x.unflatten(1, (world, -1)).movedim(1, 0).contiguous()
+    else:  # a part of the sequence for each rank comes first
+        parts = _as_held(x, 2, world, layout).unflatten(2, (world, -1))
+        sent = parts.movedim(2, 0).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    if to_heads:
+        return _in_order(received.movedim(0, 2).flatten(2, 3), 2, world, layout)
+    return received.movedim(0, 1).flatten(1, 2)
