@@ -246,7 +246,7 @@ def _checked(q, k, v, is_causal, scale, enable_gqa, layout, group):
             f"q must have an even length in the layout zigzag, two pieces, got {q.shape[2]}: "
             "shard the sequence by shard_sequence."
         )
-    sm_scale = q.shape[-1] ** -0.5 if scale is None else operator._checked_scale(scale)
+    sm_scale = q.shape[-1] ** -0.5 if scale is None else operator.checked_scale(scale)
     return q, k, v, is_causal, sm_scale
 
 
