@@ -173,7 +173,7 @@ def first_steps():
         timeout=120,
     )
     return [
-        {"step": number} | {name: round(took, 2) for name, took in times.items()}
+        {"number": number} | {name: round(took, 2) for name, took in times.items()}
         for number, times in enumerate(json.loads(done.stdout), 1)
     ]
 
@@ -642,7 +642,7 @@ lab.read(
 # Mixed precision
 # ---------------
 #
-# ``torch.autocast`` runs each operation in the dtype that suits it and leaves the parameters in
+# ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves the parameters in
 # float32. The course asks which dtype each tensor of a toy model has.
 
 
@@ -832,7 +832,7 @@ def memory_of(training, context):
         "forward alone, GiB": round(alone, 2),
         "step, GiB": round(peaks[highest], 2),
         "peak in": highest,
-        "kept, GiB": round(kept, 3),
+        "kept, GiB": round(kept, 5),
     }
 
 
@@ -846,7 +846,7 @@ def memory_by_context(name="2.7B"):
             rows.append(
                 {"dtype": dtype, "context": context}
                 | memory_of(training, context)
-                | {"on paper, GiB": round(paper, 3)}
+                | {"on paper, GiB": round(paper, 5)}
             )
             freed()
     del training
@@ -905,8 +905,8 @@ def traced_step(training):
     for name in PASSES:
         getattr(training, name)()
         torch.cuda.synchronize()
-        ends[name] = len(allocator_trace()) - start
-    trace = allocator_trace()[start:]
+        trace = allocator_trace()[start:]
+        ends[name] = len(trace)
     torch.cuda.memory._record_memory_history(enabled=None)
     return before, trace, ends
 
