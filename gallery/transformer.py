@@ -319,7 +319,7 @@ least, best = (f"{gains[size]:.1f} at {size}" for size in (smallest, largest))
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. The standard "
-    "deviations are a small part of the means, since a step is long and the GPU does the same work each time. "
+    "deviations are a small part of the means, because the GPU does the same work each time. "
     f"Forward in bfloat16 is faster by a factor of {least} and {best}. "
     + (
         "A small model gains less, because its kernels are so short that the host, which takes as "
@@ -584,9 +584,10 @@ order = sorted(
 lab.read(
     f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
     f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
-    f"({rest[order[2]]:.1f}). All of these wait for memory, because they do a few FLOPs per number and "
-    "read and write every one of them. *Other* holds additions, multiplications, the mask and the loss. "
-    "Casts are the price of autocast, which copies each weight to bfloat16 in every step."
+    f"({rest[order[2]]:.1f}). What is no matmul waits for memory, because it does a few FLOPs per "
+    "number and reads and writes every one of them. The group `other` holds additions, "
+    "multiplications, the mask and the loss. Casts are the price of autocast, which copies each "
+    "weight to bfloat16 in every step."
 )
 
 # %%
@@ -642,8 +643,8 @@ lab.read(
 # Mixed precision
 # ---------------
 #
-# ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves the parameters in
-# float32. The course asks which dtype each tensor of a toy model has.
+# ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves
+# the parameters in float32. The course asks which dtype each tensor of a toy model has.
 
 
 class Toy(nn.Module):
@@ -897,10 +898,12 @@ def allocator_trace():
     return snapshot["device_traces"][torch.cuda.current_device()]
 
 
-def traced_step(training):
+def traced_step(training, context=None):
     """The live bytes before a step, what the allocator did, and where each pass ended."""
     before = torch.cuda.memory_allocated()
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
+    torch.cuda.memory._record_memory_history(
+        context=context, stacks="python", max_entries=10**6
+    )
     start, ends = len(allocator_trace()), {}
     for name in PASSES:
         getattr(training, name)()
@@ -1039,7 +1042,7 @@ def line_of(event):
 def largest_allocations(name="large"):
     training = new_training(name)
     whole_step(training)
-    _, trace, ends = traced_step(training)
+    _, trace, ends = traced_step(training, context="alloc")  # with its line of Python
     found = Counter()
     for index, event in enumerate(trace):
         if event["action"] == "alloc":
@@ -1117,23 +1120,26 @@ COMPILED = {
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
-def events(run):
+def events(run, *inputs):
     """Milliseconds that the GPU takes for a run, after a pause in which the host queues it."""
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    run()
+    run(*inputs)
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
 
 
-def median_ms(run, budget=40):
-    """The median of as many runs as fit into a budget of milliseconds, but 3 to 20."""
-    run()
-    count = max(3, min(20, int(budget / events(run))))
-    return statistics.median(events(run) for _ in range(count))
+def median_ms(run, prepare=lambda: (), budget=40):
+    """The median of as many runs as fit into a budget of milliseconds, but 3 to 20.
+
+    What ``prepare`` returns is made anew for each run, and its time does not count.
+    """
+    run(*prepare())
+    count = max(3, min(20, int(budget / events(run, *prepare()))))
+    return statistics.median(events(run, *prepare()) for _ in range(count))
 
 
 def drawn(*shape, grad=True, dtype=torch.bfloat16):
@@ -1233,9 +1239,9 @@ against = layer_ms("SDPA, compiled") / layer_ms("Kernel Book")
 fusing = layer_ms("all, compiled") / layer_ms("Kernel Book")
 lab.read(
     f"Eager, a layer takes {layer_ms('PyTorch'):.2f} ms with PyTorch's operators and "
-    f"{layer_ms('+ dropout'):.2f} with the book's, {gain:.2f} times as fast. Attention's "
-    f"part is the largest: {layer_ms('+ softmax'):.2f} ms before it and {layer_ms('+ attention'):.2f} "
-    f"after. Compiled, PyTorch's operators take {layer_ms('torch.compile'):.2f} ms, SDPA "
+    f"{layer_ms('+ dropout'):.2f} with the book's, {gain:.2f} times as fast. Attention alone "
+    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, "
+    f"PyTorch's operators take {layer_ms('torch.compile'):.2f} ms, SDPA "
     f"{layer_ms('SDPA, compiled'):.2f} and the book's attention {layer_ms('Kernel Book'):.2f}, "
     f"{against:.2f} times the speed of SDPA. With all of the book's operators it is "
     f"{layer_ms('all, compiled'):.2f} ms"
@@ -1508,8 +1514,8 @@ lab.read(
         else ""
     )
     + f"Attention is {flops[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
-    f"{flops[LONG]:.0f} % at {LONG:,}, so a faster attention kernel moves a step little at the short "
-    "context."
+    f"{flops[LONG]:.0f} % at {LONG:,}, so a faster attention kernel moves a step little at the "
+    "short context."
 )
 
 # %%
@@ -1725,10 +1731,10 @@ def forward_times(attend, q, k, v):
 
 
 def backward_times(attend, q, k, v, do):
-    out = attend(q, k, v)
-    return round(
-        median_ms(lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)), 4
-    )
+    def backward(out):
+        torch.autograd.grad(out, (q, k, v), do)
+
+    return round(median_ms(backward, lambda: (attend(q, k, v),)), 4)
 
 
 def both_times(attend, q, k, v, do):

@@ -193,8 +193,8 @@ CHAPTERS = {
         },
     ),
     "transformer": Facts(
-        "Where does the time of a training step go, where does its memory go, and how much of either "
-        "do the book's operators save?",
+        "Where does the time of a training step go, where does its memory go, and how much of "
+        "either do the book's operators save?",
         "intermediate",
         ("measuring", "attention_backward"),
         "layer",
