@@ -205,6 +205,20 @@ CHAPTERS = {
             "all in FP8": "all in 8 bits",
         },
     ),
+    "transformer": Facts(
+        "Where does the time of a training step go, where does its memory go, and how much of "
+        "either do the book's operators save?",
+        "intermediate",
+        ("measuring", "attention_backward"),
+        "layer",
+        {"context": 1024},
+        {
+            "PyTorch": "PyTorch's operators",
+            "+ dropout": "the book's",
+            "torch.compile": "PyTorch's, compiled",
+            "Kernel Book": "compiled, with our attention",
+        },
+    ),
 }
 """The chapters in the order in which they are read."""
 

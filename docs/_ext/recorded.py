@@ -371,6 +371,8 @@ def pictured_input(record):
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
     elif "seqlen_k" in point:
         size = [f"one query and {point['seqlen_k']:,} keys", f"head_dim {point['head_dim']}"]
+    elif "context" in point:
+        size = [f"a layer of width {point['width']:,}", f"context {point['context']:,}"]
     else:
         size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
         size += [point["mask"]]
@@ -549,12 +551,12 @@ class Functions(SphinxDirective):
 
 
 def show_sources(app, env):
-    """Let Sphinx write a source page for each module of an operator that has several."""
+    """Let Sphinx write a source page for each module whose code a chapter may show."""
     import kernelbook
 
     folder = Path(kernelbook.__file__).parent
     shown = env.__dict__.setdefault("_viewcode_modules", {})
-    for path in sorted(folder.glob("ops/**/*.py")):
+    for path in sorted((*folder.glob("ops/**/*.py"), *folder.glob("lab/*.py"))):
         name = ".".join(("kernelbook", *path.relative_to(folder).with_suffix("").parts))
         if path.stem != "__init__" and not shown.get(name):
             shown[name] = path.read_text(encoding="utf-8"), {}, {}, name

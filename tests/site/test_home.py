@@ -31,6 +31,10 @@ def size(point):
 
 def work(chapter, name, point):
     """The bytes or FLOPs of an operator, counted here a second time."""
+    if chapter == "transformer":
+        tokens, width = point["batch"] * point["context"], point["width"]
+        weights = 4 * width**2 + 2 * width * point["ff"]
+        return 6 * tokens * weights + 7 * tokens * point["context"] * width  # causal attention
     if chapter == "first_kernel":
         return (2 if name == "backward" else 1) * size(point)
     if name == "decoding":

@@ -1,0 +1,1975 @@
+"""
+A transformer, measured
+=======================
+
+The kernels of this book are pieces of a model. *Where does the time of a training step go, where
+does its memory go, and how much of either do the book's operators save?*
+
+You will learn
+
+- how to time a training step, and how to read a profile of it: which kernels take the time, and
+  which of them are matmuls;
+- what mixed precision changes in time, memory and dtypes, and which tensors fill the memory;
+- what each operator of the book is worth in a whole model, eager and compiled, beside PyTorch's own
+  and its fused attention.
+
+The questions are those of the second assignment of the Stanford course CS336, which this book
+follows. The measurements need an NVIDIA GPU with 141 GB. Without one they are those of a recorded
+run, and the counts on paper, the check of every gradient and the exercises are computed anew.
+"""
+
+# sphinx_gallery_thumbnail_number = 5
+import gc
+import json
+import linecache
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import kernelbook
+from kernelbook import attention, dropout, lab, layer_norm, reference, runtime, softmax
+from kernelbook.lab import decoder
+from kernelbook.lab.decoder import (
+    PASSES,
+    SIZES,
+    Decoder,
+    Operators,
+    Size,
+    Training,
+    standard_attention,
+    timed_step,
+)
+
+lab.start(
+    "transformer",
+    "kernelbook.lab.decoder",
+    "kernelbook.ops.attention",
+    "kernelbook.ops.dropout",
+    "kernelbook.ops.layer_norm",
+    "kernelbook.ops.softmax",
+)
+
+# %%
+# The model
+# ---------
+#
+# A decoder reads tokens and predicts, at each position, the token that follows. Each token becomes
+# a vector of ``d_model`` numbers, called the *residual stream*, and each layer adds to it twice:
+# the output of attention, and the output of a feed-forward network. Both read the stream through a
+# layer norm, which makes it a *pre-norm* decoder.
+#
+# .. image:: /figures/transformer-block.svg
+#    :alt: One layer, from left to right. The residual stream runs straight through. A branch leaves
+#          it through layer norm, the linear layer qkv, attention, the linear layer out and dropout,
+#          and is added back. A second branch leaves it through layer norm, the linear layer up,
+#          GELU, the linear layer down and dropout, and is added back. Attention, layer norm and
+#          dropout are marked as operators that are injected; the linear layers are matmuls.
+#
+# Attention is the formula itself: scores, the causal mask, softmax, a weighted sum of values.
+# ``record_function`` names a range for the profiler and does nothing else.
+
+lab.source(standard_attention)
+
+# %%
+# A layer holds its operators as attributes. That is all that we need to replace them.
+
+lab.source(decoder.Block)
+
+# %%
+# The model around the layers is short. ``checkpointed`` is for later.
+
+lab.source(decoder.Decoder)
+
+# %%
+# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The table counts
+# their parameters, the memory of training before any activation exists (a parameter, its gradient
+# and the two averages of AdamW, 16 bytes in float32), and the FLOPs of one step at a context of
+# 1,024: two per parameter and token in each of the three matmuls of a linear layer (output,
+# gradient of the input, gradient of the weight), and those of causal attention.
+
+BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def step_flops(size, batch, context):
+    linear = 4 * size.d_model**2 + 2 * size.d_model * size.d_ff
+    linear = size.layers * linear + size.d_model * size.vocabulary
+    scores = size.layers * batch * context**2 * size.d_model
+    return 6 * linear * batch * context + 7 * scores  # causal: half of 4, 3.5 times
+
+
+# %%
+
+
+def parameters(size, context=CONTEXT):
+    return sum(p.numel() for p in Decoder(size, context, device="meta").parameters())
+
+
+lab.table(
+    [
+        {
+            "size": name,
+            "d_model": size.d_model,
+            "d_ff": size.d_ff,
+            "layers": size.layers,
+            "heads": size.heads,
+            "parameters, million": round(parameters(size) / 1e6),
+            "16 bytes each, GiB": round(16 * parameters(size) / 2**30, 1),
+            "TFLOP a step": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
+        }
+        for name, size in SIZES.items()
+    ],
+    "The five sizes",
+)
+
+# %%
+# How long is a step?
+# -------------------
+#
+# A step has three passes: forward computes the loss, backward the gradients, and the optimiser
+# changes the parameters. ``Training`` holds them, and ``timed_step`` reads the clock after each,
+# when the GPU has finished.
+
+lab.source(timed_step)
+
+# %%
+
+# Measuring
+FRESH = """
+import json
+import torch
+from kernelbook.lab.decoder import SIZES, Decoder, Training, timed_step
+model = Decoder(SIZES["medium"], 256, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+training = Training(model, optimizer).draw(4, 256)
+torch.cuda.synchronize()
+print(json.dumps([timed_step(training) for _ in range(15)]))
+"""
+
+
+def first_steps():
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        env=os.environ | path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return [
+        {"number": number} | {name: round(took, 2) for name, took in times.items()}
+        for number, times in enumerate(json.loads(done.stdout), 1)
+    ]
+
+
+first = lab.measure("Milliseconds of the first steps of a process", first_steps)
+
+# %%
+# What a warm-up changes can only be seen in a process that has not trained before, so we start one,
+# with the size medium at a context of 256, and keep the times of its first 15 steps. Leaving out
+# the first 0, 1, 2 or 5 of them and taking the next ten gives four measurements of the same step.
+
+# Reading
+nan = float("nan")
+
+
+def number(table, column, *first):
+    """A number of a recorded table, by what stands first in its row; NaN before it is recorded."""
+    found = [row for row in table.rows if tuple(row.values())[: len(first)] == first]
+    return found[0][column] if found and found[0][column] is not None else nan
+
+
+def ten_after(warmup, name):
+    """Mean and standard deviation of ten steps."""
+    times = [row[name] for row in first.rows[warmup:][:10]]
+    return (statistics.fmean(times), statistics.stdev(times)) if times else (nan, nan)
+
+
+lab.table(
+    [
+        {"steps of warm-up": warmup}
+        | {
+            f"{name}, ms": "{:.1f} ± {:.1f}".format(*ten_after(warmup, name))
+            for name in PASSES
+        }
+        for warmup in (0, 1, 2, 5)
+        if first.rows
+    ],
+    "Ten steps after a warm-up, mean and standard deviation",
+)
+
+# %%
+
+# Reading
+cold, mean_of_all = number(first, "forward", 1), ten_after(0, "forward")
+later, again = ten_after(1, "forward"), ten_after(5, "forward")
+apart = {
+    name: 100 * (ten_after(1, name)[0] / ten_after(5, name)[0] - 1) for name in PASSES
+}
+most = max(apart, key=lambda name: abs(apart[name]))
+lab.read(
+    f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
+    f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
+    "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
+    f"After five steps it takes {again[0]:.1f} ± {again[1]:.1f} ms. One step of warm-up removes "
+    f"nearly all of this, but not everything: the pass that moves most from one step of warm-up to "
+    f"five is {most}, by {apart[most]:+.1f} %. The second step still meets something for the first "
+    "time, such as the state of AdamW, which the first step has allocated after its forward and "
+    "backward pass, so that memory lies elsewhere."
+)
+
+# %%
+# Now all sizes, at a context of 256: ten steps after a warm-up of five, in float32, and under
+# ``torch.autocast`` in bfloat16, to which we come back below.
+
+# Measuring
+torch_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+
+
+def freed():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def new_training(name, context=CONTEXT, dtype="float32"):
+    model = Decoder(SIZES[name], context, device=runtime.DEVICE)
+    training = Training(model, torch_adamw(model.parameters()), DTYPES[dtype])
+    return training.draw(BATCH, context)
+
+
+def whole_step(training):
+    for name in PASSES:
+        getattr(training, name)()
+
+
+def peak_gib(run):
+    """The most memory that was allocated at any moment of a run, in GiB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def all_sizes():
+    rows = []
+    for name in SIZES:
+        training = new_training(name, SHORT)
+        for dtype in DTYPES:
+            training.dtype = DTYPES[dtype]
+            steps = [timed_step(training) for _ in range(15)][5:]
+            row = {"size": name, "dtype": dtype}
+            for part in PASSES:
+                times = [step[part] for step in steps]
+                row[f"{part}, ms"] = round(statistics.fmean(times), 2)
+                row[f"{part}, sd"] = round(statistics.stdev(times), 2)
+            row["peak, GiB"] = round(peak_gib(partial(whole_step, training)), 2)
+            rows.append(row)
+        del training
+        freed()
+    return rows
+
+
+sizes = lab.measure("A step of every size, context 256", all_sizes)
+
+# %%
+
+lab.table(
+    [
+        {"size": row["size"], "dtype": row["dtype"]}
+        | {f"{p}, ms": f"{row[f'{p}, ms']:.1f} ± {row[f'{p}, sd']:.1f}" for p in PASSES}
+        | {"peak, GiB": row["peak, GiB"]}
+        for row in sizes.rows
+    ],
+    "A step of every size: mean and standard deviation of ten, after five",
+)
+
+# %%
+
+# Reading
+largest, smallest = list(SIZES)[-1], next(iter(SIZES))
+took = {
+    (size, dtype, part): number(sizes, f"{part}, ms", size, dtype)
+    for size in SIZES
+    for dtype in DTYPES
+    for part in PASSES
+}
+ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
+gains = {
+    size: took[size, "float32", "forward"] / took[size, "bfloat16", "forward"]
+    for size in SIZES
+}
+least, best = (f"{gains[size]:.1f} at {size}" for size in (smallest, largest))
+lab.read(
+    f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
+    "pass, because each linear layer does two matmuls in it for one in forward. The standard "
+    "deviations are a small part of the means, because the GPU does the same work each time. "
+    f"Forward in bfloat16 is faster by a factor of {least} and {best}. "
+    + (
+        "A small model gains less, because its kernels are so short that the host, which takes as "
+        "long to launch them in either dtype, sets the pace."
+        if gains[smallest] < gains[largest]
+        else ""
+    )
+)
+
+# %%
+# Where the time goes
+# -------------------
+#
+# The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
+# host. We profile each pass of the size large at a context of 1,024 by itself, after three steps of
+# warm-up, and compare the sum over its kernels with the clock.
+
+
+def profiled(run):
+    """Run something under the profiler; return its averages, by name."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return profiler.key_averages()
+
+
+# %%
+
+# Measuring
+GROUPS = {  # what the operations of PyTorch belong to, by their names; the first that fits
+    "attention": r"kernelbook::attention|.*(scaled_dot_product|flash|cudnn)_?attention",
+    "matmul": r"aten::(mm|addmm|bmm|baddbmm)$",
+    "softmax": r"aten::_softmax|kernelbook::softmax",
+    "layer norm": r"aten::native_layer_norm|kernelbook::layer_norm",
+    "dropout": r"aten::native_dropout|kernelbook::\w*dropout",
+    "GELU": r"aten::gelu",
+    "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
+    "AdamW": r"aten::_fused_adamw_",
+}
+
+
+def group(operation):
+    fits = (name for name, pattern in GROUPS.items() if re.match(pattern, operation))
+    return next(fits, "other")
+
+
+def kernels(averages):
+    """The kernels themselves, without the ranges that annotate them."""
+    on_gpu = (found for found in averages if found.device_type == DeviceType.CUDA)
+    return [found for found in on_gpu if not found.is_user_annotation]
+
+
+def by_group(averages):
+    """Milliseconds of kernels by the group of the operation that launched them."""
+    times = Counter()
+    for found in averages:
+        if found.device_type == DeviceType.CPU:
+            times[group(found.key)] += found.self_device_time_total / 1e3
+    return times
+
+
+def short_name(kernel):
+    """The name of a kernel without its return type, its namespaces and its template arguments."""
+    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|<.*|\(.*", "", kernel)
+    return name[:44] or kernel[:44]
+
+
+RANGES = ("scores", "mask", "softmax", "values")
+
+
+def profile_row(part, averages):
+    found, times = kernels(averages), by_group(averages)
+    top = max(found, key=lambda kernel: kernel.self_device_time_total)
+    often = max(found, key=lambda kernel: kernel.count)
+    named = (
+        row
+        for row in averages
+        if row.device_type == DeviceType.CPU and row.key in RANGES
+    )
+    ranges = {row.key: round(row.device_time_total / 1e3, 3) for row in named}
+    total = sum(kernel.self_device_time_total for kernel in found) / 1e3
+    return {
+        "kernels, ms": round(total, 2),
+        "kernels": sum(kernel.count for kernel in found),
+        "most time": short_name(top.key),
+        "its ms": round(top.self_device_time_total / 1e3, 2),
+        "its calls": top.count,
+        "most calls": short_name(often.key),
+        "calls": often.count,
+        **{f"{name}, ms": round(times[name], 3) for name in (*GROUPS, "other")},
+        **{f"range {name}, ms": ranges.get(name) for name in RANGES},
+    }
+
+
+def profiles():
+    rows = []
+    for dtype in DTYPES:
+        training = new_training("large", CONTEXT, dtype)
+        for _ in range(3):
+            clock = timed_step(training)
+        for part in PASSES:
+            row = profile_row(part, profiled(getattr(training, part)))
+            rows.append(
+                {"dtype": dtype, "pass": part, "clock, ms": round(clock[part], 2)} | row
+            )
+        del training
+        freed()
+    return rows
+
+
+# %%
+
+profile_of = lab.measure("Profiles of large, context 1,024", profiles)
+
+# %%
+
+
+# Reading
+def profile_number(column, dtype, part):
+    return number(profile_of, column, dtype, part)
+
+
+lab.table(
+    [
+        {
+            name: row[name]
+            for name in ("dtype", "pass", "clock, ms", "kernels, ms", "kernels")
+        }
+        | {"matmuls, %": round(100 * row["matmul, ms"] / row["kernels, ms"])}
+        for row in profile_of.rows
+    ],
+    "The clock beside the profiler, large at 1,024",
+)
+
+# %%
+
+# Reading
+beside = {
+    dtype: profile_number("kernels, ms", dtype, "forward")
+    / profile_number("clock, ms", dtype, "forward")
+    for dtype in DTYPES
+}
+share = {
+    (dtype, part): 100
+    * profile_number("matmul, ms", dtype, part)
+    / profile_number("kernels, ms", dtype, part)
+    for dtype in DTYPES
+    for part in ("forward", "backward")
+}
+in_step = {
+    dtype: 100
+    * sum(profile_number("matmul, ms", dtype, part) for part in PASSES)
+    / sum(profile_number("kernels, ms", dtype, part) for part in PASSES)
+    for dtype in DTYPES
+}
+lab.read(
+    "The kernels of the forward pass add up to "
+    f"{100 * beside['float32']:.0f} % of what the clock says in float32 and to "
+    f"{100 * beside['bfloat16']:.0f} % in bfloat16. What is missing is time in which the GPU waits "
+    "for the host, and what is above 100 % the scatter between two steps and the profiler's own "
+    f"cost. In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
+    f"forward and {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
+    "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take "
+    f"{share['bfloat16', 'forward']:.0f} % and {share['bfloat16', 'backward']:.0f} %, and "
+    f"{in_step['bfloat16']:.0f} % of the step, because tensor cores speed up the matmuls and "
+    "nothing else. **What remains is the subject of this book.**"
+)
+
+# %%
+
+lab.table(
+    [
+        {
+            name: row[name]
+            for name in (
+                "dtype",
+                "pass",
+                "most time",
+                "its ms",
+                "its calls",
+                "most calls",
+                "calls",
+            )
+        }
+        for row in profile_of.rows
+    ],
+    "The kernel that takes the most time in each pass, and the one that is called most often",
+)
+
+# %%
+
+# Reading
+tops = {
+    part: profile_number("most time", "float32", part)
+    for part in ("forward", "backward")
+}
+calls = profile_number("its calls", "float32", "forward")
+layers = SIZES["large"].layers
+same = "the same" if len(set(tops.values())) == 1 else "another"
+lab.read(
+    f"In float32 one kernel takes the most time in forward, with {calls:.0f} calls for {layers} "
+    f"layers; in backward it is {same} one. A library has many matmul kernels and chooses one by "
+    "the shapes, the dtype, and which of the two matrices is transposed, and backward multiplies "
+    "by transposed matrices."
+)
+
+# %%
+# The figure groups the kernels of a whole step by the operation that launched them.
+
+
+# Drawing
+def group_times(rows, dtype):
+    chosen = [row for row in rows if row["dtype"] == dtype]
+    times = {
+        name: sum(row[f"{name}, ms"] for row in chosen) for name in (*GROUPS, "other")
+    }
+    return {name: took for name, took in times.items() if took}
+
+
+def groups_in_words(rows):
+    found = (
+        f"{dtype}: "
+        + ", ".join(
+            f"{name} {took:.1f}" for name, took in group_times(rows, dtype).items()
+        )
+        for dtype in DTYPES
+    )
+    return f"Milliseconds of kernels of a step by group. {'; '.join(found)}."
+
+
+def group_bars(axes, rows):
+    names = list(group_times(rows, "bfloat16"))
+    for offset, dtype in ((-0.2, "float32"), (0.2, "bfloat16")):
+        times = group_times(rows, dtype)
+        values = [times.get(name, 0) for name in names]
+        places = [place + offset for place in range(len(names))]
+        colour = lab.colour("Kernel Book" if dtype == "bfloat16" else "copy")
+        axes.barh(places, values, height=0.38, color=colour, label=dtype)
+        for place, value in zip(places, values, strict=True):
+            axes.text(value, place, f" {value:.1f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+    axes.set(xlabel="ms of a step, large at 1,024")
+
+
+lab.draw(
+    profile_of, "The kernels of a step, by what they do", groups_in_words, group_bars
+)
+
+# %%
+
+# Reading
+rest = {
+    name: sum(profile_number(f"{name}, ms", "bfloat16", part) for part in PASSES)
+    for name in (*GROUPS, "other")
+}
+order = sorted(
+    (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
+)
+lab.read(
+    f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
+    f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
+    f"({rest[order[2]]:.1f}). What is no matmul waits for memory, because it does a few FLOPs per "
+    "number and reads and writes every one of them. The group `other` holds additions, "
+    "multiplications, the mask and the loss. Casts are the price of autocast, which copies each "
+    "weight to bfloat16 in every step."
+)
+
+# %%
+# **Softmax beside the matmuls of attention.** A row of scores costs :math:`2 T d` FLOPs in
+# :math:`q k^\top` and as many in the sum of values, for a context :math:`T` and a head size
+# :math:`d`, and softmax about five FLOPs per score, so :math:`5 T`.
+
+# Reading
+head = SIZES["large"].d_model // SIZES["large"].heads
+ranges = {
+    dtype: {
+        name: profile_number(f"range {name}, ms", dtype, "forward") for name in RANGES
+    }
+    for dtype in DTYPES
+}
+lab.table(
+    [
+        {
+            "range": what,
+            "FLOPs of a score": flops,
+            **{
+                f"{dtype}, ms": round(sum(ranges[dtype][name] for name in names), 2)
+                for dtype in DTYPES
+            },
+        }
+        for what, flops, names in (
+            ("two matmuls and the scale", 4 * head + 1, ("scores", "values")),
+            ("softmax", 5, ("softmax",)),
+            ("mask", 0, ("mask",)),
+        )
+    ]
+    if profile_of.rows
+    else [],
+    "Inside attention, forward, large at 1,024",
+)
+
+# %%
+
+# Reading
+products = {
+    dtype: ranges[dtype]["scores"] + ranges[dtype]["values"] for dtype in DTYPES
+}
+lab.read(
+    f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it; by time it is "
+    f"{100 * ranges['float32']['softmax'] / products['float32']:.0f} % in float32 and "
+    f"{100 * ranges['bfloat16']['softmax'] / products['bfloat16']:.0f} % in bfloat16, because it "
+    "reads and writes each score and multiplies nothing. The mask does no FLOPs at all and takes "
+    f"{ranges['bfloat16']['mask']:.1f} ms. FLOPs do not predict the time of an operation that "
+    "waits for memory; bytes do."
+)
+
+# %%
+# Mixed precision
+# ---------------
+#
+# ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves
+# the parameters in float32. The course asks which dtype each tensor of a toy model has.
+
+
+class Toy(nn.Module):
+    def __init__(self, norm, **where):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 16, **where), nn.Linear(16, 4, **where)
+        self.weight = nn.Parameter(torch.ones(16, **where))
+        self.norm = norm
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        normal = self.norm(F.relu(hidden), (16,), self.weight)
+        return hidden, normal, self.fc2(normal)
+
+
+# %%
+
+
+# Measuring
+def toy_dtypes():
+    rows = []
+    for kind, dtype, norm in (
+        ("float16", torch.float16, F.layer_norm),
+        ("bfloat16", torch.bfloat16, F.layer_norm),
+        ("bfloat16, the book's layer norm", torch.bfloat16, layer_norm),
+    ):
+        toy = Toy(norm, device=runtime.DEVICE)
+        x = torch.randn(32, 8, device=runtime.DEVICE)
+        with torch.autocast(runtime.DEVICE.type, dtype):
+            hidden, normal, logits = toy(x)
+            loss = F.cross_entropy(logits, torch.arange(32, device=runtime.DEVICE) % 4)
+        loss.backward()
+        found = {
+            "parameters": toy.fc1.weight,
+            "first layer": hidden,
+            "layer norm": normal,
+            "logits": logits,
+            "loss": loss,
+            "gradients": toy.fc1.weight.grad,
+        }
+        names = {what: str(x.dtype).removeprefix("torch.") for what, x in found.items()}
+        rows.append({"autocast to": kind} | names)
+    return rows
+
+
+toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
+toy
+
+# %%
+
+# Reading
+in_norm = number(toy, "layer norm", "bfloat16")
+in_norm = in_norm if isinstance(in_norm, str) else f"{in_norm}"
+lab.read(
+    f"Only what a matmul writes has 16 bits. Layer norm returns {in_norm}, and so does the loss, "
+    "because both reduce many numbers; the gradients have the dtype of their parameters. The "
+    "book's layer norm asks PyTorch for its rule and follows it."
+)
+
+# %%
+# **What is sensitive in layer norm?** It subtracts a mean, squares, sums and takes a root. We
+# compute all of it in one dtype, and then only the input and the output in that dtype and the rest
+# in float32. The input is rounded first, so that the error against float64 is layer norm's own.
+
+
+def norm_all_in(x):
+    """Layer norm whose mean, squares and sum all have the dtype of x."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    return centred * (variance + 1e-5).rsqrt()
+
+
+# %%
+
+INPUTS = {
+    "numbers around 0, deviation 1": (0, 1),
+    "numbers around 0, deviation 400": (0, 400),
+    "numbers around 0, deviation 0.0003": (0, 3e-4),
+    "numbers around 100, deviation 1": (100, 1),
+}
+
+
+def norm_error(x, y):
+    x = x.double()
+    truth = F.layer_norm(x, x.shape[-1:])
+    worst = (y.double() - truth).abs().max().item() / truth.abs().max().item()
+    return f"{worst:.1e}" if math.isfinite(worst) else "not finite"
+
+
+rows = []
+for what, (mean, deviation) in INPUTS.items():
+    drawn = mean + deviation * torch.randn(
+        64, 1024, generator=torch.Generator().manual_seed(0)
+    )
+    row = {"input": what}
+    for dtype in (torch.float16, torch.bfloat16):
+        x = drawn.to(dtype)
+        name = str(dtype).removeprefix("torch.")
+        row[f"all in {name}"] = norm_error(x, norm_all_in(x))
+        row[f"{name}, inside float32"] = norm_error(x, norm_all_in(x.float()).to(dtype))
+    rows.append(row)
+assert (
+    rows[1]["all in float16"] == "1.0e+00" or rows[1]["all in float16"] == "not finite"
+)
+lab.table(
+    rows, "Layer norm of 64 rows of 1,024 numbers, largest error over largest output"
+)
+
+# %%
+# In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
+# number of float16, so that the variance is infinite and the output zero; small numbers have
+# squares that float16 rounds to almost nothing. bfloat16 has the exponents of float32, so that
+# neither happens and no range needs care. But it has 8 significant bits instead of 11: a difference
+# from the mean, and the mean itself, are then known to three digits at best. So layer norm in
+# bfloat16 is safe from overflow and still wants its reductions in float32, which autocast and the
+# book's kernel give it.
+#
+# The times and the memory of both dtypes stand in the table of all sizes above. In a model of this
+# kind the peak can even grow, as the next section explains.
+#
+# Where the memory goes
+# ---------------------
+#
+# Backward needs some tensors of forward. Let us count what a layer keeps, for :math:`N` tokens
+# (batch times context), width :math:`d`, a feed-forward width of :math:`f`, :math:`B` batches,
+# :math:`H` heads and a context of :math:`T`. In float32, 4 bytes per number, it keeps
+#
+# - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
+#   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
+# - q, k and v, which the matmuls of attention copy into the layout that they want: :math:`3 N d`;
+# - the output of softmax: :math:`B H T^2`;
+# - two masks of dropout, one byte per number: :math:`2 N d` bytes.
+#
+# .. math::
+#
+#    \text{kept in float32} = 4\,(8 N d + 2 N f + B H T^2) + 2 N d \ \text{bytes a layer}
+#
+# Under autocast, the inputs of the layer norms stay in float32 and most others have 2 bytes. But
+# softmax computes in float32 and keeps its output there, and the next matmul casts it and keeps the
+# copy as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
+
+BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
+    "float32": (4, 4, 4, 0),
+    "bfloat16": (4, 2, 6, 2),
+}
+
+
+def kept_on_paper(size, batch, context, dtype, squares=True):
+    """Bytes that forward keeps for backward, with standard attention."""
+    stream, other, weights, copies = BYTES[dtype]
+    n, d, f = batch * context, size.d_model, size.d_ff
+    layer = stream * 2 * n * d + other * (6 * n * d + 2 * n * f) + 2 * n * d
+    layer += copies * (4 * d * d + 2 * d * f)
+    if squares:
+        layer += weights * batch * size.heads * context**2
+    end = (
+        stream * n * d
+        + other * n * d
+        + 4 * n * size.vocabulary
+        + copies * d * size.vocabulary
+    )
+    return size.layers * layer + end  # the end: the last layer norm, the head, the loss
+
+
+# %%
+# We measure the largest model: the peak of a forward pass that keeps nothing, the peak of a whole
+# step and the pass in which it occurs, and what forward keeps, beside the count on paper.
+
+# Measuring
+CONTEXTS = (128, 256, 512, 1024)
+
+
+def memory_of(training, context):
+    training.draw(BATCH, context)
+    whole_step(training)  # which also makes the state of AdamW
+    with torch.no_grad():
+        alone = peak_gib(training.forward)
+    training.loss = None
+    before, peaks = torch.cuda.memory_allocated(), {}
+    peaks["forward"] = peak_gib(training.forward)
+    kept = (torch.cuda.memory_allocated() - before) / 2**30
+    for part in PASSES[1:]:
+        peaks[part] = peak_gib(getattr(training, part))
+    highest = max(peaks, key=peaks.get)
+    return {
+        "forward alone, GiB": round(alone, 2),
+        "step, GiB": round(peaks[highest], 2),
+        "peak in": highest,
+        "kept, GiB": round(kept, 5),
+    }
+
+
+def memory_by_context(name="2.7B"):
+    rows = []
+    training = new_training(name, max(CONTEXTS))
+    for dtype in DTYPES:
+        training.dtype = DTYPES[dtype]
+        for context in CONTEXTS:
+            paper = kept_on_paper(SIZES[name], BATCH, context, dtype) / 2**30
+            rows.append(
+                {"dtype": dtype, "context": context}
+                | memory_of(training, context)
+                | {"on paper, GiB": round(paper, 5)}
+            )
+            freed()
+    del training
+    freed()
+    return rows
+
+
+memory = lab.measure("Memory of the size 2.7B", memory_by_context)
+memory
+
+# %%
+
+# Reading
+largest_size, longest = SIZES["2.7B"], max(CONTEXTS)
+stream = BATCH * longest * largest_size.d_model * 4 / 2**20
+table_of_weights = BATCH * largest_size.heads * longest**2 * 4 / 2**20
+at = {
+    (dtype, what): number(memory, f"{what}, GiB", dtype, longest)
+    for dtype in DTYPES
+    for what in ("forward alone", "step", "kept", "on paper")
+}
+off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.rows] or [
+    nan
+]
+where = {row["peak in"] for row in memory.rows}
+lab.read(
+    f"The count is off by {min(off):+.1f} to {max(off):+.1f} %. One tensor of the residual stream "
+    f"has {stream:.0f} MiB at a context of {longest:,}, and one table of attention weights "
+    f"{table_of_weights:.0f}, so attention fills the memory. A step needs "
+    f"{at['float32', 'step']:.0f} GiB in float32 and {at['bfloat16', 'step']:.0f} under autocast, "
+    f"a forward pass alone {at['float32', 'forward alone']:.0f} and "
+    f"{at['bfloat16', 'forward alone']:.0f}, since parameters, gradients and AdamW's averages stay "
+    f"in float32. At {longest:,} autocast keeps {at['bfloat16', 'kept']:.1f} GiB for backward and "
+    f"float32 {at['float32', 'kept']:.1f}: what it saves on the feed-forward network it "
+    f"{'more than ' if at['bfloat16', 'kept'] > at['float32', 'kept'] else 'partly '}loses on the "
+    "weights of attention. The peak of a step is in "
+    f"{' or '.join(name for name in PASSES if name in where)}."
+)
+
+# %%
+# **A timeline.** The allocator of PyTorch can record each allocation and its release. We sum them
+# up over one step of the size large at 1,024 in float32, as it is, and with :term:`checkpointing`,
+# where a layer keeps only its input and computes the rest again in backward.
+
+
+def allocator_trace():
+    snapshot = torch.cuda.memory._snapshot()
+    return snapshot["device_traces"][torch.cuda.current_device()]
+
+
+def traced_step(training, context=None):
+    """The live bytes before a step, what the allocator did, and where each pass ended."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(
+        context=context, stacks="python", max_entries=10**6
+    )
+    start, ends = len(allocator_trace()), {}
+    for name in PASSES:
+        getattr(training, name)()
+        torch.cuda.synchronize()
+        trace = allocator_trace()[start:]
+        ends[name] = len(trace)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return before, trace, ends
+
+
+def live_bytes(before, trace):
+    """The bytes in use after each event of a trace."""
+    signs = {"alloc": 1, "free_completed": -1}
+    return numpy.cumsum(
+        [before, *(signs.get(e["action"], 0) * e["size"] for e in trace)]
+    )[1:]
+
+
+# %%
+
+# Measuring
+POINTS = 240
+
+
+def timelines(name="large"):
+    rows = []
+    training = new_training(name)
+    whole_step(training)
+    for version in ("all kept", "checkpointed"):
+        training.model.checkpointed = version == "checkpointed"
+        whole_step(training)
+        before, trace, ends = traced_step(training)
+        live = live_bytes(before, trace)
+        first_event = 0
+        for part, end in ends.items():
+            bins = numpy.array_split(live[first_event:end], POINTS // len(PASSES))
+            rows += [
+                {
+                    "version": version,
+                    "pass": part,
+                    "most, GiB": round(float(bin.max()) / 2**30, 4),
+                }
+                for bin in bins
+                if len(bin)
+            ]
+            first_event = end
+    del training
+    freed()
+    return rows
+
+
+timeline = lab.measure("Live memory over a step of large at 1,024, float32", timelines)
+
+# %%
+
+
+# Drawing
+def of_version(rows, version):
+    return [row for row in rows if row["version"] == version]
+
+
+def timeline_in_words(rows):
+    found = []
+    for version in ("all kept", "checkpointed"):
+        chosen = of_version(rows, version)
+        highest = max(chosen, key=lambda row: row["most, GiB"])
+        found.append(
+            f"{version}: from {chosen[0]['most, GiB']:.1f} GiB to a peak of "
+            f"{highest['most, GiB']:.1f} in {highest['pass']}"
+        )
+    return f"Live memory over the allocations of one step. {'; '.join(found)}."
+
+
+def timeline_lines(axes, rows):
+    for version, provider in (("all kept", "PyTorch"), ("checkpointed", "Kernel Book")):
+        chosen = of_version(rows, version)
+        # each pass gets a third of the axis, whatever its number of events
+        x, y = [], []
+        for third, part in enumerate(PASSES):
+            values = [row["most, GiB"] for row in chosen if row["pass"] == part]
+            x += [third + (place + 0.5) / len(values) for place in range(len(values))]
+            y += values
+        axes.plot(x, y, color=lab.colour(provider), label=version)
+    for third, part in enumerate(PASSES):
+        axes.axvline(third, color=lab.colour("copy"), linewidth=0.7, linestyle=":")
+        axes.text(third + 0.5, 0, part, ha="center", va="bottom", fontsize=10)
+    axes.set_xticks([])
+    axes.set(xlabel="allocations and releases, in order", ylabel="GiB in use", ylim=0)
+
+
+lab.draw(timeline, "The memory of one training step", timeline_in_words, timeline_lines)
+
+# %%
+
+# Reading
+peak = {
+    version: max(
+        (row["most, GiB"] for row in of_version(timeline.rows, version)), default=nan
+    )
+    for version in ("all kept", "checkpointed")
+}
+start = timeline.rows[0]["most, GiB"] if timeline.rows else nan
+paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
+spared = (
+    (SIZES["large"].layers - 1)
+    * kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32")
+    / SIZES["large"].layers
+    / 2**30
+)
+lab.read(
+    "Forward climbs by the same step in each layer, backward descends by it, and the optimiser "
+    "changes numbers where they lie. The teeth on the slopes are tensors that live for one "
+    f"operation. The step begins at {start:.1f} GiB, the parameters and AdamW's two averages, and "
+    f"peaks at {peak['all kept']:.1f}; on paper forward keeps {paper:.1f}. With checkpointing the "
+    f"peak is {peak['checkpointed']:.1f} GiB, {peak['all kept'] - peak['checkpointed']:.1f} less. "
+    f"On paper it spares nearly all of what {SIZES['large'].layers - 1} of the "
+    f"{SIZES['large'].layers} layers keep, {spared:.1f} GiB, except each layer's input, at the "
+    "price of another forward pass of each layer."
+)
+
+# %%
+# Which lines of the model allocate the largest tensors? The recorded history holds the Python line
+# of each allocation of forward; what backward allocates has none, because autograd runs it in
+# C++.
+
+
+# Measuring
+def line_of(event):
+    """The innermost line of the model that an event of the allocator comes from."""
+    for frame in event.get("frames", ()):
+        if frame["filename"].endswith("decoder.py"):
+            return linecache.getline(decoder.__file__, frame["line"]).strip()
+    return "no line of the model"
+
+
+def largest_allocations(name="large"):
+    training = new_training(name)
+    whole_step(training)
+    _, trace, ends = traced_step(training, context="alloc")  # with its line of Python
+    found = Counter()
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            part = next(part for part, end in ends.items() if index < end)
+            where = line_of(event) if part == "forward" else "autograd"
+            found[round(event["size"] / 2**20, 1), part, where] += 1
+    del training, trace
+    freed()
+    top = sorted(found, key=lambda key: (-key[0], -found[key]))[:8]
+    return [
+        {"MiB": size, "pass": part, "line": where, "times": found[size, part, where]}
+        for size, part, where in top
+    ]
+
+
+allocations = lab.measure(
+    "The largest allocations of a step, large, 1,024", largest_allocations
+)
+allocations
+
+# %%
+
+# Reading
+size = SIZES["large"]
+table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
+hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
+logits_mib = BATCH * CONTEXT * size.vocabulary * 4 / 2**20
+lab.read(
+    f"On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, and the "
+    f"hidden tensor of the feed-forward network {hidden_mib:.0f}. The largest allocation that was "
+    f"recorded has {max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard "
+    "attention allocates several such tables per layer (scores, scaled, masked, softmax) and "
+    "releases all but one before the next layer."
+)
+
+# %%
+# The book's operators, one by one
+# --------------------------------
+#
+# Now we replace PyTorch's operators by the book's, one after the other, and leave the model as it
+# is. Four versions are eager: standard attention with the book's softmax, then with the book's
+# attention, then with its layer norm, and then with its dropout as well.
+
+ours = partial(attention, is_causal=True)
+sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+
+EAGER = {
+    "PyTorch": decoder.PYTORCH,
+    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
+    "+ attention": Operators(ours),
+    "+ layer norm": Operators(ours, layer_norm),
+    "+ dropout": Operators(ours, layer_norm, dropout),
+    "SDPA": Operators(sdpa),
+}
+COMPILED = {
+    "torch.compile": decoder.PYTORCH,
+    "SDPA, compiled": Operators(sdpa),
+    "all, compiled": Operators(ours, layer_norm, dropout),
+    "Kernel Book": Operators(ours),
+}
+
+# %%
+# *SDPA* is PyTorch's fused attention with the backend that is fastest at this shape, flash or
+# cuDNN. The other versions are compiled: PyTorch's operators, SDPA, all of the book's operators,
+# and the book's attention with the rest left to the compiler, which is the version called *Kernel
+# Book*. ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it
+# does not look into an operator of ours, and so cannot fuse with it. We compile the layer and not
+# the model: all layers are alike, so that one compilation of seconds serves all of them, where a
+# whole model would take minutes.
+#
+# First, forward and backward of one layer of the size large under autocast, timed as every figure
+# of this book. 100 % is the speed of a matmul.
+
+# Measuring
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def events(run, *inputs):
+    """Milliseconds that the GPU takes for a run, after a pause in which the host queues it."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run(*inputs)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def median_ms(run, prepare=lambda: (), budget=40):
+    """The median of as many runs as fit into a budget of milliseconds, but 3 to 20.
+
+    What ``prepare`` returns is made anew for each run, and its time does not count.
+    """
+    run(*prepare())
+    count = max(3, min(20, int(budget / events(run, *prepare()))))
+    return statistics.median(events(run, *prepare()) for _ in range(count))
+
+
+def drawn(*shape, grad=True, dtype=torch.bfloat16):
+    return torch.randn(shape, device=runtime.DEVICE, dtype=dtype).requires_grad_(grad)
+
+
+def best_backend(name, batch, context):
+    """The name of SDPA's fastest backend for a layer's attention, forward and backward."""
+    size = SIZES[name]
+    shape = batch, size.heads, context, size.d_model // size.heads
+    q, k, v, do = (drawn(*shape) for _ in range(4))
+    times = {}
+    for label, backend in BACKENDS.items():
+
+        def run(backend=backend):
+            with sdpa_kernel(backend):
+                return torch.autograd.grad(sdpa(q, k, v), (q, k, v), do)
+
+        usable = lab.peer("torch.nn.attention", lambda _, run=run: run)
+        if not isinstance(usable, lab.Absent):
+            times[label] = median_ms(usable)
+    return min(times, key=times.get)
+
+
+def layer_run(layer, backend, x, dy, dtype):
+    inputs = [x, *layer.parameters()]
+
+    def run():
+        with torch.autocast(x.device.type, dtype), sdpa_kernel(backend):
+            y = layer(x)
+        return torch.autograd.grad(y, inputs, dy)
+
+    return run
+
+
+def layer_providers(context, batch, width, heads, ff, dtype):
+    size = Size(width, ff, 1, heads)
+    where = {"device": runtime.DEVICE}
+    own = decoder.Block(size, decoder.PYTORCH, 0.1, **where)
+    backend = BACKENDS[best_backend("large", batch, context)]
+    x = drawn(batch, context, width, dtype=torch.float32)
+    dy = torch.randn_like(x)
+    a, b = (drawn(8192, 8192, grad=False) for _ in range(2))
+    runs = {"matmul": lambda: a @ b}
+    for versions in (EAGER, COMPILED):
+        for name, operators in versions.items():
+            layer = decoder.Block(size, operators, 0.1, device="meta")
+            layer.load_state_dict(own.state_dict(keep_vars=True), assign=True)
+            if versions is COMPILED:
+                layer.compile(dynamic=False)
+            runs[name] = layer_run(layer, backend, x, dy, dtype)
+    return runs
+
+
+# %%
+
+of_large = SIZES["large"]
+layer = lab.bench(
+    "layer",
+    [
+        {
+            "context": CONTEXT,
+            "batch": BATCH,
+            "width": of_large.d_model,
+            "heads": of_large.heads,
+            "ff": of_large.d_ff,
+            "dtype": torch.bfloat16,
+        }
+    ],
+    layer_providers,
+    limit="matmul",
+    work="batch * context * width * (24 * width + 12 * ff + 7 * context)",
+    limit_work="2 * 8192 * 8192 * 8192",
+    unit="TFLOP/s",
+)
+
+# %%
+
+lab.ladder(
+    layer,
+    "One layer of large at 1,024, forward and backward",
+    [*EAGER, *COMPILED],
+    by="dtype",
+    where={},
+)
+
+# %%
+
+
+# Reading
+def layer_ms(name):
+    return layer.milliseconds_at(name)
+
+
+gain = layer_ms("PyTorch") / layer_ms("+ dropout")
+against = layer_ms("SDPA, compiled") / layer_ms("Kernel Book")
+fusing = layer_ms("all, compiled") / layer_ms("Kernel Book")
+lab.read(
+    f"Eager, a layer takes {layer_ms('PyTorch'):.2f} ms with PyTorch's operators and "
+    f"{layer_ms('+ dropout'):.2f} with the book's, {gain:.2f} times as fast. Attention alone "
+    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, "
+    f"PyTorch's operators take {layer_ms('torch.compile'):.2f} ms, SDPA "
+    f"{layer_ms('SDPA, compiled'):.2f} and the book's attention {layer_ms('Kernel Book'):.2f}, "
+    f"{against:.2f} times the speed of SDPA. With all of the book's operators it is "
+    f"{layer_ms('all, compiled'):.2f} ms"
+    + (
+        ", more than with attention alone: the compiler would have fused layer norm and dropout "
+        "with their neighbours, which spares whole passes over memory, and it cannot fuse ours. "
+        "**Replace what a compiler cannot write, and leave it the rest.**"
+        if fusing > 1.01
+        else ", no more than with attention alone, so that what the compiler loses by not fusing "
+        "them costs no more than they gain."
+    )
+)
+
+# %%
+# The whole step
+# --------------
+#
+# A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
+# same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
+# turn after one that does not count; the table gives medians, the peak of the memory, and the time
+# of the kernels of one profiled step: matmuls of linear layers, attention, and the rest.
+
+# Measuring
+from torch._dynamo.utils import counters
+
+ROUNDS, TURN = 6, 2
+PRODUCTS = ("aten::mm", "aten::addmm")
+IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
+
+
+def version_of(training, name, context, operators, compiled):
+    """The same training, on the same parameters, with other operators."""
+    model = Decoder(SIZES[name], context, operators, device="meta")
+    model.load_state_dict(training.model.state_dict(keep_vars=True), assign=True)
+    if compiled:
+        for layer in model.blocks:
+            layer.compile(dynamic=False)
+    other = Training(model, training.optimizer, training.dtype)
+    other.tokens, other.following = training.tokens, training.following
+    return other
+
+
+def one_turn(training):
+    """Milliseconds from step to step, with the host free to run ahead."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
+    for mark in marks:
+        whole_step(training)
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def parts_of(training):
+    """The time of the kernels of a step in linear layers, in attention, and in the rest."""
+    averages = profiled(partial(whole_step, training))
+    times = Counter()
+    for found in averages:
+        if found.device_type == DeviceType.CPU:
+            inside = group(found.key) in IN_ATTENTION
+            part = (
+                "linear" if found.key in PRODUCTS else "attention" if inside else "rest"
+            )
+            times[part] += found.self_device_time_total / 1e3
+    return {
+        f"{part}, ms": round(times[part], 2) for part in ("linear", "attention", "rest")
+    }
+
+
+def versions_in_turn(name, batch, context, versions):
+    """A row for each version of a step: (operators, compiled) by its name."""
+    backend = best_backend(name, batch, context)
+    training = new_training(name, context, "bfloat16").draw(batch, context)
+    before = counters["stats"]["unique_graphs"]
+    trainings = {
+        label: version_of(training, name, context, *version)
+        for label, version in versions.items()
+    }
+    peaks, times = {}, defaultdict(list)
+    draw = numpy.random.default_rng(0)
+    with sdpa_kernel(BACKENDS[backend]):
+        for label, each in trainings.items():
+            whole_step(each)  # which compiles
+            peaks[label] = peak_gib(partial(whole_step, each))
+        graphs = counters["stats"]["unique_graphs"] - before
+        if graphs != sum(compiled for _, compiled in versions.values()):
+            raise RuntimeError(
+                f"{graphs} graphs were compiled: a layer was compiled again."
+            )
+        for _ in range(ROUNDS):
+            for label in draw.permutation(list(trainings)):
+                times[label] += one_turn(trainings[label])
+        rows = [
+            {
+                "size": name,
+                "context": context,
+                "batch": batch,
+                "version": label,
+                "step, ms": round(statistics.median(times[label]), 2),
+                "p20, ms": round(float(numpy.quantile(times[label], 0.2)), 2),
+                "p80, ms": round(float(numpy.quantile(times[label], 0.8)), 2),
+                "peak, GiB": round(peaks[label], 2),
+                "SDPA backend": backend,
+            }
+            | parts_of(each)
+            for label, each in trainings.items()
+        ]
+    del training, trainings, each
+    torch.compiler.reset()
+    freed()
+    return rows
+
+
+def step_ladder():
+    versions = {label: (operators, False) for label, operators in EAGER.items()}
+    versions |= {label: (operators, True) for label, operators in COMPILED.items()}
+    return versions_in_turn("large", BATCH, CONTEXT, versions)
+
+
+# %%
+
+steps = lab.measure("A step of large at 1,024 in ten versions", step_ladder)
+
+# %%
+
+
+# Drawing
+def steps_in_words(rows):
+    found = (f"{row['version']} {row['step, ms']:.1f}" for row in rows)
+    return f"Milliseconds of a step: {', '.join(found)}."
+
+
+def step_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 4.4)
+    for place, row in enumerate(rows):
+        axes.barh(place, row["step, ms"], color=lab.colour(row["version"]), height=0.72)
+        label = f" {row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
+        axes.text(row["step, ms"], place, label, va="center", fontsize=10)
+    axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.4 * max(row["step, ms"] for row in rows))
+    axes.set(xlabel="ms of a training step, and its peak of memory")
+
+
+lab.draw(steps, "A training step, operator by operator", steps_in_words, step_bars)
+
+# %%
+
+lab.table(
+    [
+        {
+            name: row[name]
+            for name in (
+                "version",
+                "step, ms",
+                "linear, ms",
+                "attention, ms",
+                "rest, ms",
+            )
+        }
+        for row in steps.rows
+    ],
+    "What the kernels of a step are, large at 1,024",
+)
+
+# %%
+
+
+# Reading
+def step(column, version):
+    found = [row[column] for row in steps.rows if row["version"] == version]
+    return found[0] if found else nan
+
+
+falls = {
+    label: step("step, ms", before) - step("step, ms", label)
+    for before, label in pairwise(list(EAGER)[:5])
+}
+spares = {
+    label: step("peak, GiB", before) - step("peak, GiB", label)
+    for before, label in pairwise(list(EAGER)[:5])
+}
+lab.read(
+    f"Eager, softmax changes a step by {-falls['+ softmax']:+.1f} ms, attention by "
+    f"{-falls['+ attention']:+.1f}, layer norm by {-falls['+ layer norm']:+.1f} and dropout by "
+    f"{-falls['+ dropout']:+.1f}. Memory changes by {-spares['+ softmax']:+.1f}, "
+    f"{-spares['+ attention']:+.1f}, {-spares['+ layer norm']:+.1f} and "
+    f"{-spares['+ dropout']:+.1f} GiB: attention keeps no table of weights, and dropout keeps a "
+    "seed instead of a mask. An operator whose kernel is faster can leave a step as it was, where "
+    "the host needs longer to launch the step than the GPU to run it: compare the step with the "
+    "sum of its three parts."
+)
+
+# %%
+# The compiled versions are those that one would train with. The next table has them for the large
+# sizes, and for a context of 16,384 with one sequence a batch, where standard attention cannot run:
+# the weights of a single layer would fill the memory of several.
+
+# Measuring
+RACES = (("xl", CONTEXT, BATCH), ("2.7B", CONTEXT, BATCH), ("large", LONG, 1))
+
+
+def races():
+    versions = {
+        label: (COMPILED[label], True) for label in ("SDPA, compiled", "Kernel Book")
+    }
+    return [
+        row
+        for name, context, batch in RACES
+        for row in versions_in_turn(name, batch, context, versions)
+    ]
+
+
+more = lab.measure("Compiled steps of larger models and a longer context", races)
+
+# %%
+
+
+# Reading
+def raced():
+    """One row for each model: both versions side by side."""
+    rows, found = [], {}
+    for row in (*steps.rows, *more.rows):
+        if row["version"] in ("SDPA, compiled", "Kernel Book"):
+            key = row["size"], row["context"], row["batch"]
+            found.setdefault(key, {})[row["version"]] = row
+    for (size, context, batch), pair in found.items():
+        theirs, own = pair["SDPA, compiled"], pair["Kernel Book"]
+        rows.append(
+            {
+                "size": size,
+                "context": context,
+                "batch": batch,
+                "SDPA": theirs["SDPA backend"],
+                "SDPA, ms": theirs["step, ms"],
+                "Kernel Book, ms": own["step, ms"],
+                "SDPA / Kernel Book": round(theirs["step, ms"] / own["step, ms"], 3),
+                "attention, ms": f"{theirs['attention, ms']:.1f} and {own['attention, ms']:.1f}",
+            }
+        )
+    return rows
+
+
+race = raced()
+lab.table(race, "A compiled step with SDPA and with the book's attention")
+
+# %%
+
+# Reading
+by_model = {
+    f"{row['size']} at {row['context']:,}": row["SDPA / Kernel Book"] for row in race
+} or {"": nan}
+behind = [f"{name} ({value:.2f})" for name, value in by_model.items() if value < 0.99]
+ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
+level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
+flops = {
+    context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
+    for context in (CONTEXT, LONG)
+}
+lab.read(
+    f"The ratios reach from {min(by_model.values()):.2f} to {max(by_model.values()):.2f}, where "
+    "above 1 the book is faster. "
+    + (f"Ahead by more than 1 %: {', '.join(ahead)}. " if ahead else "")
+    + (f"Level within 1 %: {', '.join(level)}. " if level else "")
+    + (
+        f"Behind by more than 1 %: {', '.join(behind)}. The last column, SDPA's attention and then "
+        "ours, says how much of that is attention; the rest of a difference is the host, which "
+        "launches one operator of ours as PyTorch's compiled code launches its own, at more cost. "
+        if behind
+        else ""
+    )
+    + f"Attention is {flops[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
+    f"{flops[LONG]:.0f} % at {LONG:,}, so a faster attention kernel moves a step little at the "
+    "short context."
+)
+
+# %%
+# Is it the same model?
+# ---------------------
+#
+# A model that computes something else may be as fast. First we compare the gradient of every
+# parameter of a small model with a float64 model, PyTorch's operators beside the book's, in
+# float32. Dropout is on: each call gets a seed of its own, and PyTorch's versions multiply by the
+# mask of that seed. A gradient has passed several operators that each round differently, and
+# PyTorch's own error is that of one particular order of additions, so eight times it is allowed.
+
+
+class Seeded:
+    """A dropout whose calls are numbered, so that each version of a model draws the same masks."""
+
+    def __init__(self, drop):
+        self.drop, self.calls = drop, 0
+
+    def __call__(self, x, p, training):
+        self.calls += 1
+        return self.drop(x, p, self.calls)
+
+
+def masked_in_torch(x, p, seed):
+    offsets = torch.arange(x.numel(), device=x.device).view(x.shape)
+    return x * reference.keep_mask(offsets, p, seed, rounds=7) / (1 - p)
+
+
+# %%
+
+# Measuring
+CHECKED = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=61)
+
+
+def gradients(state, tokens, operators, dtype):
+    model = Decoder(CHECKED, 80, operators, device=runtime.DEVICE, dtype=dtype)
+    model.load_state_dict(state)
+    loss = model.loss(*tokens)
+    loss.backward()
+    return {"loss": loss[None]} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradient_cases():
+    torch.manual_seed(1)
+    state = Decoder(CHECKED, 80, device=runtime.DEVICE).state_dict()
+    tokens = torch.randint(CHECKED.vocabulary, (2, 3, 80), device=runtime.DEVICE)
+    plain = {"attention": standard_attention, "layer_norm": F.layer_norm}
+    book = Operators(ours, layer_norm, Seeded(kernelbook.seeded_dropout))
+    found = gradients(state, tokens, book, torch.float32)
+    theirs, truth = (
+        gradients(
+            state, tokens, Operators(**plain, dropout=Seeded(masked_in_torch)), dtype
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
+    for name, result in found.items():
+        way = "forward" if name == "loss" else "backward"
+        yield lab.Case(name, way, result, theirs[name], truth[name], factor=8)
+
+
+# %%
+
+lab.check("Every parameter of a small model", gradient_cases())
+
+# %%
+# Then we train both. The text is the source of the package, a file after the other, and a token is
+# a byte. Both versions start from the same parameters and see the same batches, but draw other
+# masks. Three seeds say how far one and the same version is from itself.
+
+# Measuring
+LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
+SEEDS = (0, 1, 2)
+LEARNERS = {
+    "PyTorch": decoder.PYTORCH,
+    "Kernel Book": Operators(ours, layer_norm, dropout),
+}
+
+
+def source_text():
+    """The package's own source as bytes."""
+    files = sorted(Path(kernelbook.__file__).parent.rglob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    return (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(runtime.DEVICE)
+    )
+
+
+def losses(text, operators, seed):
+    """The mean loss of every ten steps."""
+    torch.manual_seed(seed)
+    model = Decoder(LEARNER, WINDOW, operators, device=runtime.DEVICE)
+    training = Training(model, torch_adamw(model.parameters(), lr=1e-3), torch.bfloat16)
+    batches = numpy.random.default_rng(seed)
+    window, found = torch.arange(WINDOW + 1, device=runtime.DEVICE), []
+    for _ in range(TRAINED):
+        starts = torch.from_numpy(
+            batches.integers(len(text) - WINDOW - 1, size=(16, 1))
+        )
+        tokens = text[starts.to(runtime.DEVICE) + window]
+        training.tokens, training.following = tokens[:, :-1], tokens[:, 1:]
+        training.forward()
+        found.append(training.loss.detach())
+        training.backward()
+        training.step()
+    return torch.stack(found).view(-1, EVERY).mean(1).tolist()
+
+
+def learning():
+    text = source_text()
+    found = {
+        f"{name}, seed {seed}": losses(text, operators, seed)
+        for seed in SEEDS
+        for name, operators in LEARNERS.items()
+    }
+    return [
+        {"steps": EVERY * (index + 1)}
+        | {name: round(curve[index], 4) for name, curve in found.items()}
+        for index in range(TRAINED // EVERY)
+    ]
+
+
+learned = lab.measure("Training loss, mean of ten steps", learning)
+
+# %%
+
+
+# Drawing
+def losses_in_words(rows):
+    last = ", ".join(
+        f"{name} {rows[-1][name]:.3f}" for name in rows[-1] if name != "steps"
+    )
+    return f"The loss falls alike in all runs; after {rows[-1]['steps']} steps: {last}."
+
+
+def loss_curves(axes, rows):
+    for name in LEARNERS:
+        for seed in SEEDS:
+            axes.plot(
+                [row["steps"] for row in rows],
+                [row[f"{name}, seed {seed}"] for row in rows],
+                color=lab.colour(name),
+                linewidth=1.3,
+                linestyle="-" if name == "PyTorch" else "--",
+                label=name if seed == SEEDS[0] else None,
+            )
+    axes.set(xlabel="steps", ylabel="loss, in nats per byte", ylim=0)
+
+
+lab.draw(learned, "Two versions learn the same", losses_in_words, loss_curves)
+
+# %%
+
+# Reading
+final = {
+    (name, seed): statistics.fmean(
+        [row[f"{name}, seed {seed}"] for row in learned.rows[-3:]] or [nan]
+    )
+    for name in LEARNERS
+    for seed in SEEDS
+}
+means = {
+    name: statistics.fmean(final[name, seed] for seed in SEEDS) for name in LEARNERS
+}
+reach = {
+    name: max(final[name, seed] for seed in SEEDS)
+    - min(final[name, seed] for seed in SEEDS)
+    for name in LEARNERS
+}
+difference = means["Kernel Book"] - means["PyTorch"]
+lab.read(
+    f"Over the last 30 steps the loss is {means['PyTorch']:.3f} with PyTorch's operators and "
+    f"{means['Kernel Book']:.3f} with the book's, which is {difference:+.3f}. Seeds of PyTorch's "
+    f"version are up to {reach['PyTorch']:.3f} apart and those of the book's "
+    f"{reach['Kernel Book']:.3f}, so the difference is "
+    + (
+        "within what a seed changes."
+        if abs(difference) <= max(reach.values())
+        else "larger than what a seed changes, and needs an explanation that we do not have."
+    )
+)
+
+# %%
+# A grid of attention
+# -------------------
+#
+# The course asks for attention alone: batches of 8, one head, head sizes of 16 to 128 and lengths
+# up to 16,384, to which we add 65,536. We take bfloat16 and the causal mask, and time forward,
+# backward and both, and read the memory that is held before backward. ``torch.compile`` compiles
+# once for all shapes, with ``dynamic=True``, because 24 compilations would take minutes.
+
+# Measuring
+HEAD_DIMS, LENGTHS = (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384, 65536)
+OUT_OF_MEMORY = "out of memory"
+
+
+def attempt(run):
+    """What a run returns, or that the memory did not suffice."""
+    try:
+        return run()
+    except torch.cuda.OutOfMemoryError:
+        pass  # only outside of this clause is the memory of the run released
+    freed()
+    return OUT_OF_MEMORY
+
+
+def forward_times(attend, q, k, v):
+    before = torch.cuda.memory_allocated()
+    out = attend(q, k, v)
+    held = torch.cuda.memory_allocated() - before
+    del out
+    return round(median_ms(lambda: attend(q, k, v)), 4), round(held / 2**20, 2)
+
+
+def backward_times(attend, q, k, v, do):
+    def backward(out):
+        torch.autograd.grad(out, (q, k, v), do)
+
+    return round(median_ms(backward, lambda: (attend(q, k, v),)), 4)
+
+
+def both_times(attend, q, k, v, do):
+    return round(
+        median_ms(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), do)), 4
+    )
+
+
+def attention_grid():
+    providers = {
+        "PyTorch": standard_attention,
+        "torch.compile": torch.compile(standard_attention, dynamic=True),
+        "Kernel Book": ours,
+    }
+    rows = []
+    for head_dim in HEAD_DIMS:
+        for length in LENGTHS:
+            q, k, v, do = (drawn(8, 1, length, head_dim) for _ in range(4))
+            for name, attend in providers.items():
+                found = attempt(partial(forward_times, attend, q, k, v))
+                forward, held = (found, found) if found == OUT_OF_MEMORY else found
+                back, both = (
+                    attempt(partial(run, attend, q, k, v, do))
+                    for run in (backward_times, both_times)
+                )
+                rows.append(
+                    {
+                        "head size": head_dim,
+                        "length": length,
+                        "provider": name,
+                        "forward, ms": forward,
+                        "backward, ms": back,
+                        "both, ms": both,
+                        "held, MiB": held,
+                    }
+                )
+            del q, k, v, do
+            freed()
+    torch.compiler.reset()
+    return rows
+
+
+grid = lab.measure("Attention, batch 8, one head, bfloat16, causal", attention_grid)
+
+# %%
+
+# Folded: The whole grid
+grid
+
+# %%
+
+
+# Reading
+def in_grid(column, provider, length, head_dim=64):
+    return number(grid, column, head_dim, length, provider)
+
+
+def milliseconds(value):
+    """A time as text, or that there is none."""
+    return value if isinstance(value, str) else f"{value:,.3g}"
+
+
+lab.table(
+    [
+        {"length": length}
+        | {
+            f"{name}, ms": milliseconds(in_grid("both, ms", name, length))
+            for name in ("PyTorch", "torch.compile", "Kernel Book")
+        }
+        | {
+            f"{name}, MiB": milliseconds(in_grid("held, MiB", name, length))
+            for name in ("PyTorch", "Kernel Book")
+        }
+        for length in LENGTHS
+    ]
+    if grid.rows
+    else [],
+    "Forward and backward at a head size of 64, and what is held between them",
+)
+
+# %%
+
+# Reading
+missing = [
+    f"{row['provider']} at length {row['length']:,}"
+    for row in grid.rows
+    if row["both, ms"] == OUT_OF_MEMORY
+]
+missing = sorted(set(missing), key=missing.index)
+weights_gib = 8 * 65536**2 * 2 / 2**30
+held = {
+    (name, length): in_grid("held, MiB", name, length)
+    for name in ("PyTorch", "Kernel Book")
+    for length in (4096, 8192)
+}
+growth = {
+    name: held[name, 8192] / held[name, 4096] for name in ("PyTorch", "Kernel Book")
+}
+fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
+times = fast[0] / fast[1] if not isinstance(fast[0], str) else nan
+lab.read(
+    f"Out of memory: {'; '.join(missing) or 'none'}. On paper, at 65,536, one table of scores in "
+    f"bfloat16 has 8 · 65,536² · 2 bytes = {weights_gib:.0f} GiB, and standard attention holds "
+    "three at once, the scores, the masked scores and the weights. From 4,096 to 8,192 what "
+    f"PyTorch holds for backward grows by a factor of {growth['PyTorch']:.1f}, with the square of "
+    f"the length, and what the book's attention holds by {growth['Kernel Book']:.1f}, because it "
+    "keeps q, k, v, the output and one logarithm per row and computes the weights again. At 16,384 "
+    + (
+        f"it is {times:.0f} times as fast."
+        if times == times or not grid.rows
+        else "only it runs."
+    )
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# **Parameters in bfloat16.** Autocast leaves parameters in float32, and that is not waste. Near 1,
+# neighbours in bfloat16 are :math:`2^{-7}` apart above it and half of that below. An update that is
+# less than half of the gap is rounded away, however often it comes.
+
+for dtype in (torch.float32, torch.bfloat16):
+    weight = torch.ones((), dtype=dtype)
+    for _ in range(1000):
+        weight -= 1e-3
+    print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
+
+# %%
+# **A clock without a wait.** The passes are queued and the clock is read before they run, as
+# :doc:`/chapters/measuring` shows; the error then moves to whichever pass waits first.
+#
+# **A model that is compiled in silence again and again.** Were the layers different to the
+# compiler, it would compile each of them and, after a few, give up and run eagerly without an
+# error. The measurement above therefore counts the graphs and stops if there is more than one per
+# version.
+#
+# **Evaluation with dropout on.** ``model.eval()`` switches it off. The book's ``dropout`` takes the
+# same flag.
+
+model = Decoder(
+    Size(64, 128, 1, 2, 61), 32, LEARNERS["Kernel Book"], device=runtime.DEVICE
+)
+tokens = torch.arange(32, device=runtime.DEVICE)[None]
+for mode in (model.train, model.eval):
+    mode()
+    with torch.no_grad():
+        print(
+            f"{mode.__name__}: equal twice:", torch.equal(model(tokens), model(tokens))
+        )
+
+# %%
+# Exercises
+# ---------
+#
+# **1. Where does attention overtake?** Count the FLOPs of a layer: :math:`72 d^2` per token in the
+# linear layers, if the feed-forward network is four times as wide as the stream, and
+# :math:`7 T d` in causal attention. At which context are they equal, for each size?
+
+# %%
+
+# Solution: where does attention overtake?
+rows = []
+for name, size in SIZES.items():
+    context = 72 * size.d_model // 7
+    linear, scores = 72 * size.d_model**2, 7 * context * size.d_model
+    assert abs(linear - scores) / linear < 1e-3
+    rows.append({"size": name, "context": context})
+lab.table(rows, "From here on attention does most of the work")
+
+# %%
+# **2. What fits?** By the count on paper, what is the longest context, in powers of two, at which
+# the size 2.7B trains in 140 GB with a batch of 4: with standard attention in float32, under
+# autocast, and under autocast without the table of weights?
+
+# %%
+
+# Solution: what fits?
+rows = []
+for what, dtype, squares in (
+    ("float32", "float32", True),
+    ("autocast", "bfloat16", True),
+    ("autocast, no table", "bfloat16", False),
+):
+    size, fits = SIZES["2.7B"], 0
+    for context in (2**k for k in range(7, 18)):
+        kept = kept_on_paper(size, BATCH, context, dtype, squares)
+        if 16 * parameters(size, context) + kept < 140e9:
+            fits = context
+    rows.append({"version": what, "longest context": fits})
+assert rows[0]["longest context"] <= rows[2]["longest context"]
+lab.table(rows, "The longest context of the size 2.7B")
+
+# %%
+# **3. One matrix, two gradients.** A linear layer :math:`y = x W^\top` of :math:`N` tokens does
+# :math:`2 N d f` FLOPs in forward. Show by counting that backward does twice as many, and check the
+# factor with PyTorch's own counter.
+
+# %%
+
+# Solution: one matrix, two gradients
+from torch.utils.flop_counter import FlopCounterMode
+
+x, weight = (
+    torch.ones(8, 16, requires_grad=True),
+    torch.ones(32, 16, requires_grad=True),
+)
+with FlopCounterMode(display=False) as forward:
+    y = F.linear(x, weight)
+with FlopCounterMode(display=False) as backward:
+    y.sum().backward()
+assert forward.get_total_flops() == 2 * 8 * 16 * 32
+assert backward.get_total_flops() == 2 * forward.get_total_flops()
+print(forward.get_total_flops(), backward.get_total_flops())
+
+# %%
+# References
+# ----------
+#
+# - Vaswani et al. *Attention is all you need.* NeurIPS 2017.
+# - Xiong et al. *On layer normalization in the Transformer architecture.* ICML 2020.
+# - Hendrycks, Gimpel. *Gaussian error linear units (GELUs).* arXiv:1606.08415, 2016.
+# - Loshchilov, Hutter. *Decoupled weight decay regularization.* ICLR 2019.
+# - Micikevicius et al. *Mixed precision training.* ICLR 2018.
+# - Chen et al. *Training deep nets with sublinear memory cost.* arXiv:1604.06174, 2016.
+# - Korthikanti et al. *Reducing activation recomputation in large Transformer models.* MLSys 2023.
+# - Hashimoto, Liang. *CS336: Language modeling from scratch*, assignment 2: systems. Stanford
+#   University.
+
+# %%
+
+# Closing
+lab.finish(
+    f"A compiled step with the book's attention runs at {min(by_model.values()):.2f} to "
+    f"{max(by_model.values()):.2f} times the speed of one with SDPA, and an eager one with its "
+    f"operators is {step('step, ms', 'PyTorch') / step('step, ms', '+ dropout'):.1f} times as fast "
+    "as with PyTorch's"
+)
