@@ -1756,6 +1756,8 @@ lab.table(
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel pipelining
+#   co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.

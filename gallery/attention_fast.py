@@ -1182,8 +1182,8 @@ lab.read(
 # **What keeps it below the speed of a matmul?** One cost is the exponentials, which by the count
 # above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
 # the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
-# keeps them in step. FlashAttention-3 and its successor do so by hand: one group of warps does
-# matmuls while another computes exponentials. How much time our kernel loses to each cause, no run
+# keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls while
+# another computes exponentials. How much time our kernel loses to each cause, no run
 # on this page tells.
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
@@ -1471,6 +1471,8 @@ lab.measure("One query, 131,072 keys, 16 heads", decoding)
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel pipelining
+#   co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
 #   checkpoints.* EMNLP 2023.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials
