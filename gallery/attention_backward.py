@@ -9,7 +9,8 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- what two sweeps with seven matmuls gain over one sweep with five, and what they cost;
+- why two sweeps with seven matmuls beat one sweep with five here, although the fastest library
+  takes one sweep;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
@@ -20,6 +21,7 @@ which explains tensor descriptors.
 
 # sphinx_gallery_thumbnail_number = 2
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,25 +64,10 @@ def standard_attention(q, k, v, is_causal=False):
 # :math:`S` once more because :math:`P` was not kept.
 #
 # It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
-# of ``out``) and writes three. Operations divided by bytes are the :term:`arithmetic intensity`.
-
-rows = []
-for seqlen in (1024, 4096, 16384):
-    flops = 5 * 2 * seqlen * seqlen * 128
-    moved = 8 * seqlen * 128 * 2
-    rows.append(
-        {
-            "length": seqlen,
-            "GFLOP": flops / 1e9,
-            "MiB": moved / 2**20,
-            "FLOPs a byte": flops / moved,
-        }
-    )
-lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
-
-# %%
-# Arithmetic is the limit if this is more than the GPU can execute in the time in which it moves one
-# byte. We measure both speeds, with a matmul of large matrices by :term:`cuBLAS` and with a copy.
+# of ``out``) and writes three. With :math:`N` queries and keys in 16 bits this is :math:`10 N^2 d`
+# operations on :math:`16 N d` bytes. Their quotient, the :term:`arithmetic intensity`, is
+# :math:`5 N / 8`. Does arithmetic or memory limit the speed? We compare the quotient with what the
+# GPU can execute while it moves one byte.
 
 import triton
 import triton.language as tl
@@ -102,32 +89,29 @@ def balance():
     ]
 
 
-lab.measure("What the GPU does at best, bfloat16", balance)
+machine = lab.measure("What the GPU does at best, bfloat16", balance)
 
 # %%
-# At all of these lengths it is, so the yardstick of this chapter is a matmul. (The kernels read
-# some tiles many times. Programs that need the same tiles run at the same time, so that :term:`L2`
-# can serve them.)
-#
-# **Why compute P again?** It could be kept, but it grows with the square of the length:
 
-rows = []
-for seqlen in (1024, 4096, 16384, 65536):
-    rows.append(
-        {
-            "length": seqlen,
-            "P, MiB": 16 * seqlen * seqlen * 2 / 2**20,
-            "lse, MiB": 16 * seqlen * 4 / 2**20,
-            "q, k, v and out, MiB": 4 * 16 * seqlen * 128 * 2 / 2**20,
-        }
-    )
-lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
+# Reading
+nan = float("nan")
+at_best = machine.rows[0] if machine.rows else {}
+intensity = {n: 5 * 2 * n * n * 128 / (8 * n * 128 * 2) for n in (1024, 4096)}
+lab.read(
+    f"A matmul by cuBLAS runs at {at_best.get('TFLOP/s', nan):.0f} TFLOP/s and a copy at "
+    f"{at_best.get('GB/s', nan):,.0f} GB/s, which is {at_best.get('FLOPs a byte', nan):.0f} FLOPs "
+    f"per byte. The gradient needs {intensity[1024]:.0f} per byte at length 1,024 and "
+    f"{intensity[4096]:,.0f} at 4,096. So arithmetic is the limit, and the yardstick of this "
+    f"chapter is a matmul. (The kernels read some tiles many times; programs that need the same "
+    f"tiles run at the same time, so the L2 cache can serve them.)"
+)
 
 # %%
-# The forward kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. PyTorch's
-# allocator confirms the count. "Kept" is what the forward pass leaves for the backward pass,
-# without inputs; "peak" is what the backward pass needs in addition, without its gradients. *Two
-# sweeps* and *one sweep* are the versions that this chapter builds.
+# **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
+# kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
+# what the forward pass leaves for the backward pass, without inputs, and "peak" is what the
+# backward pass needs in addition, without its gradients. *Two sweeps* and *one sweep* are the
+# versions that this chapter builds.
 
 
 # Measuring
@@ -185,7 +169,6 @@ memory
 # %%
 
 # Reading
-nan = float("nan")
 found = {(row["length"], row["version"]): row for row in memory.rows}
 
 
@@ -422,9 +405,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # ``dq`` differ between runs. And a sum of many terms has to be kept in float32, in a separate
 # buffer.
 #
-# For a tile of :math:`B` keys, each query adds :math:`4d` bytes to ``dq`` and saves :math:`4Bd`
-# operations. Which version is faster depends on how fast the GPU adds and how many registers the
-# larger kernel needs, so we build and measure both.
+# Which version is faster depends on how fast the GPU adds and how many registers the larger kernel
+# needs, so we build and measure both.
 #
 # The kernels
 # -----------
@@ -739,9 +721,11 @@ for is_causal in (False, True):
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
-# Both sweeps visit exactly the tiles that they need. Here is the causal sweep for ``dk`` and
-# ``dv``, with tiles of queries as rows and tiles of keys as columns.
+# Both sweeps visit exactly the tiles that they need.
 
+# %%
+
+# Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
     [
@@ -780,7 +764,9 @@ lab.table(rows, "Relative error, when the two passes do not have the same mask")
 # more keys than the forward pass did, because ``lse`` covers only the keys that forward saw: for
 # the others :math:`e^{s - \mathrm{lse}}` is no weight, and a row of them does not sum to 1.
 
-# sum of a row of exp(s - lse), over all keys
+# %%
+
+# Folded: What a row of such weights sums to
 s = 32**-0.5 * q.double() @ k.double().mT
 _, lse = reference.attention(q, k, v, True)
 sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
@@ -793,10 +779,9 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes and both versions. The *error*, the
-# largest difference relative to the largest element, is compared with that of the formula above in
-# PyTorch. In float32 we allow eight times that error, because tiles are summed in another order and
-# the exponent is rounded once more.
+# All three gradients are checked against float64, in all dtypes and both versions, and their errors
+# compared with those of the formula above in PyTorch. In float32 we allow eight times that error,
+# because tiles are summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -973,10 +958,9 @@ lab.read(
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
 # five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
-# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048.
-#
-# "All tiles" is our two sweeps with the causal flag ignored: the least time of a kernel that masks
-# tiles instead of skipping them.
+# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
+# sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
+# skipping them.
 
 
 # Measuring
@@ -1114,11 +1098,29 @@ lab.read(
 )
 
 # %%
-# With a full mask, ``torch.compile`` on the formula beats our kernels at this length, because it
-# does less: the formula keeps :math:`P`, so its backward pass takes four matmuls and is credited
-# with five. In exchange it keeps a matrix that grows with the square of the length. With a causal
-# mask it falls behind, because it still computes every pair.
-#
+
+# Reading
+more = [
+    f"{how} `torch.compile` is {'ahead of' if ours < theirs else 'behind'} two sweeps, with "
+    f"{theirs:.0f} against {ours:.0f} % of a matmul"
+    for how, ours, theirs in (
+        (how, share["Kernel Book", mask], share["torch.compile", mask])
+        for mask, how in (("full", "Without a mask"), ("causal", "with a causal mask"))
+    )
+]
+lab.read(
+    f"{', '.join(more)}. It keeps `P` from the "
+    f"forward pass, so its backward pass takes four matmuls and is credited with five, while two "
+    f"sweeps take seven. Counted by the work that is really executed, `torch.compile` runs at "
+    f"{4 / 5 * share['torch.compile', 'full']:.0f} % of a matmul without a mask, and two sweeps at "
+    f"{7 / 5 * share['Kernel Book', 'full']:.0f} %. What it saves in work it pays in memory: at "
+    f"this length the formula keeps "
+    f"{mib(4096, 'standard attention', 'kept') / mib(4096, 'two sweeps', 'kept'):.0f} times as "
+    f"much as the kernel, and the factor grows with the length. With a causal "
+    f"mask it loses because it still computes every pair."
+)
+
+# %%
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
 # FlexAttention, and version 4 of FlashAttention, written in CuTe, a language at a lower level than
 # Triton.
@@ -1279,9 +1281,52 @@ lab.read(
 )
 
 # %%
-# **Why does one sweep lose here,** although the algorithm of FlashAttention takes one sweep as
-# well? There are three possible reasons. *Adding in any order* is not slow by itself, because the
-# libraries that do so, whose bits differ from run to run, include the fastest one:
+# Why one sweep loses here
+# ------------------------
+#
+# The algorithm of FlashAttention takes one sweep as well, and that library is the fastest. So what
+# does one sweep cost *our* kernel? We time the parts: the first of two sweeps makes ``dk`` and
+# ``dv`` with four matmuls, the second makes ``dq`` with three, and one sweep makes all with five.
+
+
+def parts_of_the_work():
+    size = (4, 1, 16, 16384, 128)
+    q, k, v, do = torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
+    scale = 128**-0.5
+    out, lse = attention_forward(q, k, v, False, scale)
+    rows = []
+    for name, matmuls, options in (
+        ("first of two sweeps", 4, {"deterministic": True, "dq_needed": False}),
+        ("second of two sweeps", 3, {"deterministic": True, "dkdv_needed": False}),
+        ("one sweep", 5, {"deterministic": False}),
+    ):
+        run = partial(
+            kernels.attention_backward, q, k, v, out, lse, do, False, scale, **options
+        )
+        took = triton.testing.do_bench(run)
+        executed = matmuls * 2 * 16 * 16384**2 * 128 / took / 1e9
+        row = {"version": name, "matmuls of a pair of tiles": matmuls}
+        rows.append(row | {"ms": round(took, 2), "TFLOP/s executed": round(executed)})
+    return rows
+
+
+parts = lab.measure("16,384 tokens, 16 heads of head_dim 128, full", parts_of_the_work)
+parts
+
+# %%
+
+# Reading
+took = {row["version"]: row["ms"] for row in parts.rows}
+extra = took.get("one sweep", nan) - took.get("first of two sweeps", nan)
+lab.read(
+    f"One sweep is the first of two sweeps with one matmul and the additions to `dq` put into its "
+    f"loop. This makes the loop {extra:.1f} ms longer, and saves the second sweep, which takes "
+    f"{took.get('second of two sweeps', nan):.1f} ms for three matmuls."
+)
+
+# %%
+# There are three possible reasons. *Adding in any order* is not slow by itself, because the
+# libraries that do so, whose bits differ from run to run, include the fastest one.
 
 
 def peers_differ():
@@ -1296,6 +1341,9 @@ def peers_differ():
     return rows
 
 
+# %%
+
+# Folded: Whose bits differ
 lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
@@ -1431,11 +1479,13 @@ lab.read(
 )
 
 # %%
-# If only one program fits, little else can run while it waits. This reason remains. FlashAttention
-# avoids it by giving loads, matmuls and the additions to ``dq`` to different groups of warps, each
-# with as many registers as it needs. In our kernels all warps run the same code, because
-# specialized warps gave wrong results with Triton 3.6. What keeps two sweeps below :math:`5/7`, we
-# did not measure.
+# This reason remains. In one sweep :math:`dS^\top` has to be transposed through shared memory and
+# ``dq`` has to pass through it on its way to the additions, and all warps run the same code in the
+# same order. While they wait for such a step, the tensor cores have nothing to do, unless a second
+# program runs on the SM, and there is no room for one. FlashAttention-3 gives loads, matmuls and
+# the additions to ``dq`` to different groups of warps, each with as many registers as it needs, so
+# the groups work at the same time. Triton's version of this, specialized warps, gave wrong results
+# with Triton 3.6. What keeps two sweeps below :math:`5/7`, we did not measure.
 #
 # A call also costs time on the host, which starts three kernels and describes most of their
 # tensors: see :doc:`/hardware`.
@@ -1756,8 +1806,8 @@ lab.table(
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
-# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel pipelining
-#   co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+#   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.

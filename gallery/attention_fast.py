@@ -1471,8 +1471,8 @@ lab.measure("One query, 131,072 keys, 16 heads", decoding)
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
-# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel pipelining
-#   co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+#   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
 #   checkpoints.* EMNLP 2023.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials
