@@ -451,8 +451,8 @@ lab.source(tiled_forward, "end")
 #       :pyobject: key_tiles
 #
 # We check the result against float64. The error may be up to four times PyTorch's in the same
-# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. (No tolerance
-# is less than this factor times half a unit in the last place of the dtype.)
+# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. (No
+# tolerance is less than this factor times half a unit in the last place of the dtype.)
 
 
 def tiled_cases():
