@@ -246,8 +246,8 @@ lab.read(
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
 # a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}} = 2^{\,s_j \log_2 e \,-\,
-# \mathrm{lse} \log_2 e}`. The GPU has an instruction for :math:`2^x`, so a pair of a query and a key
-# costs one multiply-and-add and one ``exp2``.
+# \mathrm{lse} \log_2 e}`. The GPU has an instruction for :math:`2^x`, so a pair of a query and a
+# key costs one multiply-and-add and one ``exp2``.
 #
 # .. dropdown:: Step 7: lse has a gradient, too
 #
