@@ -270,8 +270,7 @@ def cases():
 
 # %%
 # Every rung is checked against float64. The error may be up to eight times PyTorch's, because each
-# multiplication by ``alpha`` adds a rounding and float32 is split into parts, and never has to be
-# less than this factor times half a unit in the last place of the dtype.
+# multiplication by ``alpha`` adds a rounding and float32 is split into parts.
 
 lab.check("The rungs", cases())
 
@@ -365,9 +364,8 @@ lab.table(
 # to do less besides the matmuls, and to do it at the same time.
 #
 # **The ladder.** All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries
-# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. The compiler's output tells more than the
-# time: we read from it how many registers a thread has, and how often a program waits for its
-# matmuls.
+# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the compiler's output we read how many
+# registers a thread has, and how often a program waits for its matmuls.
 
 # Measuring
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
@@ -530,9 +528,8 @@ lab.read(
 #          the tile into shared memory.
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
-# engine of an SM since Hopper, computes the addresses, checks the bounds, fills with zeros what
-# lies outside, and puts the tile into shared memory. ``DESCRIBED`` selects this function of the
-# package:
+# engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
+# the tile into shared memory. ``DESCRIBED`` selects this function of the package:
 
 lab.source(load_tile)
 
@@ -1187,11 +1184,8 @@ lab.read(
 # on this page tells.
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
-# diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries, and
-# less than a hundredth with 128.
+# diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.
 #
-# **Registers.** In float32 the operands are split into parts, and registers run short.
-
 
 # %%
 
@@ -1218,8 +1212,8 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** Starting a kernel takes the host some time, whatever the kernel does. So at
-# small sizes the time per call is that of its host code.
+# **Small inputs.** At small sizes a call takes as long as its host code, whatever the kernel does,
+# and the host code is Python here and C++ in PyTorch.
 
 # Measuring
 
@@ -1250,16 +1244,8 @@ def small_inputs():
 
 # %%
 
-# Measuring
-small = lab.measure("One call after the other, 16 heads, head_dim 128", small_inputs)
-shortest, longest = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
-lab.read(
-    f"At length 128 a call costs {shortest.get('Kernel Book, µs', nan):.0f} µs here and "
-    f"{shortest.get('SDPA, µs', nan):.0f} µs in PyTorch, because the host code is Python here and "
-    f"C++ there. At 4,096 the kernels take longer than the host code, which hides it, and the "
-    f"calls take {longest.get('Kernel Book, µs', nan):.0f} and "
-    f"{longest.get('SDPA, µs', nan):.0f} µs."
-)
+# Folded: One call after the other
+lab.measure("One call after the other, 16 heads, head_dim 128", small_inputs)
 
 # %%
 # What breaks it
@@ -1301,9 +1287,9 @@ assert [row["rows written in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "What the program of head 0 wrote")
 
 # %%
-# With the flattened descriptor the program wrote 12 rows of the wrong head. Head 1 has a program
-# that writes the same rows, and whichever finishes last wins. Where the length is a multiple of the
-# tile, nothing goes wrong, which is why such a kernel passes many tests.
+# With the flattened descriptor the program wrote 12 rows of the wrong head, whose own program
+# writes them, too, and whichever finishes last wins. Where the length is a multiple of the tile,
+# nothing goes wrong, which is why such a kernel passes many tests.
 #
 # Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
 # times infinity is NaN.
