@@ -126,14 +126,16 @@ def attention(
     v: torch.Tensor,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T) v and the logarithm of the sum of exponentials, in float64.
 
     Heads of k and v are shared by groups of query heads where there are fewer. Causal is aligned
-    bottom right: query i sees key j when j <= i + seqlen_k - seqlen_q. A query that sees nothing
-    gives 0, and -inf.
+    bottom right: query i sees key j when j <= i + seqlen_k - seqlen_q. With a window (left, right)
+    it sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, where None
+    is no bound. A query that sees nothing gives 0, and -inf.
     """
-    lse, p = _attention_weights(q, k, is_causal, scale)
+    lse, p = _attention_weights(q, k, is_causal, scale, window)
     return p @ _for_each_query_head(v, q), lse
 
 
@@ -144,6 +146,7 @@ def attention_fp8(
     is_causal: bool = False,
     scale: float | None = None,
     block_n: int = 128,
+    window: tuple[int | None, int | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention` in float64, but for weights that are rounded to float8_e4m3fn.
 
@@ -151,7 +154,7 @@ def attention_fp8(
     time, what is rounded is 2^8 exp(score - largest score so far); sums are of unrounded numbers.
     The error of this, against :func:`attention`, is what no such kernel can avoid.
     """
-    lse, p = _attention_weights(q, k, is_causal, scale)
+    lse, p = _attention_weights(q, k, is_causal, scale, window)
     scores = (p.log() + lse.unsqueeze(-1)).masked_fill(p == 0, -torch.inf)
     largest = torch.stack([tile.amax(-1) for tile in scores.split(block_n, dim=-1)], dim=-1)
     largest = largest.cummax(-1).values.repeat_interleave(block_n, dim=-1)[..., : p.shape[-1]]
@@ -169,6 +172,7 @@ def attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
     dlse: torch.Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients dq, dk and dv of :func:`attention`, in float64.
 
@@ -176,7 +180,7 @@ def attention_backward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     do = do.double()
-    _, p = _attention_weights(q, k, is_causal, scale)
+    _, p = _attention_weights(q, k, is_causal, scale, window)
     dv = p.mT @ do
     dp = do @ _for_each_query_head(v, q).mT
     ds = p * (dp - (p * dp).sum(-1, keepdim=True))
@@ -194,17 +198,27 @@ def _for_each_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_weights(
-    q: torch.Tensor, k: torch.Tensor, is_causal: bool, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int | None, int | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logarithm of the sum of the scores' exponentials, and softmax, in float64."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * q.detach().double() @ _for_each_query_head(k, q).mT
+    i = torch.arange(seqlen_q, device=q.device).unsqueeze(1)
+    ahead = torch.arange(seqlen_k, device=q.device) - (i + seqlen_k - seqlen_q)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if is_causal:
-        i = torch.arange(seqlen_q, device=q.device).unsqueeze(1)
-        j = torch.arange(seqlen_k, device=q.device)
-        scores = scores.masked_fill(j > i + seqlen_k - seqlen_q, -torch.inf)
+        hidden |= ahead > 0
+    left, right = window or (None, None)
+    if left is not None:
+        hidden |= ahead < -left
+    if right is not None:
+        hidden |= ahead > right
+    scores = scores.masked_fill(hidden, -torch.inf)
     p = torch.softmax(scores, -1)
-    if is_causal:  # a query that sees nothing weighs nothing
-        p = p.masked_fill((i + seqlen_k - seqlen_q < 0).expand_as(scores), 0.0)
+    p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # what sees nothing weighs nothing
     return torch.logsumexp(scores, -1), p

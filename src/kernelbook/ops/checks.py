@@ -90,7 +90,7 @@ def flag(name: str, value: object) -> bool:
         return value
     if isinstance(value, numpy.bool_):
         return bool(value)
-    raise TypeError(f"{name} must be True or False, got {_described(value)}.")
+    raise TypeError(f"{name} must be True or False, got {described(value)}.")
 
 
 def integer(name: str, value: object) -> int:
@@ -99,7 +99,7 @@ def integer(name: str, value: object) -> int:
         return value
     if isinstance(value, Integral) and not isinstance(value, bool):
         return operator.index(value)
-    raise TypeError(f"{name} must be an int, got {_described(value)}: pass an int.")
+    raise TypeError(f"{name} must be an int, got {described(value)}: pass an int.")
 
 
 def number(name: str, value: object) -> float:
@@ -114,7 +114,7 @@ def number(name: str, value: object) -> float:
                 f"{name} must be in the range of a float, and what came is too large: pass a "
                 "smaller number."
             ) from None
-    raise TypeError(f"{name} must be a number, got {_described(value)}: pass a float.")
+    raise TypeError(f"{name} must be a number, got {described(value)}: pass a float.")
 
 
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
@@ -135,7 +135,7 @@ def spell(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     """Say what came: the value where it is short, and the name of its type."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

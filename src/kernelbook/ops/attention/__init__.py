@@ -4,7 +4,8 @@
     forward.py    one kernel: queries stay, keys and values stream past
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
-    tiles.py      what the kernels share: tensor descriptors, who sees what
+    scope.py      who sees what: causal masks and windows
+    tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
 

@@ -25,7 +25,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import runtime
-from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention import scope, tuned
+from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_queries, seen_keys
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
@@ -37,7 +38,6 @@ from kernelbook.ops.attention.tiles import (
     load_tile,
     place,
     store_tile,
-    visible,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -115,16 +115,14 @@ def sweep_queries(
     padded_q,
     first_query,  # a multiple of BLOCK_M
     last_query,  # one past the last
-    start_n,  # the first key
-    shift,  # seqlen_k - seqlen_q
-    seqlen_k,
+    first_seeing,  # the first query that sees each key, (BLOCK_N,)
+    end_seeing,  # one past the last
     scale_log2,
-    IS_CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,  # whether some of these queries do not see some of the keys
+    MASKED: tl.constexpr,  # whether some of these queries come before the first of a key
+    LEFT: tl.constexpr,  # whether some of these queries come after the last of a key
     DQ: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
     for start_m in tl.range(first_query, last_query, BLOCK_M):
@@ -135,11 +133,11 @@ def sweep_queries(
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
         if MASKED:
-            keys = start_n + tl.arange(0, BLOCK_N)[:, None]
-            last_visible = seqlen_k - 1
-            if IS_CAUSAL:
-                last_visible = start_m + tl.arange(0, BLOCK_M)[None, :] + shift
-            p_t = tl.where(keys <= last_visible, p_t, 0.0)
+            queries = start_m + tl.arange(0, BLOCK_M)
+            p_t = tl.where(queries[None, :] >= first_seeing[:, None], p_t, 0.0)
+        if LEFT:
+            queries = start_m + tl.arange(0, BLOCK_M)
+            p_t = tl.where(queries[None, :] < end_seeing[:, None], p_t, 0.0)
 
         # -- gradients: of values while dS is computed, then of keys. No load after the matmul
         # of dv begins, because a wait inside the pipeline of matmuls would serialise them.
@@ -162,7 +160,7 @@ def sweep_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["heads_at_once"])
+@triton.jit(do_not_specialize=["left", "right", "heads_at_once"])
 def dkdv_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, head_dim), as describe describes them
     k_desc,  # keys, (batch, heads // GROUP, seqlen_k, head_dim)
@@ -178,10 +176,13 @@ def dkdv_kernel(
     heads_k,
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     padded_q,
     sm_scale,  # the scores are sm_scale * q k^T
     heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     DQ: tl.constexpr,  # how to add to dq: "descriptor", "pointer" or "none"
     DESCRIBED: tl.constexpr,  # whether the statistics come by descriptors
     GROUP: tl.constexpr,  # query heads that share a head of keys
@@ -198,35 +199,43 @@ def dkdv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
 
-    # -- stages: no query before the first; from middle on, every query sees every key
-    shift = seqlen_k - seqlen_q
-    first, middle = 0, 0
-    all_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    if IS_CAUSAL:
-        first = tl.maximum(start_n - shift, 0) // BLOCK_M
-        middle = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - shift, 0), BLOCK_M)
-        middle = tl.minimum(middle, all_tiles)
-    elif DQ != "none":  # a key past the end must not reach dq; elsewhere it stays in its own row
-        middle = tl.where(start_n + BLOCK_N > seqlen_k, all_tiles, 0)
+    # -- stages: queries that see all keys of the tile, between queries that see some, and no others
+    first_seeing, end_seeing = seeing_queries(
+        start_n + tl.arange(0, BLOCK_N), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = query_stages(
+        start_n, start_n + BLOCK_N - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_M,
+    )  # fmt: skip
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DQ != "none"
+    if not MASKED:
+        whole = first
+    if DQ != "none":  # a key past the end must not reach dq; elsewhere it stays in its own row
+        exist = start_n + tl.arange(0, BLOCK_N) < seqlen_k
+        first_seeing = tl.where(exist, first_seeing, seqlen_q)
 
     # -- sweep: the queries of every head that reads these keys
     for member in range(GROUP):
         q_head = head_of(q_desc, batch, head_k * GROUP + member, BLOCK_M, BLOCK_D)
         do_head = head_of(do_desc, batch, head_k * GROUP + member, BLOCK_M, BLOCK_D)
         row = batch_head_k * GROUP + member
-        if IS_CAUSAL or DQ != "none":
+        if MASKED:
             dk, dv = sweep_queries(
                 dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, dq_desc, dq_ptr,
-                row, padded_q, first * BLOCK_M, middle * BLOCK_M,
-                start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, True, DQ, DESCRIBED, BLOCK_M,
-                BLOCK_N,
+                row, padded_q, first, whole, first_seeing, end_seeing, sm_scale * LOG2E,
+                True, HAS_LEFT, DQ, DESCRIBED, BLOCK_M,
             )  # fmt: skip
         dk, dv = sweep_queries(
             dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, dq_desc, dq_ptr,
-            row, padded_q, middle * BLOCK_M, seqlen_q,
-            start_n, shift, seqlen_k, sm_scale * LOG2E, IS_CAUSAL, False, DQ, DESCRIBED, BLOCK_M,
-            BLOCK_N,
+            row, padded_q, whole, cut, first_seeing, end_seeing, sm_scale * LOG2E,
+            False, False, DQ, DESCRIBED, BLOCK_M,
         )  # fmt: skip
+        if HAS_LEFT:
+            dk, dv = sweep_queries(
+                dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, dq_desc, dq_ptr,
+                row, padded_q, cut, end, first_seeing, end_seeing, sm_scale * LOG2E,
+                False, True, DQ, DESCRIBED, BLOCK_M,
+            )  # fmt: skip
 
     # -- write: the accumulators, in the dtype of the gradient
     store_tile(head_of(dk_desc, batch, head_k, BLOCK_N, BLOCK_D), start_n, dk * sm_scale)
@@ -244,9 +253,11 @@ def sweep_keys(
     v_head,
     first_key,  # a multiple of BLOCK_N
     last_key,  # one past the last
-    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    first_visible,  # the first key that each query sees, (BLOCK_M,)
+    n_visible,  # one past the last
     scale_log2,
-    MASKED: tl.constexpr,  # whether some of the queries do not see some of these keys
+    MASKED: tl.constexpr,  # whether some of these keys come after the last of a query
+    LEFT: tl.constexpr,  # whether some of these keys come before the first of a query
     BLOCK_N: tl.constexpr,
 ):
     """Add to dq what a range of keys contributes."""
@@ -258,13 +269,16 @@ def sweep_keys(
         if MASKED:
             keys = start_n + tl.arange(0, BLOCK_N)
             p = tl.where(keys[None, :] < n_visible[:, None], p, 0.0)
+        if LEFT:
+            keys = start_n + tl.arange(0, BLOCK_N)
+            p = tl.where(keys[None, :] >= first_visible[:, None], p, 0.0)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=["heads_at_once"])
+@triton.jit(do_not_specialize=["left", "right", "heads_at_once"])
 def dq_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, head_dim), as describe describes them
     k_desc,  # keys, (batch, heads // group, seqlen_k, head_dim)
@@ -278,10 +292,13 @@ def dq_kernel(
     group,  # query heads that share a head of keys
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     padded_q,
     sm_scale,  # the scores are sm_scale * q k^T
     heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
     BLOCK_M: tl.constexpr,  # queries in a tile
     BLOCK_N: tl.constexpr,  # keys in a tile
@@ -301,17 +318,27 @@ def dq_kernel(
     v_head = head_of(v_desc, batch, head // group, BLOCK_N, BLOCK_D)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
-    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
-    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
-    whole = seen_by_all // BLOCK_N * BLOCK_N
-    dq = sweep_keys(
-        dq, q, do, lse_log2, delta, k_head, v_head, 0, whole, n_visible, sm_scale * LOG2E, False,
+    # -- stages: keys that all queries of the tile see, between keys that some see, and no others
+    first_visible, n_visible = seen_keys(
+        start_m + tl.arange(0, BLOCK_M), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
+    )  # fmt: skip
+    if HAS_LEFT:
+        dq = sweep_keys(
+            dq, q, do, lse_log2, delta, k_head, v_head, first, whole, first_visible, n_visible,
+            sm_scale * LOG2E, True, True, BLOCK_N,
+        )  # fmt: skip
+    dq = sweep_keys(
+        dq, q, do, lse_log2, delta, k_head, v_head, whole, cut, first_visible, n_visible,
+        sm_scale * LOG2E, False, False, BLOCK_N,
     )  # fmt: skip
     if not ALL_WHOLE:
         dq = sweep_keys(
-            dq, q, do, lse_log2, delta, k_head, v_head, whole, seen_by_some, n_visible,
-            sm_scale * LOG2E, True, BLOCK_N,
+            dq, q, do, lse_log2, delta, k_head, v_head, cut, end, first_visible, n_visible,
+            sm_scale * LOG2E, True, False, BLOCK_N,
         )  # fmt: skip
 
     # -- write: the accumulators, in the dtype of the gradient
@@ -350,7 +377,7 @@ def _preprocess_launch(shape, out_strides, do_strides, padded_q) -> Launch:
     )  # fmt: skip
 
 
-def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=None):
+def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None, dq_sums=None):
     """Return (dk, dv), and add sm_scale ** -1 * dq to dq_sums where these are given."""
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
     config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
@@ -365,9 +392,12 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=No
     rows = lse_log2, delta
     if config.described and config.described_rows:
         rows = [_describe_rows(x, config.block_m) for x in rows]
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
-    at_once = tuned.backward_heads_at_once(flowing, q.device)
-    run = _keys_launch(config, q.shape, k.shape, delta.shape[1], is_causal, sm_scale, at_once, how)
+    at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
+    run = _keys_launch(
+        config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once, how
+    )
     q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
     to = [describe(x, config.block_n, described=config.described) for x in (dk, dv)]
@@ -377,14 +407,16 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, dq_sums=No
 
 @planned
 def _keys_launch(
-    config, q_shape, k_shape, padded_q, is_causal, sm_scale, heads_at_once, how
+    config, q_shape, k_shape, padded_q, left, right, sm_scale, heads_at_once, how
 ) -> Launch:
     batch, heads_k, seqlen_k, head_dim = k_shape
     heads, seqlen_q = q_shape[1:3]
     return Launch(
         dkdv_kernel, (batch * heads_k * runtime.cdiv(seqlen_k, config.block_n),),
-        batch * heads_k, heads_k, seqlen_q, seqlen_k, padded_q, sm_scale, heads_at_once,
-        IS_CAUSAL=is_causal,
+        batch * heads_k, heads_k, seqlen_q, seqlen_k, left or 0, right or 0, padded_q, sm_scale,
+        heads_at_once,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
         DQ=how,
         DESCRIBED=config.described and config.described_rows,
         GROUP=heads // heads_k,
@@ -395,15 +427,16 @@ def _keys_launch(
     )  # fmt: skip
 
 
-def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
+def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None):
     """Return dq."""
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
     config = tuned.backward_config("dq", q)
     dq = empty_fit(q)
     group = q.shape[1] // k.shape[1]
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
-    at_once = tuned.backward_heads_at_once(flowing, q.device)
-    run = _queries_launch(config, q.shape, k.shape, delta.shape[1], is_causal, sm_scale, at_once)
+    at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
+    run = _queries_launch(config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once)
     q, do, to = (describe(x, config.block_m, described=config.described) for x in (q, do, dq))
     k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
     run(q, k, v, do, lse_log2, delta, to)
@@ -412,16 +445,17 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale):
 
 @planned
 def _queries_launch(
-    config, q_shape, k_shape, padded_q, is_causal, sm_scale, heads_at_once
+    config, q_shape, k_shape, padded_q, left, right, sm_scale, heads_at_once
 ) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     return Launch(
         dq_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
-        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, padded_q, sm_scale,
-        heads_at_once,
-        IS_CAUSAL=is_causal,
-        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, padded_q,
+        sm_scale, heads_at_once,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        ALL_WHOLE=scope.all_whole(left, right, seqlen_k, config.block_n),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),
@@ -440,6 +474,7 @@ def attention_backward(
     sm_scale: float,
     deterministic: bool,
     dlse: torch.Tensor | None = None,
+    window: scope.Window | None = None,
     *,
     dq_needed: bool = True,
     dkdv_needed: bool = True,
@@ -451,7 +486,7 @@ def attention_backward(
     alone are needed, one of the two sweeps suffices.
     """
     lse_log2, delta = _preprocess(out, lse, do, dlse)
-    operands = q, k, v, do, lse_log2, delta, is_causal, sm_scale
+    operands = q, k, v, do, lse_log2, delta, is_causal, sm_scale, window
     one_sweep = dq_needed and dkdv_needed and not deterministic
     if not one_sweep or tuned.config("all", q) is None:  # it needs the most shared memory
         dk, dv = _keys_backward(*operands) if dkdv_needed else (None, None)

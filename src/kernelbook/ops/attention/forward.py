@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention import scope, tuned
+from kernelbook.ops.attention.scope import key_stages, seen_keys
 from kernelbook.ops.attention.tiles import (
     LN2,
     LOG2E,
@@ -16,7 +17,6 @@ from kernelbook.ops.attention.tiles import (
     head_of,
     load_tile,
     place,
-    visible,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -39,16 +39,21 @@ def weigh(
     l_i,  # sum over keys of p so far, (BLOCK_M,)
     m_i,  # largest score so far, in base 2, (BLOCK_M,)
     start_n,  # the first key
-    n_visible,  # how many keys, from the first of all, each query sees, (BLOCK_M,)
+    n_visible,  # one past the last key that each query sees, (BLOCK_M,)
     scale_log2,  # sm_scale * log2(e): makes an exponent of 2 of a dot product
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
     P_LOG2: tl.constexpr = 0,  # the weights are times 2 to this power
+    first_visible=0,  # the first key that each query sees, (BLOCK_M,)
+    LEFT: tl.constexpr = False,  # whether some of these keys lie before it
 ):
     """Make weights of the scores of a tile: return (p, alpha, l_i, m_i)."""
     # -- mask: what a query does not see is -inf
     if MASKED:
         keys = start_n + tl.arange(0, qk.shape[1])
         qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+    if LEFT:
+        keys = start_n + tl.arange(0, qk.shape[1])
+        qk = tl.where(keys[None, :] >= first_visible[:, None], qk, float("-inf"))
 
     # -- rescale: alpha converts sums relative to the old maximum to the new maximum
     m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
@@ -78,15 +83,19 @@ def attend(
     v_head,
     first_key,  # of the keys to attend to: a multiple of BLOCK_N
     last_key,  # one past the last
-    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    n_visible,  # one past the last key that each query sees, (BLOCK_M,)
     scale_log2,  # sm_scale * log2(e): makes an exponent of 2 of a dot product
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
+    first_visible=0,  # the first key that each query sees, (BLOCK_M,)
+    LEFT: tl.constexpr = False,  # whether some of these keys lie before it
 ):
     """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
         # -- weigh: the tile that the previous iteration has scored
-        p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED)
+        p, alpha, l_i, m_i = weigh(
+            qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, 0, first_visible, LEFT
+        )
         # -- accumulate: one matmul
         v = load_tile(v_head, start_n)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
@@ -96,7 +105,7 @@ def attend(
     return acc, l_i, m_i, qk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def attention_fwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), as describe describes them
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
@@ -108,10 +117,13 @@ def attention_fwd_kernel(
     group,  # query heads that share a head of keys
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     sm_scale,  # the scores are sm_scale * q k^T
     HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles alternate: see tuned.forward_heads_at_once
     HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
     BLOCK_M: tl.constexpr,  # queries in a tile
     BLOCK_N: tl.constexpr,  # keys in a tile
@@ -131,17 +143,31 @@ def attention_fwd_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
+    # -- stages: keys that all queries of the tile see, between keys that some see, and no others
+    first_visible, n_visible = seen_keys(
+        start_m + tl.arange(0, BLOCK_M), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
     # -- begin: the scores of the first tile of keys
     scale_log2 = sm_scale * LOG2E
-    k = load_tile(k_head, 0)
+    k = load_tile(k_head, first)
     qk = tl.dot(q, k.T, input_precision=PRECISION)
 
-    # -- stages: keys that all queries of the tile see, then keys that some see, and no others
-    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
-    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
-    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    # -- attend: the last tile, after which there is none to score, comes after the loops
+    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(cut, last)
+    if HAS_LEFT:
+        whole = tl.minimum(whole, last)
+        acc, l_i, m_i, qk = attend(
+            acc, l_i, m_i, qk, q, k_head, v_head, first, whole, n_visible, scale_log2, BLOCK_N,
+            True, first_visible, LEFT=True,
+        )  # fmt: skip
     acc, l_i, m_i, qk = attend(
-        acc, l_i, m_i, qk, q, k_head, v_head, 0, cut, n_visible, scale_log2, BLOCK_N, MASKED=False,
+        acc, l_i, m_i, qk, q, k_head, v_head, whole, cut, n_visible, scale_log2, BLOCK_N,
+        MASKED=False,
     )  # fmt: skip
     if not ALL_WHOLE:
         acc, l_i, m_i, qk = attend(
@@ -149,8 +175,10 @@ def attention_fwd_kernel(
             MASKED=True,
         )  # fmt: skip
 
-    # -- end: the last tile, after which there is none to score
-    p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE)
+    # -- end: the last tile
+    p, alpha, l_i, m_i = weigh(
+        qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, 0, first_visible, HAS_LEFT
+    )
     v = load_tile(v_head, last)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
@@ -167,16 +195,22 @@ def attention_fwd_kernel(
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, sm_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    sm_scale: float,
+    window: scope.Window | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked, not empty, and of which descriptors fit."""
     # I/O: read q + read k + read v + write out + write lse
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = tuned.forward_config(q)
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     run = _launch(
-        config, q.shape, k.shape, is_causal, sm_scale,
-        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], is_causal),
+        config, q.shape, k.shape, left, right, sm_scale,
+        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
     )  # fmt: skip
     run(
         describe(q, config.block_m, described=config.described),
@@ -189,16 +223,17 @@ def attention_forward(
 
 
 @planned
-def _launch(config, q_shape, k_shape, is_causal, sm_scale, heads_at_once) -> Launch:
+def _launch(config, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     return Launch(
         attention_fwd_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
-        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, sm_scale,
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
         HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal,
-        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        ALL_WHOLE=scope.all_whole(left, right, seqlen_k, config.block_n),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),

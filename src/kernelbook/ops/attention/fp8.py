@@ -25,8 +25,9 @@ import triton.language as tl
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
-from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention import scope, tuned
 from kernelbook.ops.attention.forward import sum_of_weights, weigh
+from kernelbook.ops.attention.scope import key_stages, seen_keys
 from kernelbook.ops.attention.tiles import (
     ALIGNMENT,
     LN2,
@@ -38,7 +39,6 @@ from kernelbook.ops.attention.tiles import (
     head_of,
     load_tile,
     place,
-    visible,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -109,16 +109,20 @@ def attend_fp8(
     v_head,
     first_key,  # of the keys to attend to: a multiple of BLOCK_N
     last_key,  # one past the last
-    n_visible,  # how many keys, from the first, each query sees, (BLOCK_M,)
+    n_visible,  # one past the last key that each query sees, (BLOCK_M,)
     scale_log2,  # turns a product of stored q and k into an exponent of 2
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # whether some query does not see some of these keys
     PROMOTED: tl.constexpr,  # whether tiles are accumulated in float32, not by the matmul itself
+    first_visible=0,  # the first key that each query sees, (BLOCK_M,)
+    LEFT: tl.constexpr = False,  # whether some of these keys lie before it
 ):
     """Attend to the keys from first_key to last_key, a tile at a time, and score the next tile."""
     for start_n in range(first_key, last_key, BLOCK_N):
         # -- weigh: the weights come times 2^8
-        p, alpha, l_i, m_i = weigh(qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2)
+        p, alpha, l_i, m_i = weigh(
+            qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, P_LOG2, first_visible, LEFT
+        )
         # -- accumulate: one matmul, of weights and values
         v = load_tile(v_head, 0, start_n).T
         acc = add_values(acc, p, alpha, v, PROMOTED)
@@ -128,7 +132,7 @@ def attend_fp8(
     return acc, l_i, m_i, qk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def attention_fp8_fwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
@@ -146,10 +150,13 @@ def attention_fp8_fwd_kernel(
     group,  # query heads that share a head of keys
     seqlen_q,
     seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
     sm_scale,  # the scores are sm_scale * q k^T
     HEADS_AT_ONCE: tl.constexpr,  # heads whose tiles alternate: see tuned.forward_heads_at_once
     HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     ALL_WHOLE: tl.constexpr,  # whether no tile has to be masked
     PROMOTED: tl.constexpr,
     BLOCK_M: tl.constexpr,  # queries in a tile
@@ -174,16 +181,30 @@ def attention_fp8_fwd_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
+    # -- stages: keys that all queries of the tile see, between keys that some see, and no others
+    first_visible, n_visible = seen_keys(
+        start_m + tl.arange(0, BLOCK_M), seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    first, whole, cut, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
+
     # -- begin: the scores of the first tile of keys
-    k = load_tile(k_head, 0)
+    k = load_tile(k_head, first)
     qk = tl.dot(q, k.T)
 
-    # -- stages: keys that all queries of the tile see, then keys that some see, then the last tile
-    n_visible, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
-    last = tl.maximum(tl.cdiv(seen_by_some, BLOCK_N) - 1, 0) * BLOCK_N
-    cut = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, last)
+    # -- attend: the last tile comes after the loops
+    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(cut, last)
+    if HAS_LEFT:
+        whole = tl.minimum(whole, last)
+        acc, l_i, m_i, qk = attend_fp8(
+            acc, l_i, m_i, qk, q, k_head, v_head, first, whole, n_visible, scale_log2, BLOCK_N,
+            True, PROMOTED, first_visible, LEFT=True,
+        )  # fmt: skip
     acc, l_i, m_i, qk = attend_fp8(
-        acc, l_i, m_i, qk, q, k_head, v_head, 0, cut, n_visible, scale_log2, BLOCK_N, False,
+        acc, l_i, m_i, qk, q, k_head, v_head, whole, cut, n_visible, scale_log2, BLOCK_N, False,
         PROMOTED,
     )  # fmt: skip
     if not ALL_WHOLE:
@@ -191,7 +212,9 @@ def attention_fp8_fwd_kernel(
             acc, l_i, m_i, qk, q, k_head, v_head, cut, last, n_visible, scale_log2, BLOCK_N, True,
             PROMOTED,
         )  # fmt: skip
-    p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, P_LOG2)
+    p, alpha, l_i, m_i = weigh(
+        qk, l_i, m_i, last, n_visible, scale_log2, not ALL_WHOLE, P_LOG2, first_visible, HAS_LEFT
+    )
     acc = add_values(acc, p, alpha, load_tile(v_head, 0, last).T, PROMOTED)
 
     # -- write: the average, whose two sums both hold 2^8, and the logarithm of one of them
@@ -260,6 +283,7 @@ def attention_fp8_forward(
     sm_scale: float,
     out_dtype: torch.dtype,
     promoted: bool = True,
+    window: scope.Window | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked and not empty; q and k fit a descriptor."""
     # I/O: read q + read k + read v + write out + write lse
@@ -268,8 +292,10 @@ def attention_fp8_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config, columns = tuned.fp8_config(q), tuned.fp8_columns(q.shape[3])
     steps = tuple(0 if x is None or x.numel() == 1 else 1 for x in descales)
-    at_once = tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], is_causal)
-    run = _launch(config, q.shape, k.shape, is_causal, sm_scale, at_once, steps, promoted)
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    uneven = scope.uneven(left, right)
+    at_once = tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], uneven)
+    run = _launch(config, q.shape, k.shape, left, right, sm_scale, at_once, steps, promoted)
     run(
         describe(q, config.block_m, columns, config.described),
         describe(k, config.block_n, columns, config.described),
@@ -283,17 +309,19 @@ def attention_fp8_forward(
 
 @planned
 def _launch(
-    config, q_shape, k_shape, is_causal, sm_scale, heads_at_once, steps, promoted
+    config, q_shape, k_shape, left, right, sm_scale, heads_at_once, steps, promoted
 ) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     return Launch(
         attention_fp8_fwd_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
-        *steps, batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, sm_scale,
+        *steps, batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0,
+        sm_scale,
         HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal,
-        ALL_WHOLE=not is_causal and seqlen_k % config.block_n == 0,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        ALL_WHOLE=scope.all_whole(left, right, seqlen_k, config.block_n),
         PROMOTED=promoted,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

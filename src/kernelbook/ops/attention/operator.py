@@ -6,7 +6,7 @@ import torch
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
-from kernelbook.ops.attention import fp8
+from kernelbook.ops.attention import fp8, scope
 from kernelbook.ops.attention.backward import attention_backward
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
@@ -21,6 +21,7 @@ def attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     deterministic: bool = True,
@@ -58,6 +59,12 @@ def attention(
             differs when the lengths do.
         scale: what the products of q and k are multiplied by, from 1.2e-38 to 2.2e38, because
             scale * log2(e) must be a normal number of float32; ``None`` means head_dim ** -0.5.
+        window: (left, right), how many keys beside its own a query sees: query i sees the keys
+            from i + shift - left to i + shift + right, both included, where shift is
+            seqlen_k - seqlen_q. Each is at least 0, or ``None`` for no bound; (None, None) is as
+            ``None``. With ``is_causal`` a query sees what both masks let it see, so that right
+            does not matter. Keys outside the windows of a tile of queries are not read, and the
+            time grows with the window, not with the length.
         enable_gqa: whether ``k`` and ``v`` may have fewer heads than ``q``, by a whole factor g:
             query head h then reads head h // g.
         return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
@@ -96,18 +103,21 @@ def attention(
         q, k, v = map(_autocast, (q, k, v))
     _check_operands(q, k, v, enable_gqa)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else _checked_scale(scale)
+    left, right = scope.checked_window(window)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
     fp8.check_descales({"q": q, "k": k, "v": v}, descales)
     if v.dtype in fp8.DTYPES:
         dtype = fp8.result_dtype(q, out_dtype)
-        out, lse = _ATTENTION_FP8(q, k, v, *descales.values(), is_causal, sm_scale, dtype)
+        out, lse = _ATTENTION_FP8(
+            q, k, v, *descales.values(), is_causal, left, right, sm_scale, dtype
+        )
     elif out_dtype not in (None, q.dtype):
         raise TypeError(
             f"out_dtype must be None or the dtype of q where v is not in FP8, got {out_dtype}: "
             "convert the result."
         )
     else:
-        out, lse = _ATTENTION(q, k, v, is_causal, sm_scale, deterministic)
+        out, lse = _ATTENTION(q, k, v, is_causal, left, right, sm_scale, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -217,6 +227,8 @@ def run(
     k: torch.Tensor,
     v: torch.Tensor,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,13 +236,13 @@ def run(
     if not (q.numel() and k.numel()):
         return _of_no_key(q, q.dtype)
     with runtime.launching_on(q):
-        out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale)
+        out, lse = attention_forward(*_prepare(q, k, v), is_causal, sm_scale, (left, right))
     return out.to(q.dtype), lse
 
 
 def setup_context(ctx, inputs, output):
     """Keep what backward reads: the inputs, out and lse."""
-    q, k, v, ctx.is_causal, ctx.sm_scale, ctx.deterministic = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -238,10 +250,9 @@ def setup_context(ctx, inputs, output):
 def gradient(ctx, do, dlse):
     """Return the gradients of q, k and v. One that did not come is None, and counts as zero."""
     needed = list(ctx.needs_input_grad[:3])
-    grads = _ATTENTION_BACKWARD(
-        *ctx.saved_tensors, do, dlse, ctx.is_causal, ctx.sm_scale, ctx.deterministic, needed
-    )
-    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), None, None, None
+    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *ctx.options, needed)
+    grads = [dx if n else None for dx, n in zip(grads, needed, strict=True)]
+    return *grads, *[None] * len(ctx.options)
 
 
 def run_backward(
@@ -253,6 +264,8 @@ def run_backward(
     do: torch.Tensor | None,
     dlse: torch.Tensor | None,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     deterministic: bool,
     needed: Sequence[bool],
@@ -265,7 +278,7 @@ def run_backward(
     with runtime.launching_on(q):
         grads = attention_backward(
             *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
-            dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
+            (left, right), dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
     return tuple(
         dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)
@@ -281,6 +294,8 @@ def run_fp8(
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     is_causal: bool,
+    left: int | None,
+    right: int | None,
     sm_scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,7 +306,7 @@ def run_fp8(
     with runtime.launching_on(q):
         out, lse = attention_fp8_forward(
             *_prepare(q, k), runtime.readable(v), descales, is_causal, sm_scale,
-            runtime.kernel_dtype(out_dtype),
+            runtime.kernel_dtype(out_dtype), window=(left, right),
         )  # fmt: skip
     return out.to(out_dtype), lse
 

@@ -12,33 +12,41 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
+from kernelbook.ops.attention.scope import Window, bounds, keys_seen
+
 
 def key_tiles(
-    start_m: int, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int, is_causal: bool
+    start_m: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    window: Window | None = None,
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (start, end, masked) for each tile of keys that a tile of queries has to meet.
 
-    The tile holds queries start_m to start_m + block_m. First come keys that all of them see, then
-    those that some of them see, which have to be masked; keys that none sees do not come at all.
+    The tile holds queries start_m to start_m + block_m. Keys that some of them do not see have to
+    be masked; they come before and after those that all of them see. Keys that none sees do not
+    come at all.
     """
-    seen_by_all = seen_by_some = seqlen_k
-    if is_causal:  # query i sees keys 0 to i + shift
-        shift = seqlen_k - seqlen_q
-        last_query = min(start_m + block_m, seqlen_q) - 1
-        seen_by_all = max(0, start_m + shift + 1)
-        seen_by_some = max(0, last_query + shift + 1)
-    for start_n in range(0, seen_by_some, block_n):
+    rule = seqlen_q, seqlen_k, *bounds(is_causal, window, seqlen_q, seqlen_k)
+    first_seen_by_some, end_seen_by_all = keys_seen(start_m, *rule)
+    first_seen_by_all, end_seen_by_some = keys_seen(min(start_m + block_m, seqlen_q) - 1, *rule)
+    first = max(0, first_seen_by_some) // block_n * block_n
+    for start_n in range(first, min(end_seen_by_some, seqlen_k), block_n):
         end_n = min(start_n + block_n, seqlen_k)
-        yield start_n, end_n, end_n > seen_by_all
+        yield start_n, end_n, start_n < first_seen_by_all or end_n > end_seen_by_all
 
 
-def _scores(q, k, start_m, start_n, shift, scale, masked):
+def _scores(q, k, start_m, start_n, rule, scale, masked):
     """scale * q k^T for one tile, -inf where a query does not see a key."""
     scores = scale * q @ k.mT
     if masked:
         i = torch.arange(start_m, start_m + q.shape[-2], device=q.device).unsqueeze(1)
         j = torch.arange(start_n, start_n + k.shape[-2], device=q.device)
-        scores = scores.masked_fill(j > i + shift, -torch.inf)
+        first, end = keys_seen(i, *rule)
+        scores = scores.masked_fill((j < first) | (j >= end), -torch.inf)
     return scores
 
 
@@ -54,6 +62,7 @@ def tiled_forward(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: Window | None = None,
     block_m: int = 64,
     block_n: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,10 +74,12 @@ def tiled_forward(
         v: values, as ``k``.
         is_causal: whether query i sees only keys j <= i + seqlen_k - seqlen_q.
         scale: what the products of q and k are multiplied by; ``None`` means head_dim ** -0.5.
+        window: (left, right), how many keys beside its own a query sees; None is no bound.
         block_m: queries in a tile.
         block_n: keys in a tile.
     """
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    rule = seqlen_q, seqlen_k, *bounds(is_causal, window, seqlen_q, seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
     # -- begin: a tile of queries, that has seen nothing
@@ -78,11 +89,11 @@ def tiled_forward(
         m_i = torch.full_like(lse[..., rows], -torch.inf)  # largest score so far
         l_i = torch.zeros_like(m_i)  # sum of exp(score - m_i) so far
         acc = torch.zeros_like(q_i)  # sum of exp(score - m_i) * v so far
-        tiles = key_tiles(start_m, seqlen_q, seqlen_k, block_m, block_n, is_causal)
+        tiles = key_tiles(start_m, seqlen_q, seqlen_k, block_m, block_n, is_causal, window)
         for start_n, end_n, masked in tiles:
             # -- meet: a tile of keys; its scores are gone when the next one comes
             k_j, v_j = k[..., start_n:end_n, :], v[..., start_n:end_n, :]
-            scores = _scores(q_i, k_j, start_m, start_n, seqlen_k - seqlen_q, scale, masked)
+            scores = _scores(q_i, k_j, start_m, start_n, rule, scale, masked)
             # -- rescale: what was summed relative to the old maximum
             m_new = torch.maximum(m_i, scores.amax(-1))
             alpha = torch.exp(m_i - _finite(m_new))  # takes old sums to the new maximum
@@ -106,6 +117,7 @@ def tiled_backward(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: Window | None = None,
     block_m: int = 64,
     block_n: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,6 +126,7 @@ def tiled_backward(
     Arguments are those of :func:`tiled_forward`, its two results, and ``do``, the gradient of out.
     """
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    rule = seqlen_q, seqlen_k, *bounds(is_causal, window, seqlen_q, seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (do * out).sum(-1)  # sum over keys of p * dp, for each query
@@ -121,11 +134,11 @@ def tiled_backward(
         rows = slice(start_m, min(start_m + block_m, seqlen_q))
         q_i, do_i = q[..., rows, :], do[..., rows, :]
         lse_i, delta_i = (x[..., rows].unsqueeze(-1) for x in (lse, delta))
-        tiles = key_tiles(start_m, seqlen_q, seqlen_k, block_m, block_n, is_causal)
+        tiles = key_tiles(start_m, seqlen_q, seqlen_k, block_m, block_n, is_causal, window)
         for start_n, end_n, masked in tiles:
             keys = slice(start_n, end_n)
             k_j, v_j = k[..., keys, :], v[..., keys, :]
-            scores = _scores(q_i, k_j, start_m, start_n, seqlen_k - seqlen_q, scale, masked)
+            scores = _scores(q_i, k_j, start_m, start_n, rule, scale, masked)
             p = torch.exp(scores - _finite(lse_i))
             dv[..., keys, :] += p.mT @ do_i
             dp = do_i @ v_j.mT

@@ -1,4 +1,4 @@
-"""What the kernels share: tiles of tensors in memory, where each belongs, and who sees what."""
+"""What the kernels share: tiles of tensors in memory, and where each belongs."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import runtime
+from kernelbook.ops.attention.scope import seen_keys
 from kernelbook.ops.launch import planned
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -85,15 +86,15 @@ def place(n_tiles, n_heads, heads_at_once):
 
 @triton.jit
 def visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return how many keys each query of a tile sees, all of them see, and some of them."""
-    n_visible = tl.full((BLOCK_M,), 0, tl.int32) + seqlen_k
-    seen_by_all, seen_by_some = seqlen_k, seqlen_k
-    if IS_CAUSAL:
-        shift = seqlen_k - seqlen_q
-        n_visible = tl.minimum(start_m + tl.arange(0, BLOCK_M) + 1 + shift, seqlen_k)
-        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + shift, seqlen_k), 0)
-        seen_by_some = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, seqlen_k), 0)
-    return n_visible, seen_by_all, seen_by_some
+    """Return how many keys each query of a tile sees, all of them see, and some of them.
+
+    For kernels without windows, those of the chapters: see :mod:`scope` for what the package's use.
+    """
+    queries = start_m + tl.arange(0, BLOCK_M)
+    _, n_visible = seen_keys(queries, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
+    _, by_all = seen_keys(start_m, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
+    _, by_some = seen_keys(start_m + BLOCK_M - 1, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
+    return n_visible, by_all, by_some
 
 
 def head_block(head_dim: int) -> int:

@@ -277,14 +277,15 @@ def forward_config(q: torch.Tensor) -> Config:
     return config("forward", q) or _refuse("attention of", q)
 
 
-def forward_heads_at_once(k: torch.Tensor, group: int, is_causal: bool) -> int:
+def forward_heads_at_once(k: torch.Tensor, group: int, uneven: bool) -> int:
     """Return between how many heads tiles alternate: half of L2 holds their keys and values.
 
     Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
-    with too many heads at once, keys would be read from memory again for each tile. Where all tiles
-    take equally long there is nothing to gain. A power of two, so that few kernels are compiled.
+    with too many heads at once, keys would be read from memory again for each tile. Where tiles are
+    not ``uneven`` but take equally long, without a mask or with a window, there is nothing to gain.
+    A power of two, so that few kernels are compiled.
     """
-    if not is_causal:
+    if not uneven:
         return 1
     bytes_a_head = 2 * k.shape[2] * k.shape[3] * k.itemsize
     fitting = max(1, runtime.l2_cache(k.device) // 2 // bytes_a_head) * group
@@ -296,12 +297,15 @@ def backward_config(sweep: str, q: torch.Tensor) -> Config:
     return config(sweep, q) or _refuse("the gradient of attention of", q)
 
 
-def backward_heads_at_once(bytes_a_head: int, device: torch.device) -> int:
+def backward_heads_at_once(bytes_a_head: int, device: torch.device, windowed: bool = False) -> int:
     """Return between how many heads tiles alternate: half of L2 holds their operands.
 
     Alternating lets the heaviest tiles of several heads start first, and light ones fill the gaps;
-    with too many heads at once, operands would be read from memory again for each tile.
+    with too many heads at once, operands would be read from memory again for each tile. With a
+    window all tiles take equally long, and neighbours of one head share what they read.
     """
+    if windowed:
+        return 1
     return max(1, runtime.l2_cache(device) // 2 // bytes_a_head)
 
 
