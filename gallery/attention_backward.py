@@ -9,17 +9,18 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- what two sweeps with seven matmuls gain over one sweep with five, and what they cost;
+- why two sweeps with seven matmuls beat one sweep with five here, although the fastest library
+  takes one sweep;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run. It builds on :doc:`/chapters/attention_forward`, which
-explains online softmax, tiles and the stages of a causal loop, and :doc:`/chapters/attention_fast`,
-which explains tensor descriptors.
+its speeds are those of a recorded run. :doc:`/chapters/attention_forward` explains tiles and causal
+stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 2
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,25 +63,10 @@ def standard_attention(q, k, v, is_causal=False):
 # :math:`S` once more because :math:`P` was not kept.
 #
 # It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
-# of ``out``) and writes three. Operations divided by bytes are the :term:`arithmetic intensity`.
-
-rows = []
-for seqlen in (1024, 4096, 16384):
-    flops = 5 * 2 * seqlen * seqlen * 128
-    moved = 8 * seqlen * 128 * 2
-    rows.append(
-        {
-            "length": seqlen,
-            "GFLOP": flops / 1e9,
-            "MiB": moved / 2**20,
-            "FLOPs a byte": flops / moved,
-        }
-    )
-lab.table(rows, "The gradient of one head of head_dim 128 in 16 bits")
-
-# %%
-# Arithmetic is the limit if this is more than the GPU can execute in the time in which it moves one
-# byte. We measure both speeds, with a matmul of large matrices by :term:`cuBLAS` and with a copy.
+# of ``out``) and writes three. With :math:`N` queries and keys in 16 bits this is :math:`10 N^2 d`
+# operations on :math:`16 N d` bytes. Their quotient, the :term:`arithmetic intensity`, is
+# :math:`5 N / 8`. Does arithmetic or memory limit the speed? We compare the quotient with what the
+# GPU can execute while it moves one byte.
 
 import triton
 import triton.language as tl
@@ -102,32 +88,29 @@ def balance():
     ]
 
 
-lab.measure("What the GPU does at best, bfloat16", balance)
+machine = lab.measure("What the GPU does at best, bfloat16", balance)
 
 # %%
-# At all of these lengths it is, so the yardstick of this chapter is a matmul. (The kernels read
-# some tiles many times. Programs that need the same tiles run at the same time, so that :term:`L2`
-# can serve them.)
-#
-# **Why compute P again?** It could be kept, but it grows with the square of the length:
 
-rows = []
-for seqlen in (1024, 4096, 16384, 65536):
-    rows.append(
-        {
-            "length": seqlen,
-            "P, MiB": 16 * seqlen * seqlen * 2 / 2**20,
-            "lse, MiB": 16 * seqlen * 4 / 2**20,
-            "q, k, v and out, MiB": 4 * 16 * seqlen * 128 * 2 / 2**20,
-        }
-    )
-lab.table(rows, "What 16 heads of head_dim 128 keep for backward")
+# Reading
+nan = float("nan")
+at_best = machine.rows[0] if machine.rows else {}
+intensity = {n: 5 * 2 * n * n * 128 / (8 * n * 128 * 2) for n in (1024, 4096)}
+lab.read(
+    f"A matmul by cuBLAS runs at {at_best.get('TFLOP/s', nan):.0f} TFLOP/s and a copy at "
+    f"{at_best.get('GB/s', nan):,.0f} GB/s, which is {at_best.get('FLOPs a byte', nan):.0f} FLOPs "
+    f"per byte. The gradient needs {intensity[1024]:.0f} per byte at length 1,024 and "
+    f"{intensity[4096]:,.0f} at 4,096. So arithmetic is the limit, and the yardstick of this "
+    f"chapter is a matmul. (The kernels read some tiles many times; programs that need the same "
+    f"tiles run at the same time, so the L2 cache can serve them.)"
+)
 
 # %%
-# The forward kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. PyTorch's
-# allocator confirms the count. "Kept" is what the forward pass leaves for the backward pass,
-# without inputs; "peak" is what the backward pass needs in addition, without its gradients. *Two
-# sweeps* and *one sweep* are the versions that this chapter builds.
+# **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
+# kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
+# what the forward pass leaves for the backward pass, without inputs, and "peak" is what the
+# backward pass needs in addition, without its gradients. *Two sweeps* and *one sweep* are the
+# versions that this chapter builds.
 
 
 # Measuring
@@ -185,7 +168,6 @@ memory
 # %%
 
 # Reading
-nan = float("nan")
 found = {(row["length"], row["version"]): row for row in memory.rows}
 
 
@@ -198,13 +180,12 @@ def growth(version):
 
 
 lab.read(
-    f"At 16,384 tokens the formula keeps {mib(16384, 'standard attention', 'kept'):,.0f} MiB and "
-    f"the kernel {mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`, after factors "
-    f"of {growth('standard attention'):.1f} and {growth('two sweeps'):.1f} for four times the "
-    f"length. The backward pass needs "
-    f"{mib(16384, 'standard attention', 'peak in backward'):,.0f} MiB more by the formula, "
-    f"{mib(16384, 'two sweeps', 'peak in backward'):,.1f} in two sweeps and "
-    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} in one sweep."
+    f"At 16,384 tokens standard attention keeps "
+    f"{mib(16384, 'standard attention', 'kept'):,.0f} MiB, {growth('standard attention'):.1f} "
+    f"times as much as at a quarter of the length, and the kernel "
+    f"{mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`, "
+    f"{growth('two sweeps'):.1f} times as much. Its backward pass needs hardly more in two sweeps, "
+    f"and {mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep."
 )
 
 # %%
@@ -218,23 +199,16 @@ lab.read(
 #
 # .. math::
 #
-#    \begin{aligned}
-#    dV &= P^\top dO \\
-#    dP &= dO\, V^\top
-#    \end{aligned}
+#    dV = P^\top dO, \qquad dP = dO\, V^\top
 #
 # *Step 2: softmax.* Take one query. Its row of weights is :math:`p`, with :math:`p_j = e^{s_j} /
-# \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`:
+# \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`, so :math:`\partial p_j /
+# \partial s_i = p_j\, \delta_{ij} - p_j\, p_i`, where :math:`\delta_{ij}` is 1 if :math:`i = j` and
+# 0 otherwise. As a matrix,
 #
 # .. math::
 #
-#    \begin{aligned}
-#    \frac{\partial p_j}{\partial s_i}
-#    &= p_j\, \delta_{ij} - p_j\, p_i \\
-#    J &= \mathrm{diag}(p) - p\, p^\top
-#    \end{aligned}
-#
-# where :math:`\delta_{ij}` is 1 if :math:`i = j` and 0 otherwise.
+#    J = \mathrm{diag}(p) - p\, p^\top
 #
 # *Step 3: the gradient of the scores.* Because :math:`J` is symmetric, we have, still for one
 # query,
@@ -242,8 +216,7 @@ lab.read(
 # .. math::
 #
 #    \begin{aligned}
-#    ds &= J\, dp \\
-#    &= p \circ dp - p\, (p^\top dp) \\
+#    ds &= J\, dp = p \circ dp - p\, (p^\top dp) \\
 #    &= p \circ (dp - D), \qquad D = p^\top dp
 #    \end{aligned}
 #
@@ -256,13 +229,11 @@ lab.read(
 # .. math::
 #
 #    \begin{aligned}
-#    D &= \sum_j p_j\, dp_j \\
-#    &= \sum_j p_j \sum_c dO_c\, V_{jc} \\
-#    &= \sum_c dO_c \sum_j p_j\, V_{jc} \\
-#    &= \sum_c dO_c\, O_c
+#    D &= \sum_j p_j\, dp_j = \sum_j p_j \sum_c dO_c\, V_{jc} \\
+#    &= \sum_c dO_c \sum_j p_j\, V_{jc} = \sum_c dO_c\, O_c
 #    \end{aligned}
 #
-# The inner sum in the third line is the output, which the forward pass has computed. So :math:`D =
+# The inner sum in the second line is the output, which the forward pass has computed. So :math:`D =
 # \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs neither :math:`P` nor
 # :math:`dP`. The kernels call it :term:`delta`.
 #
@@ -271,24 +242,12 @@ lab.read(
 #
 # .. math::
 #
-#    \begin{aligned}
-#    dQ &= \sigma\, dS\, K \\
-#    dK &= \sigma\, dS^\top Q
-#    \end{aligned}
+#    dQ = \sigma\, dS\, K, \qquad dK = \sigma\, dS^\top Q
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
-# a maximum, a sum or a division:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    p_j &= e^{s_j} / e^{\mathrm{lse}} = e^{s_j - \mathrm{lse}} \\
-#    &= 2^{\,s_j \log_2 e \;-\; \mathrm{lse} \log_2 e}
-#    \end{aligned}
-#
-# The GPU has an instruction for :math:`2^x`. The scale and :math:`\log_2 e` become one factor, and
-# :math:`\mathrm{lse} \log_2 e` is one number per query, so a pair of a query and a key costs one
-# multiply-and-add and one ``exp2``.
+# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}} = 2^{\,s_j \log_2 e \,-\,
+# \mathrm{lse} \log_2 e}`. The GPU has an instruction for :math:`2^x`, so a pair of a query and a
+# key costs one multiply-and-add and one ``exp2``.
 #
 # .. dropdown:: Step 7: lse has a gradient, too
 #
@@ -417,14 +376,10 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
 #          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
 #
-# This takes five matmuls. The additions have to be :term:`atomic`: each reads, adds and writes in
-# one step that no other program can interrupt. They come in no fixed order, so the last bits of
-# ``dq`` differ between runs. And a sum of many terms has to be kept in float32, in a separate
-# buffer.
-#
-# For a tile of :math:`B` keys, each query adds :math:`4d` bytes to ``dq`` and saves :math:`4Bd`
-# operations. Which version is faster depends on how fast the GPU adds and how many registers the
-# larger kernel needs, so we build and measure both.
+# This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
+# the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
+# in a separate buffer. Which version is faster depends on how fast the GPU adds and how many
+# registers the larger kernel needs, so we build and measure both.
 #
 # The kernels
 # -----------
@@ -479,7 +434,7 @@ lab.source(kernels.sweep_queries, "recompute")
 
 # %%
 # Then come the gradients, one line per formula. The matmul for ``dv`` runs while :math:`dS` is
-# computed, because a matmul runs beside other work until its result is needed.
+# computed.
 
 lab.source(kernels.sweep_queries, "gradients")
 
@@ -529,10 +484,9 @@ lab.sketch(
 
 # %%
 # Blue elements are in the thread that needs them. Orange ones are in another thread, and have to
-# pass through shared memory. Accumulators have this layout, too: a row of ``dv`` is in the same
-# four threads as its row of weights.
-#
-# To test the claim, here is a kernel that computes only ``dv``, both ways.
+# pass through shared memory. To test the claim, a kernel computes only ``dv``, both ways, and we
+# count ``stmatrix``, the instruction with which the threads of a :term:`warp` write their parts of
+# a matrix to shared memory, to be read back in another order.
 
 
 # Measuring
@@ -583,8 +537,6 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
-# ``stmatrix`` is the instruction with which the threads of a :term:`warp` write their parts of a
-# matrix to shared memory, to be read back in another order. We count it in both.
 
 
 def both_ways():
@@ -612,9 +564,6 @@ lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
 
 # %%
 # Computing :math:`S^\top` avoids the detour, needs less shared memory, and is slightly faster.
-#
-# With grouped heads, several query heads share one head of keys. The program that owns the keys
-# loops over all of them, so ``k`` and ``v`` need no copies.
 #
 # **The sweep over keys** mirrors the sweep over queries. Nothing is transposed in it, because
 # :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
@@ -679,7 +628,7 @@ lab.source(kernels.sweep_queries, "add")
 # The sweeps should visit no tile that the mask empties. We verify this with a dye: NaN spreads
 # through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we put NaN into one
 # tile of ``do``, those tiles of ``dv`` become NaN whose programs have read it, masked or not. For
-# the other sweep, we dye a tile of ``v`` and look at ``dq``.
+# ``dq`` we dye a tile of ``v``.
 
 
 # Measuring
@@ -739,9 +688,9 @@ for is_causal in (False, True):
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
-# Both sweeps visit exactly the tiles that they need. Here is the causal sweep for ``dk`` and
-# ``dv``, with tiles of queries as rows and tiles of keys as columns.
+# %%
 
+# Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
     [
@@ -780,7 +729,9 @@ lab.table(rows, "Relative error, when the two passes do not have the same mask")
 # more keys than the forward pass did, because ``lse`` covers only the keys that forward saw: for
 # the others :math:`e^{s - \mathrm{lse}}` is no weight, and a row of them does not sum to 1.
 
-# sum of a row of exp(s - lse), over all keys
+# %%
+
+# Folded: What a row of such weights sums to
 s = 32**-0.5 * q.double() @ k.double().mT
 _, lse = reference.attention(q, k, v, True)
 sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
@@ -793,10 +744,9 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes and both versions. The *error*, the
-# largest difference relative to the largest element, is compared with that of the formula above in
-# PyTorch. In float32 we allow eight times that error, because tiles are summed in another order and
-# the exponent is rounded once more.
+# All three gradients are checked against float64, in all dtypes and both versions, and their errors
+# compared with those of the formula above in PyTorch. In float32 we allow eight times that error,
+# because tiles are summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -864,8 +814,7 @@ lab.check(
 
 # %%
 # Awkward cases: few or many queries, so that the first of them see nothing, query heads that share
-# keys, a head_dim that is no power of two, and an expanded gradient, which repeats one row without
-# storing it again.
+# keys, a head_dim that is no power of two, and a gradient that repeats one row.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -889,8 +838,12 @@ if not runtime.INTERPRETED:
 lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
 
 # %%
-# A query that sees no key must get a gradient of zero, and not NaN.
+# A query that sees no key must get a gradient of zero, and not NaN, and ``lse`` may have a gradient
+# of its own.
 
+# %%
+
+# Folded: The gradient of queries that see no key
 q, do = torch.randn(2, 1, 2, 40, 32, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 2, 33, 32, device=runtime.DEVICE)
 dq, *_ = gradients(ours(True, True), q, k, v, do)
@@ -899,8 +852,8 @@ assert zero
 lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 keys")
 
 # %%
-# Finally, ``lse`` gets a gradient of its own.
 
+# Folded: The check with a gradient of lse
 dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
 weight = (do, dlse)
 inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -961,9 +914,8 @@ def differ(mode, what):
 lab.read(
     f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, in "
     f"one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the order of the atomic "
-    f"additions changes. Rounding to bfloat16 hides most of it: up to "
-    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of `dq` change in a run. In `dk` "
-    f"{differ('one sweep', 'dk').get(runs, nan):.0f} runs differ."
+    f"additions changes, if only in up to {differ('one sweep', 'dq').get(share, nan):.4f} % of its "
+    f"numbers."
 )
 
 # %%
@@ -973,10 +925,9 @@ lab.read(
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
 # five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
-# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048.
-#
-# "All tiles" is our two sweeps with the causal flag ignored: the least time of a kernel that masks
-# tiles instead of skipping them.
+# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
+# sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
+# skipping them.
 
 
 # Measuring
@@ -1104,24 +1055,37 @@ share = {
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
-    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul with a full mask and "
-    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, one sweep "
+    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
+    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
+    f"take {skipping:.2f} times as long. One sweep reaches "
     f"{share['Kernel Book, one sweep', 'full']:.0f} and "
-    f"{share['Kernel Book, one sweep', 'causal']:.0f} %. The formula falls from "
-    f"{share['standard attention', 'full']:.0f} to {share['standard attention', 'causal']:.0f} %, "
-    f"because it computes pairs that it then masks. Visiting all tiles takes {skipping:.2f} times "
-    f"as long as skipping."
+    f"{share['Kernel Book, one sweep', 'causal']:.0f} %."
 )
 
 # %%
-# With a full mask, ``torch.compile`` on the formula beats our kernels at this length, because it
-# does less: the formula keeps :math:`P`, so its backward pass takes four matmuls and is credited
-# with five. In exchange it keeps a matrix that grows with the square of the length. With a causal
-# mask it falls behind, because it still computes every pair.
-#
+
+# Reading
+more = [
+    f"{how} `torch.compile` is {'ahead of' if ours < theirs else 'behind'} two sweeps, with "
+    f"{theirs:.0f} against {ours:.0f} % of a matmul"
+    for how, ours, theirs in (
+        (how, share["Kernel Book", mask], share["torch.compile", mask])
+        for mask, how in (("full", "Without a mask"), ("causal", "with a causal mask"))
+    )
+]
+lab.read(
+    f"{', '.join(more)}. It keeps `P` from the forward pass, so its backward pass takes four "
+    f"matmuls and is credited with five, while two sweeps take seven. By the work that is really "
+    f"executed, it runs at {4 / 5 * share['torch.compile', 'full']:.0f} % of a matmul without a "
+    f"mask, and two sweeps at {7 / 5 * share['Kernel Book', 'full']:.0f} %. It pays in memory: at "
+    f"this length the formula keeps "
+    f"{mib(4096, 'standard attention', 'kept') / mib(4096, 'two sweeps', 'kept'):.0f} times as "
+    f"much as the kernel. With a causal mask it loses because it still computes every pair."
+)
+
+# %%
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
-# FlexAttention, and version 4 of FlashAttention, written in CuTe, a language at a lower level than
-# Triton.
+# FlexAttention, and version 4 of FlashAttention.
 
 # Measuring
 import torch._functorch.config
@@ -1279,11 +1243,55 @@ lab.read(
 )
 
 # %%
-# **Why does one sweep lose here,** although the algorithm of FlashAttention takes one sweep as
-# well? There are three possible reasons. *Adding in any order* is not slow by itself, because the
-# libraries that do so, whose bits differ from run to run, include the fastest one:
+# Why one sweep loses here
+# ------------------------
+#
+# The algorithm of FlashAttention takes one sweep as well, and that library is the fastest. So what
+# does one sweep cost *our* kernel? We time the parts: the first of two sweeps makes ``dk`` and
+# ``dv`` with four matmuls, the second makes ``dq`` with three, and one sweep makes all with five.
 
 
+def parts_of_the_work():
+    size = (4, 1, 16, 16384, 128)
+    q, k, v, do = torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
+    scale = 128**-0.5
+    out, lse = attention_forward(q, k, v, False, scale)
+    rows = []
+    for name, matmuls, options in (
+        ("first of two sweeps", 4, {"deterministic": True, "dq_needed": False}),
+        ("second of two sweeps", 3, {"deterministic": True, "dkdv_needed": False}),
+        ("one sweep", 5, {"deterministic": False}),
+    ):
+        run = partial(
+            kernels.attention_backward, q, k, v, out, lse, do, False, scale, **options
+        )
+        took = triton.testing.do_bench(run)
+        executed = matmuls * 2 * 16 * 16384**2 * 128 / took / 1e9
+        row = {"version": name, "matmuls of a pair of tiles": matmuls}
+        rows.append(row | {"ms": round(took, 2), "TFLOP/s executed": round(executed)})
+    return rows
+
+
+parts = lab.measure("16,384 tokens, 16 heads of head_dim 128, full", parts_of_the_work)
+parts
+
+# %%
+
+# Reading
+took = {row["version"]: row["ms"] for row in parts.rows}
+extra = took.get("one sweep", nan) - took.get("first of two sweeps", nan)
+lab.read(
+    f"One matmul and the additions to `dq` make one sweep {extra:.1f} ms longer than the first of "
+    f"two. They save the second sweep, which takes "
+    f"{took.get('second of two sweeps', nan):.1f} ms for three matmuls."
+)
+
+# %%
+# There are three possible reasons. *Adding in any order* is not slow by itself, because the
+# libraries that do so, whose bits differ from run to run, include the fastest one.
+
+
+# Measuring
 def peers_differ():
     runs = providers(4096, 4, 16, 128, "causal", 0.5)
     rows = []
@@ -1296,6 +1304,9 @@ def peers_differ():
     return rows
 
 
+# %%
+
+# Folded: Whose bits differ
 lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
@@ -1313,8 +1324,8 @@ for head_dim in (64, 128):
     took = backward.milliseconds_at("Kernel Book, one sweep", **point)
     added[head_dim] = gigabytes / took
 lab.read(
-    f"At 16,384 tokens with a full mask, one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim "
-    f"64, and {added[128]:.1f} TB/s at head_dim 128. "
+    f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
+    f"{added[128]:.1f} TB/s at 128. "
     + (
         "The GPU can add faster than it does at head_dim 128, so the additions are not the limit "
         "there."
@@ -1325,8 +1336,8 @@ lab.read(
 
 # %%
 # *There may be too little room on an SM.* One sweep keeps two accumulators, two tiles of scores and
-# a tile of ``dq`` at the same time. A thread has at most 255 registers, and what exceeds them is a
-# :term:`spill`, kept in memory and loaded again.
+# a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest :term:`spills
+# <spill>` to memory.
 
 
 # Measuring
@@ -1426,19 +1437,19 @@ twice, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
 lab.read(
     f"Each bar is one program. At head_dim 128 an SM has room for {once:.0f} program of one sweep, "
     f"in which {spilt:.0f} values spill, and for {twice:.0f} of the first of two sweeps, in which "
-    f"{none:.0f} spill. At head_dim 64, where one sweep comes closer to two, "
-    f"{fits.get(('head_dim 64, one sweep', 'dkdv_kernel'), (nan, nan))[0]:.0f} programs fit."
+    f"{none:.0f} spill."
 )
 
 # %%
-# If only one program fits, little else can run while it waits. This reason remains. FlashAttention
-# avoids it by giving loads, matmuls and the additions to ``dq`` to different groups of warps, each
-# with as many registers as it needs. In our kernels all warps run the same code, because
-# specialized warps gave wrong results with Triton 3.6. What keeps two sweeps below :math:`5/7`, we
-# did not measure.
+# This reason remains. In one sweep :math:`dS^\top` has to be transposed through shared memory and
+# ``dq`` has to pass through it on its way to the additions, and all warps run the same code. While
+# they wait for such a step, the tensor cores have nothing to do, unless a second program runs on
+# the SM, and there is no room for one. FlashAttention-3 gives loads, matmuls and the additions to
+# ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
+# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6. What
+# keeps two sweeps below :math:`5/7`, we did not measure.
 #
-# A call also costs time on the host, which starts three kernels and describes most of their
-# tensors: see :doc:`/hardware`.
+# A call also costs time on the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1507,8 +1518,7 @@ lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
 # A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
-# the last. An ``lse`` in 16 bits multiplies a row of weights by one wrong factor, so the error is
-# that of 16 bits although everything else is in float32.
+# the last.
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
 # with only *one* number in memory, because all its strides are zero. A kernel that computes its own
@@ -1546,16 +1556,15 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 
 # %%
 # A descriptor cannot have a stride of zero in its last dimension, so ``attention`` copies such a
-# gradient first. It reads a gradient whose heads and length are transposed in place.
+# gradient first.
 #
 # Exercises
 # ---------
 #
 # **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
 # key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
-# gradient? Write a kernel that owns a tile of queries of one head and leaves one number. It may
-# store no matrix, and its result must be the same in every run. For float32 matmuls pass
-# ``input_precision="ieee"`` to ``tl.dot``; otherwise Triton rounds their operands to TF32.
+# gradient? Write a kernel that stores no matrix and gives the same result in every run. For float32
+# matmuls pass ``input_precision="ieee"`` to ``tl.dot``, which would round to TF32 otherwise.
 
 # %%
 
@@ -1687,9 +1696,8 @@ lab.table(
 
 # %%
 # **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` discards what a layer keeps, and
-# runs the layer's forward pass again during the backward pass. Attention's own backward pass
-# already recomputes :math:`P`. How many matmuls does a step take then? Count the forward passes
-# that really run, and see whether the gradients change.
+# runs the layer's forward pass again during the backward pass. How many matmuls does a step take
+# then? Do the gradients change?
 
 # %%
 
@@ -1756,6 +1764,8 @@ lab.table(
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+#   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.

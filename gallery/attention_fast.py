@@ -2,28 +2,25 @@
 Attention at full speed
 =======================
 
-The kernel of the last chapter computes only the tiles that a mask leaves, and still the tensor
-cores, the GPU's matmul units, wait for much of its time. *Which changes bring it close to the
-speed of a matmul, and what is each of them worth?*
+The kernel of the last chapter skips the tiles that a mask empties, but it runs at about half the
+speed of a matmul, because the tensor cores, the GPU's matmul units, often wait. *Which changes
+bring it close to the speed of a matmul, and what is each of them worth?*
 
 You will learn
 
-- what six changes to the kernel gain or lose, each measured against the kernel before it;
+- what six changes to the kernel gain or lose, in the order in which they are made, and when each is
+  taken back from the finished kernel;
 - why two programs on an SM can beat one, and how a loop hides its loads behind exponentials;
-- how to test the finished kernel, and how far it stays behind the fastest library, FlashAttention.
+- how far the finished kernel stays behind the fastest library, FlashAttention, and why.
 
 The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
 speeds are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 2
 import heapq
-import importlib.util
-import inspect
-import tempfile
 import textwrap
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -31,7 +28,7 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import attention, forward, tuned
-from kernelbook.ops.attention.forward import attend, row_max, weigh
+from kernelbook.ops.attention.forward import row_max
 from kernelbook.ops.attention.tiles import (
     LOWEST,
     PRECISION,
@@ -40,7 +37,6 @@ from kernelbook.ops.attention.tiles import (
     head_of,
     load_tile,
     place,
-    visible,
 )
 
 lab.start("attention_fast", "kernelbook.ops.attention")
@@ -49,248 +45,329 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # Where we start
 # --------------
 #
-# Attention gives each query the average of the values, weighted by the softmax of its scores, which
-# are its dot products with the keys. One :term:`program` of the kernel from :doc:`the chapter
-# before </chapters/attention_forward>` keeps a :term:`tile` of queries. Its loop loads one tile of
-# keys and values after the other, computes their scores, and updates for each query the largest
-# score ``m_i``, the sum of weights ``l_i``, and the weighted sum of values ``acc``. With a causal
-# mask it runs in two stages, first over the tiles that need no mask, then over those on the
-# diagonal.
+# We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>`. One
+# :term:`program` keeps a :term:`tile` of queries. Its loop loads one tile of keys and values after
+# the other, computes their scores, and updates for each query the largest score ``m_i``, the sum of
+# weights ``l_i``, and the weighted sum of values ``acc``. With a causal mask it runs in two stages:
+# first over the tiles that need no mask, then over those on the diagonal.
 #
-# We start from that kernel.
+# The six changes of this chapter are flags of one kernel, so that we can turn each of them on, and
+# later off again. This is its loop. With all flags off, it is the loop of the last chapter:
+# ``_tile`` loads some rows, and ``_weigh`` turns a tile of scores into weights.
 
-# Whole
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _begin(q_ptr, tile, head, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = head.to(tl.int64) * seqlen_q + queries
-    offsets = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    exist = queries[:, None] < seqlen_q
-    q = tl.load(q_ptr + offsets, mask=exist, other=0.0)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    return offsets, exist, q, m_i, l_i, acc
-
-
-@triton.jit
-def _update(acc, l_i, m_i, qk, v):
-    m_new = tl.maximum(m_i, tl.max(qk, axis=1))
-    m_exp = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m_i - m_exp)
-    p = tl.exp2(qk - m_exp[:, None])
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, l_i, m_new
-
-
-@triton.jit
-def _meet(
-    acc, l_i, m_i, q, k_ptr, v_ptr, start, end, n_visible, seqlen_k, scale_log2,
+def _loop(
+    acc, l_i, m_i, qk, q, k_head, v_head, start, end, n_visible, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+    TWO_STEPS: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     for start_n in range(start, end, BLOCK_N):
-        keys = start_n + tl.arange(0, BLOCK_N)
-        offsets = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        if MASKED:
-            inside = keys[:, None] < seqlen_k
-            k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        else:
-            k, v = tl.load(k_ptr + offsets), tl.load(v_ptr + offsets)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if MASKED:
-            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
-        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
-    return acc, l_i, m_i
-
-
-@triton.jit
-def _staged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    tile, head = place(tl.cdiv(seqlen_q, BLOCK_M), heads, 1)
-    offsets, exist, q, m_i, l_i, acc = _begin(
-        q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
-    )
-    first = head.to(tl.int64) * seqlen_k * HEAD_DIM
-    n_visible, by_all, by_some = visible(
-        tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
-    )
-    whole = by_all // BLOCK_N * BLOCK_N
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, 0, whole,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=False,
-    )  # fmt: skip
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, whole, by_some,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=True,
-    )  # fmt: skip
-    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
+        if not AHEAD:
+            k = _tile(k_head, start_n, seqlen_k, HEAD_DIM, BLOCK_N, MASKED, DESCRIBED)
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
+        p, alpha, l_i, m_i = _weigh(
+            qk, l_i, m_i, start_n, n_visible, scale_log2, MASKED, TWO_STEPS, FOLDED
+        )
+        v = _tile(v_head, start_n, seqlen_k, HEAD_DIM, BLOCK_N, MASKED, DESCRIBED)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if AHEAD:
+            after = start_n + BLOCK_N
+            k = _tile(k_head, after, seqlen_k, HEAD_DIM, BLOCK_N, True, DESCRIBED)
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
+    return acc, l_i, m_i, qk
 
 
 # %%
-# ``place`` and ``visible`` are two helpers of the package: the first turns the number of a program
-# into a tile of queries and a head, here simply one after the other, and the second says how many
-# keys each query of the tile sees, all of them see, and some of them see. The rungs change
-# this loop:
+
+
+# Whole
+@triton.jit
+def _tile(
+    of_head, start, length, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    if DESCRIBED:
+        return load_tile(of_head, start)
+    else:
+        rows = start + tl.arange(0, ROWS)[:, None]
+        ptrs = of_head + rows * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        if MASKED:
+            return tl.load(ptrs, mask=rows < length, other=0.0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def _weigh(
+    qk, l_i, m_i, start_n, n_visible, scale_log2,
+    MASKED: tl.constexpr, TWO_STEPS: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    if not FOLDED:
+        qk = qk * scale_log2
+    if MASKED:
+        keys = start_n + tl.arange(0, qk.shape[1])
+        qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+    # -- maximum
+    largest = row_max(qk) if TWO_STEPS else tl.max(qk, axis=1)
+    # -- exponential
+    if FOLDED:
+        m_new = tl.maximum(m_i, largest * scale_log2)
+        p = tl.exp2(qk * scale_log2 - m_new[:, None])
+    else:
+        m_new = tl.maximum(m_i, largest)
+        p = tl.exp2(qk - m_new[:, None])
+    # -- rescale
+    alpha = tl.exp2(m_i - m_new)
+    l_i = l_i * alpha + tl.sum(p, axis=1)
+    return p, alpha, l_i, m_new
+
+
+@triton.jit
+def _rung_kernel(
+    q, k, v, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
+    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, AHEAD: tl.constexpr, TWO_STEPS: tl.constexpr,
+    FOLDED: tl.constexpr, HEAVY_FIRST: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = place(n_tiles, heads, HEADS_AT_ONCE)
+    if HEAVY_FIRST:
+        tile = n_tiles - 1 - tile
+    start_m = tile * BLOCK_M
+    queries = start_m + tl.arange(0, BLOCK_M)
+
+    # -- load the queries, which stay
+    head_64 = head.to(tl.int64)
+    if DESCRIBED:
+        q_head = head_of(q, 0, head, BLOCK_M, HEAD_DIM)
+        k_head = head_of(k, 0, head, BLOCK_N, HEAD_DIM)
+        v_head = head_of(v, 0, head, BLOCK_N, HEAD_DIM)
+    else:
+        q_head = q + head_64 * seqlen_q * HEAD_DIM
+        k_head = k + head_64 * seqlen_k * HEAD_DIM
+        v_head = v + head_64 * seqlen_k * HEAD_DIM
+    q_i = _tile(q_head, start_m, seqlen_q, HEAD_DIM, BLOCK_M, True, DESCRIBED)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    qk = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+    # -- divide the keys between the two stages
+    n_visible = tl.zeros((BLOCK_M,), tl.int32) + seqlen_k
+    seen_by_all, end = seqlen_k, seqlen_k
+    if IS_CAUSAL:
+        shift = seqlen_k - seqlen_q
+        n_visible = tl.minimum(queries + 1 + shift, seqlen_k)
+        seen_by_all = tl.maximum(tl.minimum(start_m + 1 + shift, seqlen_k), 0)
+        end = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, seqlen_k), 0)
+    if AHEAD:  # the last tile has no next one, so it comes after the loops
+        k_0 = _tile(k_head, 0, seqlen_k, HEAD_DIM, BLOCK_N, True, DESCRIBED)
+        qk = tl.dot(q_i, k_0.T, input_precision=PRECISION)
+        end = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
+    whole = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, end)
+    acc, l_i, m_i, qk = _loop(
+        acc, l_i, m_i, qk, q_i, k_head, v_head, 0, whole, n_visible, seqlen_k, scale_log2,
+        HEAD_DIM, BLOCK_N, False, DESCRIBED, AHEAD, TWO_STEPS, FOLDED,
+    )  # fmt: skip
+    acc, l_i, m_i, qk = _loop(
+        acc, l_i, m_i, qk, q_i, k_head, v_head, whole, end, n_visible, seqlen_k, scale_log2,
+        HEAD_DIM, BLOCK_N, True, DESCRIBED, AHEAD, TWO_STEPS, FOLDED,
+    )  # fmt: skip
+    if AHEAD:
+        p, alpha, l_i, m_i = _weigh(
+            qk, l_i, m_i, end, n_visible, scale_log2, True, TWO_STEPS, FOLDED
+        )
+        v_i = _tile(v_head, end, seqlen_k, HEAD_DIM, BLOCK_N, True, DESCRIBED)
+        acc = tl.dot(
+            p.to(v_i.dtype), v_i, acc * alpha[:, None], input_precision=PRECISION
+        )
+
+    # -- write
+    out = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    rows = head_64 * seqlen_q + queries
+    offsets = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(out_ptr + offsets, out, mask=queries[:, None] < seqlen_q)
+
+
+# %%
+# .. dropdown:: Two details: ``LOWEST`` and ``PRECISION``
 #
-# .. literalinclude:: attention_fast.py
-#    :pyobject: _meet
+#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
+#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
+#    minus a finite number is :math:`-\infty`, whose exponential is 0.
 #
-# We check the kernel against float64, as every rung after it.
+#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
+#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
+#    the tensor cores.
+#
+# Each change adds its flag, or its options of the launch, to those before it:
 
-BLOCKS = {"BLOCK_M": 64, "BLOCK_N": 32}  # small, so that small inputs have many tiles
+LADDER = {
+    "in stages": {
+        "num_stages": 3, "DESCRIBED": False, "AHEAD": False,
+        "TWO_STEPS": False, "FOLDED": False, "HEAVY_FIRST": False,
+    },
+    "two programs": {"num_stages": 2} | runtime.register_limit(128),
+    "descriptors": {"DESCRIBED": True},
+    "one iteration ahead": {"AHEAD": True},
+    "two-step maximum": {"TWO_STEPS": True},
+    "scale folded": {"FOLDED": True},
+    "heavy first": {"HEAVY_FIRST": True},
+}  # fmt: skip
+
+# %%
 
 
-def run(kernel, q, k, v, is_causal, described=True, **options):
-    options = BLOCKS | options
+# Measuring
+WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8}
+RUNGS, so_far = {}, {}
+for name, change in LADDER.items():
+    RUNGS[name] = so_far = so_far | change
+
+
+def run(q, k, v, is_causal, **options):
     batch, n_heads, seqlen_q, head_dim = q.shape
     heads, seqlen_k = batch * n_heads, k.shape[2]
     out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
-    if described:
-        flat = (x.view(1, heads, seqlen_k, head_dim) for x in (k, v))
-        k, v = (describe(x, options["BLOCK_N"]) for x in flat)
-    grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]) * heads,)
     sizes = (heads, seqlen_q, seqlen_k, scale_log2)
-    constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal}
-    kernel[grid](q, k, v, out, *sizes, **constants, **options)
+    at_once = 1
+    if options["HEAVY_FIRST"]:
+        at_once = tuned.forward_heads_at_once(k, 1, is_causal)
+    if options["DESCRIBED"]:
+        rows = (options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_N"])
+        flat = (x.view(1, heads, -1, head_dim) for x in (q, k, v))
+        q, k, v = (describe(x, n) for x, n in zip(flat, rows, strict=True))
+    grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]) * heads,)
+    constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal, "HEADS_AT_ONCE": at_once}
+    _rung_kernel[grid](q, k, v, out, *sizes, **constants, **options)
     return out
 
 
-def cases(rung):
-    for seqlen_q, seqlen_k, is_causal in (
-        (100, 100, False),
-        (100, 100, True),
-        (40, 90, True),
-    ):
+def cases():
+    blocks = {"BLOCK_M": 64, "BLOCK_N": 32}  # small: even small inputs have many tiles
+    sizes = ((100, 100, False), (100, 100, True), (40, 90, True))
+    for seqlen_q, seqlen_k, is_causal in sizes:
         for dtype in (torch.float32, torch.float16):
             q = torch.randn(1, 2, seqlen_q, 32, device=runtime.DEVICE).to(dtype)
             k, v = torch.randn(2, 1, 2, seqlen_k, 32, device=runtime.DEVICE).to(dtype)
-            ours = rung(q, k, v, is_causal)
             mask = torch.ones(
                 seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE
             )
             mask = mask.tril(seqlen_k - seqlen_q) if is_causal else mask
             theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             truth, _ = reference.attention(q, k, v, is_causal)
-            what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
-            yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
+            for name, options in RUNGS.items():
+                ours = run(q, k, v, is_causal, **blocks, **options)
+                what = f"{name}, {seqlen_q} × {seqlen_k}{', causal' * is_causal}"
+                yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
 
-
-lab.check("In stages", cases(partial(run, _staged_kernel, described=False)))
 
 # %%
-# In float32 the error may be up to eight times PyTorch's, because each multiplication by ``alpha``
-# adds a rounding and the later rungs split float32 into parts. No tolerance is less than this
-# factor times half a unit in the last place of the dtype, because even the exact result, once
-# rounded to the dtype, may be off by that half.
+# Every rung is checked against float64. The error may be up to eight times PyTorch's, because each
+# multiplication by ``alpha`` adds a rounding and float32 is split into parts.
+
+lab.check("The rungs", cases())
+
+# %%
+# What could stop it
+# ------------------
 #
-# **What could stop it: memory.** We set the operations that the machine does per byte, measured
-# with a :term:`cuBLAS` matmul and a copy, beside those of attention.
+# **Memory.** A tile of keys that is loaded serves only the 128 queries of one program, so programs
+# load the keys and values again for each tile of queries. We count the bytes that the programs of
+# one head load and store, and compare the operations per byte with those that the machine needs.
 
+# Measuring
 MATMUL = 8192
-
-
-def matmul_operands():
-    size = (2, MATMUL, MATMUL)
-    return torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
+A, B = None, None
+if not runtime.INTERPRETED:
+    A, B = torch.randn(2, MATMUL, MATMUL, device=runtime.DEVICE, dtype=torch.bfloat16)
 
 
 def balance():
     from triton.testing import do_bench
 
-    a, b = matmul_operands()
     x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
     y = torch.empty_like(x)
-    flops = 2 * MATMUL**3 / do_bench(lambda: a @ b) * 1e3
+    flops = 2 * MATMUL**3 / do_bench(lambda: A @ B) * 1e3
     moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
     row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
     return [row | {"FLOP a byte": round(flops / moved)}]
 
 
-machine = lab.measure("What the machine can do, bfloat16", balance)
-machine
-
-# %%
-# Programs load the keys and values again for each tile of queries. The table counts the bytes that
-# the programs of one head load and store, and sets beside them the opposite order of the loops, in
-# which a program keeps a tile of keys, reads all queries, and reads and writes back their ``acc``
-# in float32.
-
-rows = []
-for length in (4096, 16384):
-    tensor = length * 128 * 2  # bytes of q, of k, of v, of out
-    tiles = length // 128
+def moved_by(length):
+    """MiB of one head in tiles of 128, and those if a program kept a tile of keys instead."""
+    tensor, tiles = length * 128 * 2 / 2**20, length // 128
     queries_stay = tensor + tiles * 2 * tensor + tensor
     keys_stay = 2 * tensor + tiles * (tensor + 2 * tensor + 2 * tensor)
-    rows.append(
-        {
-            "length": length,
-            "queries stay, MiB": queries_stay / 2**20,
-            "keys stay, MiB": keys_stay / 2**20,
-            "times": round(keys_stay / queries_stay, 2),
-        }
-    )
-lab.table(
-    rows, "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits"
-)
+    return queries_stay, keys_stay
 
-# %%
-# .. dropdown:: Why not keep the keys?
-#
-#    The smaller the tiles of queries, the less it saves to keep them. But keeping the keys has a
-#    worse problem: programs with different keys add to the same ``acc``, so they would have to wait
-#    for each other. The first FlashAttention avoided that by running one program per head, which
-#    looped over the keys outside and over the queries inside. Then no two programs ever write the
-#    same ``acc``, but a GPU with more than a hundred :term:`SMs <SM>` gets only as many programs as
-#    there are heads, and with few heads most of it stands idle. If queries stay, no two programs
-#    write to the same address, and there are as many programs as tiles of queries.
+
+machine = lab.measure("What the machine can do, bfloat16", balance)
 
 # %%
 
 # Reading
 nan = float("nan")
-needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
-per_byte = 4 * 4096**2 * 128 / (rows[0]["queries stay, MiB"] * 2**20)
-from_hbm = per_byte * (machine.rows[0]["copy, GB/s"] if machine.rows else nan) / 1e3
+best = machine.rows[0] if machine.rows else {}
+needed, matmul_speed = best.get("FLOP a byte", nan), best.get("matmul, TFLOP/s", nan)
+per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
+from_hbm = per_byte * best.get("copy, GB/s", nan) / 1e3
 lab.read(
-    f"At length 4,096 a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on the "
-    f"{rows[0]['queries stay, MiB']:.0f} MiB of its programs, which is {per_byte:.0f} operations "
-    f"per byte, because a key that is loaded serves only the 128 queries of one tile. This machine "
-    f"needs {needed:.0f} to keep its arithmetic busy. If every one of these bytes came from HBM, "
-    f"the memory of the chip, attention could therefore reach "
-    f"{per_byte:.0f} / {needed:.0f} = {100 * per_byte / needed:.0f} % of the speed of this matmul, "
-    f"which is {from_hbm:.0f} TFLOP/s, and no more. It can exceed this, because the programs of a "
-    f"head run at the same time and load the same keys and values, so the L2 cache, which the "
-    f"whole chip shares, serves some of the loads. How many, no run on this page measures."
+    f"At length 4,096 a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
+    f"{moved_by(4096)[0]:.0f} MiB, which is {per_byte:.0f} operations per byte. A matmul runs at "
+    f"{matmul_speed:.0f} TFLOP/s and a copy at {best.get('copy, GB/s', nan):,.0f} GB/s, so this "
+    f"machine needs {needed:.0f} operations per byte to keep its arithmetic busy. If every byte "
+    f"came from HBM, the memory outside the chip, attention could reach {from_hbm:.0f} TFLOP/s and "
+    f"no more. It can exceed this, because the programs of a head run at the same time and load "
+    f"the same keys and values, so the L2 cache, which the whole chip shares, serves some of the "
+    f"loads."
 )
 
 # %%
-# **What could stop it: exponentials.** For each score the tensor cores do :math:`4 D` operations
-# in two matmuls, and one exponential is computed. A Hopper SM does 4,096 of these operations per
-# cycle, and 16 exponentials. At head_dim 128 the matmuls of a score take an eighth of a cycle, and
-# its exponential a sixteenth; at head_dim 64 both take a sixteenth.
+# .. dropdown:: Why not keep the keys and load the queries?
 #
-# So the exponentials take half as long as the matmuls at head_dim 128, and as long at head_dim 64.
-# A kernel that never did both at once would spend :math:`1 / (1 + 1/2)`, two thirds, of its time
-# on matmuls at head_dim 128, and half at head_dim 64, even if each of its matmuls ran at the full
-# rate of the tensor cores. Maxima and sums come on top. The way up is therefore to do less besides
-# the matmuls, and to do it at the same time.
+#    A program that keeps a tile of keys has to read all queries, and to read and write back their
+#    ``acc`` in float32. It also meets a worse problem: programs with different keys add to the same
+#    ``acc``, so they would have to wait for each other. The first FlashAttention avoided that by
+#    running one program per head, but a GPU with more than a hundred :term:`SMs <SM>` then stands
+#    idle for the most part if there are few heads. If queries stay, no two programs write to the
+#    same address, and there are as many programs as tiles of queries.
+
+# %%
+
+# Folded: The bytes of both orders
+lab.table(
+    [
+        {"length": length}
+        | {
+            "queries stay, MiB": moved_by(length)[0],
+            "keys stay, MiB": moved_by(length)[1],
+        }
+        for length in (4096, 16384)
+    ],
+    "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits",
+)
+
+# %%
+# **Exponentials.** For each score the tensor cores do :math:`4 D` operations in two matmuls, for
+# head_dim :math:`D`, and one exponential is computed. A Hopper SM does 4,096 of these operations
+# per cycle, and 16 exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of
+# a cycle and its exponential a sixteenth, which is half as long; at head_dim 64 both take a
+# sixteenth. A kernel that never did both at once would spend two thirds of its time on matmuls at
+# head_dim 128, and half at head_dim 64, even at the full rate of the tensor cores. So the way up is
+# to do less besides the matmuls, and to do it at the same time.
 #
-# **The ladder.** Six changes follow. Each is measured in one run with the kernel before it, at
-# length 4,096 and head_dim 128, with 128 queries and 64 keys in a tile. Some rungs prepare a later
-# one, and may cost speed until it comes. We call a change of less than 1 % next to nothing.
+# **The ladder.** All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries
+# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the compiler's output we read how many
+# registers a thread has, and how often a program waits for its matmuls.
 
 # Measuring
-A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
-WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
 units = {"limit": "matmul", "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
 units["work"] = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
@@ -313,70 +390,136 @@ def draw(seqlen, batch, heads, head_dim, dtype):
     return torch.randn(size, device=runtime.DEVICE, dtype=dtype)
 
 
-RUNGS = {"in stages": partial(run, _staged_kernel, described=False, **WIDE)}
+def without(name):
+    """The options of the last rung with one change taken back."""
+    kept = {key: value for key, value in so_far.items() if key not in LADDER[name]}
+    start = RUNGS["in stages"]
+    return kept | {key: start[key] for key in LADDER[name] if key in start}
 
 
-def providers_of(rungs):
-    def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
-        inputs = (*draw(seqlen, batch, heads, head_dim, dtype), mask == "causal")
-        timed = {name: partial(rung, *inputs) for name, rung in rungs.items()}
-        return {"matmul": lambda: A @ B} | timed
-
-    return providers
+TAKEN_BACK = {f"without {name}": without(name) for name in list(LADDER)[1:-1]}
 
 
-def climb(name, rung):
-    """Time a new rung in one run with the rung before it."""
-    last = list(RUNGS)[-1]
-    RUNGS[name] = rung
-    two = {rung: RUNGS[rung] for rung in (last, name)}
-    return lab.bench(name, points([4096], [128]), providers_of(two), **units)
+def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    inputs = (*draw(seqlen, batch, heads, head_dim, dtype), mask == "causal")
+    timed = {
+        name: partial(run, *inputs, **WIDE, **options)
+        for name, options in (RUNGS | TAKEN_BACK).items()
+    }
+    timed["Kernel Book"] = lambda: attention(*inputs[:3], is_causal=inputs[3])
+    return {"matmul": lambda: A @ B} | timed
 
 
-def gains(step):
-    """By how much the last rung is faster, without and with the causal mask."""
-    before, after = list(RUNGS)[-2:]
-    return [
-        step.rate(after, mask=mask) / step.rate(before, mask=mask) - 1
-        for mask in ("full", "causal")
-    ]
+steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **units)
+
+# %%
 
 
-def told(step):
-    """The measurement of the last rung in words."""
-    before, after = list(RUNGS)[-2:]
+# Measuring
+def made_by_the_compiler():
+    inputs = (*draw(1024, 1, 4, 128, torch.bfloat16), True)
+    rows = []
+    for name, options in (RUNGS | TAKEN_BACK).items():
+        launch = partial(run, *inputs, **WIDE, **options)
+        ((_, compiled),) = lab.compiled_by(launch)
+        words = compiled.asm["sass"].split()
+        row = {"version": name, "registers": compiled.n_regs}
+        row["spills"] = compiled.n_spills
+        row["shared memory, KiB"] = round(compiled.metadata.shared / 1024)
+        row["matmul instructions"] = sum(w.startswith("HGMMA") for w in words)
+        row["waits for them"] = sum(w.startswith("WARPGROUP.DEPBAR") for w in words)
+        rows.append(row)
+    return rows
 
-    def one(mask):
-        return (
-            f"{step.rate(before, mask=mask):.0f} → {step.rate(after, mask=mask):.0f} TFLOP/s, "
-            f"{100 * step.share(after, mask=mask):.0f} % of the matmul"
-        )
 
-    return f"**Without a mask:** {one('full')}. **Causal:** {one('causal')}. "
+compiled_rungs = lab.measure("The rungs as compiled, causal", made_by_the_compiler)
+made = {row["version"]: row for row in compiled_rungs.rows}
 
 
-def verdict(gain):
-    if gain != gain:
+def compiled_to(name, what):
+    return made.get(name, {}).get(what, nan)
+
+
+def gain(name, mask):
+    names = list(LADDER)
+    before = names[names.index(name) - 1]
+    return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
+
+
+def verdict(change):
+    if change != change:
         return "is not recorded"
-    if abs(gain) < 0.01:
+    if abs(change) < 0.01:
         return "changes next to nothing"
-    return f"{'gains' if gain > 0 else 'loses'} {100 * abs(gain):.0f} %"
+    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
 
 
-def outcome(*gains):
-    """The verdicts without and with the causal mask, merged if they are the same."""
-    one, other = (verdict(gain) for gain in gains)
-    if one == other:
-        return f"{one}, with or without a mask"
-    return f"{one} without a mask and {other} with one"
+def told(name):
+    """What a rung gains, in words."""
+    names = list(LADDER)
+    before = names[names.index(name) - 1]
+    both = [
+        f"{how} it {verdict(gain(name, mask))} "
+        f"({steps.rate(before, mask=mask):.0f} → {steps.rate(name, mask=mask):.0f} TFLOP/s)"
+        for mask, how in (("causal", "With a causal mask"), ("full", "without one"))
+    ]
+    return f"**Measured:** {', '.join(both)}. "
 
 
 # %%
-# Rung 1: descriptors name tiles
+
+# Reading
+starts = [
+    f"{steps.rate('in stages', mask=mask):.0f} TFLOP/s {how}, "
+    f"{100 * steps.share('in stages', mask=mask):.0f} % of the matmul"
+    for mask, how in (("causal", "with a causal mask"), ("full", "without one"))
+]
+lab.read(f"**Where we start:** {', and '.join(starts)}.")
+
+# %%
+# Rung 1: two programs on an SM
+# -----------------------------
+#
+# A program often waits: for its keys, for a matmul, for exponentials. If a second program runs on
+# the same SM, it can work meanwhile. Two programs fit if each takes at most half of the SM's
+# storage, of which there are two kinds.
+#
+# .. image:: /figures/attention-two-programs.svg
+#    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
+#          three stages fills 128 of 227 KiB of shared memory, and a second one does not fit. On the
+#          right two programs with two stages take 96 KiB and half of the registers each.
+#
+# **Shared memory**, storage of the SM from which Hopper's matmul instructions read, holds the tiles
+# of 16-bit numbers. The queries take 32 KiB and each tile of 64 keys or values 16 KiB. The number
+# of *pipeline stages*, ``num_stages`` (not the causal stages), says how many tiles of keys and of
+# values are on their way, or in use, at a time. Three stages add up to 128 KiB, so only one program
+# fits into 227 KiB; two stages take 96 KiB, and two programs fit.
+#
+# **Registers**, storage private to a thread, hold ``acc`` and the scores. An SM has 65,536. A
+# :term:`warp` is a group of 32 threads that execute the same instruction together, and a program of
+# 8 warps has 256 threads, so two programs leave 65,536 / 512 = 128 registers for a thread. ``acc``,
+# with 128 queries by 128 numbers, takes 64 of them in each thread, and a tile of scores takes 32.
+# The option ``maxnreg`` of the launch sets the limit of 128, and what does not fit :term:`spills
+# <spill>` to memory.
+
+# Reading
+lab.read(
+    told("two programs")
+    + f"A thread of the starting kernel has {compiled_to('in stages', 'registers')} registers. "
+    f"Limited to 128, the same code has {compiled_to('two programs', 'spills')} spills, and it "
+    f"waits {compiled_to('two programs', 'waits for them')} times for "
+    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions instead of "
+    f"{compiled_to('in stages', 'waits for them')} times. The next rungs deal with both."
+)
+
+# %%
+# Rung 2: descriptors name tiles
 # ------------------------------
 #
-# A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its address, its
-# sizes, its strides, and the size of a tile. It takes work from the threads.
+# In the starting kernel every thread computes an address and a mask for each of its elements, and
+# keeps them in registers. A :term:`tensor descriptor <descriptor>` takes this work from the
+# threads. It states once what a tensor looks like: its address, its sizes, its strides, and the
+# size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -384,85 +527,19 @@ def outcome(*gains):
 #          its coordinates, and the copy engine TMA computes addresses, checks the bounds, and puts
 #          the tile into shared memory.
 #
-# In the staged kernel every thread computes an address and a mask for each of its elements, in
-# :term:`registers <register>`, the storage private to a thread. With a descriptor, one thread names
-# a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy engine of an SM since
-# Hopper, then computes the addresses, checks the bounds, fills with zeros what lies outside, and
-# puts the tile into :term:`shared memory`, storage on the SM from which Hopper's matmul
-# instructions read it.
+# One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
+# engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
+# the tile into shared memory. ``DESCRIBED`` selects this function of the package:
 
 lab.source(load_tile)
 
 # %%
-# The loop now loads its tiles by ``load_tile``; the rest of the kernel stays.
-
-
-@triton.jit
-def _meet_described(
-    acc, l_i, m_i, q, k_head, v_head, start, end, n_visible, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for start_n in range(start, end, BLOCK_N):
-        k = load_tile(k_head, start_n)
-        qk = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-        if MASKED:
-            seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
-            qk = tl.where(seen, qk, float("-inf"))
-        v = load_tile(v_head, start_n)
-        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
-    return acc, l_i, m_i
-
-
-# %%
-
-
-# Whole
-@triton.jit
-def _described_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    tile, head = place(tl.cdiv(seqlen_q, BLOCK_M), heads, 1)
-    offsets, exist, q, m_i, l_i, acc = _begin(
-        q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
-    )
-    n_visible, by_all, by_some = visible(
-        tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
-    )
-    k_head = head_of(k_desc, 0, head, BLOCK_N, HEAD_DIM)
-    v_head = head_of(v_desc, 0, head, BLOCK_N, HEAD_DIM)
-    whole = by_all // BLOCK_N * BLOCK_N
-    acc, l_i, m_i = _meet_described(
-        acc, l_i, m_i, q, k_head, v_head, 0, whole,
-        n_visible, scale_log2, BLOCK_N, MASKED=False,
-    )  # fmt: skip
-    acc, l_i, m_i = _meet_described(
-        acc, l_i, m_i, q, k_head, v_head, whole, by_some,
-        n_visible, scale_log2, BLOCK_N, MASKED=True,
-    )  # fmt: skip
-    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
-
-
-# %%
-
-# Folded: Rung 1, checked
-lab.check("With descriptors", cases(partial(run, _described_kernel)))
-
-# %%
-
-# Measuring
-step = climb("descriptors", partial(run, _described_kernel, **WIDE))
-
-# %%
 
 # Reading
-full, causal = gains(step)
 lab.read(
-    told(step)
-    + f"By itself this rung {outcome(full, causal)}. With three pipeline stages the threads "
-    f"compute "
-    f"addresses while earlier tiles are under way, so there is little time to save."
+    told("descriptors")
+    + f"The threads no longer keep addresses, and the number of spills goes from "
+    f"{compiled_to('two programs', 'spills')} to {compiled_to('descriptors', 'spills')}."
 )
 
 # %%
@@ -473,106 +550,149 @@ lab.read(
 #
 #    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
 #    read registers and not shared memory, so a tile in shared memory is not yet where it is needed.
-#
-#    On both, the kernel gets the address of a head instead. Where there is no TMA, Triton would
-#    turn a descriptor into addresses and masks again, and into slow ones: before a thread may load
-#    16 bytes at once, the compiler has to know that neighbours in a row are neighbours in memory,
-#    and a descriptor that comes from the host does not tell it so at compile time. ``head_of``
-#    gives it an address whose last stride is the constant 1.
+#    On both, the package's kernel gets the address of a head instead, because Triton would turn a
+#    descriptor into addresses and masks again, and into slow ones: before a thread may load 16
+#    bytes at once, the compiler has to know that neighbours in a row are neighbours in memory, and
+#    a descriptor that comes from the host does not tell it so at compile time. ``head_of`` gives it
+#    an address whose last stride is the constant 1.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: head_of
 
 # %%
-# Rung 2: the scale inside the exponential
+# Rung 3: scores one iteration ahead
+# ----------------------------------
+#
+# With two pipeline stages, the copy of a tile starts only when the previous iteration ends. An
+# iteration that begins with a matmul therefore waits for its keys. It can do something useful
+# meanwhile: exponentials need no new data, once the scores are there.
+#
+# .. image:: /figures/attention-ahead.svg
+#    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
+#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
+#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
+#          q k of the next tile. The iteration is shorter by the wait.
+#
+# So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step, and
+# passes them on in ``qk``. The next iteration begins with exponentials, while its values and the
+# keys after them arrive. The kernel scores the first tile before the loops and weighs the last tile
+# after them.
+
+# Reading
+lab.read(
+    told("one iteration ahead")
+    + f"The matmuls themselves still hold the program up: it waits "
+    f"{compiled_to('one iteration ahead', 'waits for them')} times for "
+    f"{compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions, which the "
+    f"next rung mends."
+)
+
+# %%
+# Rung 4: the maximum in two steps
+# --------------------------------
+#
+# A matmul on Hopper runs beside other work, until the program waits for its result. But a single
+# line can force the program to wait after every matmul instruction: the maximum of a row,
+# ``tl.max(qk, axis=1)``. The package has this function instead, which ``TWO_STEPS`` selects:
+
+lab.source(forward.row_max)
+
+# %%
+# The reason is the *layout*, which says which thread holds which element of a tile.
+
+
+# Drawing
+def owners(scores, accumulator):
+    shades = ("Kernel Book", "PyTorch")
+    for axes, columns, title in (
+        (scores, 64, "scores, 128 × 64"),
+        (accumulator, 128, "acc, 128 × 128"),
+    ):
+        for row in range(8):
+            for column in range(8):
+                thread = 4 * row + column // 2
+                ink = lab.colour(shades[row == 2])
+                axes.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
+                place = {"ha": "center", "va": "center", "fontsize": 10}
+                axes.text(column + 0.5, row + 0.5, thread, **place)
+        axes.text(8.2, 2.5, "…", va="center")
+        axes.set(xlim=(0, 9), ylim=(8, 0), xticks=[], yticks=[], aspect="equal")
+        axes.set_xlabel(f"the pattern repeats {columns // 8} times", fontsize=10)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=11)
+
+
+lab.sketch(
+    "Which thread of a warp holds which element",
+    "Two blocks of 8 by 8 elements with the number of the thread that holds each. In the scores "
+    "and in acc the first row belongs to threads 0 to 3, two elements each, the next row to "
+    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked in both. The block "
+    "repeats 8 times along a row of scores, and 16 times along a row of acc.",
+    owners,
+    panels=2,
+    height=3.4,
+)
+
+# %%
+# A row of scores and the same row of ``acc`` belong to the same four threads, so each of these
+# threads could scale its part of ``acc`` by ``alpha`` without asking another. But a result with 64
+# columns and one with 128 have different layouts for the compiler. A one-step reduction inherits
+# the layout of the scores, ``alpha`` is computed from it, and to multiply ``acc`` by ``alpha`` the
+# compiler carries ``acc`` through the loop twice, once in each of the two layouts. Then the
+# assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and waits
+# after every instruction. The reshape gives the maximum a layout of its own, so ``acc`` is carried
+# once.
+
+# Reading
+lab.read(
+    told("two-step maximum")
+    + f"With one step the program waits {compiled_to('one iteration ahead', 'waits for them')} "
+    f"times for {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions "
+    f"(`HGMMA`), and with two steps {compiled_to('two-step maximum', 'waits for them')} times "
+    f"(`WARPGROUP.DEPBAR`). No error and no warning reports this, because the assembler's message "
+    f"is not shown. If a loop with matmuls is slower than it should be, count the waits."
+)
+
+# %%
+# Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
 # The exponential competes with the matmuls for time, so each instruction beside it counts. The
-# staged kernel multiplies every score by the scale and later subtracts the maximum. But the scale
-# is positive, so the largest dot product belongs to the largest score. We can take the maximum
-# before we scale, and scale it once per row. With :math:`x` for a dot product, :math:`c` for the
-# scale times :math:`\log_2 e`, and :math:`m = c \max x`:
+# starting kernel multiplies every score by the scale and then subtracts the maximum. But the scale
+# is positive, so the largest dot product belongs to the largest score, and we can take the maximum
+# before we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`,
+# and :math:`m = c \max x`, a weight is :math:`2^{c x - m}`. Multiplication and subtraction are now
+# one instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes:
 #
-# .. math::
-#
-#    \begin{aligned}
-#    p &= 2^{c x - m} \\
-#    &= \text{ex2}(\text{fma}(x,\, c,\, -m))
-#    \end{aligned}
-#
-# Multiplication and subtraction are now one instruction, a fused multiply-add. It is in the line of
-# ``p``; the flag ``TWO_STEPS`` belongs to the next rung.
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _weigh
+#    :start-at: # -- exponential
+#    :end-before: # -- rescale
+#    :dedent:
 
+# Reading
+little = max(abs(gain("scale folded", mask)) for mask in ("full", "causal")) < 0.02
+lab.read(
+    told("scale folded")
+    + (
+        "One multiplication less per score is worth little, so these instructions are not what "
+        "limits the loop."
+        if little
+        else "One multiplication less per score is worth that much."
+    )
+)
 
-@triton.jit
-def _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS: tl.constexpr):
-    largest = row_max(qk) if TWO_STEPS else tl.max(qk, axis=1)
-    m_new = tl.maximum(m_i, largest * scale_log2)
-    alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(qk * scale_log2 - m_new[:, None])
-    l_i = l_i * alpha + tl.sum(p, axis=1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, l_i, m_new
+# %%
+# .. dropdown:: The instructions of one exponential
+#
+#    The table counts what the compiler makes of one exponential, written in three ways: additions
+#    (``FADD``), multiplications (``FMUL``), fused multiply-adds (``FFMA``), and the exponential
+#    itself (``MUFU.EX2``). From the first row to the second only the base changes, from the second
+#    to the third only the place of the scale.
 
 
 # %%
-
-
-# Whole
-@triton.jit
-def _meet_folded(
-    acc, l_i, m_i, q, k_head, v_head, start, end, n_visible, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TWO_STEPS: tl.constexpr,
-):  # fmt: skip
-    for start_n in range(start, end, BLOCK_N):
-        k = load_tile(k_head, start_n)
-        qk = tl.dot(q, k.T, input_precision="ieee")
-        if MASKED:
-            seen = start_n + tl.arange(0, BLOCK_N)[None, :] < n_visible[:, None]
-            qk = tl.where(seen, qk, float("-inf"))
-        v = load_tile(v_head, start_n)
-        acc, l_i, m_i = _update_folded(acc, l_i, m_i, qk, v, scale_log2, TWO_STEPS)
-    return acc, l_i, m_i
-
-
-@triton.jit
-def _folded_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_STEPS: tl.constexpr,
-):  # fmt: skip
-    tile, head = place(tl.cdiv(seqlen_q, BLOCK_M), heads, 1)
-    offsets, exist, q, m_i, l_i, acc = _begin(
-        q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
-    )
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    n_visible, by_all, by_some = visible(
-        tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
-    )
-    k_head = head_of(k_desc, 0, head, BLOCK_N, HEAD_DIM)
-    v_head = head_of(v_desc, 0, head, BLOCK_N, HEAD_DIM)
-    whole = by_all // BLOCK_N * BLOCK_N
-    acc, l_i, m_i = _meet_folded(
-        acc, l_i, m_i, q, k_head, v_head, 0, whole,
-        n_visible, scale_log2, BLOCK_N, MASKED=False, TWO_STEPS=TWO_STEPS,
-    )  # fmt: skip
-    acc, l_i, m_i = _meet_folded(
-        acc, l_i, m_i, q, k_head, v_head, whole, by_some,
-        n_visible, scale_log2, BLOCK_N, MASKED=True, TWO_STEPS=TWO_STEPS,
-    )  # fmt: skip
-    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
-
-
-# %%
-# The same function saves one operation per row. A maximum that starts at :math:`-\infty` needs a
-# guard, because :math:`-\infty - (-\infty)` is NaN for a query that has seen no key. This one
-# starts at ``LOWEST``, the lowest finite number of float32, which needs none: :math:`-\infty` minus
-# a finite number is :math:`-\infty`, whose exponential is 0, and no true score is below ``LOWEST``.
-#
-# The table counts what the compiler makes of one exponential, written in three ways: additions
-# (``FADD``), multiplications (``FMUL``), fused multiply-adds (``FFMA``), and the exponential itself
-# (``MUFU.EX2``). From the first row to the second only the base changes, from the second to the
-# third only the place of the scale.
 
 
 # Measuring
@@ -605,316 +725,10 @@ def instructions():
     return rows
 
 
+# %%
+
+# Folded: The instructions, counted
 lab.measure("Instructions for one exponential", instructions)
-
-# %%
-
-# Folded: Rung 2, checked
-ONE_STEP = {"TWO_STEPS": False}
-lab.check("With the scale folded", cases(partial(run, _folded_kernel, **ONE_STEP)))
-
-# %%
-
-# Measuring
-step = climb("scale folded", partial(run, _folded_kernel, **ONE_STEP, **WIDE))
-
-# %%
-
-# Reading
-full, causal = gains(step)
-lab.read(
-    told(step)
-    + f"One multiplication less per score {outcome(full, causal)}. So in this kernel these "
-    f"instructions "
-    f"are not what limits the speed; what else changed with them, this run does not show."
-)
-
-# %%
-# Rung 3: the maximum in two steps
-# --------------------------------
-#
-# The maximum of a row could be one line, ``tl.max(x, axis=1)``. The package has this instead:
-
-lab.source(forward.row_max)
-
-# %%
-# The reason is the *layout*, which says which thread holds which element of a tile. Each matmul has
-# a layout for its result: the scores have one, and ``acc`` may have another. ``alpha`` is computed
-# from the scores, and a one-step reduction inherits their layout. To multiply ``acc`` by it, the
-# compiler carries ``acc`` through the loop twice, once in each of the two layouts.
-#
-# Then the assembler, which turns the compiler's output into machine instructions, finds registers
-# of ``acc`` in use while a matmul is under way. It plays safe and waits after every single
-# instruction of every matmul. The reshape gives the maximum a layout of its own, so ``acc`` is
-# carried once.
-#
-# In our kernel the flag ``TWO_STEPS`` selects ``row_max``.
-
-# %%
-
-# Folded: Rung 3, checked
-TWO_STEPS = {"TWO_STEPS": True}
-lab.check("Two-step maximum", cases(partial(run, _folded_kernel, **TWO_STEPS)))
-
-# %%
-
-# Measuring
-step = climb("two-step maximum", partial(run, _folded_kernel, **TWO_STEPS, **WIDE))
-
-# %%
-
-# Reading
-full, causal = gains(step)
-lab.read(
-    told(step)
-    + f"In this kernel the rung {outcome(full, causal)}. Whether the assembler waits depends on "
-    f"the loop around the maximum, so we look at the finished loop, too."
-)
-
-# %%
-# We run the package's module with that one line changed, and count the instructions of the matmuls
-# (``HGMMA``) and the waits for them (``WARPGROUP.DEPBAR``). We do it at head_dim 64, where the
-# exponentials take as long as the matmuls, and at length 16,384, where nearly all of the time
-# passes in the loop. The code holds six
-# matmuls: one before the loops, two in each of the two loops, and one after them.
-
-# Measuring
-folder = tempfile.TemporaryDirectory()  # Triton reads the source again when it compiles
-
-
-def changed(module, old, new):
-    source = inspect.getsource(module)
-    assert source.count(old) == 1
-    path = Path(folder.name) / "changed.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("changed", path)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
-
-
-TWO_STEPS = "return tl.max(tl.max(halves, axis=1), axis=1)"
-in_one_step = changed(forward, TWO_STEPS, "return tl.max(x, axis=1)")
-
-q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
-outs = [
-    module.attention_forward(q, k, v, True, 0.125)[0]
-    for module in (forward, in_one_step)
-]
-assert torch.allclose(*outs, atol=1e-6)
-
-# %%
-
-
-# Measuring
-def maxima():
-    from triton.testing import do_bench
-
-    rows = []
-    q, k, v = torch.randn(3, 1, 32, 16384, 64, device=runtime.DEVICE).bfloat16()
-    for name, module in {"two steps": forward, "one step": in_one_step}.items():
-
-        def launch(run=module.attention_forward):
-            return run(q, k, v, True, 0.125)
-
-        ((_, compiled),) = lab.compiled_by(launch)
-        words = compiled.asm["sass"].split()
-        row = {"maximum in": name, "registers": compiled.n_regs}
-        row["matmul instructions"] = sum(w.startswith("HGMMA") for w in words)
-        row["waits for them"] = sum(w.startswith("WARPGROUP.DEPBAR") for w in words)
-        flops = 4 * 16384**2 * 64 * 32 / 2
-        rows.append(row | {"TFLOP/s": round(flops / do_bench(launch) / 1e9)})
-    return rows
-
-
-steps_of_max = lab.measure("head_dim 64, length 16,384, causal", maxima)
-steps_of_max
-# %%
-
-# Reading
-two, one = steps_of_max.rows or ({}, {})
-lab.read(
-    f"Both give the same result. But with one step the program waits "
-    f"{one.get('waits for them', nan)} times for {one.get('matmul instructions', nan)} "
-    f"instructions; with two steps it waits {two.get('waits for them', nan)} times, and runs at "
-    f"{two.get('TFLOP/s', nan)} TFLOP/s instead of {one.get('TFLOP/s', nan)}. (Both are timed by "
-    f"Triton's `do_bench`, call after call; the figures at the end of the page are timed with "
-    f"pauses, and show more for the same kernel.) No error and no "
-    f"warning reports this, because the assembler's message is not shown. When a loop with matmuls "
-    f"is slower than it should be, count the waits."
-)
-
-# %%
-# Rung 4: scores one iteration ahead
-# ----------------------------------
-#
-# A program avoids waiting for keys by requesting them early. The number of *pipeline stages*,
-# ``num_stages`` (not the causal stages), says how many tiles of keys and of values are on their
-# way, or in use, at a time. With three, copies start two iterations before they are needed. With
-# two, copies start only when the previous iteration ends, so an iteration that begins with a matmul
-# has to wait for its keys.
-#
-# The kernel can fill that wait with exponentials, because they need no new data. Each iteration
-# computes the scores of the *next* tile as its last step. The next iteration then begins with
-# exponentials, and its keys and values arrive meanwhile.
-#
-# .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
-#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
-#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
-#          q k of the next tile. The iteration is shorter by the wait.
-#
-# This is the loop of the package. ``weigh`` does what ``_update_folded`` did, except the second
-# matmul, and ``qk`` passes from one iteration to the next.
-
-lab.source(forward.attend, "weigh")
-
-# %%
-
-lab.source(forward.attend, "accumulate")
-
-# %%
-
-lab.source(forward.attend, "score")
-
-# %%
-# ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs, which matters in float32 only: it splits each number
-# into a coarse part and a remainder, both in TF32, and replaces one matmul by three on the tensor
-# cores.
-#
-# Around the loop, the kernel scores the first tile before it and weighs the last tile after it, so
-# both stages leave out the last tile. ``HEAVY_FIRST`` and
-# ``HEADS_AT_ONCE``, the last arguments in the folded code, belong to rung 6.
-#
-# .. dropdown:: Where the two stages end
-#
-#    ``last`` is the first key of the last tile, and ``cut`` that of the first masked tile. If all
-#    tiles are whole, ``cut`` would lie beyond ``last``, hence the minimum. Queries that see nothing
-#    still get one tile, all of it masked, hence the maximum.
-
-
-# Whole
-@triton.jit
-def _ahead_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, heads, seqlen_q, seqlen_k, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr = False, HEADS_AT_ONCE: tl.constexpr = 1,
-):  # fmt: skip
-    n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile, head = place(n_tiles, heads, HEADS_AT_ONCE)
-    if HEAVY_FIRST:
-        tile = n_tiles - 1 - tile
-    offsets, exist, q, m_i, l_i, acc = _begin(
-        q_ptr, tile, head, seqlen_q, HEAD_DIM, BLOCK_M
-    )
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    k_head = head_of(k_desc, 0, head, BLOCK_N, HEAD_DIM)
-    v_head = head_of(v_desc, 0, head, BLOCK_N, HEAD_DIM)
-    k = load_tile(k_head, 0)
-    qk = tl.dot(q, k.T, input_precision=PRECISION)
-    n_visible, by_all, by_some = visible(
-        tile * BLOCK_M, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M
-    )
-    last = tl.maximum(tl.cdiv(by_some, BLOCK_N) - 1, 0) * BLOCK_N
-    cut = tl.minimum(by_all // BLOCK_N * BLOCK_N, last)
-    acc, l_i, m_i, qk = attend(
-        acc, l_i, m_i, qk, q, k_head, v_head, 0, cut,
-        n_visible, scale_log2, BLOCK_N, MASKED=False,
-    )  # fmt: skip
-    acc, l_i, m_i, qk = attend(
-        acc, l_i, m_i, qk, q, k_head, v_head, cut, last,
-        n_visible, scale_log2, BLOCK_N, MASKED=True,
-    )  # fmt: skip
-    p, alpha, l_i, m_i = weigh(qk, l_i, m_i, last, n_visible, scale_log2, True)
-    v = load_tile(v_head, last)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
-
-
-# %%
-
-# Folded: Rung 4, checked
-lab.check("One iteration ahead", cases(partial(run, _ahead_kernel)))
-
-# %%
-
-# Measuring
-step = climb("one iteration ahead", partial(run, _ahead_kernel, **WIDE))
-
-# %%
-
-# Reading
-full, causal = gains(step)
-lab.read(
-    told(step)
-    + f"With three pipeline stages the tiles arrive early in either loop. There, the new order by "
-    f"itself {outcome(full, causal)}. It is designed for two stages, which the next rung "
-    f"uses; this run, with three, does not show what it is worth there."
-)
-
-# %%
-# Rung 5: two programs on an SM
-# -----------------------------
-#
-# At head_dim 128, the queries take 32 KiB of shared memory and each tile of 64 keys or values takes
-# 16 KiB. Three pipeline stages add up to 128 KiB, and only one program fits on an SM. Two stages
-# take 96 KiB, and two programs fit: while one waits for a matmul, the other computes exponentials.
-#
-# .. image:: /figures/attention-two-programs.svg
-#    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
-#          three stages fills 128 of 227 KiB of shared memory, and a second one does not fit. On the
-#          right two programs with two stages take 96 KiB and half of the registers each.
-#
-# Registers limit this, too. An SM has 65,536. A :term:`warp` is a group of 32 threads that execute
-# the same instruction together, and a program of 8 warps has 256 threads; 256 · 128 is half of
-# 65,536. So ``maxnreg`` limits a thread to 128 registers, of the 255 that the hardware allows.
-# ``acc``, with 128 queries by 128 numbers, takes 64 of them in each thread, and a tile of scores,
-# with 64 keys, takes 32. What does not fit :term:`spills <spill>` to memory. The change is two
-# options of the launch:
-
-TWO = WIDE | {"num_stages": 2} | runtime.register_limit(128)
-
-# %%
-
-# Measuring
-step = climb("two programs", partial(run, _ahead_kernel, **TWO))
-
-
-def launched(rung):
-    return lambda: rung(*draw(1024, 1, 4, 128, torch.bfloat16), True)
-
-
-compiled_rungs = lab.facts(
-    "What the compiler made of the rungs, causal",
-    {name: launched(rung) for name, rung in RUNGS.items()},
-)
-compiled_rungs
-
-# %%
-# Registers are per thread, ``shared_bytes`` is the shared memory of a program, shuffles are
-# instructions that pass values between the threads of a warp, and spills are registers that went
-# to memory.
-
-# Reading
-full, causal = gains(step)
-made = {row["case"]: row for row in compiled_rungs.rows}
-
-
-def registers(rung):
-    return made.get(rung, {}).get("registers", nan)
-
-
-lab.read(
-    told(step)
-    + f"The change from three stages to two, and from one program on an SM to two, "
-    f"{outcome(full, causal)}. Before it, a thread has {registers('in stages')} registers in the "
-    f"staged kernel, {registers('descriptors')} with descriptors, {registers('scale folded')} with "
-    f"the "
-    f"scale folded and {registers('one iteration ahead')} one iteration ahead, all of them more "
-    f"than the 128 of two programs. What each of the first four rungs is worth with two programs "
-    f"on an SM, no run here shows."
-)
 
 # %%
 # Rung 6: heavy tiles first
@@ -936,8 +750,9 @@ lab.read(
 # takes as long as it has tiles.
 
 
-def finish_time(weights, places=264):
-    free = [0] * places
+# Measuring
+def finish_time(weights, slots=264):
+    free = [0] * slots
     for weight in weights:
         heapq.heappush(free, heapq.heappop(free) + weight)
     return max(free)
@@ -951,8 +766,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     row = {"tiles of queries": tiles, "heads": heads}
     for name, weights in {
         "light first": light_first,
-        "heavy first": light_first[::-1],
-        "heavy first, in turn": heavy_first,
+        "heavy first, head by head": light_first[::-1],
+        "heavy first, all heads": heavy_first,
     }.items():
         row[name] = f"{100 * ideal / finish_time(weights):.0f} %"
     if not rows:
@@ -962,56 +777,112 @@ lab.table(rows, "Share of 264 slots at work, causal")
 
 # %%
 # The first row is the case that we measure: length 4,096 in tiles of 128 queries, and 64 heads in
-# all. The order within a head changes little there, because the heavy tiles of the last of many
-# heads still start late; the animation has only two heads, so it shows a larger gain.
-# "In turn" starts the heaviest tiles of *all* heads first and keeps nearly every slot at work. But
-# all heads at once may have more keys and values than L2 holds, so the kernel interleaves only
-# ``HEADS_AT_ONCE``, as many as fit into half of the cache. Without a mask all tiles weigh the same,
-# so there ``HEADS_AT_ONCE`` is 1. ``place`` takes these heads in turn, and ``HEAVY_FIRST`` reverses
-# the tiles.
+# all. Head by head, the order changes little there, because the heavy tiles of the last heads still
+# start late. If the heaviest tiles of *all* heads start first, nearly every slot stays at work. But
+# all heads at once may have more keys and values than L2 holds, so ``place`` alternates between
+# only ``heads_at_once`` of them, as many as fit into half of the cache, and ``HEAVY_FIRST``
+# reverses the tiles. Without a mask all tiles weigh the same, and ``heads_at_once`` is 1.
 
 lab.source(place)
 
 # %%
 
-
-def heavy_first(q, k, v, is_causal, **options):
-    at_once = tuned.forward_heads_at_once(k, 1, is_causal)
-    order = {"HEAVY_FIRST": True, "HEADS_AT_ONCE": at_once}
-    return run(_ahead_kernel, q, k, v, is_causal, **order, **options)
-
-
-lab.check("Heavy tiles first", cases(heavy_first))
+# Reading
+lab.read(
+    told("heavy first")
+    + f"The simulation of all heads promises {100 * promised:.0f} % with the causal mask; without "
+    f"a mask all programs weigh the same."
+)
 
 # %%
+# The ladder as a whole
+# ---------------------
+#
+# The last bar is the package's kernel, which the next section describes.
 
-# Measuring
-step = climb("heavy first", partial(heavy_first, **TWO))
+lab.ladder(
+    steps,
+    "From the staged kernel to the package's",
+    [*LADDER, "Kernel Book"],
+    by="mask",
+    where={"seqlen": 4096},
+)
 
 # %%
 
 # Reading
-full, causal = gains(step)
+both = [
+    f"from {steps.rate('in stages', mask=mask):.0f} to "
+    f"{steps.rate('Kernel Book', mask=mask):.0f} TFLOP/s "
+    f"({100 * steps.share('Kernel Book', mask=mask):.0f} % of the matmul) {how}"
+    for mask, how in (("causal", "with the causal mask"), ("full", "without a mask"))
+]
+above = [name for name in LADDER if steps.rate(name, mask="full") > from_hbm]
 lab.read(
-    told(step)
-    + f"With the causal mask the order {verdict(causal)}, where the simulation of all heads in "
-    f"turn promises {100 * promised:.0f} %; without a mask, where all programs weigh the same, it "
-    f"{verdict(full)}."
+    f"The six rungs lead {both[0]} and {both[1]}. Without a mask, {len(above)} of the "
+    f"{len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone would allow, so L2 "
+    f"does serve some of the loads. (The matmul runs at {steps.rate('matmul', mask='full'):.0f} "
+    f"TFLOP/s here and at {matmul_speed:.0f} in the section on memory, where it is timed call "
+    f"after call. Here all kernels take turns with a pause before each, so the chip may hold "
+    f"higher clocks.)"
+)
+
+# %%
+# The order of the rungs is ours, and a change may be worth little at one place of the ladder and
+# much at another. So we also take each change back from the finished kernel and leave the others.
+
+
+# Measuring
+last = list(LADDER)[-1]
+rows = []
+for name in list(LADDER)[1:]:
+    version = f"without {name}" if name != last else list(LADDER)[-2]
+    row = {"taken back": name}
+    for mask in ("causal", "full"):
+        change = steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
+        row[f"{mask}, %"] = f"{100 * change:+.0f}".replace("-", "−")
+    for what in ("registers", "spills", "matmul instructions", "waits for them"):
+        row[what] = compiled_to(version, what)
+    rows.append(row)
+if steps.provenance is None or not made:
+    rows = []
+lab.table(
+    rows,
+    "One change taken back from the last rung; the last columns as compiled, causal",
+)
+
+# %%
+
+# Reading
+worth = {
+    name: 1
+    - steps.rate(f"without {name}", mask="causal") / steps.rate(last, mask="causal")
+    for name in list(LADDER)[1:-1]
+}
+most = max(worth, key=worth.get)
+little = [name for name, share in worth.items() if abs(share) < 0.02]
+lab.read(
+    f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
+    f"“{most}”. "
+    + (
+        f"Without descriptors it has {compiled_to('without descriptors', 'spills')} spills, "
+        f"because scores that are computed ahead occupy registers that addresses would need. "
+        if compiled_to("without descriptors", "spills") > 0
+        else ""
+    )
+    + (f"Worth less than 2 %: {', '.join(little)}." if little else "")
 )
 
 # %%
 # The kernel of the package
 # -------------------------
 #
-# The package's kernel has these six rungs, and handles more inputs. It also writes :term:`lse
-# <logsumexp>`, the logarithm of each query's sum of exponentials, from which the backward pass
-# computes the weights again. ``ALL_WHOLE`` tells it at compile time that no tile needs a mask;
-# then its second loop does not exist.
-#
-# ``sum_of_weights`` returns ``l_i``, or NaN where a query sees keys and all their scores are
-# :math:`-\infty`. ``m_i`` is in base 2, so a factor :math:`\ln 2` turns lse back into a natural
-# logarithm. Row numbers are 64 bits wide, because ``out`` may have more than :math:`2^{31}`
-# elements.
+# The package's kernel has these six changes built in, and handles more inputs: any head_dim up to
+# 256, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of each
+# query's sum of exponentials, from which the backward pass computes the weights again. ``m_i`` is
+# in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
+# wide, because ``out`` may have more than :math:`2^{31}` elements. ``sum_of_weights`` returns
+# ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`.
 
 lab.source(forward.attention_fwd_kernel, "write")
 
@@ -1024,6 +895,9 @@ lab.source(forward.attention_fwd_kernel, "write")
 # transposed view. A descriptor takes any strides, as long as the last dimension is contiguous and
 # the others are multiples of 16 bytes. Any other view is copied first.
 
+# %%
+
+# Folded: Which views are copied
 x = torch.zeros(2, 10, 4, 96, device=runtime.DEVICE)
 views = {
     "contiguous": x,
@@ -1043,9 +917,12 @@ lab.table(rows, "Which views are copied")
 
 # %%
 # **Sizes of tiles.** With more queries in a tile, keys and values are read less often, but a larger
-# tile needs more registers and more shared memory. We tuned this once; the package keeps the
+# tile needs more registers and more shared memory. We tuned this once, and the package keeps the
 # winners in a table.
 
+# %%
+
+# Folded: How the kernel is cut on Hopper
 rows = []
 for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
     if kernel != "forward":
@@ -1079,10 +956,8 @@ lab.table(rows, "How the kernel is cut on Hopper")
 # ------------
 #
 # The check compares with float64 truth over lengths of 1, 127 and 1,000, queries and keys of
-# different length, head_dim 80 and 96, shared heads, and transposed views. In float32 the error may
-# be up to eight times PyTorch's, because each matmul is a sum of three in a shorter format and
-# ``exp2`` errs by two units in the last place. The same bound holds for lse, which is float32 for
-# every input dtype.
+# different length, head_dim 80 and 96, shared heads, and transposed views. The bound in float32 is
+# that of the rungs, and holds for lse, too, which is float32 for every input dtype.
 
 
 # Measuring
@@ -1143,6 +1018,7 @@ lab.check("attention", every_case())
 # Some relations must hold for any input, and they catch mistakes that a comparison on random inputs
 # may miss.
 
+# Measuring
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
 k_later, v_later = k.clone(), v.clone()
 k_later[:, :, 50:], v_later[:, :, 50:] = 7.0, 1e30
@@ -1178,67 +1054,10 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# First all rungs once more, now in one run, beside a cuBLAS matmul of two square matrices of size
-# 8,192 in bfloat16. The last bar is the package's kernel.
-
-# Measuring
-RUNGS["Kernel Book"] = lambda q, k, v, is_causal: attention(
-    q, k, v, is_causal=is_causal
-)
-steps = lab.bench("ladder", points([4096], [128]), providers_of(RUNGS), **units)
-lab.ladder(
-    steps,
-    "From the staged kernel to the package's",
-    list(RUNGS),
-    by="mask",
-    where={"seqlen": 4096},
-)
-
-# %%
-
-# Reading
-
-
-def at(name, mask):
-    return steps.rate(name, mask=mask)
-
-
-both = [
-    f"from {at('in stages', mask):.0f} to {at('Kernel Book', mask):.0f} TFLOP/s "
-    f"({100 * steps.share('Kernel Book', mask=mask):.0f} % of the matmul) {how}"
-    for mask, how in (("full", "without a mask"), ("causal", "with the causal mask"))
-]
-more = [
-    f"{100 * (at('Kernel Book', mask) / at('heavy first', mask) - 1):+.1f} %".replace(
-        "-", "−"
-    )
-    for mask in ("full", "causal")
-]
-lab.read(
-    f"The six rungs and the rest of the package's kernel lead {both[0]} and {both[1]}. Between the "
-    f"last rung and the package's kernel lie {more[0]} without a mask and {more[1]} with one, "
-    f"although that kernel also writes lse. Without a mask it has no second loop, which may be the "
-    f"reason; for the gain with a mask this page measures none."
-)
-
-# %%
-
-# Reading
-above = [name for name in RUNGS if at(name, "full") > from_hbm]
-lab.read(
-    f"Without a mask, {len(above)} of these kernels exceed the {from_hbm:.0f} TFLOP/s that HBM "
-    f"alone would allow: {', '.join(above) or 'none'}. The matmul runs at "
-    f"{at('matmul', 'full'):.0f} TFLOP/s here, and at "
-    f"{machine.rows[0]['matmul, TFLOP/s'] if machine.rows else nan} in the first table of the "
-    f"page. There it is timed by Triton's `do_bench`, call after call; here all kernels take "
-    f"turns, with a pause before each, so the chip may hold higher clocks. Shares of the matmul in "
-    f"all figures refer to the latter way of timing."
-)
-
-# %%
-# Now we compare the kernel with the libraries. SDPA is PyTorch's ``scaled_dot_product_attention``,
-# of which we call two kernels by name. FlexAttention is compiled for each size. FlashAttention
-# is version 4 of that library, written in CuTe, which is closer to the machine than Triton.
+# We compare the kernel with the libraries, at 16,384 tokens in all. SDPA is PyTorch's
+# ``scaled_dot_product_attention``, of which we call two kernels by name. FlexAttention is compiled
+# for each size. FlashAttention is version 4 of that library, written in CuTe, which is closer to
+# the machine than Triton.
 
 # Measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1301,10 +1120,12 @@ lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"
 
 # %%
 
+# Folded: The same at head_dim 64, full
 lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 
 # %%
 
+# Folded: The same at head_dim 64, causal
 lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
@@ -1355,26 +1176,29 @@ lab.read(
 )
 
 # %%
-# What keeps it below the speed of a matmul? One cost is the exponentials, which by the count of the
-# first section take half as long as the matmuls at head_dim 128 and as long at head_dim 64. Two
-# programs share an SM, and while one waits for a matmul, the other may compute exponentials, but
-# nothing keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls
-# while another computes exponentials. How much time our kernel loses to each cause, no run on this
-# page tells.
+# **What keeps it below the speed of a matmul?** One cost is the exponentials, which by the count
+# above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
+# the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
+# keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls while
+# another computes exponentials. How much time our kernel loses to each cause, no run
+# on this page tells.
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
-# diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries, and
-# less than a hundredth with 128.
+# diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.
 #
-# **Registers.** In float32 the operands are split into parts, and registers run short. The table
-# shows what the compiler made of the kernel.
+
+# %%
 
 
+# Measuring
 def launch(head_dim, dtype):
     q, k, v = draw(1024, 1, 4, head_dim, dtype)
     return lambda: attention(q, k, v, is_causal=True)
 
 
+# %%
+
+# Folded: What the compiler made of the kernel in each dtype
 facts = lab.facts(
     "What the compiler made of the kernel, causal",
     {
@@ -1388,8 +1212,10 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** Starting a kernel takes the host some time, whatever the kernel does. So at
-# small sizes the time per call is that of its host code, and hardly depends on the length.
+# **Small inputs.** At small sizes a call takes as long as its host code, whatever the kernel does,
+# and the host code is Python here and C++ in PyTorch.
+
+# Measuring
 
 
 def microseconds(run, *inputs, repeats=200):
@@ -1416,21 +1242,10 @@ def small_inputs():
     return rows
 
 
-small = lab.measure("One call after the other, 16 heads, head_dim 128", small_inputs)
-small
-
 # %%
 
-# Reading
-first, last = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
-lab.read(
-    f"At length 128 a call costs {first.get('Kernel Book, µs', nan):.0f} µs here and "
-    f"{first.get('SDPA, µs', nan):.0f} µs in PyTorch, which chooses the backend of SDPA itself, "
-    f"because the host code is Python here and C++ there. "
-    f"At 4,096 the kernels themselves take longer than the host code, which hides it, and "
-    f"the calls take {last.get('Kernel Book, µs', nan):.0f} and "
-    f"{last.get('SDPA, µs', nan):.0f} µs."
-)
+# Folded: One call after the other
+lab.measure("One call after the other, 16 heads, head_dim 128", small_inputs)
 
 # %%
 # What breaks it
@@ -1472,9 +1287,9 @@ assert [row["rows written in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "What the program of head 0 wrote")
 
 # %%
-# With the flattened descriptor the program wrote 12 rows of the wrong head. Head 1 has a program
-# that writes the same rows, and whichever finishes last wins. Where the length is a multiple of the
-# tile, nothing goes wrong, which is why such a kernel passes many tests.
+# With the flattened descriptor the program wrote 12 rows of the wrong head, whose own program
+# writes them, too, and whichever finishes last wins. Where the length is a multiple of the tile,
+# nothing goes wrong, which is why such a kernel passes many tests.
 #
 # Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
 # times infinity is NaN.
@@ -1510,10 +1325,11 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 # So the package knows what each configuration needs, and takes the first that fits. If none does,
-# it says so, and names what needs less. Here it meets a made-up device that has only 8 KiB; the
-# advice is the same for every dtype, so here, where the dtype has 16 bits already, only a smaller
-# head_dim would help.
+# it says so, and names what needs less. Here it meets a made-up device that has only 8 KiB.
 
+# %%
+
+# Folded: What the package says
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
 name = mock.patch.object(
@@ -1528,9 +1344,8 @@ lines = textwrap.wrap(f"ValueError: {message}", 56)
 lab.table([{"what the package says": line} for line in lines], "Too little memory")
 
 # %%
-# **An address that the compiler cannot prove aligned.** Kernels without descriptors compute
-# ``start_n`` in a loop and add it to an address, and the compiler has to prove that the address is
-# aligned before it may load 16 bytes at once. ``tl.multiple_of`` promises what the compiler cannot
+# **An address that the compiler cannot prove aligned.** A thread may load 16 bytes at once only if
+# the compiler can prove that their address is aligned. ``tl.multiple_of`` promises what it cannot
 # prove. A descriptor makes the promise unnecessary, because the copy engine computes its addresses.
 # We load from a start that is unknown at compile time, with and without the promise.
 
@@ -1642,6 +1457,8 @@ lab.measure("One query, 131,072 keys, 16 heads", decoding)
 #   2024.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+#   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
 #   checkpoints.* EMNLP 2023.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials

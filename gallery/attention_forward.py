@@ -54,19 +54,13 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
 # and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
-# values, costs the same, so the total is
-#
-# .. math::
-#
-#    \text{FLOPs} = 4\, N^2 D
+# values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
 # memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
-# D` numbers each and make one trip each; no implementation can do with less.
-#
-# In the table, "FLOP / byte" divides the operations by all of these trips, and "at best" by those
-# of queries, keys, values and output alone.
+# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOP /
+# byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -120,9 +114,9 @@ needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOP / byte"] / needed
 lab.read(
     f"This machine needs {needed:.0f} operations per byte to be limited by arithmetic. Standard "
-    f"attention does {rows[-1]['FLOP / byte']} at the longest length, about half of head_dim, and "
-    f"this number stops growing, so it waits for memory at any length. At length 4,096 it could "
-    f"reach {rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
+    f"attention does at most {rows[-1]['FLOP / byte']}, about half of head_dim, so it waits for "
+    f"memory at any length. At length 4,096 it could reach "
+    f"{rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
     f"a matmul. Without the table of scores "
     f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
     f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
@@ -131,9 +125,8 @@ lab.read(
 
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
-# growing lengths, we measure how much memory it allocates at its peak beyond inputs and output,
-# until it no longer fits. Beside it stands the package's kernel, "Kernel Book", which the next
-# chapter builds.
+# growing lengths, we measure the memory that it allocates beyond inputs and output, until it no
+# longer fits. "Kernel Book" is the package's kernel, which the next chapter builds.
 
 
 def peak_memory(run, *inputs):
@@ -161,7 +154,6 @@ def memory_experiment():
 
 
 memory = lab.measure("Peak memory beyond q, k, v and out", memory_experiment)
-memory
 
 # %%
 
@@ -277,10 +269,9 @@ lab.read(
 # The factor ``alpha`` rescales the old sums to the new maximum. If the maximum did not change, it
 # is 1.
 #
-# By induction the triple is right after every tile. It is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0; and if it is right before a tile, the merge makes it right after.
-#
-# To test the merge, we cut 300 keys into pieces and merge their triples in a random order.
+# By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
+# -\infty` and both sums are 0, and if it is right before a tile, the merge makes it right after. To
+# test the merge, we cut 300 keys into pieces and merge their triples in a random order.
 
 
 def triple(s, v):
@@ -366,19 +357,10 @@ lab.table(rows, "l in the end")
 
 # %%
 # **One number per query is enough for the backward pass.** The gradient needs the weights again. A
-# weight is
-#
-# .. math::
-#
-#    \begin{aligned}
-#    P_{ij} &= \frac{e^{s_{ij} - m_i}}{l_i} \\
-#    &= e^{s_{ij} - (m_i + \log l_i)}
-#    \end{aligned}
-#
-# so the maximum and the sum are never needed apart. The forward pass stores :math:`lse_i = m_i +
-# \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per query. The weights need not be
-# stored, because the scores and lse give them back. We confirm it with the package's kernel, which
-# writes lse; the kernels of this page leave it out.
+# weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the maximum and the
+# sum are never needed apart. The forward pass stores :math:`lse_i = m_i + \log l_i`, the
+# :term:`logsumexp` of the scores, in 4 bytes per query, and the scores and lse give the weights
+# back. We confirm it with the package's kernel, which writes lse; the kernels of this page do not.
 
 # Reading
 
@@ -460,17 +442,17 @@ lab.source(tiled_forward, "end")
 #       :pyobject: tiled_forward
 
 # %%
-# Without a mask, a tile of queries needs every tile of keys. With a causal mask, ``key_tiles``
-# decides which it needs, and which of them have to be masked; the section on causal stages derives
-# the rule.
-
-lab.source(key_tiles)
-
-# %%
-# We check the result against float64. In every dtype the error may be up to four times PyTorch's, a
-# margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. No tolerance is
-# less than this factor times half a unit in the last place of the dtype, because even the exact
-# result, once rounded to the dtype, may be off by that half.
+# .. dropdown:: Which tiles of keys a tile of queries needs
+#
+#    Without a mask, it needs every tile. With a causal mask, ``key_tiles`` decides which it needs,
+#    and which of them have to be masked; the section on causal stages derives the rule.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
+#       :pyobject: key_tiles
+#
+# We check the result against float64. The error may be up to four times PyTorch's in the same
+# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. (No
+# tolerance is less than this factor times half a unit in the last place of the dtype.)
 
 
 def tiled_cases():
@@ -499,18 +481,9 @@ lab.check("Tiled PyTorch", tiled_cases())
 # lse. The update of the triple comes first, and two of its details need a word.
 #
 # **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
-# With
-#
-# .. math::
-#
-#    \begin{aligned}
-#    e^{s - m} &= 2^{(s - m) \log_2 e} \\
-#    &= 2^{s' - m'}
-#    \end{aligned}
-#
-# we can keep all scores, and the maximum, multiplied by :math:`\log_2 e = 1 / \ln 2`. This costs
-# nothing, because the factor joins the scale, which multiplies every score anyway. The kernels call
-# their product ``scale_log2``.
+# Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we keep all scores, and the maximum, multiplied
+# by :math:`\log_2 e = 1 / \ln 2`. This costs nothing, because the factor joins the scale, which
+# multiplies every score anyway. The kernels call their product ``scale_log2``.
 #
 # **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 # because the tensor cores, the GPU's matmul units, take both operands in one format. Their sum
@@ -683,9 +656,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first and the cut ones next, so the loop can stop after the cut
-# ones. We split
-# it into two *stages*: the first, which does most of the work, needs no mask at all,
-# and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
+# ones. We split it into two *stages*: the first, which does most of the work, needs no mask, and
+# only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
 # one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
 # :math:`\lceil n / B \rceil` are computed.
 
@@ -770,9 +742,11 @@ for number, line in enumerate(trace(128, 128, True).tolist()):
 lab.table(rows, "Tiles that the kernel computed: 128 queries, 128 keys")
 
 # %%
-# The count should agree with the formula at other lengths, too. ``key_tiles`` from above lists the
-# tiles that should be computed.
+# The count agrees with the formula at other lengths, too.
 
+# %%
+
+# Folded: The tiles computed at other lengths, counted by the kernel
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
     (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
@@ -811,15 +785,9 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 # **Queries and keys of different length.** If the lengths differ, the position of the diagonal is a
 # convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
 # 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
-# *bottom right*: query :math:`i` sees key :math:`j` if
-#
-# .. math::
-#
-#    j \le i + \text{seqlen}_k - \text{seqlen}_q
-#
-# PyTorch's ``is_causal`` aligns it to the top left. With equal lengths the two agree. To see which
-# keys each query sees, we make all scores equal and the values unit vectors, so that the output
-# shows the weights.
+# *bottom right*: query :math:`i` sees key :math:`j` if :math:`j \le i + \text{seqlen}_k -
+# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left. The table shows which keys
+# each query sees.
 
 
 def who_sees(operator, seqlen_q, seqlen_k):
@@ -849,11 +817,16 @@ assert rows[2]["Kernel Book"] == "■■■■■"  # the last of three queries 
 lab.table(rows, "Which keys a query sees with is_causal")
 
 # %%
-# **Queries that see nothing.** With more queries than keys, the first queries see no key. A softmax
-# over nothing is undefined, so we need a convention: the output is 0, and lse is the logarithm of
-# an empty sum, :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside
-# the first function of this page, where :math:`-\infty - (-\infty)` makes NaN.
+# .. dropdown:: Queries that see nothing
+#
+#    With more queries than keys, the first queries see no key. A softmax over nothing is undefined,
+#    so we need a convention: the output is 0, and lse is the logarithm of an empty sum,
+#    :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside the first
+#    function of this page, where :math:`-\infty - (-\infty)` makes NaN.
 
+# %%
+
+# Folded: Queries that see nothing, in three versions
 q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
 out, lse = attention(q, k, v, is_causal=True, return_lse=True)
@@ -880,11 +853,11 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 # The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
 # number of operations is that of the first section, halved for a causal mask.
 #
-# ``torch.compile`` gets the standard version. It knows some ways in which attention is written, its
-# *patterns*, and replaces code that matches one by a ready-made kernel. The table counts the
-# matches in our function.
+# ``torch.compile`` gets the standard version. It replaces code that it recognises as attention by a
+# ready-made kernel, but our function matches none of its patterns, so it keeps the table of scores.
 
 
+# Measuring
 def recognised():
     from torch._dynamo.utils import counters
 
@@ -902,11 +875,12 @@ def recognised():
     return rows
 
 
+# %%
+
+# Folded: Patterns that torch.compile recognised
 lab.measure("Attention recognised by torch.compile", recognised)
 
 # %%
-# Nothing matches, so ``torch.compile`` keeps the table of scores.
-#
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
 # :term:`warps <warp>`, and three pipeline stages: ``num_stages`` says how many tiles of keys and of
@@ -981,15 +955,13 @@ def percent(name, mask):
 
 
 lab.read(
-    f"Standard attention waits for the table of scores. Without a mask it reaches "
-    f"{at('PyTorch', 'full'):.0f} TFLOP/s, {percent('PyTorch', 'full')} of the matmul, although "
-    f"the count of the first section allows {100 * rate_of_table:.0f} %; which of its steps takes "
-    f"the rest, no run here measures. With the mask, `masked_fill_` reads and writes the table "
-    f"once more. `torch.compile` reaches {percent('torch.compile', 'full')} and "
-    f"{percent('torch.compile', 'causal')}, because the table still goes through memory. Tiles in "
-    f"plain PyTorch are about {at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as "
-    f"slow as standard attention, because there every tile goes through memory, too, and `acc` "
-    f"with it in each iteration."
+    f"Standard attention waits for the table of scores and reaches "
+    f"{percent('PyTorch', 'full')} of the matmul without a mask, although the count of the first "
+    f"section allows {100 * rate_of_table:.0f} %; which of its steps takes the rest, no run here "
+    f"measures. With the mask, `masked_fill_` reads and writes the table once more. With "
+    f"`torch.compile` the table still goes through memory. Tiles in plain PyTorch are about "
+    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as slow as standard "
+    f"attention, because every tile goes through memory, and `acc` with it in each iteration."
 )
 
 # %%
@@ -1015,10 +987,11 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Here is a kernel for 64 queries of one head that can make five mistakes. Each mistake runs beside
-# the right version.
+# A kernel for 64 queries of one head can make five mistakes, of which one is on at a time. Each
+# runs beside the right version.
 
 
+# Whole
 @triton.jit
 def _fragile_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, scale, MISTAKE: tl.constexpr, MASK_VALUE: tl.constexpr,
@@ -1054,6 +1027,7 @@ def _fragile_kernel(
 # %%
 
 
+# Measuring
 def listed(row):
     return ", ".join(f"{value:.3f}" for value in row[:3].tolist())
 
