@@ -19,6 +19,11 @@ FLOAT32_FACTOR = 8
 """Float32 results may err by eight times PyTorch's error instead of two: each product is the sum of
 three in TF32, the maximum is that of a tile, and the hardware's exp2 errs by two units."""
 
+LSE_FACTOR = 24
+"""lse may err by 24 times the rounding to float32. Where a query sees few keys it is a score: tensor
+cores add up its products with truncation, and three more roundings follow, of scale * log2(e), of
+the sum of maximum and logarithm, and of their product with ln 2."""
+
 
 def assert_close(ours, truth, torch_result):
     factors = {"factor": FLOAT32_FACTOR} if ours.dtype == torch.float32 else {}
@@ -68,7 +73,7 @@ def check(q, k, v, is_causal=False, scale=None, deterministic=True, window=None)
     assert lse.dtype == torch.float32
     assert_close(out, true_out, their_out)
     if true_lse.abs().max() > 0:
-        assert_close(lse, true_lse, true_lse.float())
+        assert_within(lse, true_lse, true_lse.float(), LSE_FACTOR)
 
     do = torch.randn(q.shape, device=DEVICE).to(q.dtype)
     ours = torch.autograd.grad(out, (q, k, v), do)

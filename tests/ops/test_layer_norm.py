@@ -442,9 +442,10 @@ def test_the_gradients_of_equal_numbers_do_not_depend_on_how_large_they_are(valu
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("n_cols", [257, 1000])
 def test_a_mean_of_a_million_beside_a_deviation_of_one(n_cols):
-    """Neighbours are 1/16 apart there, and a mean is rounded to one of them, that of a part too:
-    by ``rounded``, which the variance of many numbers hardly feels. All else is exact as near 0."""
-    rounded = 1.01 / 32
+    """Neighbours are 1/16 apart there, and a mean is rounded to one of them, and so was that of a
+    part: together by ``rounded``, which the variance of many numbers hardly feels. All else is
+    exact as near 0."""
+    rounded = 1.01 / 16
     x = torch.randn(5, n_cols, device=DEVICE) + 1e6
     with runtime.launching_on(x):
         y, mean, rstd = forwards._forward(x, None, None, 1e-5)

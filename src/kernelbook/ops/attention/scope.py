@@ -204,5 +204,6 @@ def query_stages(
     whole = tl.cdiv(tl.minimum(first_all, end), BLOCK_M) * BLOCK_M
     cut = end
     if HAS_LEFT:
-        cut = tl.maximum(tl.maximum(end_all, 0) // BLOCK_M * BLOCK_M, whole)
+        end_all = tl.minimum(tl.maximum(end_all, 0), end)  # beyond the end there is no query
+        cut = tl.maximum(end_all // BLOCK_M * BLOCK_M, whole)
     return first, whole, cut, end
