@@ -271,11 +271,11 @@ def cases() -> dict:
         w, b = (new(n, dtype=parameters or dtype) for _ in range(2))
         differentiate(kernelbook.layer_norm(x, n, w, b), x, w, b)
 
-    def attention(dtype, head_dim, is_causal, seqlen=1024, group=1):
+    def attention(dtype, head_dim, is_causal, seqlen=1024, group=1, window=None):
         for deterministic in (True, False):
             q = new(1, 2 * group, seqlen, head_dim, dtype=dtype)
             k, v = (new(1, 2, seqlen, head_dim, dtype=dtype) for _ in range(2))
-            options = {"deterministic": deterministic, "enable_gqa": group > 1}
+            options = {"deterministic": deterministic, "enable_gqa": group > 1, "window": window}
             differentiate(kernelbook.attention(q, k, v, is_causal=is_causal, **options), q, k, v)
 
     def varlen(dtype, head_dim, window=None, group=1):
@@ -286,14 +286,15 @@ def cases() -> dict:
         out = kernelbook.attention_varlen(q, k, v, cu, cu, 700, 700, **options)
         differentiate(out, q, k, v)
 
-    def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True):
+    def fp8(dtype, v_dtype, head_dim, is_causal, in_place=True, window=None):
         q, k = (new(1, 2, 1024, head_dim, dtype=dtype, grad=False) for _ in range(2))
         v = new(1, 2, head_dim, 1024, dtype=v_dtype).mT if in_place else new(
             1, 2, 1024, head_dim, dtype=v_dtype
         )  # fmt: skip
         one = torch.ones(1, 2)
         descales = {"q_descale": one, "k_descale": one} if dtype.itemsize == 1 else {}
-        kernelbook.attention(q, k, v, is_causal=is_causal, v_descale=one, **descales)
+        options = {"is_causal": is_causal, "window": window}
+        kernelbook.attention(q, k, v, **options, v_descale=one, **descales)
 
     found = {}
 
@@ -329,12 +330,18 @@ def cases() -> dict:
                 add(name, varlen, dtype, head_dim, windows[mask])
     add("varlen bfloat16 128 window", varlen, bf16, 128, windows["window"])
     add("varlen bfloat16 128 causal gqa", varlen, bf16, 128, windows["causal"], 4)
+    for dtype, head_dim in ((bf16, 64), (bf16, 128), (bf16, 256), (f32, 64)):
+        name = f"attention {spell(dtype)} {head_dim} window"
+        add(name, attention, dtype, head_dim, False, 1024, 1, (200, 100))
+    add("attention bfloat16 128 causal window", attention, bf16, 128, True, 1024, 1, (200, None))
     for head_dim in (64, 80, 128, 256):
         for dtype in (e4m3, bf16):
             name = f"fp8 {spell(dtype)} {head_dim} causal"
             add(name, fp8, dtype, e4m3, head_dim, True)
     add("fp8 float8_e4m3 128 full", fp8, e4m3, e4m3, 128, False)
     add("fp8 float8_e5m2 128 causal", fp8, e5m2, e5m2, 128, True)
+    add("fp8 float8_e4m3 128 window", fp8, e4m3, e4m3, 128, False, True, (200, 100))
+    add("fp8 bfloat16 64 causal window", fp8, bf16, e4m3, 64, True, True, (200, None))
     add("fp8 float8_e4m3 128 causal, v transposed", fp8, e4m3, e4m3, 128, True, False)
     return found
 

@@ -211,6 +211,15 @@ def run_attention() -> None:
                 what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
                 what += f", {is_causal=}, {deterministic=}"
                 differentiate(what, results, [q, k, v])
+        for window in ((10, 0), (None, 7), (33, 40)):
+            q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
+            k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+            for deterministic in (False, True):
+                results = attention(
+                    q, k, v, window=window, enable_gqa=True, deterministic=deterministic
+                )
+                what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
+                differentiate(f"{what}, {window=}, {deterministic=}", results, [q, k, v])
 
 
 def run_attention_fp8() -> None:
@@ -228,6 +237,7 @@ def run_attention_fp8() -> None:
                 q8, k8, v8, is_causal=is_causal, q_descale=q_descale, k_descale=k_descale, **options
             )
         v8, options["v_descale"] = quantize(v, E5M2, per="tensor", contiguous="seqlen")
+        attention(q, k, guarded(v8), window=(33, 7), **options)
         attention(q, k, guarded(v8), **options)
         print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
 

@@ -317,6 +317,7 @@ class Attention(Described):
     k: Numbers
     v: Numbers
     is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     deterministic: bool = True
     needs: tuple[bool, bool, bool] = (True, True, True)
@@ -350,6 +351,7 @@ def attention(draw):
         k,
         v,
         draw(st.booleans()),
+        draw(st.none() | st.tuples(*[st.none() | st.sampled_from((*lengths, 10**6))] * 2)),
         draw(st.sampled_from((None, 1.0, 1e-3))),
         draw(st.booleans()),
         draw(SUBSETS),

@@ -57,7 +57,7 @@ $blocks
 <label><input type="radio" name="mask" value="full">full</label>
 <label><input type="radio" name="mask" value="causal" checked>causal</label>
 </fieldset>
-<fieldset><legend>Sliding window: a preview, not in the package yet</legend>
+<fieldset><legend>Sliding window</legend>
 <label for="kb-map-window">Keys to the left</label>
 <input type="number" id="kb-map-window" name="window" min="0" max="$longest"
 placeholder="none">

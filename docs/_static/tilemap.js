@@ -56,7 +56,8 @@ function countTiles(sizes, rows) {
 const inWords = (number) => number.toLocaleString("en");
 const asShare = (part, all) => `${all ? Math.round((100 * part) / all) : 0}%`;
 
-// How the kernel computes a tile of this stage. With a window there is no kernel yet, so no stages.
+// How the kernel computes a tile of this stage. The stages are those of the chapter's kernel, which
+// has no window; with one, the package's masks tiles at both edges of what is seen, and none between.
 function describeStage(stage, { window }) {
   const masked = ["", "without a mask", "masked"][stage];
   return window === null ? `in the ${["", "first", "second"][stage]} stage, ${masked}` : masked;
@@ -83,9 +84,6 @@ function describeMap(sizes, counts) {
   }
   if (blind) {
     sentences.push(`${inWords(blind)} ${blind > 1 ? "queries see" : "query sees"} no key at all.`);
-  }
-  if (sizes.window !== null) {
-    sentences.push("The package has no windows yet: this is a preview of what one leaves.");
   }
   return sentences.join(" ");
 }

@@ -32,25 +32,30 @@ def draw(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, dtype=torch.float3
     return [x.requires_grad_() for x in tensors]
 
 
-def by_pytorch(q, k, v, is_causal=False, scale=None):
-    """PyTorch's attention in the dtype of q, with the book's rule for is_causal."""
+def by_pytorch(q, k, v, is_causal=False, scale=None, window=None):
+    """PyTorch's attention in the dtype of q, with the book's rule for is_causal and window."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     mask = None
-    if is_causal:
+    masked = is_causal or window is not None
+    if masked:
+        shift = k.shape[2] - q.shape[2]
+        left, right = window or (None, None)
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        mask = mask.tril(k.shape[2] - q.shape[2])
+        mask = mask.tril(shift) if is_causal else mask
+        mask = mask if left is None else mask.triu(shift - left)
+        mask = mask if right is None else mask.tril(shift + right)
         blind = ~mask.any(1)
         mask = mask | blind.unsqueeze(1)  # rows that PyTorch would make NaN, set to zero below
     # A copy, because on a GPU PyTorch errs by its whole result for rows that start off 16 bytes.
     q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.masked_fill(blind.unsqueeze(1), 0) if is_causal else out
+    return out.masked_fill(blind.unsqueeze(1), 0) if masked else out
 
 
-def check(q, k, v, is_causal=False, scale=None, deterministic=True):
+def check(q, k, v, is_causal=False, scale=None, deterministic=True, window=None):
     """Compare out, lse and gradients with the truth, and with PyTorch's error in the same dtype."""
-    options = {"is_causal": is_causal, "scale": scale}
+    options = {"is_causal": is_causal, "scale": scale, "window": window}
     out, lse = attention(
         q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=deterministic
     )

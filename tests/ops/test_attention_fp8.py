@@ -66,7 +66,9 @@ def root_mean_square(x):
     return x.double().square().mean().sqrt().item()
 
 
-def assert_every_head_close(q, out, lse, meant, is_causal=False, scale=None, rms_factor=RMS_FACTOR):
+def assert_every_head_close(
+    q, out, lse, meant, is_causal=False, scale=None, rms_factor=RMS_FACTOR, window=None
+):
     """Compare each head on its own, so that one that is wrong cannot hide behind a larger one."""
     block_n = tuned.fp8_config(q).block_n
     for b in range(out.shape[0]):
@@ -74,8 +76,8 @@ def assert_every_head_close(q, out, lse, meant, is_causal=False, scale=None, rms
             group = out.shape[1] // meant[1].shape[1]
             one = [meant[0][b, h], meant[1][b, h // group], meant[2][b, h // group]]
             one = [x[None, None] for x in one]
-            truth, true_lse = reference.attention(*one, is_causal, scale)
-            rounded, _ = reference.attention_fp8(*one, is_causal, scale, block_n)
+            truth, true_lse = reference.attention(*one, is_causal, scale, window)
+            rounded, _ = reference.attention_fp8(*one, is_causal, scale, block_n, window)
             ours, rounded = out[b, h][None, None], rounded.to(out.dtype)
             assert_close(ours, truth, rounded)
             if out.shape[2] >= MANY:
@@ -113,7 +115,8 @@ def check(operands, descales, meant, is_causal=False, rms_factor=RMS_FACTOR, **o
     assert out.shape == q.shape
     assert out.is_contiguous()
     assert lse.dtype == torch.float32
-    assert_every_head_close(q, out, lse, meant, is_causal, options.get("scale"), rms_factor)
+    scale, window = options.get("scale"), options.get("window")
+    assert_every_head_close(q, out, lse, meant, is_causal, scale, rms_factor, window)
     return out
 
 

@@ -46,6 +46,10 @@ def attention(q, k, v):
     return kernelbook.attention(q, k, v, is_causal=True)
 
 
+def attention_window(q, k, v):
+    return kernelbook.attention(q, k, v, window=(3, 2), deterministic=False)
+
+
 def attention_and_lse(q, k, v):
     out, lse = kernelbook.attention(q, k, v, return_lse=True)
     return out + lse.unsqueeze(-1)
@@ -94,6 +98,9 @@ CASES = {
     "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
     "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
     "attention": (attention, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3))),
+    "attention, window": (
+        attention_window, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3)),
+    ),
     "attention, lse": (attention_and_lse, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
     "attention, FP8": (attention_fp8, lambda n: tuple(randn(n, 2, 9, 16) for _ in range(3))),
     "attention_varlen": (

@@ -448,7 +448,7 @@ def check_attention(case: Attention) -> None:
                 for n, need in zip((case.q, case.k, case.v), case.needs, strict=True)]  # fmt: skip
     q, k, v = operands
     before = [t.detach().clone() for t in operands]
-    options = {"is_causal": case.is_causal, "scale": case.scale}
+    options = {"is_causal": case.is_causal, "scale": case.scale, "window": case.window}
     out, lse = attention(
         q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=case.deterministic
     )
@@ -475,16 +475,22 @@ def attention_truth(case, q, k, v, do, dlse):
     group = q.shape[1] // k.shape[1]
     half = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
     q, k, v, do, dlse = (t.detach().double() for t in (q, k, v, do, dlse))
-    true_out, true_lse = reference.attention(q, k, v, case.is_causal, case.scale)
+    rule = case.is_causal, case.scale
+    true_out, true_lse = reference.attention(q, k, v, *rule, window=case.window)
     true_grads = [torch.zeros_like(t) for t in (q, k, v)]
     if q.numel() and k.numel():
-        true_grads = reference.attention_backward(q, k, v, do, case.is_causal, case.scale, dlse)
+        true_grads = reference.attention_backward(q, k, v, do, *rule, dlse, case.window)
 
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     s = scale * q @ k.mT
-    hidden = torch.zeros_like(s, dtype=torch.bool)
+    hidden, shift = torch.zeros_like(s, dtype=torch.bool), k.shape[2] - q.shape[2]
+    left, right = case.window or (None, None)
     if case.is_causal:
-        hidden = torch.ones_like(hidden).triu(1 + k.shape[2] - q.shape[2])
+        hidden |= torch.ones_like(hidden).triu(1 + shift)
+    if left is not None:
+        hidden |= torch.ones_like(hidden).tril(shift - left - 1)
+    if right is not None:
+        hidden |= torch.ones_like(hidden).triu(shift + right + 1)
     p = (s - true_lse.clamp(min=-1e300).unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
 
     # A score errs by the last places of its products; its exponential errs by as much relatively,

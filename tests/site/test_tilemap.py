@@ -1,7 +1,6 @@
 """The tile map on the page of attention: its rule is the package's, and a keyboard is enough."""
 
 import contextlib
-import inspect
 import random
 import re
 from collections import Counter
@@ -13,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-import kernelbook
 from kernelbook import runtime
+from kernelbook.ops.attention import scope
 from kernelbook.ops.attention.tiled import key_tiles
-from kernelbook.ops.attention.tiles import visible
 
 PAGE = "chapters/attention_forward.html"
 address, browser, visit = test_site.address, test_site.browser, test_site.visit
@@ -71,40 +69,54 @@ MAPS = "all => all.map(sizes => tileMap(sizes).map(row => row.map(tile => tile.%
 
 
 def test_tiles_are_those_of_the_package(script):
-    cases = [*boundaries(), *drawn(250)]
+    cases = [*boundaries(), *drawn(250, windows=True)]
     for case, rows in zip(cases, script.evaluate(MAPS % "state", cases), strict=True):
         lengths = case["seqlen_q"], case["seqlen_k"]
         starts = range(0, lengths[0], case["block_m"])
         for start_m, row in zip(starts, rows, strict=True):
             expected = ["never"] * triton.cdiv(lengths[1], case["block_n"])
-            tiles = case["block_m"], case["block_n"], case["is_causal"]
+            tiles = case["block_m"], case["block_n"], case["is_causal"], (case["window"], None)
             for start_n, _, masked in key_tiles(start_m, *lengths, *tiles):
                 expected[start_n // case["block_n"]] = "cut" if masked else "whole"
             assert row == expected, (case, start_m)
 
 
 @triton.jit
-def _seen_kernel(seen_ptr, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
+def _stages_kernel(
+    stages_ptr, seqlen_q, seqlen_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     start_m = tl.program_id(0) * BLOCK_M
-    _, seen_by_all, seen_by_some = visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M)
-    tl.store(seen_ptr + 2 * tl.program_id(0), seen_by_all)
-    tl.store(seen_ptr + 2 * tl.program_id(0) + 1, seen_by_some)
+    first, whole, cut, end = scope.key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
+    stages_ptr += 4 * tl.program_id(0)
+    tl.store(stages_ptr, first)
+    tl.store(stages_ptr + 1, whole)
+    tl.store(stages_ptr + 2, cut)
+    tl.store(stages_ptr + 3, end)
 
 
 def test_stages_are_those_of_the_kernel(script):
-    """The first ends after the tiles that all queries see whole, the second after the last tile."""
-    cases = [*boundaries(), *(case for case in drawn(40) if case["block_m"] != 7)]
+    """Tiles that all queries see whole are in stage 1, those beside them in stage 2."""
+    cases = [*boundaries(), *drawn(60, windows=True)]
     for case, rows in zip(cases, script.evaluate(MAPS % "stage", cases), strict=True):
-        seen = torch.zeros(len(rows), 2, dtype=torch.int32, device=runtime.DEVICE)
-        with runtime.launching_on(seen):
-            _seen_kernel[(len(rows),)](
-                seen, case["seqlen_q"], case["seqlen_k"], case["is_causal"], case["block_m"]
-            )
-        block_n = case["block_n"]
-        for row, (by_all, by_some) in zip(rows, seen.tolist(), strict=True):
-            starts = range(0, case["seqlen_k"], block_n)
-            whole = by_all // block_n * block_n
-            assert row == [1 if n < whole else 2 if n < by_some else 0 for n in starts], case
+        found = torch.zeros(len(rows), 4, dtype=torch.int32, device=runtime.DEVICE)
+        lengths = case["seqlen_q"], case["seqlen_k"]
+        left, right = scope.bounds(case["is_causal"], (case["window"], None), *lengths)
+        with runtime.launching_on(found):
+            _stages_kernel[(len(rows),)](
+                found, *lengths, left or 0, right or 0, left is not None, right is not None,
+                case["block_m"], case["block_n"],
+            )  # fmt: skip
+        for row, (first, whole, cut, end) in zip(rows, found.tolist(), strict=True):
+            starts = range(0, case["seqlen_k"], case["block_n"])
+            met = [first <= n < max(end, whole) for n in starts]
+            stages = [1 if whole <= n < cut else 2 for n in starts]
+            assert row == [
+                stage if meets else 0 for meets, stage in zip(met, stages, strict=True)
+            ], case
 
 
 def test_windows_and_counts_agree_with_the_mask_itself(script):
@@ -225,7 +237,13 @@ def test_a_map_has_at_most_64_by_64_tiles(page):
     assert len(shown(page)) == 64 * 64
 
 
-def test_the_window_is_called_a_preview_as_long_as_the_package_has_none(page):
+def test_a_window_leaves_out_what_the_package_leaves_out(page):
     field(page, "Keys to the left").fill("7")
-    page.get_by_text("The package has no windows yet").wait_for()
-    assert "window" not in inspect.signature(kernelbook.attention).parameters
+    expected = []
+    for start_m in range(0, tilemap.SEQLEN_Q, tilemap.BLOCK_M):
+        row = dict.fromkeys(range(0, tilemap.SEQLEN_K, tilemap.BLOCK_N), "never")
+        lengths, blocks = (tilemap.SEQLEN_Q, tilemap.SEQLEN_K), (tilemap.BLOCK_M, tilemap.BLOCK_N)
+        for start_n, _, masked in key_tiles(start_m, *lengths, *blocks, True, (7, None)):
+            row[start_n] = "cut" if masked else "whole"
+        expected += row.values()
+    assert shown(page) == expected

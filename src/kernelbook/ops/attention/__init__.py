@@ -5,7 +5,8 @@
     backward.py   the gradients
     fp8.py        operands of 8 bits, forward only
     varlen.py     packed sequences; varlen_backward.py and varlen_operator.py belong to it
-    tiles.py      what the kernels share: tensor descriptors, who sees what
+    scope.py      who sees what: causal masks and windows
+    tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
 

@@ -30,6 +30,10 @@ Window = tuple[int | None, int | None]
 """Bounds (left, right) of what a query sees; None is no bound."""
 
 
+FARTHEST = 2**62
+"""A bound as good as none, which an operator's schema can hold."""
+
+
 def checked_window(window: object) -> Window:
     """Return a window as (left, right), where None is no bound, or raise."""
     if window is None:
@@ -56,7 +60,7 @@ def _checked_bound(side: str, bound: object) -> int | None:
         raise ValueError(
             f"{side} of window must be at least 0, got {bound}: pass None where there is no bound."
         )
-    return bound
+    return min(bound, FARTHEST)
 
 
 def bounds(is_causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int) -> Window:
@@ -77,7 +81,7 @@ def bounds(is_causal: bool, window: Window | None, seqlen_q: int, seqlen_k: int)
 
 
 def keys_seen(i, seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple:
-    """Return (first, end): query i, a number or a tensor, sees those keys first <= j < end there are."""
+    """Return (first, end): query i, a number or a tensor, sees keys first <= j < end."""
     own = i + seqlen_k - seqlen_q
     return 0 if left is None else own - left, seqlen_k if right is None else own + right + 1
 
