@@ -91,7 +91,7 @@ rows = [
     },
 ]
 for row in rows:
-    row["seen / table"] = f"{row['seen'] / row['table']:.0%}"
+    row["seen / table"] = f"{100 * row['seen'] / row['table']:.0f} %"
 lab.table(rows, "Scores of one head, and programs of all heads")
 
 # %%
@@ -354,8 +354,9 @@ lab.plot(
 )
 
 # %%
-# The table has the inverse, how many times as long a window takes as its visible scores would at
-# the speed of the kernel without a window, for our kernel and for FlashAttention 4.
+# The table has the inverse: how many times as long a window takes as its visible scores would at
+# the speed of the kernel without a window. FA is FlashAttention 4, "tiles" counts those of a
+# program, and the third column how many scores they hold for each that is visible.
 
 # Measuring
 nan = float("nan")
@@ -376,20 +377,19 @@ def slowdown(name, left, passes):
     return 1 / windows.share(name, left=left, passes=passes)
 
 
-def said(value):
-    return "—" if value != value else f"{value:.2f}"
+def said(value, unit=""):
+    """A number in a table, or a dash where none was measured."""
+    return "—" if value != value else f"{value:.0f}{unit}" if unit else f"{value:.2f}"
 
 
 rows = []
 for left in LEFTS:
     tiles, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
-    rows.append({"left": left, "tiles in a program": tiles})
-    rows[-1] |= {"computed / visible": f"{computed:.2f}"}
-    for passes in PASSES:
-        rows[-1][passes] = said(slowdown("Kernel Book", left, passes))
-        rows[-1][f"FlashAttention, {passes}"] = said(
-            slowdown("FlashAttention", left, passes)
-        )
+    row = {"left": left, "tiles": tiles, "computed / visible": f"{computed:.2f}"}
+    for name, short in (("Kernel Book", ""), ("FlashAttention", "FA ")):
+        for passes in PASSES:
+            row[f"{short}{passes}"] = said(slowdown(name, left, passes))
+    rows.append(row)
 lab.table(rows, "Time over that of the visible scores alone")
 
 # %%
@@ -422,11 +422,9 @@ lab.read(
 # %%
 
 # Reading
+of_flash = {passes: slowdown("FlashAttention", middle, passes) for passes in PASSES}
 ahead = [
-    f"{said(slowdown('FlashAttention', middle, passes))} {passes}"
-    for passes in PASSES
-    if slowdown("FlashAttention", middle, passes)
-    == slowdown("FlashAttention", middle, passes)
+    f"{times:.2f} {passes}" for passes, times in of_flash.items() if times == times
 ]
 dense = windows.milliseconds_at("SDPA, mask", left=middle, passes="forward")
 lab.read(
@@ -700,11 +698,9 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "One query, 240 keys, in parts and merged, float32")
 
 # %%
-# This shows that the algebra is right. As an implementation it launches a kernel for each part and
-# several for the merge.
-#
-# **In one launch.** The package's kernel has a program for each head *and part*. It divides the
-# tiles of keys evenly:
+# The algebra is right, but this launches a kernel for each part and several for the merge. The
+# package's kernel has a program for each head *and part*, in one launch. It divides the tiles of
+# keys evenly:
 
 lab.source(decoding.attention_decode_kernel, "share")
 
@@ -727,6 +723,16 @@ lab.source(decoding.attention_merge_kernel, "add up")
 
 # Folded: rows_of_group, which loads such a tile
 lab.source(decoding.rows_of_group)
+
+# %%
+
+# Folded: The kernel of decoding whole
+lab.source(decoding.attention_decode_kernel)
+
+# %%
+
+# Folded: The kernel of packed sequences whole
+lab.source(varlen.attention_varlen_fwd_kernel)
 
 # %%
 # How fast is decoding?
@@ -853,12 +859,8 @@ long, grouped = {"batch": 1, "seqlen_k": KEYS}, {"batch": 8}
 rows = [
     {
         "": name,
-        f"1 × 16 heads, {KEYS:,} keys": (
-            "—" if (share := steps.share(name, **long)) != share else f"{share:.0%}"
-        ),
-        "8 × 32 heads on 8, 8,192 keys": (
-            "—" if (share := steps.share(name, **grouped)) != share else f"{share:.0%}"
-        ),
+        f"1 × 16 heads, {KEYS:,} keys": said(100 * steps.share(name, **long), " %"),
+        "8 × 32 on 8 heads, 8,192 keys": said(100 * steps.share(name, **grouped), " %"),
     }
     for name in READERS
 ]
@@ -928,15 +930,16 @@ def course():
     q, k, v = (torch.randn(COURSE, device=runtime.DEVICE, dtype=BF16) for _ in range(3))
     rows = []
     for name, run in course_steps(*(x.requires_grad_() for x in (q, k, v))).items():
-        rows.append({"version": name, "milliseconds": "absent", "peak, GiB": "absent"})
         if isinstance(run, lab.Absent):
+            rows.append({"version": name, "milliseconds": run.reason, "peak, GiB": "—"})
             continue
+        rows.append({"version": name})
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             took = round(do_bench(run, warmup=200, rep=1000), 2)
         except torch.cuda.OutOfMemoryError:
-            rows[-1] |= dict.fromkeys(("milliseconds", "peak, GiB"), "out of memory")
+            rows[-1] |= {"milliseconds": "out of memory", "peak, GiB": "—"}
             continue
         peak = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         rows[-1] |= {"milliseconds": took, "peak, GiB": peak}
@@ -1149,7 +1152,7 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
         {
             "scores": name,
             "by lse, off by": f"{good:.0e}",
-            "averaged, off by": f"{bad:.0%}",
+            "averaged, off by": f"{100 * bad:.0f} %",
         }
     )
 lab.table(rows, "Eight parts merged: error relative to the output")
