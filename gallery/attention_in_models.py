@@ -477,6 +477,9 @@ lab.source(varlen.attention_varlen_fwd_kernel, "place")
 # zero, but zero times NaN is still NaN, so the kernel sets their values to zero. And the last tile
 # of queries must not write its surplus rows, because they belong to the neighbour.
 
+# %%
+
+# Folded: cut_off, which sets them to zero
 lab.source(cut_off)
 
 # %%
@@ -516,10 +519,9 @@ lab.table(rows, "The same bits with NaN in all other sequences")
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The limit is our kernel on the padded batch, which counts every score that it computes as useful:
-# a packed batch that lost nothing would run at the same speed on useful scores alone. The other
-# bars count useful scores only, those that a real query sees. FlexAttention is told the number of
-# the document of each token, and that both tokens of a pair must have the same. ``varlen_attn`` is
+# The limit is our kernel on the padded batch, with every score that it computes counted as useful:
+# a packed batch that lost nothing would do its useful work at the same speed. All bars count useful
+# scores only. FlexAttention is told the number of the document of each token. ``varlen_attn`` is
 # PyTorch's own function for packed sequences.
 
 # Measuring
@@ -886,10 +888,9 @@ lab.read(
 #
 # Stanford's course CS336, *Language modeling from scratch*, lets its students write attention in
 # Triton and ranks them by one time: forward and backward, 16 heads of head_dim 64, 16,384 tokens,
-# causal, bfloat16, batch 1, measured from end to end by Triton's ``do_bench``, with the sum of the
-# output as the loss. We time the same call. All versions get the same inputs, and the host's time
-# and the reduction of the loss are part of what is measured. The formula is that of the first
-# section, as it is and under ``torch.compile``.
+# causal, bfloat16, with the sum of the output as the loss, by Triton's ``do_bench``. We time the
+# same call, so the host and the loss are part of it. The formula is that of the first section, as
+# it is and under ``torch.compile``.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)
@@ -974,8 +975,8 @@ lab.read(
 # All three uses are checked against the formula in float64, output and gradients, head by head and,
 # for packed batches, sequence by sequence, because the error of a short sequence would disappear
 # beside the large numbers of a long one. In float32 the error may be up to eight times PyTorch's,
-# as in :doc:`the chapter on the kernel </chapters/attention_fast>`, in 16 bits up to twice or, for
-# gradients, four times, because the kernel rounds the weights and their gradients once more.
+# as in :doc:`the chapter on the kernel </chapters/attention_fast>`, in 16 bits up to twice, and for
+# gradients four times, because the kernel also rounds the weights.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")
@@ -1100,8 +1101,8 @@ assert [row["keys that query 6 sees"].count("■") for row in rows] == [W, W + 1
 lab.table(rows, f"A window of W = {W} keys")
 
 # %%
-# One key more changes a result by little, and no test of shapes or of losses notices. In a model
-# that was trained with the other window, every layer computes something it was not trained for.
+# One key more changes a result so little that hardly a test notices, and yet a trained model then
+# computes something that it was not trained for.
 #
 # **Offsets shifted by one.** A separator between texts that is counted on the wrong side moves all
 # offsets but the first and the last by one. Each sequence but the first then begins one row too

@@ -197,6 +197,9 @@ FEWEST_KEYS = 1024
 FEWEST_TILES = 4
 """Tiles of keys in a part: fewer, and a program waits longer for its first tile than it works."""
 
+KEYS_PER_QUERY = 8
+"""Below this, queries are not few beside keys, and the forward kernel's larger tiles do better."""
+
 MOST_PARTS = 256
 """Parts of a head: one program merges all parts of a row."""
 
@@ -221,7 +224,7 @@ def _n_parts(q_shape, k_shape, left, decode, forward, multiprocessors: int) -> i
     heads_k, n_keys = k_shape[1:3]
     if left is not None:
         n_keys = min(n_keys, left + seqlen_q)  # at most these are seen, and the rest is not read
-    if decode is None or n_keys < FEWEST_KEYS:
+    if decode is None or n_keys < max(FEWEST_KEYS, KEYS_PER_QUERY * seqlen_q):
         return 0
     # -- which kernel: queries that fit in one tile decode, and those that would leave most SMs idle
     rows = heads // heads_k * seqlen_q
