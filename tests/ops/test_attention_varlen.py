@@ -53,9 +53,8 @@ def packed(parts):
     return torch.cat([part.squeeze(0).transpose(0, 1) for part in parts])
 
 
-def by_pytorch(q, k, v, is_causal=False, window=None, scale=None):
-    """PyTorch's attention of one sequence in the dtype of q, with the book's masks."""
-    k, v = (x.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1) for x in (k, v))
+def seen(q, k, is_causal=False, window=None):
+    """The mask of one sequence: which keys each query sees."""
     left, right = window or (None, None)
     right = 0 if is_causal else right
     distance = torch.arange(k.shape[2], device=q.device) - torch.arange(
@@ -63,13 +62,26 @@ def by_pytorch(q, k, v, is_causal=False, window=None, scale=None):
     ).unsqueeze(1)
     mask = torch.ones_like(distance, dtype=torch.bool)
     mask = mask if left is None else mask & (distance >= -left)
-    mask = mask if right is None else mask & (distance <= right)
-    blind = ~mask.any(1).unsqueeze(1)  # rows that PyTorch would make NaN
+    return mask if right is None else mask & (distance <= right)
+
+
+def by_pytorch(q, k, v, is_causal=False, window=None, scale=None):
+    """PyTorch's attention of one sequence in the dtype of q, with the book's masks."""
     if not k.shape[2]:
         return q * 0
+    k, v = (x.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1) for x in (k, v))
+    mask = seen(q, k, is_causal, window)
+    blind = ~mask.any(1).unsqueeze(1)  # rows that PyTorch would make NaN
     q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, scale=scale)
     return out.masked_fill(blind, 0)
+
+
+def lse_by_pytorch(q, k, is_causal=False, window=None, scale=None):
+    """The same of lse, where every query sees a key."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~seen(q, k, is_causal, window), -torch.inf).logsumexp(-1)
 
 
 def lse_bound(q, k, true_lse, lengths, scale):
@@ -125,14 +137,15 @@ def check(q, k, v, lengths, is_causal=False, window=None, scale=None, lse_too=Fa
         reference.attention_backward(*sequence, one_do, **options, dlse=one_dlse)
         for sequence, one_do, one_dlse in zip(sequences, dos, dlses, strict=True)
     ]
-    theirs = torch.autograd.grad(their_out, (q, k, v), do) if not lse_too else None
-    for i, (x, dx) in enumerate(zip((q, k, v), ours, strict=True)):
+    their_outs = (their_out,)
+    if lse_too:
+        their_lse = [lse_by_pytorch(*sequence[:2], **options) for sequence in sequences]
+        their_outs = their_out, packed(their_lse)
+    theirs = torch.autograd.grad(their_outs, (q, k, v), grads)
+    for i, (x, dx, their_dx) in enumerate(zip((q, k, v), ours, theirs, strict=True)):
         assert dx.shape == x.shape
         assert dx.dtype == x.dtype
-        truth = packed([grads[i] for grads in true_grads])
-        # PyTorch has no lse to differentiate: its error is that of rounding the truth, and ours
-        # in float32 a few times as large.
-        their_dx = theirs[i] if theirs else truth.to(x.dtype)
+        truth = packed([true[i] for true in true_grads])
         if truth.abs().max() > 1e-9:
             assert_close(*(t.transpose(0, 1) for t in (dx, truth, their_dx)))
 

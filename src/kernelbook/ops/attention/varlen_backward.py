@@ -319,8 +319,9 @@ def _keys_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
     config = tuned.backward_config("dkdv", q)
     _, heads_k, total_k, head_dim = k.shape
-    shape = (2, total_k, heads_k, head_dim)
-    dk, dv = torch.empty(shape, dtype=k.dtype, device=k.device).unbind()
+    dk, dv = (
+        torch.empty((total_k, heads_k, head_dim), dtype=x.dtype, device=x.device) for x in (k, v)
+    )
     rows = lse_log2, delta
     if config.described and config.described_rows:
         rows = [describe_rows(x, config.block_m) for x in rows]

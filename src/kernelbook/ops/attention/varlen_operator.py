@@ -90,8 +90,8 @@ def attention_varlen(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     _check_operands(q, k, v, enable_gqa)
     _check_offsets(cu_seqlens_q, cu_seqlens_k)
-    max_seqlen_q = _checked_length("q", max_seqlen_q, len(cu_seqlens_q) - 1, len(q))
-    max_seqlen_k = _checked_length("k", max_seqlen_k, len(cu_seqlens_k) - 1, len(k))
+    max_seqlen_q = _checked_length("q", max_seqlen_q, cu_seqlens_q.shape[0] - 1, q.shape[0])
+    max_seqlen_k = _checked_length("k", max_seqlen_k, cu_seqlens_k.shape[0] - 1, k.shape[0])
     checks.same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
     window = scope.checked_window(window)
@@ -121,10 +121,10 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
                 f"{name} must be (total, heads, head_dim), got shape {tuple(x.shape)}: join the "
                 "sequences along the first dimension, without padding."
             )
-        if len(x) >= MOST_ROWS:
+        if x.shape[0] >= MOST_ROWS:
             raise ValueError(
                 f"{name} must have fewer than {MOST_ROWS} rows, because offsets are int32, got "
-                f"{len(x)}: call it for some of the sequences at a time."
+                f"{x.shape[0]}: call it for some of the sequences at a time."
             )
     _, heads, head_dim = q.shape
     check_head_dim(head_dim)
@@ -144,15 +144,15 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
 def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
     """Raise unless the offsets have a shape that can be right."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if x.ndim != 1 or not len(x):
+        if x.ndim != 1 or x.shape[0] == 0:
             raise ValueError(
                 f"{name} must be (batch + 1,), got shape {tuple(x.shape)}: pass where each "
                 "sequence begins, and where the last one ends."
             )
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
         raise ValueError(
-            f"cu_seqlens_k must have as many offsets as cu_seqlens_q, {len(cu_seqlens_q)}, got "
-            f"{len(cu_seqlens_k)}: repeat an offset for a sequence without keys."
+            f"cu_seqlens_k must have as many offsets as cu_seqlens_q, {cu_seqlens_q.shape[0]}, got "
+            f"{cu_seqlens_k.shape[0]}: repeat an offset for a sequence without keys."
         )
 
 
@@ -291,8 +291,8 @@ def _part(info, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 def _batch(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
     q, k, v = (_join(info, d, x) for d, x in zip(in_dims[:3], (q, k, v), strict=True))
-    cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, len(q) // info.batch_size)
-    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, len(k) // info.batch_size)
+    cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, q.shape[0] // info.batch_size)
+    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, k.shape[0] // info.batch_size)
     out, lse = _ATTENTION_VARLEN.op(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     return (_part(info, out), _part(info, lse, 1)), (0, 1)
 
@@ -303,8 +303,8 @@ def _batch_backward(info, in_dims, *args):
     places = (*in_dims[:3], in_dims[5], in_dims[7])
     q, k, v, out, do = (_join(info, d, x) for d, x in zip(places, rows, strict=True))
     lse, dlse = _join(info, in_dims[6], lse, 1), _join(info, in_dims[8], dlse, 1)
-    cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, len(q) // info.batch_size)
-    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, len(k) // info.batch_size)
+    cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, q.shape[0] // info.batch_size)
+    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, k.shape[0] // info.batch_size)
     grads = _ATTENTION_VARLEN_BACKWARD.op(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, do, dlse, *options, needed
     )
