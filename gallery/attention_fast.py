@@ -1397,55 +1397,9 @@ assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory of a program, and the programs that fit on an SM")
 
 # %%
-# **2. One query, many keys.** When a model generates text, there is one query and a long past. A
-# single tile of queries means one program per head, and most of the GPU stands idle. Split the keys
-# into parts that are computed as if they were heads of their own, and merge. What do you need from
-# each part?
-
-# %%
-
-# Solution: one query, many keys
-#
-# The merge needs the output and lse of each part. A part weighs in proportion to its sum of
-# exponentials, exp(lse), so the weights are a softmax over lse. The parts are views: no copies.
-
-
-def split_attention(q, k, v, parts):
-    k, v = (x.unflatten(2, (parts, -1)).flatten(1, 2) for x in (k, v))
-    q = q.repeat_interleave(parts, dim=1)
-    out, lse = attention(q, k, v, return_lse=True)
-    out, lse = (x.unflatten(1, (-1, parts)) for x in (out, lse))
-    return (torch.softmax(lse, dim=2).unsqueeze(-1) * out).sum(2)
-
-
-q = torch.randn(2, 3, 1, 32, device=runtime.DEVICE)
-k, v = torch.randn(2, 2, 3, 240, 32, device=runtime.DEVICE)
-theirs, (truth, _) = (
-    F.scaled_dot_product_attention(q, k, v),
-    reference.attention(q, k, v),
-)
-ours = split_attention(q, k, v, 8)
-lab.check(
-    "8 parts", [lab.Case("1 query, 240 keys", "forward", ours, theirs, truth, factor=8)]
-)
-
-# %%
-
-# Solution: one query, many keys, measured
-
-
-def decoding():
-    q = torch.randn(1, 16, 1, 128, device=runtime.DEVICE).bfloat16()
-    k, v = torch.randn(2, 1, 16, 2**17, 128, device=runtime.DEVICE).bfloat16()
-    rows = []
-    for parts in (1, 4, 16, 64):
-        took = microseconds(split_attention, q, k, v, parts, repeats=20)
-        moved = round(2 * k.numel() * 2 / took / 1e3)
-        rows.append({"parts": parts, "µs": took, "GB/s of keys and values": moved})
-    return rows
-
-
-lab.measure("One query, 131,072 keys, 16 heads", decoding)
+# A second one has grown into a chapter: with one query and many keys, as when a model generates
+# text, this kernel has one program per head and leaves most of the GPU idle.
+# :doc:`/chapters/attention_in_models` splits the keys.
 
 # %%
 # References

@@ -91,7 +91,7 @@ rows = [
     },
 ]
 for row in rows:
-    row["seen / table"] = f"{row['seen'] / row['table']:.0%}"
+    row["seen / table"] = f"{100 * row['seen'] / row['table']:.0f} %"
 lab.table(rows, "Scores of one head, and programs of all heads")
 
 # %%
@@ -354,8 +354,9 @@ lab.plot(
 )
 
 # %%
-# The table has the inverse, how many times as long a window takes as its visible scores would at
-# the speed of the kernel without a window, for our kernel and for FlashAttention 4.
+# The table has the inverse: how many times as long a window takes as its visible scores would at
+# the speed of the kernel without a window. FA is FlashAttention 4, "tiles" counts those of a
+# program, and the third column how many scores they hold for each that is visible.
 
 # Measuring
 nan = float("nan")
@@ -376,20 +377,19 @@ def slowdown(name, left, passes):
     return 1 / windows.share(name, left=left, passes=passes)
 
 
-def said(value):
-    return "—" if value != value else f"{value:.2f}"
+def said(value, unit=""):
+    """A number in a table, or a dash where none was measured."""
+    return "—" if value != value else f"{value:.0f}{unit}" if unit else f"{value:.2f}"
 
 
 rows = []
 for left in LEFTS:
     tiles, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
-    rows.append({"left": left, "tiles in a program": tiles})
-    rows[-1] |= {"computed / visible": f"{computed:.2f}"}
-    for passes in PASSES:
-        rows[-1][passes] = said(slowdown("Kernel Book", left, passes))
-        rows[-1][f"FlashAttention, {passes}"] = said(
-            slowdown("FlashAttention", left, passes)
-        )
+    row = {"left": left, "tiles": tiles, "computed / visible": f"{computed:.2f}"}
+    for name, short in (("Kernel Book", ""), ("FlashAttention", "FA ")):
+        for passes in PASSES:
+            row[f"{short}{passes}"] = said(slowdown(name, left, passes))
+    rows.append(row)
 lab.table(rows, "Time over that of the visible scores alone")
 
 # %%
@@ -422,11 +422,9 @@ lab.read(
 # %%
 
 # Reading
+of_flash = {passes: slowdown("FlashAttention", middle, passes) for passes in PASSES}
 ahead = [
-    f"{said(slowdown('FlashAttention', middle, passes))} {passes}"
-    for passes in PASSES
-    if slowdown("FlashAttention", middle, passes)
-    == slowdown("FlashAttention", middle, passes)
+    f"{times:.2f} {passes}" for passes, times in of_flash.items() if times == times
 ]
 dense = windows.milliseconds_at("SDPA, mask", left=middle, passes="forward")
 lab.read(
@@ -479,6 +477,9 @@ lab.source(varlen.attention_varlen_fwd_kernel, "place")
 # zero, but zero times NaN is still NaN, so the kernel sets their values to zero. And the last tile
 # of queries must not write its surplus rows, because they belong to the neighbour.
 
+# %%
+
+# Folded: cut_off, which sets them to zero
 lab.source(cut_off)
 
 # %%
@@ -518,10 +519,9 @@ lab.table(rows, "The same bits with NaN in all other sequences")
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The limit is our kernel on the padded batch, which counts every score that it computes as useful:
-# a packed batch that lost nothing would run at the same speed on useful scores alone. The other
-# bars count useful scores only, those that a real query sees. FlexAttention is told the number of
-# the document of each token, and that both tokens of a pair must have the same. ``varlen_attn`` is
+# The limit is our kernel on the padded batch, with every score that it computes counted as useful:
+# a packed batch that lost nothing would do its useful work at the same speed. All bars count useful
+# scores only. FlexAttention is told the number of the document of each token. ``varlen_attn`` is
 # PyTorch's own function for packed sequences.
 
 # Measuring
@@ -700,11 +700,9 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "One query, 240 keys, in parts and merged, float32")
 
 # %%
-# This shows that the algebra is right. As an implementation it launches a kernel for each part and
-# several for the merge.
-#
-# **In one launch.** The package's kernel has a program for each head *and part*. It divides the
-# tiles of keys evenly:
+# The algebra is right, but this launches a kernel for each part and several for the merge. The
+# package's kernel has a program for each head *and part*, in one launch. It divides the tiles of
+# keys evenly:
 
 lab.source(decoding.attention_decode_kernel, "share")
 
@@ -727,6 +725,16 @@ lab.source(decoding.attention_merge_kernel, "add up")
 
 # Folded: rows_of_group, which loads such a tile
 lab.source(decoding.rows_of_group)
+
+# %%
+
+# Folded: The kernel of decoding whole
+lab.source(decoding.attention_decode_kernel)
+
+# %%
+
+# Folded: The kernel of packed sequences whole
+lab.source(varlen.attention_varlen_fwd_kernel)
 
 # %%
 # How fast is decoding?
@@ -853,12 +861,8 @@ long, grouped = {"batch": 1, "seqlen_k": KEYS}, {"batch": 8}
 rows = [
     {
         "": name,
-        f"1 × 16 heads, {KEYS:,} keys": (
-            "—" if (share := steps.share(name, **long)) != share else f"{share:.0%}"
-        ),
-        "8 × 32 heads on 8, 8,192 keys": (
-            "—" if (share := steps.share(name, **grouped)) != share else f"{share:.0%}"
-        ),
+        f"1 × 16 heads, {KEYS:,} keys": said(100 * steps.share(name, **long), " %"),
+        "8 × 32 on 8 heads, 8,192 keys": said(100 * steps.share(name, **grouped), " %"),
     }
     for name in READERS
 ]
@@ -884,10 +888,9 @@ lab.read(
 #
 # Stanford's course CS336, *Language modeling from scratch*, lets its students write attention in
 # Triton and ranks them by one time: forward and backward, 16 heads of head_dim 64, 16,384 tokens,
-# causal, bfloat16, batch 1, measured from end to end by Triton's ``do_bench``, with the sum of the
-# output as the loss. We time the same call. All versions get the same inputs, and the host's time
-# and the reduction of the loss are part of what is measured. The formula is that of the first
-# section, as it is and under ``torch.compile``.
+# causal, bfloat16, with the sum of the output as the loss, by Triton's ``do_bench``. We time the
+# same call, so the host and the loss are part of it. The formula is that of the first section, as
+# it is and under ``torch.compile``.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)
@@ -928,15 +931,16 @@ def course():
     q, k, v = (torch.randn(COURSE, device=runtime.DEVICE, dtype=BF16) for _ in range(3))
     rows = []
     for name, run in course_steps(*(x.requires_grad_() for x in (q, k, v))).items():
-        rows.append({"version": name, "milliseconds": "absent", "peak, GiB": "absent"})
         if isinstance(run, lab.Absent):
+            rows.append({"version": name, "milliseconds": run.reason, "peak, GiB": "—"})
             continue
+        rows.append({"version": name})
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             took = round(do_bench(run, warmup=200, rep=1000), 2)
         except torch.cuda.OutOfMemoryError:
-            rows[-1] |= dict.fromkeys(("milliseconds", "peak, GiB"), "out of memory")
+            rows[-1] |= {"milliseconds": "out of memory", "peak, GiB": "—"}
             continue
         peak = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         rows[-1] |= {"milliseconds": took, "peak, GiB": peak}
@@ -971,8 +975,8 @@ lab.read(
 # All three uses are checked against the formula in float64, output and gradients, head by head and,
 # for packed batches, sequence by sequence, because the error of a short sequence would disappear
 # beside the large numbers of a long one. In float32 the error may be up to eight times PyTorch's,
-# as in :doc:`the chapter on the kernel </chapters/attention_fast>`, in 16 bits up to twice or, for
-# gradients, four times, because the kernel rounds the weights and their gradients once more.
+# as in :doc:`the chapter on the kernel </chapters/attention_fast>`, in 16 bits up to twice, and for
+# gradients four times, because the kernel also rounds the weights.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")
@@ -1097,8 +1101,8 @@ assert [row["keys that query 6 sees"].count("■") for row in rows] == [W, W + 1
 lab.table(rows, f"A window of W = {W} keys")
 
 # %%
-# One key more changes a result by little, and no test of shapes or of losses notices. In a model
-# that was trained with the other window, every layer computes something it was not trained for.
+# One key more changes a result so little that hardly a test notices, and yet a trained model then
+# computes something that it was not trained for.
 #
 # **Offsets shifted by one.** A separator between texts that is counted on the wrong side moves all
 # offsets but the first and the last by one. Each sequence but the first then begins one row too
@@ -1149,7 +1153,7 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
         {
             "scores": name,
             "by lse, off by": f"{good:.0e}",
-            "averaged, off by": f"{bad:.0%}",
+            "averaged, off by": f"{100 * bad:.0f} %",
         }
     )
 lab.table(rows, "Eight parts merged: error relative to the output")
