@@ -656,8 +656,8 @@ lab.table(rows, "Two ways to sum")
 lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and is combined
-# with ``m_new`` once per row, so a weight costs no more instructions.
+# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and because it
+# is combined with ``m_new`` once per row, a weight costs no more instructions.
 
 lab.source(weigh, "rescale")
 
@@ -1237,8 +1237,8 @@ lab.source(round_kernel, "round")
 #
 # The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger than
 # the L2 cache, which evicts what was used least recently. In the same order, every tile would be
-# evicted just before it is needed again; the tiles that were read last are still there. We time both
-# layouts beside a copy that moves as many bytes, and beside PyTorch operations.
+# evicted just before it is needed again; the tiles that were read last are still there. We time
+# both layouts beside a copy that moves as many bytes, and beside PyTorch operations.
 
 
 # Measuring
@@ -1505,8 +1505,8 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
 # error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
-# **A forgotten descale.** It changes the result by much, as we saw above, and nothing warns, because
-# without a descale it is 1. The pair that ``quantize`` returns keeps both together.
+# **A forgotten descale** changes the result by much, as we saw above, and nothing warns, because a
+# missing one means 1. The pair that ``quantize`` returns keeps both together.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
