@@ -656,8 +656,8 @@ lab.table(rows, "Two ways to sum")
 lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and because it
-# is combined with ``m_new`` once per row, a weight costs no more instructions.
+# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and it is
+# combined with ``m_new`` once per row, so a weight costs no more instructions.
 
 lab.source(weigh, "rescale")
 
