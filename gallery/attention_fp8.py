@@ -1208,7 +1208,7 @@ lab.facts(
 # ---------------------
 #
 # In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. We
-# count the bytes first. No element can be rounded before the largest one, called *amax*, is known,
+# count the bytes first. No element can be rounded before the largest, the :term:`amax`, is known,
 # so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte: 5 bytes per
 # element, however long the sequence is.
 #
