@@ -155,9 +155,9 @@ lab.table(rows, "All patterns of eight bits")
 
 # %%
 # The letters *fn* in e4m3fn mean *finite, with NaN*: the format has no infinity, and uses those
-# patterns for numbers. Here they are, one power of two per row. The first row is different: the
-# leading one is missing there, and the steps no longer shrink.
+# patterns for numbers.
 
+# Folded: All positive numbers of e4m3
 x = bits[:128].view(E4M3).double().reshape(16, 8)
 rows = [
     {"exponent": i} | {f"{j}": f"{value:.4g}" for j, value in enumerate(row.tolist())}
@@ -167,8 +167,8 @@ lab.table(rows, "e4m3: exponent and bits after the leading one")
 
 # %%
 # Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}` in e4m3 and
-# :math:`2^{-3}` in e5m2, unless the number is too small. We round numbers of many sizes to see how
-# small that is.
+# :math:`2^{-3}` in e5m2, unless the number is too small: the lowest numbers have no leading one,
+# and the steps between them no longer shrink. We round numbers of many sizes to see where.
 
 
 def relative_error(x, dtype):
@@ -406,7 +406,7 @@ for contracted_first, factor in ((False, b.T), (True, b)):
     lies = "contracted first" if contracted_first else "contracted contiguous"
     truth = a.double() @ factor.double()
     cases.append(lab.Case(lies, "forward", ours, a @ factor, truth, factor=8))
-lab.check("The product, either way", cases)
+lab.check("The matmul, either way", cases)
 
 # %%
 # Both layouts give the right result. Now we count instructions: ``wgmma`` is a matmul that four
@@ -445,7 +445,7 @@ def instructions():
 
 
 emitted = lab.measure(
-    "One tile of 128 x 128 x 64, and a product of 4,096", instructions
+    "One tile of 128 x 128 x 64, and a matmul of size 4,096", instructions
 )
 emitted
 
@@ -489,7 +489,9 @@ lab.table(rows, "V as quantize returns it")
 
 # %%
 # Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
-# bytes. How much does the copy add to the attention that follows?
+# bytes. The copy takes the same time at every length of a sequence, while attention grows with it.
+
+# Folded: What a transposed copy adds to the attention that follows
 
 
 def transposition():
@@ -509,20 +511,7 @@ def transposition():
     return rows
 
 
-turning = lab.measure(
-    "Transposing V, 16 heads, head_dim 128, 16,384 tokens", transposition
-)
-turning
-
-# %%
-
-# Reading
-first, last = (turning.rows[0], turning.rows[-1]) if turning.rows else ({}, {})
-lab.read(
-    f"The copy adds {first.get('adds, %', nan):.0f} % to the time at length 1,024 and "
-    f"{last.get('adds, %', nan):.1f} % at 16,384, because its own time stays the same, while "
-    f"attention grows with the length of a sequence."
-)
+lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transposition)
 
 # %%
 # Rounding the weights
@@ -667,9 +656,8 @@ lab.table(rows, "Two ways to sum")
 lab.source(fp8.attend_fp8, "weigh")
 
 # %%
-# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, which reduces
-# what is subtracted from the scores. ``m_new`` and 8 are combined once per row, so a weight still
-# costs one multiply-and-add and one exponential.
+# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and it is
+# combined with ``m_new`` once per row, so a weight costs no more instructions.
 
 lab.source(weigh, "rescale")
 
@@ -765,8 +753,7 @@ lab.sketch(
 # Grey is what the sum can hold; bits of the next term outside it, in orange, are lost. To see
 # whether this matters, we run both kernels with 16 heads and 128 queries, and take the worst head,
 # against float64 of the stored values. *Rounding alone* is the error that rounding the weights
-# makes by itself, in float64. FP8 results are kept in float32 here, and the bf16 result is rounded
-# to bf16.
+# makes by itself, in float64.
 
 
 # Measuring
@@ -821,12 +808,10 @@ def sum_error(mean, length, name):
 
 
 lab.read(
-    f"At length 65,536, values around 0 err by {sum_error(0, 65536, 'promoted'):.2f} % promoted "
-    f"and {sum_error(0, 65536, 'not promoted'):.2f} % not promoted, where rounding the weights "
-    f"alone makes {sum_error(0, 65536, 'rounding alone'):.2f} %. Values around 1, whose sums grow, "
-    f"err by {sum_error(1, 65536, 'promoted'):.2f} % and "
-    f"{sum_error(1, 65536, 'not promoted'):.2f} %, where rounding alone makes "
-    f"{sum_error(1, 65536, 'rounding alone'):.2f} %."
+    f"At length 65,536, promotion reduces the error of values around 0 from "
+    f"{sum_error(0, 65536, 'not promoted'):.2f} % to {sum_error(0, 65536, 'promoted'):.2f} %, and "
+    f"of values around 1, whose sums grow, from {sum_error(1, 65536, 'not promoted'):.1f} % to "
+    f"{sum_error(1, 65536, 'promoted'):.2f} %, which is little above rounding alone."
 )
 
 # %%
@@ -903,9 +888,10 @@ def heads_apart(what, operands, out, lse, meant, is_causal):
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
     (2, 2, 2, 1, 127, 64),
     (1, 2, 2, 33, 70, 80),
-    (2, 4, 2, 40, 50, 32),
 ]
-if not runtime.INTERPRETED:
+if runtime.INTERPRETED:
+    shapes += [(2, 4, 2, 40, 50, 32)]
+else:
     shapes += [
         (2, 8, 2, 300, 777, 128),
         (2, 4, 4, 1000, 1000, 64),
@@ -1143,6 +1129,7 @@ lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
+# Folded: The same with a causal mask
 lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 
 # %%
@@ -1221,10 +1208,10 @@ lab.facts(
 # What quantising costs
 # ---------------------
 #
-# In a model q, k and v come from a matmul in bfloat16, and to quantise them takes time as well. We
-# count the bytes first. No element can be rounded before the largest is known, which is called
-# *amax*, so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte. That makes
-# 5 bytes per element and 15 per element of all three operands, however long the sequence is.
+# In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. We
+# count the bytes first. No element can be rounded before the largest, the :term:`amax`, is known,
+# so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte: 5 bytes per
+# element, however long the sequence is.
 #
 # **The first kernel finds amax.** Each program takes the maximum of one tile, and an
 # :term:`atomic` maximum combines the tiles of a head:
@@ -1232,9 +1219,9 @@ lab.facts(
 lab.source(amax_kernel, "reduce")
 
 # %%
-# It compares bits. Without the sign, the bits of a float32, read as an integer, have the order of
-# the numbers, and infinity and NaN are above all numbers. So one maximum of integers also finds a
-# NaN, and it is the same in whichever order the programs finish.
+# The maximum is that of integers, because the bits of a float32 without its sign have the order of
+# the numbers, with infinity and NaN above them all. So it finds a NaN as well, and it does not
+# depend on the order in which programs finish.
 #
 # **The second kernel scales and rounds.**
 
@@ -1245,15 +1232,14 @@ lab.source(round_kernel, "scale")
 lab.source(round_kernel, "round")
 
 # %%
-# ``divide`` multiplies by the reciprocal and corrects the quotient with a fused multiply-add, which
-# gives every bit of a division in a third of its instructions. The strides of y decide the layout:
-# for V, keys are contiguous, so transposing it takes no pass of its own.
+# ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
+# division in a third of its instructions. The strides of y decide the layout: for V, keys are
+# contiguous, so transposing it takes no pass of its own.
 #
-# The second kernel takes the tiles in the opposite order. The operands of one layer are about as
-# large as the L2 cache (64 MiB each below), which evicts what was used least recently: in the same
-# order every tile would be evicted just before it is needed again, whereas backwards the tiles that
-# were read last are still there. We time both layouts beside a copy that moves the same bytes, and
-# beside the same rule in PyTorch operations.
+# The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger than
+# the L2 cache, which evicts what was used least recently. In the same order, every tile would be
+# evicted just before it is needed again; the tiles that were read last are still there. We time
+# both layouts beside a copy that moves as many bytes, and beside PyTorch operations.
 
 
 # Measuring
@@ -1317,15 +1303,15 @@ saved -= speed.milliseconds_at("all in FP8", **where)
 cost = 2 * rounding.milliseconds_at("Kernel Book", contiguous="head_dim")
 cost += rounding.milliseconds_at("Kernel Book", contiguous="seqlen")
 lab.read(
-    f"All three operands, q and k with head_dim contiguous and v with keys contiguous, take "
-    f"{cost:.2f} ms. FP8 saves {saved:.2f} ms of attention at length 4,096. With the number of "
-    f"tokens fixed, what it saves grows with the length, and what quantising costs does not. So "
-    f"FP8 should begin to pay at a length of about {4096 * cost / saved:,.0f}, and at twice that "
-    f"with a causal mask, which halves what is saved."
+    f"All three operands take {cost:.2f} ms, and at length 4,096 FP8 saves {saved:.2f} ms of "
+    f"attention. For the same number of tokens, what it saves grows with the length, and what "
+    f"quantising costs does not. So FP8 should begin to pay at a length of about "
+    f"{4096 * cost / saved:,.0f}, and at twice that with a causal mask, which halves the work."
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens.
+# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens. Solid lines
+# are for a full mask, dotted ones for a causal mask.
 
 
 # Measuring
@@ -1430,13 +1416,10 @@ pays = {
     for mask in ("full", "causal")
 }
 lab.read(
-    f"Solid lines are for a full mask, dotted ones for a causal mask. The first of these lengths "
-    f"at which FP8 with quantising is faster than bf16 is {pays['full']} with a full mask and "
-    f"{pays['causal']} with a causal one. At length 1,024 it is {gain('full', 1024):.2f} and "
-    f"{gain('causal', 1024):.2f} times as fast as bf16, and at 16,384 "
-    f"{gain('full', 16384):.2f} and {gain('causal', 16384):.2f} times. A model avoids most of the "
-    f"cost if the kernel that computes q, k and v rounds them before it writes them, or, while it "
-    f"generates text, if it keeps the keys and values of earlier tokens in 8 bits."
+    f"The first of these lengths at which FP8 with quantising is faster than bf16 is "
+    f"{pays['full']} with a full mask and {pays['causal']} with a causal one. A model avoids most "
+    f"of the cost if the kernel that computes q, k and v also takes their amax, or if it keeps the "
+    f"keys and values of earlier tokens in 8 bits."
 )
 
 # %%
@@ -1523,8 +1506,8 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
 # error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
-# **Scores that forget a descale.** This changes the result by much, as we saw above, and nothing
-# warns, because any positive number is a legal descale. With ``None`` it is 1.
+# **A forgotten descale** changes the result by much, as we saw above, and nothing warns, because a
+# missing one means 1. The pair that ``quantize`` returns keeps both together.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
@@ -1554,6 +1537,7 @@ lab.table([{"what backward says": line} for line in lines], "q requires a gradie
 # **A GPU without 8-bit matmuls.** Ampere has none, so the package looks before it launches
 # anything. Here a mock tensor says that it lies on such a GPU.
 
+# Measuring
 stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
 with (
     mock.patch.object(runtime, "INTERPRETED", False),
@@ -1562,15 +1546,6 @@ with (
 ):
     lines = said(lambda: fp8.check_operands(stand_in, stand_in, stand_in))
 lab.table([{"what the package says": line} for line in lines], "Compute capability 8.0")
-
-# %%
-# **Pairs of dtypes that no matmul takes,** such as V in 16 bits beside q in 8.
-
-q8 = quantize(k)
-lines = said(lambda: attention(q8, q8, k))
-lab.table(
-    [{"what the package says": line} for line in lines], "q and k in FP8, v in float16"
-)
 
 # %%
 # Exercises
@@ -1714,6 +1689,6 @@ gains = [
     for mask in ("full", "causal")
 ]
 lab.finish(
-    f"{min(gains):.2f} to {max(gains):.2f} times as fast as in bf16, at length 16,384; "
-    f"{gain('full', 16384):.2f} with quantising"
+    f"{min(gains):.2f} to {max(gains):.2f} times as fast as in bf16 at length 16,384, and "
+    f"{gain('full', 16384):.2f} times where quantising counts, too"
 )

@@ -364,9 +364,9 @@ def cases() -> dict:
     for contiguous in ("head_dim", "seqlen"):
         for x_dtype in (bf16, f32):
             for dtype in (e4m3, e5m2):
-                name = f"quantize {spell(x_dtype)} to {spell(dtype)}, {contiguous}"
+                name = f"fp8 quantize {spell(x_dtype)} to {spell(dtype)}, {contiguous}"
                 add(name, quantize, x_dtype, dtype, contiguous)
-        name = f"quantize bfloat16 to float8_e4m3, {contiguous}, 1001 by 80"
+        name = f"fp8 quantize bfloat16 to float8_e4m3, {contiguous}, 1001 by 80"
         add(name, quantize, bf16, e4m3, contiguous, 1001, 80)
     return found
 
@@ -378,6 +378,7 @@ def compile_cases(gpu: str, only: str = "", seconds: int = 300) -> Iterator[dict
     """Yield what became of each kernel: a case runs in a child, because LLVM may end its process.
 
     A record names the gpu, the case and the kernel, and holds what :func:`facts` says or an error.
+    Of a case without kernels it names the gpu and the case.
     """
     compiled = pretend(GPUS[gpu])
     for name, call in cases().items():
@@ -404,7 +405,7 @@ def compile_cases(gpu: str, only: str = "", seconds: int = 300) -> Iterator[dict
         records = json.loads(said) if said else []
         if status:
             records.append({"kernel": "the compiler", "error": f"its process ended with {status}"})
-        for record in records:
+        for record in records or [{}]:  # empty where PyTorch computes it, and no kernel
             yield {"gpu": gpu, "case": name, **record}
 
 
@@ -487,7 +488,7 @@ def compare(gpu: str, only: str = "") -> tuple[list[str], dict]:
     cases: dict[str, list[dict]] = {}
     for line in said.splitlines():
         record = json.loads(line)
-        cases.setdefault(record["case"], []).append(record)
+        cases.setdefault(record["case"], []).extend([record] if "kernel" in record else [])
     past = recorded().get(gpu, {"cases": {}})
     same_compiler = past.get("triton") in (None, triton.__version__)
     wrong, kept = [], dict(past["cases"]) if only else {}
