@@ -229,9 +229,9 @@ lab.read(
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
     f"After five steps it takes {again[0]:.1f} ± {again[1]:.1f} ms. One step of warm-up removes "
     f"nearly all of this, but not everything: the pass that moves most from one step of warm-up to "
-    f"five is {most}, by {apart[most]:+.1f} %. The second step still meets something for the first "
-    "time, such as the state of AdamW, which the first step has allocated after its forward and "
-    "backward pass, so that memory lies elsewhere."
+    f"five is {most}, by {apart[most]:+.1f} %. The second step still meets something for the "
+    "first time, such as the state of AdamW, which the first step has allocated after its forward and "
+    "backward pass."
 )
 
 # %%
@@ -755,15 +755,11 @@ lab.table(
 
 # %%
 # In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
-# number of float16, so that the variance is infinite and the output zero; small numbers have
-# squares that float16 rounds to almost nothing. bfloat16 has the exponents of float32, so that
-# neither happens and no range needs care. But it has 8 significant bits instead of 11: a difference
-# from the mean, and the mean itself, are then known to three digits at best. So layer norm in
-# bfloat16 is safe from overflow and still wants its reductions in float32, which autocast and the
-# book's kernel give it.
-#
-# The times and the memory of both dtypes stand in the table of all sizes above. In a model of this
-# kind the peak can even grow, as the next section explains.
+# number of float16, so that the variance is infinite and the output zero. bfloat16 has the exponents
+# of float32, so that this cannot happen, and no range needs care. But it has 8 significant bits
+# instead of 11: the mean and the differences from it are known to two or three digits, as the columns
+# *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and still wants its
+# reductions in float32, which autocast and the book's kernel give it.
 #
 # Where the memory goes
 # ---------------------
