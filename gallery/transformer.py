@@ -92,8 +92,10 @@ lab.source(standard_attention)
 lab.source(decoder.Block)
 
 # %%
-# The model around the layers is short. ``checkpointed`` is for later.
+# The model around the layers embeds the tokens and their places, runs the layers, and ends in one
+# more layer norm and a linear layer to the logits.
 
+# Folded: The model around the layers
 lab.source(decoder.Decoder)
 
 # %%
@@ -103,6 +105,7 @@ lab.source(decoder.Decoder)
 # 1,024: two per parameter and token in each of the three matmuls of a linear layer (output,
 # gradient of the input, gradient of the weight), and those of causal attention.
 
+# Measuring
 BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -339,6 +342,7 @@ lab.read(
 # warm-up, and compare the sum over its kernels with the clock.
 
 
+# Measuring
 def profiled(run):
     """Run something under the profiler; return its averages, by name."""
     torch.cuda.synchronize()
@@ -348,15 +352,14 @@ def profiled(run):
     return profiler.key_averages()
 
 
-# %%
-
-# Measuring
+OURS = r"(kernelbook::)?{}(_backward|Backward)?$"
 GROUPS = {  # what the operations of PyTorch belong to, by their names; the first that fits
-    "attention": r"kernelbook::attention|.*(scaled_dot_product|flash|cudnn)_?attention",
+    "attention": OURS.format("attention")
+    + r"|.*(scaled_dot_product|flash|cudnn)_attention",
     "matmul": r"aten::(mm|addmm|bmm|baddbmm)$",
-    "softmax": r"aten::_softmax|kernelbook::softmax",
-    "layer norm": r"aten::native_layer_norm|kernelbook::layer_norm",
-    "dropout": r"aten::native_dropout|kernelbook::\w*dropout",
+    "softmax": OURS.format("softmax") + r"|aten::_softmax",
+    "layer norm": OURS.format("layer_norm") + r"|aten::native_layer_norm",
+    "dropout": OURS.format(r"\w*dropout") + r"|aten::native_dropout",
     "GELU": r"aten::gelu",
     "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
     "AdamW": r"aten::_fused_adamw_",
@@ -783,6 +786,7 @@ lab.table(
 # softmax computes in float32 and keeps its output there, and the next matmul casts it and keeps the
 # copy as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
 
+# Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
     "float32": (4, 4, 4, 0),
     "bfloat16": (4, 2, 6, 2),
@@ -890,6 +894,7 @@ lab.read(
 # where a layer keeps only its input and computes the rest again in backward.
 
 
+# Measuring
 def allocator_trace():
     snapshot = torch.cuda.memory._snapshot()
     return snapshot["device_traces"][torch.cuda.current_device()]
@@ -919,9 +924,6 @@ def live_bytes(before, trace):
     )[1:]
 
 
-# %%
-
-# Measuring
 POINTS = 240
 
 
@@ -1107,8 +1109,7 @@ COMPILED = {
 # and the book's attention with the rest left to the compiler, which is the version called *Kernel
 # Book*. ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it
 # does not look into an operator of ours, and so cannot fuse with it. We compile the layer and not
-# the model: all layers are alike, so that one compilation of seconds serves all of them, where a
-# whole model would take minutes.
+# the model, because all layers are alike and one compilation then serves all of them.
 #
 # First, forward and backward of one layer of the size large under autocast, timed as every figure
 # of this book. 100 % is the speed of a matmul.
@@ -1259,7 +1260,8 @@ lab.read(
 # A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
 # same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
 # turn after one that does not count; the table gives medians, the peak of the memory, and the time
-# of the kernels of one profiled step: matmuls of linear layers, attention, and the rest.
+# of the kernels of one profiled step: matmuls of linear layers, attention (without the mask and the
+# scale, which are operations of their own in the eager formula), and the rest.
 
 # Measuring
 from torch._dynamo.utils import counters
@@ -1526,6 +1528,7 @@ lab.read(
 # PyTorch's own error is that of one particular order of additions, so eight times it is allowed.
 
 
+# Measuring
 class Seeded:
     """A dropout whose calls are numbered, so that each version of a model draws the same masks."""
 
@@ -1542,9 +1545,6 @@ def masked_in_torch(x, p, seed):
     return x * reference.keep_mask(offsets, p, seed, rounds=7) / (1 - p)
 
 
-# %%
-
-# Measuring
 CHECKED = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=61)
 
 
