@@ -15,7 +15,8 @@ You will learn
 
 The questions are those of the second assignment of the Stanford course CS336, which this book
 follows. The measurements need an NVIDIA GPU with 141 GB. Without one they are those of a recorded
-run, and the counts on paper, the check of every gradient and the exercises are computed anew.
+run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU, and the counts on paper, the check
+of every gradient and the exercises are computed anew.
 """
 
 # sphinx_gallery_thumbnail_number = 5
@@ -91,8 +92,10 @@ lab.source(standard_attention)
 lab.source(decoder.Block)
 
 # %%
-# The model around the layers is short. ``checkpointed`` is for later.
+# The model around the layers embeds the tokens and their places, runs the layers, and ends in one
+# more layer norm and a linear layer to the logits.
 
+# Folded: The model around the layers
 lab.source(decoder.Decoder)
 
 # %%
@@ -102,6 +105,7 @@ lab.source(decoder.Decoder)
 # 1,024: two per parameter and token in each of the three matmuls of a linear layer (output,
 # gradient of the input, gradient of the weight), and those of causal attention.
 
+# Measuring
 BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -128,9 +132,9 @@ lab.table(
             "d_ff": size.d_ff,
             "layers": size.layers,
             "heads": size.heads,
-            "parameters, million": round(parameters(size) / 1e6),
-            "16 bytes each, GiB": round(16 * parameters(size) / 2**30, 1),
-            "TFLOP a step": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
+            "parameters, M": round(parameters(size) / 1e6),
+            "16 B each, GiB": round(16 * parameters(size) / 2**30, 1),
+            "TFLOP": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
         }
         for name, size in SIZES.items()
     ],
@@ -218,7 +222,7 @@ lab.table(
 
 # Reading
 cold, mean_of_all = number(first, "forward", 1), ten_after(0, "forward")
-later, again = ten_after(1, "forward"), ten_after(5, "forward")
+later, after_two, again = (ten_after(warmup, "forward") for warmup in (1, 2, 5))
 apart = {
     name: 100 * (ten_after(1, name)[0] / ten_after(5, name)[0] - 1) for name in PASSES
 }
@@ -227,11 +231,11 @@ lab.read(
     f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
     f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"After five steps it takes {again[0]:.1f} ± {again[1]:.1f} ms. One step of warm-up removes "
-    f"nearly all of this, but not everything: the pass that moves most from one step of warm-up to "
-    f"five is {most}, by {apart[most]:+.1f} %. The second step still meets something for the first "
-    "time, such as the state of AdamW, which the first step has allocated after its forward and "
-    "backward pass, so that memory lies elsewhere."
+    f"With one step of warm-up it is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
+    f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}. The "
+    f"pass whose mean moves most from one step of warm-up to five is {most}, by "
+    f"{apart[most]:+.1f} %: a second step can still meet something for the first time, because "
+    "AdamW allocates its averages at the end of the first one and memory then lies elsewhere."
 )
 
 # %%
@@ -338,6 +342,7 @@ lab.read(
 # warm-up, and compare the sum over its kernels with the clock.
 
 
+# Measuring
 def profiled(run):
     """Run something under the profiler; return its averages, by name."""
     torch.cuda.synchronize()
@@ -347,15 +352,14 @@ def profiled(run):
     return profiler.key_averages()
 
 
-# %%
-
-# Measuring
+OURS = r"(kernelbook::)?{}(_backward|Backward)?$"
 GROUPS = {  # what the operations of PyTorch belong to, by their names; the first that fits
-    "attention": r"kernelbook::attention|.*(scaled_dot_product|flash|cudnn)_?attention",
+    "attention": OURS.format("attention")
+    + r"|.*(scaled_dot_product|flash|cudnn)_attention",
     "matmul": r"aten::(mm|addmm|bmm|baddbmm)$",
-    "softmax": r"aten::_softmax|kernelbook::softmax",
-    "layer norm": r"aten::native_layer_norm|kernelbook::layer_norm",
-    "dropout": r"aten::native_dropout|kernelbook::\w*dropout",
+    "softmax": OURS.format("softmax") + r"|aten::_softmax",
+    "layer norm": OURS.format("layer_norm") + r"|aten::native_layer_norm",
+    "dropout": OURS.format(r"\w*dropout") + r"|aten::native_dropout",
     "GELU": r"aten::gelu",
     "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
     "AdamW": r"aten::_fused_adamw_",
@@ -495,19 +499,11 @@ lab.table(
     [
         {
             name: row[name]
-            for name in (
-                "dtype",
-                "pass",
-                "most time",
-                "its ms",
-                "its calls",
-                "most calls",
-                "calls",
-            )
+            for name in ("dtype", "pass", "most time", "its ms", "its calls")
         }
         for row in profile_of.rows
     ],
-    "The kernel that takes the most time in each pass, and the one that is called most often",
+    "The kernel that takes the most time in each pass",
 )
 
 # %%
@@ -518,13 +514,16 @@ tops = {
     for part in ("forward", "backward")
 }
 calls = profile_number("its calls", "float32", "forward")
+often = profile_number("most calls", "float32", "forward")
+often_calls = profile_number("calls", "float32", "forward")
 layers = SIZES["large"].layers
 same = "the same" if len(set(tops.values())) == 1 else "another"
 lab.read(
     f"In float32 one kernel takes the most time in forward, with {calls:.0f} calls for {layers} "
     f"layers; in backward it is {same} one. A library has many matmul kernels and chooses one by "
     "the shapes, the dtype, and which of the two matrices is transposed, and backward multiplies "
-    "by transposed matrices."
+    "by transposed matrices. "
+    f"Called most often in forward is `{often}`, {often_calls:.0f} times."
 )
 
 # %%
@@ -755,15 +754,11 @@ lab.table(
 
 # %%
 # In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
-# number of float16, so that the variance is infinite and the output zero; small numbers have
-# squares that float16 rounds to almost nothing. bfloat16 has the exponents of float32, so that
-# neither happens and no range needs care. But it has 8 significant bits instead of 11: a difference
-# from the mean, and the mean itself, are then known to three digits at best. So layer norm in
-# bfloat16 is safe from overflow and still wants its reductions in float32, which autocast and the
-# book's kernel give it.
-#
-# The times and the memory of both dtypes stand in the table of all sizes above. In a model of this
-# kind the peak can even grow, as the next section explains.
+# number of float16, so that the variance is infinite and the output zero. bfloat16 has the
+# exponents of float32, so that this cannot happen, and no range needs care. But it has 8
+# significant bits instead of 11: the mean and the differences from it are known to two or three
+# digits, as the columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and
+# still wants its reductions in float32, which autocast and the book's kernel give it.
 #
 # Where the memory goes
 # ---------------------
@@ -786,6 +781,7 @@ lab.table(
 # softmax computes in float32 and keeps its output there, and the next matmul casts it and keeps the
 # copy as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
 
+# Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
     "float32": (4, 4, 4, 0),
     "bfloat16": (4, 2, 6, 2),
@@ -893,6 +889,7 @@ lab.read(
 # where a layer keeps only its input and computes the rest again in backward.
 
 
+# Measuring
 def allocator_trace():
     snapshot = torch.cuda.memory._snapshot()
     return snapshot["device_traces"][torch.cuda.current_device()]
@@ -922,9 +919,6 @@ def live_bytes(before, trace):
     )[1:]
 
 
-# %%
-
-# Measuring
 POINTS = 240
 
 
@@ -1110,8 +1104,7 @@ COMPILED = {
 # and the book's attention with the rest left to the compiler, which is the version called *Kernel
 # Book*. ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it
 # does not look into an operator of ours, and so cannot fuse with it. We compile the layer and not
-# the model: all layers are alike, so that one compilation of seconds serves all of them, where a
-# whole model would take minutes.
+# the model, because all layers are alike and one compilation then serves all of them.
 #
 # First, forward and backward of one layer of the size large under autocast, timed as every figure
 # of this book. 100 % is the speed of a matmul.
@@ -1262,7 +1255,8 @@ lab.read(
 # A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
 # same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
 # turn after one that does not count; the table gives medians, the peak of the memory, and the time
-# of the kernels of one profiled step: matmuls of linear layers, attention, and the rest.
+# of the kernels of one profiled step: matmuls of linear layers, attention (without the mask and the
+# scale, which are operations of their own in the eager formula), and the rest.
 
 # Measuring
 from torch._dynamo.utils import counters
@@ -1529,6 +1523,7 @@ lab.read(
 # PyTorch's own error is that of one particular order of additions, so eight times it is allowed.
 
 
+# Measuring
 class Seeded:
     """A dropout whose calls are numbered, so that each version of a model draws the same masks."""
 
@@ -1545,9 +1540,6 @@ def masked_in_torch(x, p, seed):
     return x * reference.keep_mask(offsets, p, seed, rounds=7) / (1 - p)
 
 
-# %%
-
-# Measuring
 CHECKED = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=61)
 
 
