@@ -482,10 +482,10 @@ lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] *
 took = [of_way(name, "µs") for name in ("atomic addition", "partial sums")]
 lab.read(
     f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
-    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and the order "
-    f"of atomics differs from run to run: of 19 repetitions, {repeated('atomic addition')} "
-    f"reproduced the bits of the first run with atomics, and {repeated('partial sums')} with partial "
-    "sums. All three ways are timed alike, by the GPU's clock and without autograd: atomics take "
+    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
+    f"have another order in each run: of 19 repetitions, {repeated('atomic addition')} reproduced "
+    f"the bits of the first run with atomics, and {repeated('partial sums')} with partial sums. "
+    "All three ways are timed alike, by the GPU's clock and without autograd: atomics take "
     f"{took[0]:,.0f} µs, and partial sums, with both launches, {took[1]:,.0f}."
 )
 
