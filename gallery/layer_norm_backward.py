@@ -546,7 +546,7 @@ lab.read(
     f"The largest buffers of the first table take {largest:.1f} MiB, and the L2 of this GPU holds "
     f"{l2:.0f}. Buffers of 8 MiB are read at {rate(8, 'just written'):,.0f} GB/s right after they "
     f"are written, and at {rate(8, 'after other data'):,.0f} after other data has pushed them out, "
-    "so at least a part of them was still in the cache. At 256 MiB, more than any L2 holds, the two "
+    "so at least a part of them was still in the cache. At 256 MiB, more than L2 holds, the two "
     f"rates are {rate(256, 'just written'):,.0f} and {rate(256, 'after other data'):,.0f}."
 )
 
