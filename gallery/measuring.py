@@ -613,11 +613,12 @@ clock_at, watts = (
 )
 random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
 lab.read(
-    f"From rested to busy, the time of the matmul of random numbers changes by "
-    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower[names[2]]:+.1f} %. The busy matmul "
+    "From rested to busy, the time of the matmul of random numbers changes by "
+    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower[names[2]]:+.1f}. The busy matmul "
     f"takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a factor of "
     f"{random / zeros:.2f}, although the instructions are the same: a transistor that does not "
-    "switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has filled."
+    "switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has "
+    "filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
