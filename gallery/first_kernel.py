@@ -580,8 +580,8 @@ class WeightedSum(torch.autograd.Function):
 
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims. It usually needs float64. Here float32 is
-# enough, because the weighted sum is linear in each element, so the step may be large.
+# change of the results with what the backward pass claims. It usually needs float64. Here float32
+# is enough, because the weighted sum is linear in each element, so the step may be large.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
