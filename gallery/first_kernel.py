@@ -19,6 +19,7 @@ show is replayed from a recorded run.
 
 # sphinx_gallery_thumbnail_number = 2
 import statistics
+import warnings
 
 import torch
 
@@ -30,6 +31,9 @@ from kernelbook.ops.weighted_sum import (
     weighted_sum_fwd_kernel,
 )
 
+warnings.filterwarnings(
+    "ignore", message=r"Input #\d requires gradient and is not a double"
+)
 lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 
 # %%
@@ -78,8 +82,8 @@ print(y.tolist())
 
 # %%
 # ``kernel[grid](...)`` launches a kernel. The :term:`grid` ``(3,)`` asks for three programs,
-# because three blocks of four cover ten elements. All three run the same code, and differ in
-# nothing but ``tl.program_id(0)``, the number of the program. ``runtime.DEVICE`` is the GPU, or the
+# because three blocks of four cover ten elements. All three run the same code, and differ only in
+# ``tl.program_id(0)``, the number of the program. ``runtime.DEVICE`` is the GPU, or the
 # CPU where Triton's interpreter stands in.
 #
 # .. image:: /figures/first-kernel-blocks.svg
@@ -398,8 +402,8 @@ lab.read(f"In five runs {listed(wrong) if wrong else nan} numbers were wrong.")
 # the sum so far, adds its own rows and stores the result, two programs may load the same value, and
 # one of the two additions is lost. The interpreter hides this mistake, because there one program
 # ends before the next begins. Two ways are right. An atomic addition loads, adds and stores in one
-# step. Or each program stores the sums of its own rows in memory of its own, which are called
-# :term:`partial sums`, and a second kernel adds these up.
+# step. Or each program stores the sums of its own rows in memory of its own, as :term:`partial
+# sums`, and a second kernel adds these up.
 
 
 @triton.jit
@@ -482,10 +486,10 @@ lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] *
 took = [of_way(name, "µs") for name in ("atomic addition", "partial sums")]
 lab.read(
     f"Load, add, store is wrong by up to {100 * lost:.0f} %, atomics by {atomic:.0e} and partial "
-    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and the order "
-    f"of atomics differs from run to run: of 19 repetitions, {repeated('atomic addition')} "
-    f"reproduced the bits of the first run with atomics, and {repeated('partial sums')} with partial "
-    "sums. All three ways are timed alike, by the GPU's clock and without autograd: atomics take "
+    f"sums by {rounded:.0e} of the sum. Floating-point addition depends on the order, and atomics "
+    f"have another order in each run: of 19 repetitions, {repeated('atomic addition')} reproduced "
+    f"the bits of the first run with atomics, and {repeated('partial sums')} with partial sums. "
+    "All three ways are timed alike, by the GPU's clock and without autograd: atomics take "
     f"{took[0]:,.0f} µs, and partial sums, with both launches, {took[1]:,.0f}."
 )
 
@@ -533,8 +537,7 @@ lab.source(weighted_sum_bwd_kernel, "loop")
 lab.source(weighted_sum_bwd_kernel, "end")
 
 # %%
-# The second launch reads little, because there are far fewer programs than rows, and always adds in
-# the same order, so that two runs give the same bits.
+# The second launch reads little, because there are far fewer programs than rows.
 
 # %%
 
@@ -578,16 +581,12 @@ class WeightedSum(torch.autograd.Function):
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
 # change of the results with what the backward pass claims. It usually needs float64. Here float32
-# will do, because the weighted sum is linear in each element, so that the step may be large.
-
-import warnings
+# is enough, because the weighted sum is linear in each element, so the step may be large.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
 steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that float32 has few digits
-    print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
+print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
 # The book's operator also accepts any shape and stride, refuses wrong input, chooses the blocks,
@@ -597,11 +596,10 @@ with warnings.catch_warnings():
 # ------------
 #
 # Every result is compared with the truth in float64. The error is the largest deviation, as a share
-# of the largest true value nearby. It may be twice PyTorch's own error in the same dtype. Where
-# PyTorch errs by less than half a unit in the last place, half a unit counts, because no rounded
-# result can promise less. A float32 result may err by eight times as much, because the error of a
-# sum depends on the order of the additions, and PyTorch's order may be lucky. In the last rows the
-# weight is float32 and ``x`` is not, so ``dw`` is float32 too.
+# of the largest true value nearby. It may be twice PyTorch's own error in the same dtype, or twice
+# half a unit in the last place, whichever is larger. In float32 it may be eight times as large as
+# either, because the error of a sum depends on the order of its additions. In the last rows ``w``
+# is float32 and ``x`` is not.
 
 
 def cases():
@@ -988,10 +986,9 @@ megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
     "`torch.compile` takes no longer than the operator "
     f"{no_slower(forward, 'torch.compile')} rows, and `rows_kernel` "
-    f"{no_slower(forward, 'one row a program')}: what the operator adds to it is long rows, split "
-    f"where there are few. 16 rows, {megabytes:.2f} MB, take {few:.1f} µs, and a copy "
-    f"{of_copy:.1f}, where HBM needs {megabytes / hbm:.2f}: the percentages hide what a launch "
-    "costs."
+    f"{no_slower(forward, 'one row a program')}: here the operator's loop over long rows gains "
+    f"nothing. 16 rows are {megabytes:.2f} MB, for which HBM needs {megabytes / hbm:.2f} µs, but "
+    f"the kernel takes {few:.1f} and a copy {of_copy:.1f}, because a launch has a price of its own."
 )
 
 # %%
@@ -1119,10 +1116,10 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "Where calls follow each other, the slower of host and GPU decides. Both passes of 4,096 rows "
-    f"keep the host busy for {our_host:.0f} µs and the GPU for {our_gpu:.0f} with ours, "
-    f"and for {their_host:.0f} and {their_gpu:.0f} µs with PyTorch's, so ours is the {verdict}. "
-    "Its backward pass is Python that autograd calls, and PyTorch's is C++."
+    "Where calls follow each other, the slower of host and GPU decides. For 4,096 rows both passes "
+    f"of our operator take the host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and PyTorch's "
+    f"{their_host:.0f} and {their_gpu:.0f}, so ours is {verdict}. Our backward pass is Python that "
+    "autograd calls, and PyTorch's is C++."
 )
 
 # %%
@@ -1172,7 +1169,7 @@ for dtype in (tl.float16, tl.float32):
 # -------------------
 #
 # You can divide a tensor into blocks, sum across programs without a race, write a backward pass,
-# check both passes against float64, and compare their speed with a copy's. The next chapter,
+# check it against float64, and compare its speed with a copy's. The next chapter,
 # :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
 #
 # Puzzles

@@ -18,6 +18,9 @@ its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
+import statistics
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +29,7 @@ from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.backward import (
     _backward,
     _sums,
+    means_of,
     row_bwd_kernel,
     split_bwd_kernel,
 )
@@ -222,9 +226,8 @@ worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(f"Steps 2 to 6 agree with automatic differentiation, to {worst:.0e}.")
 
 # %%
-# Epsilon is easy to lose in the backward pass. One way is to divide by the plain standard deviation
-# there. Another is to assume that :math:`\hat{x}` has variance 1, while epsilon makes it a little
-# smaller. The table shows how wrong the first way makes ``dx`` in rows of small variance, where
+# Epsilon is easy to lose in the backward pass, for example by dividing by the plain standard
+# deviation there. The table shows how wrong this makes ``dx`` in rows of small variance, where
 # epsilon is a large part of the sum under the root.
 
 rows = []
@@ -244,38 +247,6 @@ for deviation in (1.0, 0.01, 0.001):
         row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
     rows.append(row)
 lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
-
-# %%
-# One more check covers all steps at once. ``gradcheck`` compares a gradient with finite
-# differences: it changes each input slightly and observes how the output changes. It passes for the
-# gradients of the input, the weight and the bias.
-
-
-# Measuring
-class LayerNormOfSix(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, b, eps):
-        mean = x.mean(-1, keepdim=True)
-        r = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x, w, mean, r)
-        return (x - mean) * r * w + b
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *simple_backward(*ctx.saved_tensors, dy), None
-
-
-inputs = [
-    torch.randn(size, dtype=torch.float64, requires_grad=True)
-    for size in ((5, N), N, N)
-]
-passed = torch.autograd.gradcheck(LayerNormOfSix.apply, (*inputs, 1e-3))
-assert passed
-
-# %%
-
-# Folded: The result of gradcheck
-lab.table([{"gradient of": "x, w and b", "gradcheck": passed}], "The six steps")
 
 # %%
 # The backward kernel
@@ -306,9 +277,21 @@ lab.source(row_bwd_kernel, "add")
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
 # in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
-# each other once. ``divide`` corrects the GPU's fast division, which may be wrong in the last bit.
+# each other once. ``means_of`` divides them by the number of columns.
 
 lab.source(row_bwd_kernel, "row")
+
+# %%
+# .. dropdown:: What ``means_of`` does besides
+#
+#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
+#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
+#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
+#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
+#    input still reaches ``dx``, through ``xhat`` or ``c2``.
+
+# Folded: The function means_of
+lab.source(means_of)
 
 # %%
 # At the end, the program hands its partial sums over to a *buffer*: one row of float32 in main
@@ -352,7 +335,7 @@ lab.source(hand_over, "acquire")
 #          passes a second barrier and gives the lock back with release. Program B tries in vain
 #          until then. It takes the lock, passes a barrier, and its threads load what A stored.
 #
-# Four things have to be ordered, and each has its own tool:
+# Four things have to be ordered:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
 #    its thread are not moved before it, and do not see data that a cache held from before.
@@ -483,8 +466,8 @@ def runs_differ():
 lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
 
 # %%
-# Even a correct lock does not give reproducible results, because the programs add in whatever order
-# they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
+# Even a correct lock does not give reproducible results, because the programs add in the order in
+# which they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
 # always added in the same order, which depends only on the number of programs and thus on the GPU.
 # ``layer_norm`` uses them because they are faster *and* reproducible.
 #
@@ -496,9 +479,8 @@ lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
 # ---------------------------
 #
 # One kernel writes the partial sums and the next one reads them. If they stay in :term:`L2`, the
-# cache that all SMs share, they cause no traffic to main memory in between. Each program leaves one
-# row for ``dw`` and one for ``db``, at 4 bytes per number. ``x``, ``dy`` and ``dx`` pass through
-# the same cache, but the partial sums are written last.
+# cache that all SMs share, they need not come from main memory. ``x``, ``dy`` and ``dx`` pass
+# through the same cache, but the partial sums are written last.
 
 
 def buffer_sizes():
@@ -522,28 +504,9 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By their size, the partial sums should stay in L2. To see whether a buffer does, we write buffers
-# of growing size and add them, once right after writing and once after other data has passed
-# through the cache. Each measurement first pauses the GPU while the host queues all the work, so
-# that the cost of launching is not measured.
-
-
-# Measuring
-def milliseconds(prepare, run, repeats=20):
-    times = []
-    for _ in range(repeats):
-        torch.cuda._sleep(1_000_000)
-        prepare()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
-
-
-# %%
+# By their size, the partial sums should stay in L2. To see whether buffers do, we add up buffers of
+# growing size, once right after writing them and once after other data has passed through the
+# cache.
 
 
 def cache_experiment():
@@ -556,7 +519,8 @@ def cache_experiment():
             "GB/s, just written": lambda s=sums: s.fill_(1.0),
             "GB/s, after other data": lambda s=sums: (s.fill_(1.0), other.fill_(1.0)),
         }.items():
-            took = milliseconds(prepare, lambda s=sums: _add_buffers(tuple(s), wanted))
+            add = partial(_add_buffers, tuple(sums), wanted)
+            took = statistics.median(lab.event_times(add, before=prepare))
             row[name] = round(mib * 2**20 / took / 1e6)
         table.append(row)
     return table
@@ -580,17 +544,14 @@ def rate(mib, name):
 
 lab.read(
     f"The largest buffers of the first table take {largest:.1f} MiB, and the L2 of this GPU holds "
-    f"{l2:.0f} MiB. At 8 MiB, the kernel that "
-    f"adds them reads {rate(8, 'just written'):,.0f} GB/s right after writing, and "
-    f"{rate(8, 'after other data'):,.0f} GB/s after other data has pushed the buffers out. "
-    f"At 256 MiB, more than any L2 holds, the two rates are {rate(256, 'just written'):,.0f} and "
-    f"{rate(256, 'after other data'):,.0f} GB/s."
+    f"{l2:.0f}. Buffers of 8 MiB are read at {rate(8, 'just written'):,.0f} GB/s right after they "
+    f"are written, and at {rate(8, 'after other data'):,.0f} after other data has pushed them out, "
+    "so at least a part of them was still in the cache. At 256 MiB, more than L2 holds, the two "
+    f"rates are {rate(256, 'just written'):,.0f} and {rate(256, 'after other data'):,.0f}."
 )
 
 # %%
-# Where the two columns differ, at least a part of the buffers was still in the cache. Where they
-# agree, the buffers were too large for it. At small sizes both rates are low, because the kernel is
-# too short to reach full speed.
+# At small sizes both rates are low, because the kernel is too short to reach full speed.
 #
 # Wide rows
 # ---------
@@ -629,15 +590,11 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# The gradients are checked against float64, with a weight and a bias of the same dtype as ``x``.
-# Each is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
-# largest difference from the truth, divided by its largest true number. The table shows the part
-# that comes nearest to its tolerance, which is twice PyTorch's own error: the one in this part or
-# its typical one, whichever is larger. The tolerance is never less than twice half a unit in the
-# last place of the dtype, because no rounded result can promise less than half a unit. In float32
-# both factors are larger than two: four for ``dx``, because the hardware's reciprocal square root
-# may be wrong by two units in the last place, and eight for ``dw`` and ``db``, because a sum over
-# many rows may be wrong by a few such units, depending on its order.
+# The gradients are checked against float64 in parts of at most 64 rows and 1,024 columns, as in
+# :doc:`the chapter before </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In
+# float32 it may be four times for ``dx``, because the hardware's reciprocal square root may be
+# wrong by two units in the last place, and eight times for ``dw`` and ``db``, because the error of
+# a sum over many rows depends on its order.
 
 
 # Measuring
@@ -825,7 +782,7 @@ report = lab.facts(
         f"{columns:,} columns, {str(dtype).removeprefix('torch.')}": (
             lambda columns=columns, dtype=dtype: launch(columns, dtype)
         )
-        for columns in (1024, 8192, 16384, 65536)
+        for columns in (1024, 16384, 65536)
         for dtype in DTYPES
     },
 )
@@ -854,10 +811,10 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer. With ``ORDERED`` off, it
-# leaves out the barriers and replaces ``acquire`` and ``release`` by ``relaxed``, which orders
-# nothing. The rows hold small integers, so their sum is exact in any order, and any difference
-# means that an addition was lost.
+# **The lock orders nothing.** This kernel adds rows to one buffer under a lock. We take away its
+# two protections, the barriers and the semantics ``acquire`` and ``release``, one at a time and
+# both. ``relaxed`` is the semantics that orders nothing. The rows hold small integers, so their sum
+# is exact in any order, and any difference means that an addition was lost.
 
 import triton
 import triton.language as tl
@@ -865,90 +822,112 @@ import triton.language as tl
 
 @triton.jit
 def locked_sum_kernel(
-    x_ptr, sum_ptr, lock_ptr, BLOCK_COLS: tl.constexpr, ORDERED: tl.constexpr
+    x_ptr,
+    sum_ptr,
+    lock_ptr,
+    BLOCK_COLS: tl.constexpr,
+    BARRIERS: tl.constexpr,
+    ACQUIRE: tl.constexpr,  # "acquire" or "relaxed"
+    RELEASE: tl.constexpr,  # "release" or "relaxed"
 ):
     cols = tl.arange(0, BLOCK_COLS)
     x = tl.load(x_ptr + tl.program_id(0) * BLOCK_COLS + cols)
-    if ORDERED:
-        while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:
-            pass
+    while tl.atomic_cas(lock_ptr, 0, 1, sem=ACQUIRE) != 0:
+        pass
+    if BARRIERS:
         tl.debug_barrier()
-    else:
-        while tl.atomic_cas(lock_ptr, 0, 1, sem="relaxed") != 0:
-            pass
     tl.store(sum_ptr + cols, tl.load(sum_ptr + cols) + x)
-    if ORDERED:
+    if BARRIERS:
         tl.debug_barrier()
-        tl.atomic_xchg(lock_ptr, 0, sem="release")
-    else:
-        tl.atomic_xchg(lock_ptr, 0, sem="relaxed")
+    tl.atomic_xchg(lock_ptr, 0, sem=RELEASE)
 
 
 # %%
 
 
 # Measuring
-def locked_sum(x, ordered):
+LOCKS = {
+    "both": (True, "acquire", "release"),
+    "barriers alone": (True, "relaxed", "relaxed"),
+    "acquire and release alone": (False, "acquire", "release"),
+    "neither": (False, "relaxed", "relaxed"),
+}
+
+
+def locked_sum(x, protections):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
-    compiled = locked_sum_kernel[grid](x, total, lock, x.shape[1], ordered, num_warps=8)
+    compiled = locked_sum_kernel[grid](
+        x, total, lock, x.shape[1], *protections, num_warps=8
+    )
     return total, compiled
 
 
 x = torch.randint(-8, 9, (10, 256), device=runtime.DEVICE).float()
-assert torch.equal(locked_sum(x, ordered=True)[0], x.sum(0))
+assert torch.equal(locked_sum(x, LOCKS["both"])[0], x.sum(0))
+
+
+def in_short(word):
+    parts = word.split(".")
+    kept = {"atom", "cas", "exch", "acquire", "release", "relaxed"} | set(parts[:2])
+    return ".".join(part for part in parts if part in kept)
+
+
+def instructions(compiled):
+    """What accesses memory or waits, from the swap that takes the lock; repetitions once."""
+    words = [word for line in compiled.asm["ptx"].splitlines() for word in line.split()]
+    kinds = ("atom.", "bar.sync", "ld.global", "st.global")
+    found = [in_short(word) for word in words if word.startswith(kinds)]
+    while found and not found[0].startswith("atom."):
+        found.pop(0)
+    pairs = zip(found, ["", *found], strict=False)
+    return ", ".join(word for word, before in pairs if word != before)
 
 
 def lost_additions():
     x = torch.randint(-8, 9, (500, 4096), device=runtime.DEVICE).float()
-    rows = []
-    for name, ordered in {"ordered": True, "not ordered": False}.items():
-        totals = [locked_sum(x, ordered)[0] for _ in range(100)]
-        wrong = sum(not torch.equal(total, x.sum(0)) for total in totals)
-        rows.append({"lock": name, "wrong runs of 100": wrong})
+    truth, rows = x.sum(0), []
+    for name, protections in LOCKS.items():
+        runs = [locked_sum(x, protections) for _ in range(100)]
+        wrong = sum(not torch.equal(total, truth) for total, _ in runs)
+        row = {"protected by": name, "wrong runs of 100": wrong}
+        rows.append(row | {"from lock to unlock, in PTX": instructions(runs[0][1])})
+    assert rows[0]["wrong runs of 100"] == 0
     return rows
 
 
 # %%
 
-lab.measure("A sum of 500 rows under one lock", lost_additions)
-
-# %%
-# The compiled code shows what has changed. These are the instructions of PTX, NVIDIA's assembly
-# language, that access memory or wait, from the one that takes the lock to the one that frees it.
-
-
-# Measuring
-def instructions():
-    x = torch.ones(1, 4096, device=runtime.DEVICE)
-    rows = []
-    for name, ordered in {"ordered": True, "not ordered": False}.items():
-        lines = locked_sum(x, ordered)[1].asm["ptx"].splitlines()
-        found = [word for line in lines for word in line.split() if "." in word]
-        kinds = ("atom.", "bar.sync", "ld.global", "st.global")
-        found = [word for word in found if word.startswith(kinds)]
-        while found and not found[0].startswith("atom."):
-            found.pop(0)
-        kept = [
-            w for w, before in zip(found, ["", *found], strict=False) if w != before
-        ]
-        rows += [{"lock": name, "instruction": word} for word in kept]
-    return rows
-
+lost = lab.measure("A sum of 500 rows, with and without protection", lost_additions)
+lost
 
 # %%
 
-lab.measure("The lock in PTX", instructions)
+# Reading
+wrong = {row["protected by"]: row["wrong runs of 100"] for row in lost.rows}
+wrong = {name: wrong.get(name, nan) for name in LOCKS}
+halves = [name for name in list(LOCKS)[1:3] if wrong[name]]
+lab.read(
+    f"With both protections {wrong['both']:.0f} of 100 runs are wrong, and with neither "
+    f"{wrong['neither']:.0f}. With barriers alone {wrong['barriers alone']:.0f} are, and with "
+    f"acquire and release alone {wrong['acquire and release alone']:.0f}. "
+    + (
+        "A protection that is missing without an error here is not superfluous: another GPU or "
+        "compiler may reorder what these happen to keep in order."
+        if len(halves) < 2
+        else "So the lock needs both of them."
+    )
+)
 
 # %%
-# The kernel without order has lost both kinds of protection at once: the barrier before the
-# exchange is gone, and the two atomics no longer order memory. (The barrier that remains is the
-# compiler's own.) The experiment therefore shows that the protection is needed, and not which half
-# of it lost the additions.
+# The last column lists the instructions of PTX, NVIDIA's assembly language, that access memory or
+# wait. A ``bar.sync`` in a row without barriers is the compiler's own: it hands the result of the
+# swap to all threads of the program.
 #
 # **The partial sums are kept in 16 bits.** A growing sum runs out of digits: once it is large
 # enough, adding the next term no longer changes it.
 
+# Measuring
 ones = torch.ones(5000, 4, device=runtime.DEVICE)
 rows = []
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -1040,4 +1019,7 @@ torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
 #   <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`__, a tutorial.
 
 reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]
-lab.finish(f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy")
+lab.finish(
+    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy, from {COLUMNS[0]:,} to "
+    f"{COLUMNS[-1]:,} columns"
+)

@@ -46,9 +46,8 @@ lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 # ----------------------
 #
 # How long does a softmax take? We use the softmax of :doc:`a later chapter </chapters/softmax>` as
-# a black box: it reads a matrix once and writes one as large. :doc:`Dropout </chapters/dropout>`,
-# which sets random elements to zero, serves where the host counts. The obvious way to time a call
-# asks the clock before it and after it.
+# a black box: it reads a matrix once and writes one as large. The obvious way to time a call reads
+# the clock before it and after it.
 
 
 def clock(run):
@@ -75,9 +74,9 @@ def clock_and_wait(run):
 
 
 # %%
-# This time holds the whole kernel, but also what the host needs to launch it and to notice its end.
-# To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a mark in the
-# queue, and the GPU notes the time at which it comes to the mark.
+# This time includes the whole kernel, but also what the host needs to launch it and to notice that
+# it has ended. To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a
+# mark in the queue, and the GPU notes the time at which it comes to the mark.
 
 
 def events(run, before=lambda: None):
@@ -180,16 +179,16 @@ nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 known = large["clock"] + nothing["clock and wait"]
 untold = (
-    f"That is more than the {large['clock']:.0f} of the launch and the "
-    f"{nothing['clock and wait']:.1f} of a wait for nothing together, and the table does not take "
-    "the rest apart."
+    f"That is more than the {large['clock']:.0f} µs of the launch and the "
+    f"{nothing['clock and wait']:.1f} of a wait for nothing together; the table cannot show what "
+    "the rest is."
 )
 lab.read(
-    f"Of the large softmax, the clock sees {large['clock']:.0f} µs. If that were the kernel, it "
-    f"would move {moved / large['clock']:,.0f} GB/s, {large[best] / large['clock']:.1f} times what "
-    f"it really moves, {moved / large[best]:,.0f}. With a wait the clock says "
-    f"{large['clock and wait']:.1f} µs, and {added:.1f} of them are not the kernel, which takes "
-    f"{large[best]:.1f}. {untold if added > known else ''}"
+    f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
+    f"time, it would move {moved / large['clock']:,.0f} GB/s, "
+    f"{large[best] / large['clock']:.1f} times the true {moved / large[best]:,.0f}. "
+    f"With a wait the clock shows {large['clock and wait']:.1f} µs, of which the kernel takes "
+    f"{large[best]:.1f} and something else {added:.1f}. {untold if added > known else ''}"
 )
 
 # %%
@@ -203,13 +202,13 @@ still = (
     else "less than the clock"
 )
 lab.read(
-    f"On the small softmax the host is nearly all. The clock with its wait says "
-    f"{small['clock and wait']:.0f} µs and events say {small['events']:.0f}, {still}: the GPU "
-    "passes the first event at once and waits for the launch, so both times are the host's. "
+    "For the small softmax nearly all of the time is the host's. The clock with its wait shows "
+    f"{small['clock and wait']:.0f} µs, and events show {small['events']:.0f}, {still}: the GPU "
+    "passes the first event at once and then waits for the launch. "
     "After a pause the kernel takes "
     f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache. "
-    f"{nothing[best]:.1f} µs of each of these two are the distance of two events with nothing "
-    "between them, which this book does not subtract."
+    f"Each of these two includes {nothing[best]:.1f} µs that pass between two events with nothing "
+    "between them; this book does not subtract them."
 )
 
 # %%
@@ -288,7 +287,7 @@ lab.read(
 
 # %%
 # A warm-up must use the same shapes, dtypes and options as the measurement, because a change of any
-# of them can compile again or choose anew.
+# of them can cause another compilation, or the choice of another kernel.
 #
 # Cold and warm
 # -------------
@@ -486,9 +485,9 @@ wins = sum(one < other for one, other in zip(by_median, by_mean, strict=True))
 lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
-    f"{by_median[-1]:.2f}. The median is surer than the mean at {wins} of these {len(SAMPLES)} "
-    "sizes. It wins clearly only where something interrupts the host or the GPU; here nothing "
-    f"did, as the slowest run took {times[100] / times[50]:.1f} times the median."
+    f"{by_median[-1]:.2f}. The median strays less than the mean at {wins} of these {len(SAMPLES)} "
+    "sizes. It is clearly better only if something interrupts the host or the GPU; here nothing "
+    f"did, because the slowest run took only {times[100] / times[50]:.1f} times the median."
     if times[100] < 2 * times[50]
     else f"The median of {SAMPLES[-1]} runs strays by up to {by_median[-1]:.2f} % and the mean by "
     f"{by_mean[-1]:.2f}, because the slowest run took {times[100] / times[50]:.1f} times the "
@@ -496,15 +495,45 @@ lab.read(
 )
 
 # %%
-# More runs do not help against what lasts longer than the measurement: the next section.
+# More runs do not help against a disturbance that lasts longer than the measurement, for example a
+# lower clock.
 #
 # Clocks and power
 # ----------------
 #
-# A GPU lowers its clocks where it would otherwise draw too much power, and whatever depends on the
-# clocks becomes slower. When it has nothing to do it lowers them too, and takes a moment to raise
-# them again. We let the GPU rest for two seconds, time ten runs, keep it busy for
-# two seconds, and then time more runs while ``nvidia-smi`` reads the clock and the power.
+# A GPU lowers its clocks when it would otherwise exceed its *power limit*, and whatever depends on
+# the clocks then takes longer. It also lowers them when it has nothing to do, and needs a moment to
+# raise them again. ``nvidia-smi`` tells these limits.
+
+
+# Measuring
+def asked_of_the_gpu(names):
+    """What nvidia-smi reads, by its name for each column, or that it cannot."""
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
+    query = [f"--query-gpu={','.join(names.values())}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return dict.fromkeys(names, "not readable")
+
+
+def its_limits():
+    names = {
+        "power limit, W": "power.limit",
+        "highest SM clock, MHz": "clocks.max.sm",
+        "highest memory clock, MHz": "clocks.max.memory",
+    }
+    gpu = torch.cuda.get_device_name(runtime.DEVICE)
+    return [{"GPU": gpu} | asked_of_the_gpu(names)]
+
+
+lab.measure("Limits of the GPU, by nvidia-smi", its_limits)
+
+# %%
+# We let the GPU rest for a second and a half, time ten runs, keep it busy for as long, and then
+# time more runs while ``nvidia-smi`` reads the clocks and the power.
 
 
 def batch(run, n):
@@ -521,20 +550,14 @@ def batch(run, n):
 
 
 # Measuring
-def clock_and_power():
-    """What nvidia-smi reads, or that it cannot."""
-    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
-    query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
-    names = ("SM clock, MHz", "power, W")
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return dict.fromkeys(names, "not readable")
+DRAWN = {
+    "SM clock, MHz": "clocks.sm",
+    "memory clock, MHz": "clocks.mem",
+    "power, W": "power.draw",
+}
 
 
-def under_load(run, seconds=2):
+def under_load(run, seconds=1.5):
     run()
     torch.cuda.synchronize()
     time.sleep(seconds)
@@ -544,7 +567,7 @@ def under_load(run, seconds=2):
         batch(run, 100)
     times = []
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(clock_and_power)
+        reading = pool.submit(asked_of_the_gpu, DRAWN)
         while not (times and reading.done()):
             times.append(batch(run, 100))
     busy = statistics.median(times)
@@ -560,22 +583,28 @@ def under_load(run, seconds=2):
 
 def loads():
     a, b = matrix(8192, 8192), matrix(8192, 8192)
-    zeros, y = torch.zeros_like(a), torch.empty_like(a)
+    zeros, ones, y = torch.zeros_like(a), torch.ones_like(a), torch.empty_like(a)
     runs = {
         "matmul of random numbers": lambda: a @ b,
         "matmul of zeros": lambda: zeros @ zeros,
-        "copy": lambda: y.copy_(a),
+        "copy of random numbers": lambda: y.copy_(a),
+        "copy of ones": lambda: y.copy_(ones),
     }
     return [{"work": name} | under_load(run) for name, run in runs.items()]
 
 
-power = lab.measure("Rested and busy, 8,192 × 8,192 in bfloat16", loads)
+power = lab.measure("Under load, 8,192 × 8,192 in bfloat16", loads)
 power
 
 # %%
 
 # Reading
-names = ("matmul of random numbers", "matmul of zeros", "copy")
+names = (
+    "matmul of random numbers",
+    "matmul of zeros",
+    "copy of random numbers",
+    "copy of ones",
+)
 busy = {name: cell(power, name, "busy, µs") for name in names}
 slower = {name: cell(power, name, "slower, %") for name in names}
 clock_at, watts = (
@@ -584,11 +613,11 @@ clock_at, watts = (
 )
 random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
 lab.read(
-    f"From rested to busy, the time of the matmul of random numbers changes by "
-    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower['copy']:+.1f} %. The busy matmul "
+    "From rested to busy, the time of the matmul of random numbers changes by "
+    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower[names[2]]:+.1f}. The busy matmul "
     f"takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a factor of "
-    f"{random / zeros:.2f}, although the instructions are the same, because a transistor that does "
-    "not switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has "
+    f"{random / zeros:.2f}, although the instructions are the same: a transistor that does not "
+    "switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has "
     "filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
@@ -598,31 +627,33 @@ lab.read(
 # %%
 
 # Reading
-ones = (
-    1024**3 / 4 / warm.get(256, nan) / 1e3
-)  # µs of the copy of 256 MiB of ones, above
-alike_copy = (
-    f"The copies of this chapter are of ones. One of random numbers, in this table, takes "
-    f"{busy['copy']:.0f} µs, and one of as many ones took {ones:.0f}, so ones do not flatter "
-    "a copy: it moves bytes and multiplies nothing."
-    if busy["copy"] < 1.05 * ones
-    else "The copies of this chapter are of ones, which may flatter them: one of random numbers "
-    f"takes {busy['copy']:.0f} µs and one of ones {ones:.0f}."
-)
 readable = all(
     isinstance(value, float) for value in (*clock_at.values(), *watts.values())
+)
+copied, ones = busy["copy of random numbers"], busy["copy of ones"]
+flattered = 100 * (copied / ones - 1)
+drawn = (
+    f", and draw {watts[names[2]]:.0f} and {watts[names[3]]:.0f} W" if readable else ""
+)
+alike_copy = (
+    f"A copy of random numbers and one of ones take {copied:.1f} and {ones:.1f} µs{drawn}. "
+) + (
+    f"The copies of ones in this chapter may therefore be {flattered:.1f} % too fast."
+    if flattered > 1
+    else "So the copies of this chapter may be of ones: a copy multiplies nothing, and its time "
+    "hardly depends on the numbers."
 )
 unexplained = ""
 if (
     readable
-    and watts[names[1]] < watts["copy"]
-    and clock_at[names[1]] < clock_at["copy"]
+    and watts[names[1]] < watts[names[2]]
+    and clock_at[names[1]] < clock_at[names[2]]
 ):
     unexplained = (
         f"Power does not explain everything. The matmul of zeros draws {watts[names[1]]:.0f} W, "
-        f"less than the copy with {watts['copy']:.0f}, and yet its clock is at "
-        f"{clock_at[names[1]]:,.0f} MHz and the copy's at {clock_at['copy']:,.0f}, and its "
-        f"time changes by {slower[names[1]]:+.1f} %. We do not know why. "
+        f"less than the copy with {watts[names[2]]:.0f}, and yet its clock is at "
+        f"{clock_at[names[1]]:,.0f} MHz and the copy's at {clock_at[names[2]]:,.0f}. We do not "
+        "know why. "
     )
 lab.read(f"{unexplained}{alike_copy}")
 
@@ -689,18 +720,51 @@ lab.read(
 # under two names, and believe no smaller difference.
 #
 # The loop of this book puts all of this together: a warm-up, rounds, a random order that is
-# shuffled anew in each round, and a flush and a pause before each run.
+# shuffled anew in each round, and a flush and a pause before each run. Here it times three kernels
+# beside themselves and a matmul, four times each.
+
+
+# Measuring
+def twins_in_the_loop():
+    a, x, few, small = (
+        matrix(*size)
+        for size in ((8192, 8192), (16384, 8192), (64, 1024), (2048, 2048))
+    )
+    kernels = {
+        "softmax of 16,384 × 8,192": lambda: softmax(x),
+        "softmax of 64 × 1,024": lambda: softmax(few),
+        "matmul of 2,048": lambda: small @ small,
+    }
+    rows = []
+    for name, run in kernels.items():
+        runs = {"matmul": lambda: a @ a, "A": run, "B": run}
+        medians = [
+            {twin: found[1] for twin, found in _time_in_turn(runs)[0].items()}
+            for _ in range(4)
+        ]
+        apart = [100 * abs(found["A"] / found["B"] - 1) for found in medians]
+        row = {"kernel": name, "A, µs": round(1e3 * medians[0]["A"], 2)}
+        rows.append(row | {"A and B apart, at most, %": round(max(apart), 2)})
+    return rows
+
+
+in_the_loop = lab.measure(
+    "One kernel under two names, in the book's loop", twins_in_the_loop
+)
+in_the_loop
 
 # %%
 
 # Reading
+resolved = max(
+    (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
+)
 lab.read(
-    f"Every provider gets {ROUNDS} turns of {MOST_REPEATS} runs, or of as many as fit into "
-    f"{REPEAT_MS} milliseconds, if it is slow, but at least five. What may you believe of its "
-    f"figures? The {by_median[-1]:.2f} % of {IN_ALL} runs are only their scatter. The A/A test "
-    f"found {max(apart['drawn']):.3g} %, but with another loop: eight rounds of runs in a row, "
-    "with no flush and no pause. The book's own loop has no A/A test here yet. Until then, read a "
-    f"difference below {numpy.ceil(max(by_median[-1], *apart['drawn'])):.0f} % as none."
+    f"In each of {ROUNDS} rounds every provider runs {MOST_REPEATS} times, or as often as fits in "
+    f"{REPEAT_MS} milliseconds, but at least five times. Where A and B are one kernel, the medians "
+    f"of this loop differ by up to {resolved:.2f} %, and a sample of {IN_ALL} runs alone strays by "
+    f"{by_median[-1]:.2f}. So in the figures of this book a difference below "
+    f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % counts as none."
 )
 
 # %%
@@ -737,9 +801,10 @@ lab.check("What is timed", cases())
 # What a launch costs the host
 # ----------------------------
 #
-# Small kernels wait for the host. Where does its time go? The table measures the layers of a call
-# of ``dropout`` from the inside out, each as the time until the call returns, on an input so small
-# that the GPU keeps up.
+# Small kernels wait for the host. Where does its time go? We take :doc:`dropout
+# </chapters/dropout>`, which sets random elements to zero. The table measures the layers of a call
+# from the inside out, each as the time until the call returns, on an input so small that the GPU
+# keeps up.
 
 
 def host_time(run, calls=20):
@@ -868,7 +933,7 @@ lab.read(
 
 # Reading
 lab.read(
-    "Where the host sets the pace, the first column says nothing of the kernel, and the host is "
+    "Where the host sets the pace, the first column says nothing about the kernel, and the host is "
     f"not steady: in the tables so far, one softmax costs it from {min(each):.0f} to "
     f"{max(each):.0f} µs, a factor of {max(each) / min(each):.1f}."
     + (
@@ -940,7 +1005,7 @@ lab.read(
 # %%
 # Where do the operators of this book stand? We count FLOPs by the formulas of each chapter (an
 # exponential is one, random bits are none) and bytes as inputs that are read once and outputs that
-# are written once. Times below 20 µs are left out, because the launch is much of them.
+# are written once. Times below 20 µs are left out, because the launch is a large part of them.
 
 # %%
 
@@ -1093,7 +1158,7 @@ lab.read(
     "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
     f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
-    f"{len(placed)} operators that were recorded stand like it left of the ridge of {ridge:,.0f} "
+    f"{len(placed)} recorded operators lie, like it, left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
     "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
     "with the square of the length and its bytes with the length."
@@ -1329,9 +1394,9 @@ lab.read(text)
 # The counters of the GPU
 # -----------------------
 #
-# Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters. It tells
-# what a kernel really moved and how busy each part was. Its times are no benchmark, because it
-# flushes caches and may hold the clocks, but its bytes are the truth about a count on paper.
+# Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters, which
+# show how many bytes a kernel really moved and how busy each part of the GPU was. Do not take its
+# times for a benchmark, because it flushes caches and may fix the clocks.
 
 # Measuring
 COUNTERS = {
@@ -1691,6 +1756,6 @@ lab.read(
 
 # Closing
 lab.finish(
-    f"A small softmax takes {min(small.values()):.0f} to {max(small.values()):.0f} µs, by the way "
-    "in which it is timed"
+    f"A small softmax takes {min(small.values()):.0f} to {max(small.values()):.0f} µs, depending "
+    "on how it is timed"
 )

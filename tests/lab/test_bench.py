@@ -211,6 +211,23 @@ def test_a_host_that_is_never_done_is_said(machine):
     assert at_hand.pauses[-1] == bench.PAUSE
 
 
+def test_an_experiment_times_the_gpu_alone_and_not_its_first_run(machine):
+    at_hand, order = machine(host_ms=0.2, gpu_ms=1.5), []
+
+    def run():
+        order.append("run")
+        at_hand.run()
+
+    def before():
+        order.append("before")
+        at_hand.queue(5.0)
+
+    times = lab.event_times(run, repeats=3, before=before)
+    assert times == pytest.approx([1.5] * 3)  # neither the host's time nor what comes before
+    assert order == ["before", "run"] * 4
+    assert lab.event_times(at_hand.run, repeats=1) == pytest.approx([1.5])
+
+
 def test_a_slow_host_is_recorded_and_shown(live, monkeypatch):
     monkeypatch.setattr(bench, "_time", lambda run: ([run()] * 3, run() < 2))
     found = lab.bench(

@@ -367,7 +367,7 @@ def event_times(
 ) -> list[float]:
     """Return the milliseconds of some runs, each by two events of the GPU.
 
-    Before each run the GPU pauses, until the host has queued all of it, and then does what
+    Before each run the GPU pauses, so that the host can queue all of it, and then does what
     ``before`` queues. Caches stay as that leaves them. A first run, in which the kernel may be
     compiled, does not count. For experiments of a page; figures come from :func:`bench`.
     """
