@@ -330,8 +330,8 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 lab.source(tiled.tiled_backward)
 
 # %%
-# ``key_tiles`` yields the stages of the forward chapter: first the tiles of keys that all queries
-# of the tile see, then those that only some of them see, and no others. ``gradcheck`` compares the
+# ``key_tiles`` yields the tiles of the forward chapter: those of keys that all queries of the tile
+# see, those that only some of them see, which are masked, and no others. ``gradcheck`` compares the
 # gradient with finite differences. No length is a multiple of both sides of the tiles.
 
 rows = []
@@ -411,9 +411,9 @@ lab.source(kernels.preprocess_kernel, "delta")
 #    that no long program is left over at the end; in a causal sweep these own the *first* keys,
 #    because the most queries see them.
 #
-#    Up to ``middle``, tiles contain pairs that have to be masked; from ``middle`` on, every query
-#    sees every key of the tile. ``shift`` is the difference between the two lengths, by which the
-#    diagonal moves.
+#    Queries from ``first`` to ``whole`` do not see all keys of the tile, so they are masked, and
+#    those from ``whole`` to ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that
+#    ends on the left, too, makes a third range.
 #
 #    Keys past the end were loaded as zeros. They need no mask, because each of them affects only
 #    its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to
@@ -426,9 +426,9 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# The loop begins with step 6. Everything is transposed, with keys as rows. ``PRECISION`` concerns
-# float32 operands only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes
-# three matmuls of their parts instead.
+# The loop begins with step 6. Everything is transposed, with keys as rows; ``LEFT`` is for windows.
+# ``PRECISION`` concerns float32 operands only: a :term:`matrix unit` would round them to
+# :term:`TF32`, so Triton computes three matmuls of their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 

@@ -878,9 +878,9 @@ lab.read(
 # -------------------------
 #
 # The package's kernel has these six changes built in, and handles more inputs: any head_dim up to
-# 256, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of each
-# query's sum of exponentials, from which the backward pass computes the weights again. ``m_i`` is
-# in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
+# 256, windows, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of
+# each query's sum of exponentials, from which the backward pass computes the weights again. ``m_i``
+# is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
 # wide, because ``out`` may have more than :math:`2^{31}` elements. ``sum_of_weights`` returns
 # ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`.
 
@@ -1180,8 +1180,8 @@ lab.read(
 # above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
 # the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
 # keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls while
-# another computes exponentials. How much time our kernel loses to each cause, no run
-# on this page tells.
+# another computes exponentials. How much time our kernel loses to each cause, no run on this page
+# tells.
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
 # diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.
