@@ -636,10 +636,6 @@ def stains(x, block):
     return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
 
 
-# %%
-
-
-# Measuring
 def visited(is_causal):
     q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
     first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
@@ -769,10 +765,6 @@ def ours(is_causal, deterministic):
     return lambda q, k, v: attention(q, k, v, enable_gqa=True, **options)
 
 
-# %%
-
-
-# Measuring
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
     batch, heads, heads_k, seqlen_q, seqlen_k, dim = sizes
     q, k, v, do = (
@@ -958,10 +950,6 @@ def matmul():
     return lambda: a @ b
 
 
-# %%
-
-
-# Measuring
 def inputs_of(batch, heads, seqlen, head_dim):
     shape = (4, batch, heads, seqlen, head_dim)
     q, k, v, do = torch.randn(
@@ -982,10 +970,6 @@ def tried(run, inputs, do):
     return run
 
 
-# %%
-
-
-# Measuring
 def all_tiles(q, k, v, do, is_causal):
     q, k, v = (x.detach() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
@@ -1000,10 +984,6 @@ def in_tiles(q, k, v, do, is_causal):
     return lambda: tiled.tiled_backward(q, k, v, out, lse, do, **options)
 
 
-# %%
-
-
-# Measuring
 def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)
@@ -1119,10 +1099,6 @@ def flex(inputs, do, is_causal):
     return lab.peer("torch.nn.attention.flex_attention", use)
 
 
-# %%
-
-
-# Measuring
 def flash(inputs, do, is_causal):
     q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -1138,10 +1114,6 @@ def flash(inputs, do, is_causal):
     return backward_of(lab.peer("flash_attn.cute.interface", use), inputs, do)
 
 
-# %%
-
-
-# Measuring
 def providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)
