@@ -330,8 +330,8 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 lab.source(tiled.tiled_backward)
 
 # %%
-# ``key_tiles`` yields the stages of the forward chapter: first the tiles of keys that all queries
-# of the tile see, then those that only some of them see, and no others. ``gradcheck`` compares the
+# ``key_tiles`` yields the tiles of the forward chapter: those of keys that all queries of the tile
+# see, those that only some of them see, which are masked, and no others. ``gradcheck`` compares the
 # gradient with finite differences. No length is a multiple of both sides of the tiles.
 
 rows = []
@@ -411,9 +411,9 @@ lab.source(kernels.preprocess_kernel, "delta")
 #    that no long program is left over at the end; in a causal sweep these own the *first* keys,
 #    because the most queries see them.
 #
-#    Up to ``middle``, tiles contain pairs that have to be masked; from ``middle`` on, every query
-#    sees every key of the tile. ``shift`` is the difference between the two lengths, by which the
-#    diagonal moves.
+#    Queries from ``first`` to ``whole`` do not see all keys of the tile, so they are masked, and
+#    those from ``whole`` to ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that
+#    ends on the left, too, makes a third range.
 #
 #    Keys past the end were loaded as zeros. They need no mask, because each of them affects only
 #    its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to
@@ -426,9 +426,9 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# The loop begins with step 6. Everything is transposed, with keys as rows. ``PRECISION`` concerns
-# float32 operands only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes
-# three matmuls of their parts instead.
+# The loop begins with step 6. Everything is transposed, with keys as rows; ``LEFT`` is for windows.
+# ``PRECISION`` concerns float32 operands only: a :term:`matrix unit` would round them to
+# :term:`TF32`, so Triton computes three matmuls of their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 
@@ -636,10 +636,6 @@ def stains(x, block):
     return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
 
 
-# %%
-
-
-# Measuring
 def visited(is_causal):
     q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
     first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
@@ -769,10 +765,6 @@ def ours(is_causal, deterministic):
     return lambda q, k, v: attention(q, k, v, enable_gqa=True, **options)
 
 
-# %%
-
-
-# Measuring
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
     batch, heads, heads_k, seqlen_q, seqlen_k, dim = sizes
     q, k, v, do = (
@@ -958,10 +950,6 @@ def matmul():
     return lambda: a @ b
 
 
-# %%
-
-
-# Measuring
 def inputs_of(batch, heads, seqlen, head_dim):
     shape = (4, batch, heads, seqlen, head_dim)
     q, k, v, do = torch.randn(
@@ -982,10 +970,6 @@ def tried(run, inputs, do):
     return run
 
 
-# %%
-
-
-# Measuring
 def all_tiles(q, k, v, do, is_causal):
     q, k, v = (x.detach() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
@@ -1000,10 +984,6 @@ def in_tiles(q, k, v, do, is_causal):
     return lambda: tiled.tiled_backward(q, k, v, out, lse, do, **options)
 
 
-# %%
-
-
-# Measuring
 def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)
@@ -1119,10 +1099,6 @@ def flex(inputs, do, is_causal):
     return lab.peer("torch.nn.attention.flex_attention", use)
 
 
-# %%
-
-
-# Measuring
 def flash(inputs, do, is_causal):
     q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -1138,10 +1114,6 @@ def flash(inputs, do, is_causal):
     return backward_of(lab.peer("flash_attn.cute.interface", use), inputs, do)
 
 
-# %%
-
-
-# Measuring
 def providers(seqlen, batch, heads, head_dim, mask, part):
     is_causal = mask == "causal"
     inputs, do = inputs_of(batch, heads, seqlen, head_dim)

@@ -2,9 +2,9 @@
 Attention at full speed
 =======================
 
-The kernel of the last chapter skips the tiles that a mask empties, but it runs at about half the
-speed of a matmul, because the tensor cores, the GPU's matmul units, often wait. *Which changes
-bring it close to the speed of a matmul, and what is each of them worth?*
+The kernel of the last chapter skips the tiles that a mask empties, but the tensor cores, the GPU's
+matmul units, still wait for much of its time. *Which changes bring it close to the speed of a
+matmul, and what is each of them worth?*
 
 You will learn
 
@@ -506,10 +506,11 @@ lab.read(f"**Where we start:** {', and '.join(starts)}.")
 lab.read(
     told("two programs")
     + f"A thread of the starting kernel has {compiled_to('in stages', 'registers')} registers. "
-    f"Limited to 128, the same code has {compiled_to('two programs', 'spills')} spills, and it "
-    f"waits {compiled_to('two programs', 'waits for them')} times for "
-    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions instead of "
-    f"{compiled_to('in stages', 'waits for them')} times. The next rungs deal with both."
+    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills, and its code holds "
+    f"{compiled_to('two programs', 'waits for them')} waits for "
+    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, where that of the "
+    f"starting kernel holds {compiled_to('in stages', 'waits for them')}. The next rungs deal with "
+    f"both."
 )
 
 # %%
@@ -581,10 +582,9 @@ lab.read(
 # Reading
 lab.read(
     told("one iteration ahead")
-    + f"The matmuls themselves still hold the program up: it waits "
-    f"{compiled_to('one iteration ahead', 'waits for them')} times for "
-    f"{compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions, which the "
-    f"next rung mends."
+    + f"The code holds {compiled_to('one iteration ahead', 'waits for them')} waits for "
+    f"{compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions now, which "
+    f"are the subject of the next rung."
 )
 
 # %%
@@ -646,11 +646,11 @@ lab.sketch(
 # Reading
 lab.read(
     told("two-step maximum")
-    + f"With one step the program waits {compiled_to('one iteration ahead', 'waits for them')} "
-    f"times for {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions "
-    f"(`HGMMA`), and with two steps {compiled_to('two-step maximum', 'waits for them')} times "
-    f"(`WARPGROUP.DEPBAR`). No error and no warning reports this, because the assembler's message "
-    f"is not shown. If a loop with matmuls is slower than it should be, count the waits."
+    + f"With one step the code holds {compiled_to('one iteration ahead', 'waits for them')} waits "
+    f"(`WARPGROUP.DEPBAR`) for {compiled_to('one iteration ahead', 'matmul instructions')} matmul "
+    f"instructions (`HGMMA`), and with two steps "
+    f"{compiled_to('two-step maximum', 'waits for them')}. No error and no warning reports this, "
+    f"because the assembler's message is not shown. If a loop with matmuls is slower than it should be, count the waits."
 )
 
 # %%
@@ -878,9 +878,9 @@ lab.read(
 # -------------------------
 #
 # The package's kernel has these six changes built in, and handles more inputs: any head_dim up to
-# 256, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of each
-# query's sum of exponentials, from which the backward pass computes the weights again. ``m_i`` is
-# in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
+# 256, windows, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of
+# each query's sum of exponentials, from which the backward pass computes the weights again. ``m_i``
+# is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
 # wide, because ``out`` may have more than :math:`2^{31}` elements. ``sum_of_weights`` returns
 # ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`.
 
@@ -1180,8 +1180,8 @@ lab.read(
 # above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
 # the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
 # keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls while
-# another computes exponentials. How much time our kernel loses to each cause, no run
-# on this page tells.
+# another computes exponentials. How much time our kernel loses to each cause, no run on this page
+# tells.
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
 # diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.

@@ -444,8 +444,9 @@ lab.source(tiled_forward, "end")
 # %%
 # .. dropdown:: Which tiles of keys a tile of queries needs
 #
-#    Without a mask, it needs every tile. With a causal mask, ``key_tiles`` decides which it needs,
-#    and which of them have to be masked; the section on causal stages derives the rule.
+#    Without a mask, it needs every tile. With a causal mask or a window, ``key_tiles`` decides
+#    which it needs, and which of them have to be masked; the section on causal stages derives the
+#    rule.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
@@ -1095,7 +1096,7 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
 # tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
-# above do most of the work.
+# above do most of the work. (The package has it: ``attention(..., window=(W - 1, 0))``.)
 
 # %%
 

@@ -6,7 +6,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import runtime
-from kernelbook.ops.attention.scope import seen_keys
 from kernelbook.ops.launch import planned
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -106,19 +105,6 @@ def place(n_tiles, n_heads, heads_at_once):
     turn = tl.program_id(0) % (n_tiles * heads_at_once)
     taking_turns = tl.minimum(n_heads - first_head, heads_at_once)
     return turn // taking_turns, first_head + turn % taking_turns
-
-
-@triton.jit
-def visible(start_m, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return how many keys each query of a tile sees, all of them see, and some of them.
-
-    For kernels without windows, those of the chapters: see :mod:`scope` for what the package's use.
-    """
-    queries = start_m + tl.arange(0, BLOCK_M)
-    _, n_visible = seen_keys(queries, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
-    _, by_all = seen_keys(start_m, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
-    _, by_some = seen_keys(start_m + BLOCK_M - 1, seqlen_q, seqlen_k, 0, 0, False, IS_CAUSAL)
-    return n_visible, by_all, by_some
 
 
 def head_block(head_dim: int) -> int:
