@@ -20,9 +20,9 @@ FLOAT32_FACTOR = 8
 three in TF32, the maximum is that of a tile, and the hardware's exp2 errs by two units."""
 
 LSE_FACTOR = 24
-"""lse may err by 24 times the rounding to float32. Where a query sees few keys it is a score: tensor
-cores add up its products with truncation, and three more roundings follow, of scale * log2(e), of
-the sum of maximum and logarithm, and of their product with ln 2."""
+"""lse may err by 24 times the rounding to float32. Where a query sees few keys it is a score:
+tensor cores add up its products with truncation, and three more roundings follow, of scale *
+log2(e), of the sum of maximum and logarithm, and of their product with ln 2."""
 
 
 def assert_close(ours, truth, torch_result):
