@@ -422,7 +422,10 @@ def views():
         "expanded": (True, [torch.randn(90, 1, 16, device=DEVICE).half().expand(90, 2, 16)] * 3),
         "shifted by one": (False, [wide[..., 1:17]] * 3),
         "columns apart": (False, [wide[..., ::2]] * 3),
-        "rows of 34 bytes": (False, [torch.randn(90, 2, 17, device=DEVICE).half()] * 3),
+        "rows of 34 bytes": (
+            False,
+            [torch.randn(90, 2, 17, device=DEVICE).half() for _ in range(3)],
+        ),
     }  # fmt: skip
 
 

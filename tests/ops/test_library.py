@@ -234,13 +234,13 @@ CALLS = {
     ),
     "attention": (
         OPERATORS.attention,
-        lambda: (*(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, 0.25, True),
+        lambda: (*(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, None, 0, 0.25, True),
     ),
     "attention_backward": (
         OPERATORS.attention_backward,
         lambda: (
             *(randn(1, 2, 9, 16) for _ in range(4)), randn(1, 2, 9), randn(1, 2, 9, 16), None,
-            True, 0.25, True, [True, False, False],
+            True, None, 0, 0.25, True, [True, False, False],
         ),
     ),
     "attention_varlen": (

@@ -100,7 +100,8 @@ def divide(x, descale):
         x = x * lift
         quotient = x * reciprocal
         too_much = tl.fma(quotient, divisor, -x)
-        return tl.fma(-too_much, reciprocal, quotient)
+        # Triton's -x is 0 - x, which would lose the sign of a zero that is left.
+        return tl.fma(too_much, -reciprocal, quotient)
 
 
 @triton.jit
