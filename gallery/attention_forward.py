@@ -49,9 +49,9 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side, its
-# *heads*, each on vectors of head_dim numbers. Because the heads are independent of each other, we
-# count for a single one, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side,
+# its *heads*, each on vectors of head_dim numbers. Because the heads are independent of each other,
+# we count for a single one, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
 #
 # **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
 # and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
