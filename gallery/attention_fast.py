@@ -650,7 +650,8 @@ lab.read(
     f"(`WARPGROUP.DEPBAR`) for {compiled_to('one iteration ahead', 'matmul instructions')} matmul "
     f"instructions (`HGMMA`), and with two steps "
     f"{compiled_to('two-step maximum', 'waits for them')}. No error and no warning reports this, "
-    f"because the assembler's message is not shown. If a loop with matmuls is slower than it should be, count the waits."
+    f"because the assembler's message is not shown. If a loop with matmuls is slower than it "
+    f"should be, count the waits."
 )
 
 # %%

@@ -49,8 +49,9 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# All tensors are (batch, heads, length, head_dim). Because the heads are independent of each other,
-# we count for a single head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side,
+# its *heads*, each on vectors of head_dim numbers. Because the heads are independent of each other,
+# we count for a single one, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
 #
 # **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
 # and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
@@ -642,8 +643,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # Causal stages
 # -------------
 #
-# With a causal mask, a query sees only the keys up to its own position. The first kernel computes
-# every tile all the same and then discards half of the scores.
+# With a :term:`causal mask`, a query sees only the keys up to its own position. The first kernel
+# computes every tile all the same and then discards half of the scores.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
