@@ -134,7 +134,8 @@ def sweep_queries(
         q = load_tile(q_head, start_m + to_row)
         do = load_tile(do_head, start_m + to_row)
         if CUT:
-            q, do = cut_off(q, start_m, end_query), cut_off(do, start_m, end_query)
+            q = cut_off(q, q_head, start_m, end_query)
+            do = cut_off(do, do_head, start_m, end_query)
         lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
@@ -273,7 +274,8 @@ def sweep_keys(
         k = load_tile(k_head, start_n)
         v = load_tile(v_head, start_n)
         if CUT:
-            k, v = cut_off(k, start_n, end_key), cut_off(v, start_n, end_key)
+            k = cut_off(k, k_head, start_n, end_key)
+            v = cut_off(v, v_head, start_n, end_key)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
         if MASKED:

@@ -64,13 +64,27 @@ def load_tile(of_head, row, column=0):
 
 
 @triton.jit
-def cut_off(tile, first_row, end):
-    """Return a tile of rows, of which those from ``end`` on are zeros.
+def until(of_head, end):
+    """One head that ends with a sequence, where tiles come by addresses: see :func:`cut_off`."""
+    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
+        return of_head
+    else:
+        ptr, stride, rows, columns, _, n_columns = of_head
+        return ptr, stride, rows, columns, end, n_columns
 
-    A masked weight of 0 does not remove a NaN, where these rows belong to another sequence.
+
+@triton.jit
+def cut_off(tile, of_head, first_row, end):
+    """Return a tile of what :func:`until` gives, of which rows from ``end`` on are zeros.
+
+    A masked weight of 0 does not remove a NaN, where these rows belong to another sequence. By
+    addresses they were not read; a descriptor does not know where a sequence ends.
     """
-    rows = first_row + tl.arange(0, tile.shape[0])
-    return tl.where((rows < end)[:, None], tile, 0.0)
+    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
+        rows = first_row + tl.arange(0, tile.shape[0])
+        return tl.where((rows < end)[:, None], tile, 0.0)
+    else:
+        return tile
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from kernelbook.ops.attention.tiles import (
     head_of,
     load_tile,
     place,
+    until,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -108,7 +109,7 @@ def attention_varlen_fwd_kernel(
 
     # -- load: the queries, once; those past the end are computed, and not written
     k_head = head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D)
-    v_head = head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D)
+    v_head = until(head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
     q = load_tile(head_of(q_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -158,7 +159,7 @@ def attention_varlen_fwd_kernel(
     p, alpha, l_i, m_i = weigh(
         qk, l_i, m_i, last, n_visible, scale_log2, True, 0, first_visible, HAS_LEFT
     )
-    v = cut_off(load_tile(v_head, last), last, end_k)
+    v = cut_off(load_tile(v_head, last), v_head, last, end_k)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     # -- write: the average, and the logarithm from which backward finds p again

@@ -30,6 +30,7 @@ from kernelbook.ops.attention.tiles import (
     head_of,
     load_tile,
     place,
+    until,
 )
 from kernelbook.ops.attention.varlen import SIZES, heads_at_once, sequence, store_rows
 from kernelbook.ops.launch import Launch, planned
@@ -167,8 +168,8 @@ def attention_varlen_dkdv_kernel(
     # -- sweep: the queries of every head that reads these keys
     for member in range(GROUP):
         row = head_k * GROUP + member
-        q_head = head_of(q_desc, 0, row, BLOCK_M, BLOCK_D)
-        do_head = head_of(do_desc, 0, row, BLOCK_M, BLOCK_D)
+        q_head = until(head_of(q_desc, 0, row, BLOCK_M, BLOCK_D), first_q + seqlen_q)
+        do_head = until(head_of(do_desc, 0, row, BLOCK_M, BLOCK_D), first_q + seqlen_q)
         if MASKED:
             dk, dv = sweep_queries(
                 dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
@@ -245,8 +246,8 @@ def attention_varlen_dq_kernel(
     delta = tl.load(delta_ptr + head.to(tl.int64) * padded + rows)
     q = load_tile(head_of(q_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
     do = load_tile(head_of(do_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
-    k_head = head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D)
-    v_head = head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D)
+    k_head = until(head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
+    v_head = until(head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- stages: keys that all queries of the tile see, between keys that some see, and no others
