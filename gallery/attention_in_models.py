@@ -548,9 +548,9 @@ def packed_providers(
         return lambda q, k, v: library.varlen_attn(q, k, v, *where, **causal)
 
     def flash(library):
-        return lambda q, k, v: library.flash_attn_varlen_func(
-            q, k, v, *where, causal=True
-        )
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        options = dict(zip(names, where, strict=True))
+        return partial(library.flash_attn_varlen_func, causal=True, **options)
 
     def ours(q, k, v):
         return attention_varlen(q, k, v, *where, is_causal=True)
