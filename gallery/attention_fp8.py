@@ -541,6 +541,7 @@ lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transpositio
 # powers in float64, with nothing rounded but the weights.
 
 
+# Measuring
 def with_rounded_weights(s, v, power, sum_rounded=False):
     p = torch.exp(s - s.amax(-1, keepdim=True)) * 2.0**power
     rounded = p.clamp(max=448).to(E4M3).double()  # as the GPU's instruction does
@@ -1539,6 +1540,7 @@ def said(call):
 
 # %%
 
+# Measuring
 q, k = torch.randn(2, 1, 2, 20, 16, device=runtime.DEVICE).half()
 v = quantize(k, contiguous="seqlen")
 q.requires_grad_()
