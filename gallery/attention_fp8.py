@@ -541,6 +541,7 @@ lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transpositio
 # powers in float64, with nothing rounded but the weights.
 
 
+# Measuring
 def with_rounded_weights(s, v, power, sum_rounded=False):
     p = torch.exp(s - s.amax(-1, keepdim=True)) * 2.0**power
     rounded = p.clamp(max=448).to(E4M3).double()  # as the GPU's instruction does
@@ -1238,8 +1239,29 @@ lab.source(round_kernel, "round")
 #
 # The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger than
 # the L2 cache, which evicts what was used least recently. In the same order, every tile would be
-# evicted just before it is needed again; the tiles that were read last are still there. We time
-# both layouts beside a copy that moves as many bytes, and beside PyTorch operations.
+# evicted just before it is needed again; the tiles that were read last are still there.
+#
+# .. dropdown:: Both kernels whole
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: amax_kernel
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: round_kernel
+#
+#    What they call: which tile a program takes, and the division.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: place_of_tile
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: divide
+#
+# We time both layouts beside a copy that moves as many bytes, and beside PyTorch operations.
 
 
 # Measuring
@@ -1310,8 +1332,9 @@ lab.read(
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens. Solid lines
-# are for a full mask, dotted ones for a causal mask.
+# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens, where either
+# ``quantize`` or PyTorch operations make the operands of FP8. Solid lines are for a full mask,
+# dotted ones for a causal mask.
 
 
 # Measuring
@@ -1327,9 +1350,9 @@ def whole_way(seqlen, batch, heads, head_dim, mask, causal, dtype):
     return {
         "matmul": lambda: A @ B,
         "bf16 attention": lambda: attention(q, k, v, is_causal=is_causal),
-        "FP8 attention alone": lambda: attention(*every, is_causal=is_causal),
-        "quantize q, k, v + FP8 attention": lambda: both(quantize),
-        "the same, quantised by PyTorch": lambda: both(in_pytorch),
+        "FP8 alone": lambda: attention(*every, is_causal=is_causal),
+        "quantize + FP8": lambda: both(quantize),
+        "PyTorch + FP8": lambda: both(in_pytorch),
     }
 
 
@@ -1359,9 +1382,9 @@ def relative(rows):
 
 def draw_relative(axes, rows):
     for (mask, provider), (x, y) in relative(rows).items():
-        style = "-" if mask == "full" else ":"
+        style = "-o" if mask == "full" else ":s"
         label = provider if mask == "full" else None
-        axes.plot(x, y, style, marker="o", color=lab.colour(provider), label=label)
+        axes.plot(x, y, style, color=lab.colour(provider), label=label)
     axes.axhline(1, color=lab.colour("matmul"), linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
@@ -1383,26 +1406,20 @@ lab.draw(whole, "Speed relative to bf16 attention", describe_relative, draw_rela
 
 # %%
 
-names = {
-    "bf16 attention": "bf16, ms",
-    "FP8 attention alone": "FP8 alone, ms",
-    "quantize q, k, v + FP8 attention": "quantize + FP8, ms",
-}
-
 
 def gain(mask, seqlen):
     """Return how many times as fast FP8 is where quantising counts."""
     where = {"mask": mask, "seqlen": seqlen}
     before = whole.milliseconds_at("bf16 attention", **where)
-    return before / whole.milliseconds_at("quantize q, k, v + FP8 attention", **where)
+    return before / whole.milliseconds_at("quantize + FP8", **where)
 
 
 rows = []
 for mask in ("full", "causal"):
     for seqlen in LENGTHS:
         row = {"mask": mask, "length": seqlen}
-        for name, column in names.items():
-            row[column] = whole.milliseconds_at(name, mask=mask, seqlen=seqlen)
+        for name in ("bf16 attention", "FP8 alone", "quantize + FP8"):
+            row[f"{name}, ms"] = whole.milliseconds_at(name, mask=mask, seqlen=seqlen)
         rows.append(row | {"times as fast": gain(mask, seqlen)})
 lab.table(
     rows, "From bfloat16 operands to the result, 16,384 tokens, 16 heads, head_dim 128"
@@ -1417,9 +1434,9 @@ pays = {
 }
 lab.read(
     f"The first of these lengths at which FP8 with quantising is faster than bf16 is "
-    f"{pays['full']} with a full mask and {pays['causal']} with a causal one. A model avoids most "
-    f"of the cost if the kernel that computes q, k and v also takes their amax, or if it keeps the "
-    f"keys and values of earlier tokens in 8 bits."
+    f"{pays['full']} with a full mask and {pays['causal']} with a causal one. A model avoids part "
+    f"of the cost if the kernel that computes q, k and v also takes their amax, and nearly all of "
+    f"it for keys and values of earlier tokens that it keeps in 8 bits."
 )
 
 # %%
@@ -1523,6 +1540,7 @@ def said(call):
 
 # %%
 
+# Measuring
 q, k = torch.randn(2, 1, 2, 20, 16, device=runtime.DEVICE).half()
 v = quantize(k, contiguous="seqlen")
 q.requires_grad_()

@@ -149,7 +149,7 @@ def test_quotients_beside_the_middle_of_two_numbers(power, dtype):
         near = torch.cat([near, near.nextafter(torch.tensor(0.0)), near.nextafter(near * 2)])
         near = torch.cat([near, -near, (largest * descale).float()[None]])
         heads.append(near.clamp(-near[-1], near[-1]))
-    x = torch.stack(heads)[None, :, None].to(DEVICE)
+    x = torch.stack(heads)[None, ..., None].to(DEVICE)
     assert_is_the_rule(x, dtype)
 
 
