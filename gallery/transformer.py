@@ -1414,20 +1414,21 @@ def step(column, version):
     return found[0] if found else nan
 
 
-changes = {
-    (what, label): round(step(what, label) - step(what, before), 1) + 0.0
-    for what in ("step, ms", "peak, GiB")
-    for before, label in pairwise(list(EAGER)[:5])
-}
+def changes(column):
+    """What each operator changes, beside the version before it."""
+    pairs = pairwise(list(EAGER)[:5])
+    by = {name[2:]: step(column, name) - step(column, before) for before, name in pairs}
+    return ", ".join(
+        f"{name} {round(value, 1) + 0.0:+.1f}" for name, value in by.items()
+    )
+
+
 lab.read(
-    f"Eager, softmax changes a step by {changes['step, ms', '+ softmax']:+.1f} ms, attention by "
-    f"{changes['step, ms', '+ attention']:+.1f}, layer norm by {changes['step, ms', '+ layer norm']:+.1f} and dropout by "
-    f"{changes['step, ms', '+ dropout']:+.1f}. Memory changes by {changes['peak, GiB', '+ softmax']:+.1f}, "
-    f"{changes['peak, GiB', '+ attention']:+.1f}, {changes['peak, GiB', '+ layer norm']:+.1f} and "
-    f"{changes['peak, GiB', '+ dropout']:+.1f} GiB: attention keeps no table of weights, and dropout keeps a "
-    "seed instead of a mask. An operator whose kernel is faster can leave a step as it was, where "
-    "the host needs longer to launch the step than the GPU to run it: compare the step with the "
-    "sum of its three parts."
+    "Eager, each operator of the book changes the milliseconds of a step beside the version before "
+    f"it: {changes('step, ms')}. It changes the peak of memory, in GiB: {changes('peak, GiB')}. "
+    "Attention keeps no table of weights, and dropout keeps a seed instead of a mask. An operator "
+    "whose kernel is faster can leave a step as it was, where the host needs longer to launch the "
+    "step than the GPU to run it: compare the step with the sum of its three parts."
 )
 
 # %%
