@@ -178,7 +178,7 @@ def first_steps():
     )
     return [
         {"number": number} | {name: round(took, 2) for name, took in times.items()}
-        for number, times in enumerate(json.loads(done.stdout), 1)
+        for number, times in enumerate(json.loads(done.stdout.splitlines()[-1]), 1)
     ]
 
 
