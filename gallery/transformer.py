@@ -759,10 +759,10 @@ lab.table(
 # %%
 # In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
 # number of float16, so that the variance is infinite and the output zero. bfloat16 has the
-# exponents of float32, so that this cannot happen, and no range needs care. But it has 8
-# significant bits instead of 11: the mean and the differences from it are known to two or three
-# digits, as the columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and
-# still wants its reductions in float32, which autocast and the book's kernel give it.
+# exponents of float32, so that this begins only at :math:`10^{19}`. But it has 8 significant bits
+# instead of 11: the mean and the differences from it are known to two or three digits, as the
+# columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and still wants its
+# reductions in float32, which autocast and the book's kernel give it.
 #
 # Where the memory goes
 # ---------------------
