@@ -178,7 +178,7 @@ def first_steps():
     )
     return [
         {"number": number} | {name: round(took, 2) for name, took in times.items()}
-        for number, times in enumerate(json.loads(done.stdout), 1)
+        for number, times in enumerate(json.loads(done.stdout.splitlines()[-1]), 1)
     ]
 
 
@@ -319,11 +319,15 @@ gains = {
     size: took[size, "float32", "forward"] / took[size, "bfloat16", "forward"]
     for size in SIZES
 }
+scatter = max(
+    (100 * row[f"{p}, sd"] / row[f"{p}, ms"] for row in sizes.rows for p in PASSES),
+    default=nan,
+)
 least, best = (f"{gains[size]:.1f} at {size}" for size in (smallest, largest))
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
-    "pass, because each linear layer does two matmuls in it for one in forward. The standard "
-    "deviations are a small part of the means, because the GPU does the same work each time. "
+    "pass, because each linear layer does two matmuls in it for one in forward. The largest "
+    f"standard deviation of the table is {scatter:.1f} % of its mean. "
     f"Forward in bfloat16 is faster by a factor of {least} and {best}. "
     + (
         "A small model gains less, because its kernels are so short that the host, which takes as "
@@ -489,8 +493,8 @@ lab.read(
     f"forward and {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
     "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take "
     f"{share['bfloat16', 'forward']:.0f} % and {share['bfloat16', 'backward']:.0f} %, and "
-    f"{in_step['bfloat16']:.0f} % of the step, because tensor cores speed up the matmuls and "
-    "nothing else. **What remains is the subject of this book.**"
+    f"{in_step['bfloat16']:.0f} % of the step, because tensor cores speed up the matmuls by "
+    "more than half the bytes speed up the rest. **What remains is the subject of this book.**"
 )
 
 # %%
@@ -755,10 +759,10 @@ lab.table(
 # %%
 # In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
 # number of float16, so that the variance is infinite and the output zero. bfloat16 has the
-# exponents of float32, so that this cannot happen, and no range needs care. But it has 8
-# significant bits instead of 11: the mean and the differences from it are known to two or three
-# digits, as the columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and
-# still wants its reductions in float32, which autocast and the book's kernel give it.
+# exponents of float32, so that this begins only at :math:`10^{19}`. But it has 8 significant bits
+# instead of 11: the mean and the differences from it are known to two or three digits, as the
+# columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and still wants its
+# reductions in float32, which autocast and the book's kernel give it.
 #
 # Where the memory goes
 # ---------------------
@@ -1410,23 +1414,21 @@ def step(column, version):
     return found[0] if found else nan
 
 
-falls = {
-    label: step("step, ms", before) - step("step, ms", label)
-    for before, label in pairwise(list(EAGER)[:5])
-}
-spares = {
-    label: step("peak, GiB", before) - step("peak, GiB", label)
-    for before, label in pairwise(list(EAGER)[:5])
-}
+def changes(column):
+    """What each operator changes, beside the version before it."""
+    pairs = pairwise(list(EAGER)[:5])
+    by = {name[2:]: step(column, name) - step(column, before) for before, name in pairs}
+    return ", ".join(
+        f"{name} {round(value, 1) + 0.0:+.1f}" for name, value in by.items()
+    )
+
+
 lab.read(
-    f"Eager, softmax changes a step by {-falls['+ softmax']:+.1f} ms, attention by "
-    f"{-falls['+ attention']:+.1f}, layer norm by {-falls['+ layer norm']:+.1f} and dropout by "
-    f"{-falls['+ dropout']:+.1f}. Memory changes by {-spares['+ softmax']:+.1f}, "
-    f"{-spares['+ attention']:+.1f}, {-spares['+ layer norm']:+.1f} and "
-    f"{-spares['+ dropout']:+.1f} GiB: attention keeps no table of weights, and dropout keeps a "
-    "seed instead of a mask. An operator whose kernel is faster can leave a step as it was, where "
-    "the host needs longer to launch the step than the GPU to run it: compare the step with the "
-    "sum of its three parts."
+    "Eager, each operator of the book changes the milliseconds of a step beside the version before "
+    f"it: {changes('step, ms')}. It changes the peak of memory, in GiB: {changes('peak, GiB')}. "
+    "Attention keeps no table of weights, and dropout keeps a seed instead of a mask. An operator "
+    "whose kernel is faster can leave a step as it was, where the host needs longer to launch the "
+    "step than the GPU to run it: compare the step with the sum of its three parts."
 )
 
 # %%
@@ -1455,6 +1457,20 @@ more = lab.measure("Compiled steps of larger models and a longer context", races
 
 
 # Reading
+def apart_by(theirs, own):
+    """By how much the book's step is longer, split by what the profile says of both."""
+    more = {
+        part: own[f"{part}, ms"] - theirs[f"{part}, ms"]
+        for part in ("step", "linear", "attention", "rest")
+    }
+    other = more["linear"] + more["rest"]
+    idle = more["step"] - other - more["attention"]
+    return (
+        f"{more['step']:+.1f} ms, of which attention {more['attention']:+.1f}, other kernels "
+        f"{other:+.1f}, and time without a kernel {idle:+.1f}"
+    )
+
+
 def raced():
     """One row for each model: both versions side by side."""
     rows, found = [], {}
@@ -1474,13 +1490,17 @@ def raced():
                 "Kernel Book, ms": own["step, ms"],
                 "SDPA / Kernel Book": round(theirs["step, ms"] / own["step, ms"], 3),
                 "attention, ms": f"{theirs['attention, ms']:.1f} and {own['attention, ms']:.1f}",
+                "why": apart_by(theirs, own),
             }
         )
     return rows
 
 
 race = raced()
-lab.table(race, "A compiled step with SDPA and with the book's attention")
+lab.table(
+    [{key: row[key] for key in row if key != "why"} for row in race],
+    "A compiled step with SDPA and with the book's attention",
+)
 
 # %%
 
@@ -1489,6 +1509,11 @@ by_model = {
     f"{row['size']} at {row['context']:,}": row["SDPA / Kernel Book"] for row in race
 } or {"": nan}
 behind = [f"{name} ({value:.2f})" for name, value in by_model.items() if value < 0.99]
+reasons = "; ".join(
+    f"{row['size']} at {row['context']:,} {row['why']}"
+    for row in race
+    if row["SDPA / Kernel Book"] < 0.99
+)
 ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
 level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
 flops = {
@@ -1501,9 +1526,7 @@ lab.read(
     + (f"Ahead by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"Level within 1 %: {', '.join(level)}. " if level else "")
     + (
-        f"Behind by more than 1 %: {', '.join(behind)}. The last column, SDPA's attention and then "
-        "ours, says how much of that is attention; the rest of a difference is the host, which "
-        "launches one operator of ours as PyTorch's compiled code launches its own, at more cost. "
+        f"Behind by more than 1 %: {', '.join(behind)}. The profiles say why: {reasons}. "
         if behind
         else ""
     )
