@@ -93,10 +93,11 @@ print(y.tolist())
 #
 # A tensor arrives in the kernel as a :term:`pointer`, the address of its first element. The kernel
 # does not know how long the tensor is, so we pass ``n``. ``tl.arange(0, 4)`` is the block
-# ``0 1 2 3``, and a pointer plus a block of offsets is a block of addresses. To see them, we store
-# the addresses instead of the numbers.
+# ``0 1 2 3``, and a pointer plus a block of offsets is a block of addresses. To see them, another
+# kernel stores the addresses instead of the numbers.
 
 
+# Measuring
 @triton.jit
 def address_kernel(x_ptr, addresses_ptr, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -1085,7 +1086,7 @@ lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
     f"rows {medium['Kernel Book']:.0f} %, where the partial sums are a larger part of the bytes. "
     f"`torch.compile` reaches {large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %, "
-    f"and takes no longer than ours {no_slower(backward, 'torch.compile')} rows. PyTorch moves "
+    f"and is ahead {no_slower(backward, 'torch.compile')} rows. PyTorch moves "
     "twice our bytes, because it also writes `dy * x` and reads it again, and takes "
     f"{theirs / ours:.1f} times as long at 65,536 rows."
 )
@@ -1168,8 +1169,8 @@ for dtype in (tl.float16, tl.float32):
 # What you can do now
 # -------------------
 #
-# You can divide a tensor into blocks, sum across programs without a race, write a backward pass,
-# check it against float64, and compare its speed with a copy's. The next chapter,
+# You can write a kernel that sums across programs without a race, add its backward pass, check both
+# against float64, and compare their speed with a copy's. The next chapter,
 # :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
 #
 # Puzzles

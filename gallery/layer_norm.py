@@ -364,13 +364,13 @@ lab.table(
             ("in a loop", "any", "any"),
         )
     ],
-    "The first kernel whose limit the row keeps",
+    "The first kernel whose limit a row does not exceed runs",
 )
 
 # %%
-# Rows of 16 bits that do not come in aligned pairs, because their number of columns is odd for
-# example, cannot be packed. Up to twice as many columns as the first line says they are kept as
-# whole rows, and beyond that they are split.
+# Rows of 16-bit numbers cannot be packed if they do not come in aligned pairs, for example because
+# their number of columns is odd. They are kept as whole rows up to twice the columns of the first
+# line, and are split beyond that.
 
 # %%
 # Is it right?

@@ -658,10 +658,10 @@ if (
 lab.read(f"{unexplained}{alike_copy}")
 
 # %%
-# So the *order* of a comparison can decide it. Take two providers that are the same
-# function, called A and B, beside a matmul. In a fixed order, A always runs after the matmul and B
-# always after A. In a random order, *drawn* in the table, each of them runs after the matmul as
-# often as the other does, on average.
+# Because the clocks depend on what ran before, the *order* of a comparison can decide it. Take two
+# providers, A and B, that are the same function, beside a matmul. In a fixed order A always runs
+# after the matmul and B always after A. In a random order, *drawn* in the table, each of the two
+# runs after the matmul equally often, on average.
 
 
 # Measuring

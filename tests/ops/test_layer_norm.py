@@ -440,6 +440,18 @@ def test_the_gradients_of_equal_numbers_do_not_depend_on_how_large_they_are(valu
 
 
 @pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nans_and_infinities_show_in_the_gradient_of_their_row_alone(value):
+    for where in ("x", "dy"):
+        x, dy, weight = draw(4, 300), draw(4, 300), draw(300)
+        {"x": x, "dy": dy}[where][2, 7] = value
+        x.requires_grad_()
+        (dx,) = torch.autograd.grad(layer_norm(x, 300, weight), x, dy)
+        assert not torch.isfinite(dx[2]).any()
+        assert torch.isfinite(dx[[0, 1, 3]]).all()
+
+
+@pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("n_cols", [257, 1000])
 def test_a_mean_of_a_million_beside_a_deviation_of_one(n_cols):
     """Neighbours are 1/16 apart there, and a mean is rounded to one of them, and so was that of a
