@@ -234,7 +234,9 @@ CALLS = {
     ),
     "attention": (
         OPERATORS.attention,
-        lambda: (*(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, None, 0, 0.25, True),
+        lambda: (
+            *(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, None, 0, 0.25, True
+        ),
     ),
     "attention_backward": (
         OPERATORS.attention_backward,
