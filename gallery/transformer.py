@@ -328,7 +328,7 @@ lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. The largest "
     f"standard deviation of the table is {scatter:.1f} % of its mean. "
-    f"Forward in bfloat16 is faster by a factor of {least} and {best}. "
+    f"The time of a forward pass in float32 is that in bfloat16 times {least} and {best}. "
     + (
         "A small model gains less, because its kernels are so short that the host, which takes as "
         "long to launch them in either dtype, sets the pace."

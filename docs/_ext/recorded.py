@@ -306,11 +306,17 @@ def operator_rows(app, docname):
             (
                 link(docname, f"chapters/{operator.chapter}", operator.name),
                 *(operator_cell(group, fastest, alike) for group in groups),
-                f"{unbeaten} of {len(points)}" if alike else "nothing else timed",
+                f"{unbeaten} of {len(points)}{without(sweeps)}" if alike else "nothing else timed",
                 size_of(point),
             )
         )
     return headers, rows
+
+
+def without(sweeps):
+    """Which libraries some sweeps would have timed if they had been installed."""
+    absent = dict.fromkeys(name for sweep in sweeps for name in sweep.skipped if name in LIBRARIES)
+    return f", {' and '.join(absent)} absent" if absent else ""
 
 
 def operator_cell(group, fastest, alike):

@@ -129,3 +129,12 @@ def test_a_chapter_forgets_what_the_one_before_it_missed(replayed):
     lab.start("tried", "measured_module")
     with pytest.raises(ValueError, match="NaN"):
         lab.read("nan %")
+
+
+def test_a_one_in_a_table_is_a_number_and_no_verdict():
+    shown = lab.table([{"peak": 1.0, "verdict": True}, {"peak": 0.0, "verdict": False}], "Peaks")
+    assert [line.split() for line in shown.plain.splitlines()[2:]] == [
+        ["1.0", "pass"],
+        ["0.0", "FAIL"],
+    ]
+    assert shown.html.count("pass") == 1

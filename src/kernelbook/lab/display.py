@@ -128,8 +128,13 @@ def tabulated(rows: list[dict], caption: str) -> tuple[str, str]:
         f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
-    plain = pandas.DataFrame(rows).replace({True: "pass", False: "FAIL"})
+    plain = pandas.DataFrame([{name: _verdict(x) for name, x in row.items()} for row in rows])
     return html, f"{caption}\n{plain.to_string(index=False)}"
+
+
+def _verdict(value):
+    """Return what a terminal shows of a cell: 1.0 is a number, and only True a verdict."""
+    return {True: "pass", False: "FAIL"}[value] if isinstance(value, bool) else value
 
 
 def _cell(value) -> str:
