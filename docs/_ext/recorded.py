@@ -314,8 +314,13 @@ def operator_rows(app, docname):
 
 
 def without(sweeps):
-    """Which libraries some sweeps would have timed if they had been installed."""
-    absent = dict.fromkeys(name for sweep in sweeps for name in sweep.skipped if name in LIBRARIES)
+    """Which libraries were timed at no point of the sweeps, because they were not installed."""
+    absent = dict.fromkeys(
+        name
+        for sweep in sweeps
+        for name in sweep.skipped
+        if name in LIBRARIES and not any(sweep.milliseconds.get(name, ()))
+    )
     return f", {' and '.join(absent)} absent" if absent else ""
 
 
@@ -376,7 +381,7 @@ def pictured_input(record):
     elif "columns" in point:
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
     elif "seqlen_k" in point:
-        size = [f"one query and {point['seqlen_k']:,} keys", f"head_dim {point['head_dim']}"]
+        size = [f"one query, {point['seqlen_k']:,} keys"]
     elif "context" in point:
         size = [f"a layer of width {point['width']:,}", f"context {point['context']:,}"]
     else:
