@@ -361,7 +361,7 @@ lab.table(rows, "l in the end")
 # weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the maximum and the
 # sum are never needed apart. The forward pass stores :math:`lse_i = m_i + \log l_i`, the
 # :term:`logsumexp` of the scores, in 4 bytes per query, and the scores and lse give the weights
-# back. We confirm it with the package's kernel, which writes lse; the kernels of this page do not.
+# back. We confirm it with the package's kernel, which writes lse.
 
 # Reading
 
@@ -480,7 +480,7 @@ lab.check("Tiled PyTorch", tiled_cases())
 #
 # Now we write the same loop in Triton, as simply as possible: with an address for every element, a
 # mask for every tile, and a counter that we use later. The kernels of this page write out and not
-# lse. The update of the triple comes first, and two of its details need a word.
+# lse. The update of the triple comes first, and three of its details need a word.
 #
 # **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
 # Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we keep all scores, and the maximum, multiplied
