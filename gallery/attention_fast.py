@@ -12,8 +12,8 @@ You will learn
   taken back from the finished kernel;
 - why two programs on an :term:`SM` can beat one, and how a loop hides its loads behind
   exponentials;
-- how the finished kernel compares with the libraries, and what keeps it below the speed
-  of a matmul.
+- how the finished kernel compares with the libraries, and what keeps it below the speed of a
+  matmul.
 
 The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
 speeds are those of a recorded run.
