@@ -10,8 +10,10 @@ You will learn
 
 - what six changes to the kernel gain or lose, in the order in which they are made, and when each is
   taken back from the finished kernel;
-- why two programs on an SM can beat one, and how a loop hides its loads behind exponentials;
-- how far the finished kernel stays behind the fastest library, FlashAttention, and why.
+- why two programs on an :term:`SM` can beat one, and how a loop hides its loads behind
+  exponentials;
+- how the finished kernel compares with the libraries, and what keeps it below the speed of a
+  matmul.
 
 The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
 speeds are those of a recorded run.
@@ -51,9 +53,10 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # weights ``l_i``, and the weighted sum of values ``acc``. With a causal mask it runs in two stages:
 # first over the tiles that need no mask, then over those on the diagonal.
 #
-# The six changes of this chapter are flags of one kernel, so that we can turn each of them on, and
-# later off again. This is its loop. With all flags off, it is the loop of the last chapter:
-# ``_tile`` loads some rows, and ``_weigh`` turns a tile of scores into weights.
+# The six changes of this chapter are flags of one kernel or options of its launch, so that we can
+# turn each of them on, and later off again. This is its loop. With all flags off, it is the loop of
+# the last chapter: ``_tile`` loads some rows, and ``_weigh`` turns a tile of scores into weights.
+# Each flag is explained on its rung.
 
 import triton
 import triton.language as tl
@@ -364,8 +367,8 @@ lab.table(
 # to do less besides the matmuls, and to do it at the same time.
 #
 # **The ladder.** All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries
-# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the compiler's output we read how many
-# registers a thread has, and how often a program waits for its matmuls.
+# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the machine code we read how many
+# registers a thread has, how many instructions do matmuls, and how many wait for them.
 
 # Measuring
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
@@ -474,7 +477,10 @@ starts = [
     f"{100 * steps.share('in stages', mask=mask):.0f} % of the matmul"
     for mask, how in (("causal", "with a causal mask"), ("full", "without one"))
 ]
-lab.read(f"**Where we start:** {', and '.join(starts)}.")
+lab.read(
+    f"**Where we start:** {', and '.join(starts)}. (The last chapter has other numbers, because it "
+    f"timed its own kernel, which guards against −∞, in another run.)"
+)
 
 # %%
 # Rung 1: two programs on an SM
@@ -503,14 +509,19 @@ lab.read(f"**Where we start:** {', and '.join(starts)}.")
 # <spill>` to memory.
 
 # Reading
+cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
+    list(LADDER)[-1], mask="causal"
+)
 lab.read(
     told("two programs")
     + f"A thread of the starting kernel has {compiled_to('in stages', 'registers')} registers. "
-    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills, and its code holds "
+    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills. Its code also holds "
     f"{compiled_to('two programs', 'waits for them')} waits for "
-    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, where that of the "
-    f"starting kernel holds {compiled_to('in stages', 'waits for them')}. The next rungs deal with "
-    f"both."
+    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, and that of the "
+    f"starting kernel {compiled_to('in stages', 'waits for them')}, because with so few registers "
+    f"the assembler lets no matmul run beside other work. The next rungs deal with both, and only "
+    f"then does the second program pay: taken back from the finished kernel, it costs "
+    f"{100 * cost:.0f} % with a causal mask."
 )
 
 # %%
@@ -539,8 +550,9 @@ lab.source(load_tile)
 # Reading
 lab.read(
     told("descriptors")
-    + f"The threads no longer keep addresses, and the number of spills goes from "
-    f"{compiled_to('two programs', 'spills')} to {compiled_to('descriptors', 'spills')}."
+    + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
+    f"{compiled_to('descriptors', 'spills')}, because the threads no longer keep addresses, but "
+    f"the {compiled_to('descriptors', 'waits for them')} waits stay."
 )
 
 # %%
@@ -576,24 +588,25 @@ lab.read(
 #
 # So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step, and
 # passes them on in ``qk``. The next iteration begins with exponentials, while its values and the
-# keys after them arrive. The kernel scores the first tile before the loops and weighs the last tile
-# after them.
+# keys after them arrive.
 
 # Reading
 lab.read(
     told("one iteration ahead")
-    + f"The code holds {compiled_to('one iteration ahead', 'waits for them')} waits for "
-    f"{compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions now, which "
-    f"are the subject of the next rung."
+    + f"The first tile is scored before the loops and the last one weighed after them, so the code "
+    f"now has {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions. It "
+    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, although the "
+    f"assembler no longer lacks registers. The next rung finds the reason."
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# A matmul on Hopper runs beside other work, until the program waits for its result. But a single
-# line can force the program to wait after every matmul instruction: the maximum of a row,
-# ``tl.max(qk, axis=1)``. The package has this function instead, which ``TWO_STEPS`` selects:
+# A matmul on Hopper runs beside other work, until the program waits for its result. On the first
+# two rungs the program waits after every matmul instruction because registers are scarce. On the
+# third, a single line forces it to wait: the maximum of a row, ``tl.max(qk, axis=1)``. The package
+# has this function instead, which ``TWO_STEPS`` selects:
 
 lab.source(forward.row_max)
 
@@ -637,11 +650,11 @@ lab.sketch(
 # A row of scores and the same row of ``acc`` belong to the same four threads, so each of these
 # threads could scale its part of ``acc`` by ``alpha`` without asking another. But a result with 64
 # columns and one with 128 have different layouts for the compiler. A one-step reduction inherits
-# the layout of the scores, ``alpha`` is computed from it, and to multiply ``acc`` by ``alpha`` the
-# compiler carries ``acc`` through the loop twice, once in each of the two layouts. Then the
-# assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and waits
-# after every instruction. The reshape gives the maximum a layout of its own, so ``acc`` is carried
-# once.
+# the layout of the scores, and ``alpha`` is computed from it. If the scores come from the iteration
+# before, the compiler then carries ``acc`` through the loop twice, once in each of the two layouts,
+# to multiply it by ``alpha``. The assembler finds registers of ``acc`` in use while a matmul is
+# under way, plays safe, and waits after every instruction. The reshape gives the maximum a layout
+# of its own, so ``acc`` is carried once.
 
 # Reading
 lab.read(
@@ -650,8 +663,8 @@ lab.read(
     f"(`WARPGROUP.DEPBAR`) for {compiled_to('one iteration ahead', 'matmul instructions')} matmul "
     f"instructions (`HGMMA`), and with two steps "
     f"{compiled_to('two-step maximum', 'waits for them')}. No error and no warning reports this, "
-    f"because the assembler's message is not shown. If a loop with matmuls is slower than it "
-    f"should be, count the waits."
+    f"because Triton does not show the assembler's messages (C7514 for this one, C7512 for too few "
+    f"registers). If a loop with matmuls is slower than it should be, count the waits."
 )
 
 # %%
@@ -680,7 +693,8 @@ lab.read(
         "One multiplication less per score is worth little, so these instructions are not what "
         "limits the loop."
         if little
-        else "One multiplication less per score is worth that much."
+        else "One multiplication less per score is worth that much, so the instructions beside "
+        "the exponential do slow the loop."
     )
 )
 
@@ -789,10 +803,17 @@ lab.source(place)
 # %%
 
 # Reading
+short = gain("heavy first", "causal") < promised
 lab.read(
     told("heavy first")
-    + f"The simulation of all heads promises {100 * promised:.0f} % with the causal mask; without "
-    f"a mask all programs weigh the same."
+    + f"The simulation of all heads promises {100 * promised:.0f} % with the causal mask"
+    + (
+        ", more than we measure, because it counts an idle slot as lost, although the other "
+        "program on that SM then has it to itself and runs faster. "
+        if short
+        else ". "
+    )
+    + "Without a mask all programs weigh the same, so there is nothing to gain."
 )
 
 # %%
@@ -820,7 +841,8 @@ both = [
 ]
 above = [name for name in LADDER if steps.rate(name, mask="full") > from_hbm]
 lab.read(
-    f"The six rungs lead {both[0]} and {both[1]}. Without a mask, {len(above)} of the "
+    f"With all six changes, the package's kernel raises the speed {both[0]}, and {both[1]}. "
+    f"Without a mask, {len(above)} of the "
     f"{len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone would allow, so L2 "
     f"does serve some of the loads. (The matmul runs at {steps.rate('matmul', mask='full'):.0f} "
     f"TFLOP/s here and at {matmul_speed:.0f} in the section on memory, where it is timed call "
@@ -862,13 +884,30 @@ worth = {
 }
 most = max(worth, key=worth.get)
 little = [name for name, share in worth.items() if abs(share) < 0.02]
+alone = "two programs"
 lab.read(
     f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
-    f"“{most}”. "
+    f"“{most}”"
+    + (
+        f", although that rung gained nothing when it was made: with three stages, "
+        f"{compiled_to('without two programs', 'shared memory, KiB')} KiB of shared memory leave "
+        f"no room for a second program. "
+        if most == alone and abs(gain(alone, "causal")) < 0.02
+        else ". "
+    )
     + (
         f"Without descriptors it has {compiled_to('without descriptors', 'spills')} spills, "
-        f"because scores that are computed ahead occupy registers that addresses would need. "
-        if compiled_to("without descriptors", "spills") > 0
+        f"because addresses now compete for registers with the scores that are computed ahead; "
+        f"rung 1, without such scores, has {compiled_to('two programs', 'spills')}. "
+        if compiled_to("without descriptors", "spills")
+        > compiled_to("two programs", "spills")
+        else ""
+    )
+    + (
+        "Without scores ahead, registers are scarce again, and the code waits for each matmul "
+        "instruction, although the maximum is taken in two steps. "
+        if compiled_to("without one iteration ahead", "waits for them")
+        == compiled_to("without one iteration ahead", "matmul instructions")
         else ""
     )
     + (f"Worth less than 2 %: {', '.join(little)}." if little else "")
@@ -1165,15 +1204,40 @@ lab.table(at_points, "The package's kernel, and the libraries that are faster")
 
 # Reading
 def leads(name, lengths):
+    """At how many points a library is ahead, or at how many the package's kernel: "none"."""
+    if not speed.rows:
+        return nan
     found = [row for row in at_points if row["length"] in lengths]
     return f"{sum(name in row['faster libraries'] for row in found)} of {len(found)}"
 
 
+def told_of(name):
+    """Where a library is ahead, in words; one that was absent, as another GPU recorded it."""
+    if name not in speed.skipped:
+        return (
+            f"{name} is faster than ours at {leads(name, LENGTHS[-1:])} points of the longest "
+            f"length and at {leads(name, LENGTHS[:1])} of the shortest. "
+        )
+    said = f"{name} is absent from this run; the notes under the figures say why. "
+    for other in speed.elsewhere:
+        theirs = other.at(provider=name)
+        ours = other.at(provider="Kernel Book")
+        if len(theirs) and len(theirs) == len(ours):
+            ratios = (theirs["rate"].to_numpy() / ours["rate"].to_numpy()).tolist()
+            faster = [ratio for ratio in ratios if ratio > 1]
+            said += (
+                f"On the {other.provenance['gpu']}"
+                + (", beside an older version of our kernel" if other.mark else "")
+                + f", it is faster than ours at {len(faster)} of {len(ratios)} points"
+                + (f", by up to {100 * (max(faster) - 1):.0f} %. " if faster else ". ")
+            )
+    return said
+
+
 lab.read(
-    f"FlashAttention is faster at {leads('FlashAttention', LENGTHS[-1:])} points of the longest "
-    f"length and at {leads('FlashAttention', LENGTHS[:1])} of the shortest, cuDNN at "
-    f"{leads('SDPA cuDNN', LENGTHS[-1:])} and {leads('SDPA cuDNN', LENGTHS[:1])}. The package's "
-    f"kernel is the fastest at {leads('none', LENGTHS)} points."
+    told_of("SDPA cuDNN")
+    + f"Of the kernels timed, the package's is the fastest at {leads('none', LENGTHS)} points. "
+    + told_of("FlashAttention")
 )
 
 # %%
@@ -1186,7 +1250,6 @@ lab.read(
 #
 # Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
 # diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.
-#
 
 # %%
 

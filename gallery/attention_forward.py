@@ -82,7 +82,7 @@ lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16
 
 # %%
 # How many operations must we do per byte? As many as the GPU can execute while it moves one. We
-# measure both speeds: the first with a :term:`cuBLAS` matmul, the second with a copy.
+# measure its arithmetic with a :term:`cuBLAS` matmul and its memory with a copy.
 
 MATMUL = 8192
 
@@ -361,7 +361,7 @@ lab.table(rows, "l in the end")
 # weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the maximum and the
 # sum are never needed apart. The forward pass stores :math:`lse_i = m_i + \log l_i`, the
 # :term:`logsumexp` of the scores, in 4 bytes per query, and the scores and lse give the weights
-# back. We confirm it with the package's kernel, which writes lse; the kernels of this page do not.
+# back. We confirm it with the package's kernel, which writes lse.
 
 # Reading
 
@@ -480,7 +480,7 @@ lab.check("Tiled PyTorch", tiled_cases())
 #
 # Now we write the same loop in Triton, as simply as possible: with an address for every element, a
 # mask for every tile, and a counter that we use later. The kernels of this page write out and not
-# lse. The update of the triple comes first, and two of its details need a word.
+# lse. The update of the triple comes first, and three of its details need a word.
 #
 # **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
 # Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we keep all scores, and the maximum, multiplied
@@ -496,11 +496,11 @@ lab.check("Tiled PyTorch", tiled_cases())
 #
 # .. dropdown:: What the other choices do to float32
 #
-#    By default, ``tl.dot`` rounds float32 operands to *TF32*, the 19-bit format in which the tensor
-#    cores take them. TF32 keeps 10 of the 23 fraction bits, as many as
-#    float16, so each operand may be off by a thousandth of its value, and a matmul in float32 would
-#    be about as coarse as one in float16. ``"ieee"`` keeps every bit at the price of the tensor
-#    cores, which it cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
+#    By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, the 19-bit format in which the
+#    tensor cores take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
+#    operand may be off by a thousandth of its value, and a matmul in float32 would be about as
+#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the tensor cores, which it
+#    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
 
 import triton
 import triton.language as tl
@@ -885,8 +885,8 @@ lab.measure("Attention recognised by torch.compile", recognised)
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and three pipeline stages: ``num_stages`` says how many tiles of keys and of
-# values are on their way, or in use, at a time.
+# :term:`warps <warp>`, and three *pipeline stages* (not the causal ones): ``num_stages`` says how
+# many tiles of keys and of values are on their way, or in use, at a time.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -959,9 +959,11 @@ def percent(name, mask):
 lab.read(
     f"Standard attention waits for the table of scores and reaches "
     f"{percent('PyTorch', 'full')} of the matmul without a mask, although the count of the first "
-    f"section allows {100 * rate_of_table:.0f} %; which of its steps takes the rest, no run here "
-    f"measures. With the mask, `masked_fill_` reads and writes the table once more. With "
-    f"`torch.compile` the table still goes through memory. Tiles in plain PyTorch are about "
+    f"section allows {100 * rate_of_table:.0f} %; no run here measures which step takes the rest. "
+    f"With the mask, `masked_fill_` reads and writes the table once more. Compiled, the code is "
+    f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
+    f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
+    f"still goes through memory. Tiles in plain PyTorch are about "
     f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as slow as standard "
     f"attention, because every tile goes through memory, and `acc` with it in each iteration."
 )
@@ -971,9 +973,11 @@ lab.read(
 # Reading
 lab.read(
     f"The first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f} "
-    f"TFLOP/s, but {at('first kernel', 'causal'):.0f} with the causal mask, where it computes "
-    f"twice what is needed. Stages raise the causal case to {at('in stages', 'causal'):.0f}, and "
-    f"lift the full case to {at('in stages', 'full'):.0f} because it needs no mask."
+    f"TFLOP/s ({percent('first kernel', 'full')} of the matmul), but "
+    f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
+    f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f} "
+    f"({percent('in stages', 'causal')}), and lift the full case to "
+    f"{at('in stages', 'full'):.0f} because it needs no mask."
 )
 
 # %%
@@ -1088,8 +1092,8 @@ compare("acc not rescaled", 40, q.abs(), k + rising, v)
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
-# With minus infinity a masked key can never win. Our kernels replace the maximum by 0 while it is
-# :math:`-\infty`, which avoids the NaN.
+# With minus infinity a masked key can never win. The first and the staged kernel avoid the NaN
+# because they replace the maximum by 0 while it is :math:`-\infty`.
 
 # %%
 # Exercises
