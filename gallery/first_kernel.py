@@ -396,8 +396,7 @@ def listed(items):
 
 wrong = [row["wrong numbers"] for row in in_place.rows]
 lab.read(
-    f"Of the {2**20 // 256 - 1:,} numbers at which a later block begins, "
-    f"{listed(wrong) if wrong else nan} were wrong in the five runs."
+    f"In the five runs {listed(wrong) if wrong else nan} of the {2**20:,} numbers were wrong."
 )
 
 # %%
@@ -431,10 +430,6 @@ def shared_sum_kernel(
         tl.store(dw_ptr + cols, tl.load(dw_ptr + cols) + sums)
 
 
-# %%
-
-
-# Measuring
 def sharing():
     n_rows, n_cols = 2**16, 1024
     x = torch.randn(n_rows, n_cols, device=runtime.DEVICE) + 1
@@ -977,10 +972,10 @@ def ahead(sweep, provider, other="Kernel Book"):
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    f"Three times the bytes explain a factor of 3; {apart}. Our first kernel, `rows_kernel`, "
-    f"reaches {largest['one row a program']:.0f} % of the copy's speed, the operator "
-    f"{largest['Kernel Book']:.0f} %, `x @ w` {largest['x @ w']:.0f} %, and the kernel that "
-    f"`torch.compile` writes {largest['torch.compile']:.0f} %."
+    f"Three times the bytes explain a factor of 3; {apart}. With one row per program, "
+    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed; the operator "
+    f"reaches {largest['Kernel Book']:.0f} %, `x @ w` {largest['x @ w']:.0f} %, and the kernel "
+    f"that `torch.compile` writes {largest['torch.compile']:.0f} %."
 )
 
 # %%

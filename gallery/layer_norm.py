@@ -195,9 +195,9 @@ lab.source(moments)
 
 # %%
 # Rows of 16-bit numbers seldom need the correction. float16 has 11 significant bits, bfloat16 has 8
-# and float32 has 24, so the sum of up to 8,192 equal numbers, which is ``EXACT``, is exact in
-# float16, and that of any row in bfloat16. The variance of a *far row*, which is explained below,
-# comes out infinite here.
+# and float32 has 24, so in float16 the sum of up to 8,192 equal numbers is exact (this is the
+# constant ``EXACT``), and in bfloat16 that of up to 65,536, more than this kernel is given. The
+# variance of a *far row*, which is explained below, comes out infinite here.
 #
 # .. dropdown:: The five helpers of ``moments``
 #

@@ -329,7 +329,6 @@ lab.source(hand_over, "acquire")
 # an outdated line of a cache. A program also consists of many threads, and only one of them takes
 # the lock, so something has to hold back the others.
 #
-#
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
 #          passes a second barrier and gives the lock back with release. Program B tries in vain
@@ -420,7 +419,7 @@ share = {
 slower = race.milliseconds_at("one tile a program", columns=4096)
 slower /= race.milliseconds_at("partial sums", columns=4096)
 lab.read(
-    f"There are {tuned.LOCK_BUFFERS} buffers under a lock. "
+    f"Both versions with a lock share {tuned.LOCK_BUFFERS} buffers. "
     f"Taking the lock after every tile reaches {share['one tile a program', 1024]:.0f} % of the "
     f"speed of a copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096, "
     f"where it takes {slower:.1f} times as long as partial sums. Taking it once per program "

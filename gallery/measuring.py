@@ -1178,8 +1178,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 lab.read(
     "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
-    f"{len(placed)} recorded operators lie, like it, left of the ridge of {ridge:,.0f} "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
+    f"recorded operators {len(waiting)} lie, like it, left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
     "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
     "with the square of the length and its bytes with the length."
@@ -1196,7 +1196,7 @@ reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
 above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 100]
 why = {
     "attention, in FP8": "The roof of attention in FP8 is that of a matmul in bfloat16, and the "
-    "tensor cores multiply FP8 at twice that rate.",
+    "GPU's matrix units multiply FP8 at twice that rate.",
     "softmax, back": "The backward pass of softmax reads two numbers for each that it writes, and "
     f"a copy one: memory reads faster than it reads and writes, {reads:,.0f} GB/s in the first "
     f"chapter against the {beta:,.0f} of a copy here, so such a kernel can beat a copy."
