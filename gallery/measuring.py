@@ -178,17 +178,21 @@ best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 known = large["clock"] + nothing["clock and wait"]
-untold = (
-    f"That is more than the {large['clock']:.0f} µs of the launch and the "
-    f"{nothing['clock and wait']:.1f} of a wait for nothing together; the table cannot show what "
-    "the rest is."
+both = (
+    f"the {large['clock']:.0f} µs of the launch and the {nothing['clock and wait']:.1f} of a wait "
+    "for nothing together"
+)
+rest = (
+    f"That is more than {both}; the table cannot show what the rest is."
+    if added > known
+    else f"That is no more than {both}, so all of it can be the host's."
 )
 lab.read(
     f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
     f"time, it would move {moved / large['clock']:,.0f} GB/s, "
     f"{large[best] / large['clock']:.1f} times the true {moved / large[best]:,.0f}. "
-    f"With a wait the clock shows {large['clock and wait']:.1f} µs, of which the kernel takes "
-    f"{large[best]:.1f} and something else {added:.1f}. {untold if added > known else ''}"
+    f"With a wait the clock shows {large['clock and wait']:.1f} µs, {added:.1f} more than the "
+    f"{large[best]:.1f} of the kernel. {rest}"
 )
 
 # %%
@@ -218,11 +222,10 @@ lab.read(
 # The first calls
 # ---------------
 #
-# ``median`` throws the first calls away. The next table shows why: it lists the milliseconds of the
-# first calls of four functions that were never called before: a Triton kernel, one that also
-# chooses among nine configurations (:term:`autotuning`), a softmax under ``torch.compile``, and a
-# matmul of :term:`cuBLAS`. Triton's cache on disk is switched off, so that both kernels are
-# compiled.
+# ``median`` throws the first calls away. To show why, the next table times the first calls of four
+# functions: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`),
+# a softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`. Triton's cache on disk is
+# switched off, so that both kernels are compiled.
 
 import triton
 
@@ -376,7 +379,7 @@ lab.read(
 l2 = max((row["L2, MiB"] for row in by_size.rows), default=nan)
 sizes = sorted(warm)
 falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
-where = f"The L2 holds {l2:.0f} MiB, of what is read and what is written together. "
+where = f"The L2 holds {l2:.0f} MiB, in which what is read and what is written must both fit. "
 if falls and falls[0] < l2:
     where += f"The warm curve falls already at {falls[0]} MiB; we did not measure why."
 lab.read(where)
@@ -486,8 +489,8 @@ lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
     f"{by_median[-1]:.2f}. The median strays less than the mean at {wins} of these {len(SAMPLES)} "
-    "sizes. It is clearly better only if something interrupts the host or the GPU; here nothing "
-    f"did, because the slowest run took only {times[100] / times[50]:.1f} times the median."
+    "sizes. It is clearly better only if something interrupts the host or the GPU, and here "
+    f"nothing did: the slowest run took only {times[100] / times[50]:.1f} times the median."
     if times[100] < 2 * times[50]
     else f"The median of {SAMPLES[-1]} runs strays by up to {by_median[-1]:.2f} % and the mean by "
     f"{by_mean[-1]:.2f}, because the slowest run took {times[100] / times[50]:.1f} times the "
@@ -503,7 +506,7 @@ lab.read(
 #
 # A GPU lowers its clocks when it would otherwise exceed its *power limit*, and whatever depends on
 # the clocks then takes longer. It also lowers them when it has nothing to do, and needs a moment to
-# raise them again. ``nvidia-smi`` tells these limits.
+# raise them again. ``nvidia-smi`` tells the power limit and the highest clocks.
 
 
 # Measuring
@@ -708,20 +711,37 @@ apart = {
     kind: [abs(row[f"apart, {kind}, %"]) for row in alike.rows] or [nan]
     for kind in ("fixed", "drawn")
 }
+permute = numpy.random.default_rng(
+    0
+).permutation  # as in the measurement, to count the orders
+orders = [
+    [str(name) for _ in range(8) for name in permute(["matmul", "A", "B"])]
+    for _ in alike.rows
+]
+chance = "."
+for row, order in zip(alike.rows, orders, strict=True):
+    after = [b for a, b in zip(order, order[1:], strict=False) if a == "matmul"]
+    unlike = row["apart, drawn, %"]
+    slow, fast = ("A", "B") if unlike > 0 else ("B", "A")
+    if abs(unlike) == max(apart["drawn"]) and after.count(slow) > after.count(fast):
+        chance = (
+            f", because in so few rounds chance does not divide evenly: there {slow} came right "
+            f"after the matmul {after.count(slow)} times and {fast} {after.count(fast)}."
+        )
 lab.read(
     "A and B are one function, so that any difference between them is an error of the method. In "
-    f"a fixed order they are up to {max(apart['fixed']):.3g} % apart, in a random order up to "
-    f"{max(apart['drawn']):.3g} %. An early version of this book timed its providers in a fixed "
-    "order, and whichever came after the matmul looked slower than it is."
+    f"a fixed order they are up to {max(apart['fixed']):.3g} % apart. An early version of this "
+    "book timed its providers in that way, and whichever came after the matmul looked slower than "
+    f"it is. In a random order they are still up to {max(apart['drawn']):.3g} % apart{chance}"
 )
 
 # %%
-# Such an *A/A test* is the cheapest way to learn what a benchmark can resolve: time the same thing
-# under two names, and believe no smaller difference.
+# Such an :term:`A/A test` is the cheapest way to learn what a benchmark can resolve: time the same
+# thing under two names, and believe no smaller difference.
 #
-# The loop of this book puts all of this together: a warm-up, rounds, a random order that is
-# shuffled anew in each round, and a flush and a pause before each run. Here it times three kernels
-# beside themselves and a matmul, four times each.
+# The loop of this book puts all of this together: a warm-up, rounds, a new random order in each
+# round, and a flush and a pause before each run, in which the GPU also recovers from the run
+# before. Here it times three kernels beside themselves and a matmul, four times each.
 
 
 # Measuring
@@ -769,6 +789,7 @@ lab.read(
 
 # %%
 
+# Folded: The loop of this book
 lab.source(_time_in_turn)
 
 # %%
@@ -926,7 +947,7 @@ lab.read(
     "the host is ahead of the GPU anyway. Ten kernels timed alone contain ten times the "
     f"{nothing[best]:.1f} µs between two events, and each starts from a cold cache; a graph pays "
     f"neither. Without these {marks:.0f} µs the ten would take {alone[few] - marks:.0f} and "
-    f"{alone[many] - marks:.0f} µs."
+    f"{alone[many] - marks:.0f} µs; the graph's times include its one launch and the wait."
 )
 
 # %%
@@ -1157,8 +1178,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 lab.read(
     "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. {len(waiting)} of the "
-    f"{len(placed)} recorded operators lie, like it, left of the ridge of {ridge:,.0f} "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
+    f"recorded operators {len(waiting)} lie, like it, left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
     "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
     "with the square of the length and its bytes with the length."
@@ -1175,7 +1196,7 @@ reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
 above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 100]
 why = {
     "attention, in FP8": "The roof of attention in FP8 is that of a matmul in bfloat16, and the "
-    "tensor cores multiply FP8 at twice that rate.",
+    "GPU's matrix units multiply FP8 at twice that rate.",
     "softmax, back": "The backward pass of softmax reads two numbers for each that it writes, and "
     f"a copy one: memory reads faster than it reads and writes, {reads:,.0f} GB/s in the first "
     f"chapter against the {beta:,.0f} of a copy here, so such a kernel can beat a copy."
@@ -1183,7 +1204,7 @@ why = {
     else "",
 }
 lab.read(
-    f"Above its roof: {'; '.join(above) or 'none'}. "
+    f"Above their roof: {'; '.join(above) or 'none'}. "
     f"{' '.join(reason for name, reason in why.items() if name in above)}"
 )
 
@@ -1355,9 +1376,9 @@ reductions = (
 )
 if maxima == 63 + lanes + 1 and shuffles == 2 * (lanes + 1):
     reductions = (
-        f"The {maxima:.0f} maxima are 63 for the 64 numbers of a thread, {lanes} between the lanes "
-        f"of a warp, which halve {lanes} times, and 1 between the two warps; the {shuffles:.0f} "
-        f"shuffles are {lanes + 1} for the maximum and {lanes + 1} for the sum."
+        f"The {maxima:.0f} maxima are 63 for the 64 numbers of a thread, {lanes} for the 32 "
+        f"threads of a warp, halved {lanes} times, and 1 for the two warps; the "
+        f"{shuffles:.0f} shuffles are {lanes + 1} for the maximum and {lanes + 1} for the sum."
     )
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
@@ -1473,10 +1494,10 @@ read, written = (
 in_time = 1e6 * (read + written) / values.get("time of the kernel", nan)  # GB/s
 at_peak = 100 * in_time / values.get("HBM, of its peak", nan)
 once = "no byte is read twice" if read < 1.05 * paper else "some bytes are read twice"
-rest = "What is missing of these probably still lies in L2 when the kernel ends. "
+late = "What is missing of these probably still lies in L2 when the kernel ends. "
 found = (
     f"On paper the kernel reads {paper:.0f} MB and writes as many. The counters say {read:.0f} MB "
-    f"read: {once}. They say {written:.0f} MB written. {rest if written < 0.99 * paper else ''}The "
+    f"read: {once}. They say {written:.0f} MB written. {late if written < 0.99 * paper else ''}The "
     f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
     f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
     f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, above, "
@@ -1599,9 +1620,10 @@ lab.read(
     f"On the large input the plain loop says {plain[2]:.0f} µs, and this book {ours[2]:.0f}. On "
     f"the small one they say {plain[0]:.1f} and {ours[0]:.1f}, because the loop measures how fast "
     "the host launches; a kernel that is twice as fast would look the same. On the middle one "
-    f"`do_bench_cudagraph` says {graphed:.1f} µs, which would be {from_cache:,.0f} GB/s, and from "
-    f"a cold cache it is {ours[1]:.1f}. None of these loops is wrong, but each answers another "
-    "question, so a figure must say which one it used."
+    f"`do_bench_cudagraph` says {graphed:.1f} µs, which would be {from_cache:,.0f} GB/s"
+    f"{', more than a copy reaches' if from_cache > 1.05 * beta else ''}, and from a cold cache it "
+    f"is {ours[1]:.1f}. None of these loops is wrong, but each answers another question, so a "
+    "figure must say which one it used."
 )
 
 # %%
@@ -1644,7 +1666,7 @@ lab.read(text)
 # The symptom, the instrument, and what it costs:
 #
 # - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
-# - *Tens of microseconds, whatever the kernel does:* pause before the first event, half a
+# - *Tens of microseconds, whatever the kernel does:* pause before the first event, for up to a
 #   millisecond a run.
 # - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
 # - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
@@ -1727,8 +1749,8 @@ lab.check(
 
 # %%
 # **3. Where does a matmul cross the ridge?** A matmul of two :math:`n \times n` matrices in
-# bfloat16 does :math:`2 n^3` FLOPs. Count its bytes, derive its intensity, and say from which
-# :math:`n` on the recorded GPU could run it at the speed of its arithmetic.
+# bfloat16 does :math:`2 n^3` FLOPs. Count its bytes, derive its intensity, and find how large
+# :math:`n` must be for arithmetic, and not memory, to limit it on the recorded GPU.
 
 # %%
 
@@ -1738,7 +1760,7 @@ for n in (256, 1024):
     assert intensity == n / 3  # three matrices of 2 bytes per number
 lab.read(
     f"The intensity is n / 3, so the matmul crosses the ridge at n = {3 * ridge:,.0f}. Far below, "
-    "a matmul waits for memory like a copy; and so small a one waits for its launch as well."
+    "a matmul waits for memory as a copy does, and one so small also waits for its launch."
 )
 
 # %%
