@@ -903,9 +903,9 @@ def differ(mode, what):
 
 lab.read(
     f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ from the "
-    f"first in `dq`, and in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the "
-    f"order of the atomic additions changes. Once `dq` is rounded to bfloat16, at most "
-    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of its numbers differ."
+    f"first in `dq`, and in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, in up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of its numbers, because the order of the "
+    f"atomic additions changes."
 )
 
 # %%
@@ -1047,15 +1047,13 @@ full, causal = (
     (share["torch.compile", mask], share["Kernel Book", mask])
     for mask in ("full", "causal")
 )
-formula = mib(4096, "standard attention", "kept") / mib(4096, "two sweeps", "kept")
 lab.read(
-    f"Without a mask `torch.compile` reaches {full[0]:.0f} % and two sweeps {full[1]:.0f} %, "
-    f"{'because' if full[0] > full[1] else 'although'} it keeps `P` from the forward pass: its "
-    f"backward pass takes four matmuls and is credited with five, while two sweeps take seven. By "
-    f"the work that is really executed, it runs at {4 / 5 * full[0]:.0f} % of a matmul, and two "
-    f"sweeps at {7 / 5 * full[1]:.0f} %. It pays in memory: at this length the formula keeps "
-    f"{formula:.0f} times as much as the kernel. With a causal mask `torch.compile` reaches "
-    f"{causal[0]:.0f} % and two sweeps {causal[1]:.0f} %, "
+    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
+    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P` from the "
+    f"forward pass: its backward pass takes four matmuls and is credited with five, while two "
+    f"sweeps take seven. By the work that is really executed, it runs at {4 / 5 * full[0]:.0f} % "
+    f"of a matmul, and two sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
 
@@ -1204,9 +1202,7 @@ executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
     meaning = "and they are ahead all the same."
 elif executed > 0.95 * first["library"]:
-    meaning = (
-        "so what puts them behind is the extra work, not the rate at which it is done."
-    )
+    meaning = "so their extra work puts them behind, and not their rate."
 else:
     meaning = "so they execute more, at a lower rate."
 lab.read(
@@ -1294,8 +1290,7 @@ unlike = {row["version"]: row["of 19 runs, dq unlike the first"] for row in othe
 known = {name: backward.rate(name, **point) for name in PEERS if name in unlike}
 peer = max(known, key=known.get, default="none")
 lab.read(
-    f"In {unlike.get(peer, nan)} of 19 runs {peer}, the fastest library here, gives another `dq` "
-    f"than in the first, "
+    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
         "so it adds in any order, too, and is fast all the same."
         if unlike.get(peer)
@@ -1319,12 +1314,11 @@ for head_dim in (64, 128):
     added[head_dim] = gigabytes / took
 lab.read(
     f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
-    f"{added[128]:.1f} TB/s at 128. "
+    f"{added[128]:.1f} TB/s at 128, "
     + (
-        "The GPU can add faster than it does at head_dim 128, so the additions are not the limit "
-        "there."
+        "where the additions are therefore not the limit."
         if added[64] > 1.1 * added[128]
-        else "The additions may therefore be the limit at both."
+        else "so the additions may be the limit at both."
     )
 )
 

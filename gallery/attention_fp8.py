@@ -347,7 +347,7 @@ lab.table(rows, "How much the result changes")
 #          both are keys, it fits.
 #
 # K and Q fit, because head_dim is both contiguous and contracted. V has head_dim contiguous too,
-# but its contracted dimension is the keys. That is why V is stored transposed, and K and Q are not.
+# but its contracted dimension is the keys, so V has to be stored transposed.
 #
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
 # it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
@@ -490,7 +490,7 @@ lab.table(rows, "V as quantize returns it")
 # %%
 # Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
 # bytes. For the same number of tokens, the copy takes the same time at every length of a sequence,
-# while the time of attention grows with the length.
+# while attention takes longer.
 
 # Folded: What a transposed copy adds to the attention that follows
 
@@ -1462,8 +1462,7 @@ in_operations = max(
 )
 lab.read(
     f"FP8 with `quantize` begins to pay {in_words('full')} with a full mask and "
-    f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected. At 16,384 "
-    f"it is {gain('full', 16384):.2f} and {gain('causal', 16384):.2f} times as fast as bf16. With "
+    f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected. With "
     f"PyTorch operations it is {in_operations:.2f} times as fast at best. A model avoids part of "
     f"the cost if the kernel that computes q, k and v also takes their amax, and nearly all of it "
     f"for keys and values of earlier tokens that it keeps in 8 bits."
