@@ -1260,7 +1260,7 @@ lab.read(
 
 # %%
 # There are three possible reasons. *Adding in any order may be slow by itself.* A library that does
-# so gives other bits in every run, so we look at the bits of each.
+# so can give other bits in every run, so we look at the bits of each.
 
 
 # Measuring
