@@ -9,8 +9,8 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- why two sweeps with seven matmuls beat one sweep with five here, although the fastest library
-  takes one sweep;
+- why two sweeps with seven matmuls beat one sweep with five here, although FlashAttention takes
+  one;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
 The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
@@ -65,8 +65,7 @@ def standard_attention(q, k, v, is_causal=False):
 # It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
 # of ``out``) and writes three. With :math:`N` queries and keys in 16 bits this is :math:`10 N^2 d`
 # operations on :math:`16 N d` bytes. Their quotient, the :term:`arithmetic intensity`, is
-# :math:`5 N / 8`. Does arithmetic or memory limit the speed? We compare the quotient with what the
-# GPU can execute while it moves one byte.
+# :math:`5 N / 8`. We compare it with what the GPU can execute while it moves one byte.
 
 import triton
 import triton.language as tl
@@ -684,7 +683,6 @@ for is_causal in (False, True):
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
-# %%
 
 # Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
@@ -904,10 +902,10 @@ def differ(mode, what):
 
 
 lab.read(
-    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ in `dq`, in "
-    f"one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, because the order of the atomic "
-    f"additions changes, if only in up to {differ('one sweep', 'dq').get(share, nan):.4f} % of its "
-    f"numbers."
+    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ from the "
+    f"first in `dq`, and in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, in up to "
+    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of its numbers, because the order of the "
+    f"atomic additions changes."
 )
 
 # %%
@@ -1045,27 +1043,23 @@ lab.read(
 # %%
 
 # Reading
-more = [
-    f"{how} `torch.compile` is {'ahead of' if ours < theirs else 'behind'} two sweeps, with "
-    f"{theirs:.0f} against {ours:.0f} % of a matmul"
-    for how, ours, theirs in (
-        (how, share["Kernel Book", mask], share["torch.compile", mask])
-        for mask, how in (("full", "Without a mask"), ("causal", "with a causal mask"))
-    )
-]
+full, causal = (
+    (share["torch.compile", mask], share["Kernel Book", mask])
+    for mask in ("full", "causal")
+)
 lab.read(
-    f"{', '.join(more)}. It keeps `P` from the forward pass, so its backward pass takes four "
-    f"matmuls and is credited with five, while two sweeps take seven. By the work that is really "
-    f"executed, it runs at {4 / 5 * share['torch.compile', 'full']:.0f} % of a matmul without a "
-    f"mask, and two sweeps at {7 / 5 * share['Kernel Book', 'full']:.0f} %. It pays in memory: at "
-    f"this length the formula keeps "
-    f"{mib(4096, 'standard attention', 'kept') / mib(4096, 'two sweeps', 'kept'):.0f} times as "
-    f"much as the kernel. With a causal mask it loses because it still computes every pair."
+    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
+    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P` from the "
+    f"forward pass: its backward pass takes four matmuls and is credited with five, while two "
+    f"sweeps take seven. By the work that is really executed, it runs at {4 / 5 * full[0]:.0f} % "
+    f"of a matmul, and two sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
+    f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
 
 # %%
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
-# FlexAttention, and version 4 of FlashAttention.
+# FlexAttention, and version 4 of FlashAttention where it is installed.
 
 # Measuring
 import torch._functorch.config
@@ -1177,7 +1171,7 @@ lab.plot(
 # %%
 
 PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
-rows, where = [], {"seqlen": 16384}
+speeds = []
 for point in points(16384, head_dims=(128, 64)):
     rates = {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
     known = [name for name in PEERS if rates[name] == rates[name]]
@@ -1185,42 +1179,47 @@ for point in points(16384, head_dims=(128, 64)):
     row = {"head_dim": point["head_dim"], "mask": point["mask"]}
     row |= {"two sweeps": rates["Kernel Book"]}
     row |= {"one sweep": rates["Kernel Book, one sweep"]}
-    rows.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
-lab.table(rows, "TFLOP/s at 16,384 tokens")
+    speeds.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
+lab.table(speeds, "TFLOP/s at 16,384 tokens")
 
 # %%
 
 # Reading
 everywhere = points(*LENGTHS)
-faster = sum(
-    backward.rate("Kernel Book, one sweep", **point)
-    > backward.rate("Kernel Book", **point)
+rates = [
+    {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
     for point in everywhere
+]
+faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
+ahead = sum(
+    not any(rate[name] >= rate["Kernel Book"] for name in PEERS) for rate in rates
 )
 best = max(
     (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
-first = rows[0]
+first = speeds[0]
+executed = 7 / 5 * first["two sweeps"]
+if first["two sweeps"] > first["library"]:
+    meaning = "and they are ahead all the same."
+elif executed > 0.95 * first["library"]:
+    meaning = "so their extra work puts them behind, and not their rate."
+else:
+    meaning = "so they execute more, at a lower rate."
 lab.read(
-    f"One sweep is the faster of our two versions at {faster} of {len(everywhere)} points. Two "
-    f"sweeps reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
-    f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls really execute "
-    f"{7 / 5 * first['two sweeps']:.0f} TFLOP/s, while the five of {first['fastest library']} "
-    f"execute {first['library']:.0f}"
-    + (
-        ": what separates the two is the work, not the rate at which it is done."
-        if abs(7 / 5 * first["two sweeps"] / first["library"] - 1) < 0.1
-        else "."
-    )
+    f"Two sweeps are faster than one at {faster} of {len(everywhere)} points, and faster than "
+    f"every library measured at {ahead}. They reach {100 * best:.0f} % of a matmul at best, where "
+    f"{100 * 5 / 7:.0f} % is possible. At head_dim {first['head_dim']}, {first['mask']}, their "
+    f"seven matmuls run at {executed:.0f} TFLOP/s, while {first['fastest library']} reaches "
+    f"{first['library']:.0f} for the five that are counted, {meaning}"
 )
 
 # %%
 # Why one sweep loses here
 # ------------------------
 #
-# The algorithm of FlashAttention takes one sweep as well, and that library is the fastest. So what
-# does one sweep cost *our* kernel? We time the parts: the first of two sweeps makes ``dk`` and
-# ``dv`` with four matmuls, the second makes ``dq`` with three, and one sweep makes all with five.
+# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time the
+# parts: the first of two sweeps computes ``dk`` and ``dv`` with four matmuls, the second computes
+# ``dq`` with three, and one sweep computes all of them with five.
 
 
 def parts_of_the_work():
@@ -1252,15 +1251,16 @@ parts
 # Reading
 took = {row["version"]: row["ms"] for row in parts.rows}
 extra = took.get("one sweep", nan) - took.get("first of two sweeps", nan)
+saved = took.get("second of two sweeps", nan)
 lab.read(
-    f"One matmul and the additions to `dq` make one sweep {extra:.1f} ms longer than the first of "
-    f"two. They save the second sweep, which takes "
-    f"{took.get('second of two sweeps', nan):.1f} ms for three matmuls."
+    f"For one more matmul and the additions to `dq`, one sweep takes {abs(extra):.1f} ms "
+    f"{'more' if extra > 0 else 'less'} than the first of two. It saves the second sweep, which "
+    f"takes {'only ' * (saved < extra)}{saved:.1f} ms for three matmuls."
 )
 
 # %%
-# There are three possible reasons. *Adding in any order* is not slow by itself, because the
-# libraries that do so, whose bits differ from run to run, include the fastest one.
+# There are three possible reasons. *Adding in any order may be slow by itself.* A library that does
+# so can give other bits in every run, so we look at the bits of each.
 
 
 # Measuring
@@ -1279,7 +1279,24 @@ def peers_differ():
 # %%
 
 # Folded: Whose bits differ
-lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
+others = lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
+others
+
+# %%
+
+# Reading
+point = {"seqlen": 4096, "head_dim": 128, "mask": "causal"}
+unlike = {row["version"]: row["of 19 runs, dq unlike the first"] for row in others.rows}
+known = {name: backward.rate(name, **point) for name in PEERS if name in unlike}
+peer = max(known, key=known.get, default="none")
+lab.read(
+    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
+    + (
+        "so it adds in any order, too, and is fast all the same."
+        if unlike.get(peer)
+        else "so it does not add in any order, and this reason stays possible."
+    )
+)
 
 # %%
 # *The GPU may not be able to add so much.* Each tile of keys adds a row of float32 for each query.
@@ -1297,12 +1314,11 @@ for head_dim in (64, 128):
     added[head_dim] = gigabytes / took
 lab.read(
     f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
-    f"{added[128]:.1f} TB/s at 128. "
+    f"{added[128]:.1f} TB/s at 128, "
     + (
-        "The GPU can add faster than it does at head_dim 128, so the additions are not the limit "
-        "there."
+        "where the additions are therefore not the limit."
         if added[64] > 1.1 * added[128]
-        else "The additions may therefore be the limit at both."
+        else "so the additions may be the limit at both."
     )
 )
 
@@ -1405,21 +1421,29 @@ fits = {
     (row["case"], row["kernel"]): (room(row)[1], row["spills"]) for row in facts.rows
 }
 once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
+small, _ = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), (nan, nan))
 twice, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
+relative_speed = {
+    row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
+    for row in speeds
+    if row["mask"] == "full"
+}
 lab.read(
     f"Each bar is one program. At head_dim 128 an SM has room for {once:.0f} program of one sweep, "
     f"in which {spilt:.0f} values spill, and for {twice:.0f} of the first of two sweeps, in which "
-    f"{none:.0f} spill."
+    f"{none:.0f} spill. One sweep then reaches {relative_speed[128]:.0f} % of the speed of two. At "
+    f"head_dim 64, where {small:.0f} programs of one sweep fit, it reaches "
+    f"{relative_speed[64]:.0f} %."
 )
 
 # %%
 # This reason remains. In one sweep :math:`dS^\top` has to be transposed through shared memory and
 # ``dq`` has to pass through it on its way to the additions, and all warps run the same code. While
-# they wait for such a step, the tensor cores have nothing to do, unless a second program runs on
+# they wait for such a step, the matrix units have nothing to do, unless a second program runs on
 # the SM, and there is no room for one. FlashAttention-3 gives loads, matmuls and the additions to
 # ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
-# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6. What
-# keeps two sweeps below :math:`5/7`, we did not measure.
+# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6. We
+# did not measure what keeps two sweeps below :math:`5/7`.
 #
 # A call also costs time on the host: see :doc:`/hardware`.
 
@@ -1439,8 +1463,7 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# The formula is short, and each of its parts is easy to forget. Here it is once right, and then
-# with one mistake at a time.
+# Here is the formula once right, and then with one mistake at a time.
 
 
 def with_mistake(q, k, v, do, mistake):

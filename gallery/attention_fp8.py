@@ -11,7 +11,7 @@ You will learn
 - what the two 8-bit formats hold, and how one scale per head places numbers among them;
 - why the values need another memory layout than queries and keys;
 - where the error comes from: the operands, the weights, and the accumulators;
-- what it costs to quantise q, k and v, and from which length FP8 pays for it.
+- what it costs to quantise q, k and v, and from which length FP8 pays for that.
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
 run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
@@ -347,7 +347,7 @@ lab.table(rows, "How much the result changes")
 #          both are keys, it fits.
 #
 # K and Q fit, because head_dim is both contiguous and contracted. V has head_dim contiguous too,
-# but its contracted dimension is the keys. That is why V is stored transposed, and K and Q are not.
+# but its contracted dimension is the keys, so V has to be stored transposed.
 #
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
 # it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
@@ -489,7 +489,8 @@ lab.table(rows, "V as quantize returns it")
 
 # %%
 # Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
-# bytes. The copy takes the same time at every length of a sequence, while attention grows with it.
+# bytes. For the same number of tokens, the copy takes the same time at every length of a sequence,
+# while attention takes longer.
 
 # Folded: What a transposed copy adds to the attention that follows
 
@@ -641,8 +642,7 @@ lab.table(rows, "Two ways to sum")
 # For the result there is hardly a difference, because rounding errors go up and down. For values
 # that share a mean, the rounded sum would even be better, because the error of the mean cancels.
 # But lse would be wrong, and lse is what merges this result with those of other keys. So the kernel
-# sums
-# :math:`p` itself.
+# sums :math:`p` itself.
 #
 # The kernel
 # ----------
@@ -1178,9 +1178,10 @@ for head_dim in (64, 128, 256):
 lab.table(rows, "Cycles of an SM for one score")
 
 # %%
-# With head_dim 64, the exponential takes twice as long as the 8-bit matmuls, so the gain is small
-# there whatever the kernel does. With V alone in 8 bits, only the second matmul can speed up, and
-# its weights have to be converted first.
+# With head_dim 128, the exponentials take as long as the 8-bit matmuls, so FP8 could be twice as
+# fast only if the two overlapped perfectly. With head_dim 64, the exponentials take twice as long
+# as the matmuls, so the gain is small whatever the kernel does. With V alone in 8 bits, only the
+# second matmul can speed up, and its weights have to be converted first.
 
 
 # Measuring
@@ -1322,19 +1323,28 @@ lab.table(rows, "Quantising (4, 16, 4,096, 128) in bfloat16")
 where = {"head_dim": 128, "mask": "full", "seqlen": 4096}
 saved = speed.milliseconds_at("Kernel Book bf16", **where)
 saved -= speed.milliseconds_at("all in FP8", **where)
-cost = 2 * rounding.milliseconds_at("Kernel Book", contiguous="head_dim")
-cost += rounding.milliseconds_at("Kernel Book", contiguous="seqlen")
+
+
+def all_three(provider):
+    q_or_k = rounding.milliseconds_at(provider, contiguous="head_dim")
+    return 2 * q_or_k + rounding.milliseconds_at(provider, contiguous="seqlen")
+
+
+cost = all_three("Kernel Book")
+expected = {"full": 4096 * cost / saved, "causal": 2 * 4096 * cost / saved}
 lab.read(
-    f"All three operands take {cost:.2f} ms, and at length 4,096 FP8 saves {saved:.2f} ms of "
+    f"All three operands take {cost:.2f} ms, and {all_three('PyTorch'):.2f} ms by PyTorch "
+    f"operations, which move the data several times. At length 4,096 FP8 saves {saved:.2f} ms of "
     f"attention. For the same number of tokens, what it saves grows with the length, and what "
     f"quantising costs does not. So FP8 should begin to pay at a length of about "
-    f"{4096 * cost / saved:,.0f}, and at twice that with a causal mask, which halves the work."
+    f"{round(expected['full'], -2):,.0f}, and at twice that with a causal mask, which halves the "
+    f"work."
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens, where either
-# ``quantize`` or PyTorch operations make the operands of FP8. Solid lines are for a full mask,
-# dotted ones for a causal mask.
+# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens in all, where
+# either ``quantize`` or PyTorch operations make the operands of FP8. FP8 pays where its line is
+# above 1. Solid lines are for a full mask, dotted ones for a causal mask.
 
 
 # Measuring
@@ -1428,15 +1438,34 @@ lab.table(
 # %%
 
 # Reading
-pays = {
-    mask: next((f"{n:,}" for n in LENGTHS if gain(mask, n) > 1), "none of these")
+
+
+def begins(mask):
+    """Return the lengths between which FP8 begins to pay, as far as they were measured."""
+    pays = [n for n in LENGTHS if gain(mask, n) > 1]
+    return max(set(LENGTHS) - set(pays), default=0), min(pays, default=math.inf)
+
+
+def in_words(mask):
+    before, after = begins(mask)
+    below = f"above {before:,}" if after == math.inf else f"below {after:,}"
+    between = before > 0 and after < math.inf
+    return f"between {before:,} and {after:,}" if between else below
+
+
+met = all(begins(mask)[0] < expected[mask] <= begins(mask)[1] for mask in expected)
+in_operations = max(
+    whole.milliseconds_at("bf16 attention", mask=mask, seqlen=n)
+    / whole.milliseconds_at("PyTorch + FP8", mask=mask, seqlen=n)
     for mask in ("full", "causal")
-}
+    for n in LENGTHS
+)
 lab.read(
-    f"The first of these lengths at which FP8 with quantising is faster than bf16 is "
-    f"{pays['full']} with a full mask and {pays['causal']} with a causal one. A model avoids part "
-    f"of the cost if the kernel that computes q, k and v also takes their amax, and nearly all of "
-    f"it for keys and values of earlier tokens that it keeps in 8 bits."
+    f"FP8 with `quantize` begins to pay {in_words('full')} with a full mask and "
+    f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected. With "
+    f"PyTorch operations it is {in_operations:.2f} times as fast at best. A model avoids part of "
+    f"the cost if the kernel that computes q, k and v also takes their amax, and nearly all of it "
+    f"for keys and values of earlier tokens that it keeps in 8 bits."
 )
 
 # %%
