@@ -1496,12 +1496,12 @@ idle = {
 } or dict.fromkeys((*EAGER, *COMPILED), nan)
 spreads = {name: spread(row) for name, row in by_version.items()} or idle
 lab.read(
-    "Eager, each operator changes the kernels' milliseconds beside the version before it: "
-    f"{listed(of_kernels)}. It changes those of the step: {listed(of_steps)}. "
+    "Eager, each operator changes the milliseconds of a step beside the version before it: "
+    f"{listed(of_steps)}. "
     + (
-        f"**So {' and '.join(slowed)} make the step slower, although their kernels are faster**, "
-        "because once attention is fast the host needs longer to launch a step than the GPU to run "
-        "it. "
+        f"**So {' and '.join(slowed)} make the step slower, although their kernels are faster** "
+        f"({', '.join(f'{of_kernels[name]:+.1f}' for name in slowed)}), because once attention is "
+        "fast the host needs longer to launch a step than the GPU to run it. "
         if slowed
         else ""
     )
@@ -1516,8 +1516,8 @@ lab.read(
         if spreads["Kernel Book"] > 5
         else ""
     )
-    + f"The peak of memory changes, in GiB: {listed(of_peaks)}, because attention keeps no table "
-    "of weights and dropout keeps a seed instead of a mask."
+    + f"The peak of memory changes, in GiB: {listed(of_peaks)}. Attention keeps no table of "
+    "weights, and dropout a seed instead of a mask."
 )
 
 # %%
@@ -1611,9 +1611,9 @@ lab.read(
     + (f"**Behind SDPA by more than 1 %: {', '.join(behind)}.** " if behind else "")
     + (
         f"For {' and '.join(for_host)} our kernels take less time than SDPA's, and the step is "
-        "lost while no kernel runs: to the host, which our operators cost more per call, and which "
-        "was busy, as the spread says. The larger the model, the less is lost, because its kernels "
-        "give the GPU enough to do while the host launches. "
+        "lost while no kernel runs, because a call of our operators costs the host more, and this "
+        "host was busy, as the spread says. The larger the model, the less is lost: its kernels "
+        "keep the GPU busy while the host launches. "
         if for_host
         else ""
     )
