@@ -430,10 +430,9 @@ lab.read(
     f"bound cuts is computed whole, so with `left` = {middle:,} the kernel computes {masked:.2f} "
     "times the scores that are visible. The second is what a program does only once, from loading "
     "the queries to writing the result. From the shortest to the longest window, each further tile "
-    f"per program adds {1e3 * per_tile:.1f} µs to the whole run, forward, so the shortest window "
-    f"takes as long as {n_short + fixed:.1f} tiles although it has {n_short}, and what is done "
-    f"once costs as much as {fixed:.1f}. That adds {100 * fixed / n_middle:.0f} % to {n_middle} "
-    "tiles, "
+    f"per program adds {1e3 * per_tile:.1f} µs to the whole run, forward, so the shortest takes as "
+    f"long as {n_short + fixed:.1f} tiles with {n_short}, and what is done once costs as much as "
+    f"{fixed:.1f}. That adds {100 * fixed / n_middle:.0f} % to {n_middle} tiles, "
     f"and is hardly visible beside the {TOKENS // CONFIG.block_n // 2} of an average program "
     "without a window."
 )
@@ -652,7 +651,7 @@ lab.read(
 
 # %%
 # What is lost against the full batch has the same causes as with windows, because the programs of
-# short sequences are short. A program past the end of its sequence costs two loads.
+# short sequences are short.
 
 # %%
 # Decoding
@@ -766,8 +765,8 @@ lab.source(varlen.attention_varlen_fwd_kernel)
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# We count the bytes of keys and values and compare with a copy of the same tensors. First we vary
-# the number of parts, with one query, 131,072 keys and 16 heads of 128.
+# We count the bytes of keys and values per second, and compare with those that a copy reads and
+# writes. First we vary the number of parts, with one query, 131,072 keys and 16 heads of 128.
 
 # Measuring
 CACHE = {"heads": HEADS, "heads_k": HEADS, "head_dim": 128, "dtype": BF16}
@@ -912,6 +911,12 @@ def beyond_bytes(where):
 
 
 reached = steps.share("Kernel Book", **grouped)
+in_front = [
+    f"{name} ({percent(steps, name, **where)}) with {what}"
+    for what, where in ((f"{KEYS:,} keys", long), ("32 on 8", grouped))
+    for name in READERS
+    if steps.share(name, **where) > steps.share("Kernel Book", **where)
+]
 lab.read(
     f"With {KEYS:,} keys our kernel reads at {percent(steps, 'Kernel Book', **long)} of the speed "
     f"of the copy ({percent(by_parts, 'Kernel Book', parts=best)} with the best number of parts "
@@ -924,11 +929,11 @@ lab.read(
         else ""
     )
     + "Beyond reading at the copy's speed the three take "
-    f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, for "
-    "the start and the end of two kernels. This time does not shrink with the bytes, and of the "
-    f"{1e3 * steps.milliseconds_at('Kernel Book', **grouped):.0f} µs of 32 on 8 it is a larger "
-    f"part than of the {1e3 * steps.milliseconds_at('Kernel Book', **long):.0f} µs of the longest "
-    "cache."
+    f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, mostly "
+    "for the start and the end of two kernels, which is a larger part of the "
+    f"{1e3 * steps.milliseconds_at('Kernel Book', **grouped):.0f} µs of 32 on 8 than of the "
+    f"{1e3 * steps.milliseconds_at('Kernel Book', **long):.0f} µs of the longest cache."
+    + (f" Ahead of us: {'; '.join(in_front)}." if in_front else "")
 )
 
 # %%
