@@ -929,8 +929,8 @@ lab.read(
         else ""
     )
     + "Beyond reading at the copy's speed the three take "
-    f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, mostly "
-    "for the start and the end of two kernels, which is a larger part of the "
+    f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, "
+    "probably for the start and the end of two kernels, which is a larger part of the "
     f"{1e3 * steps.milliseconds_at('Kernel Book', **grouped):.0f} µs of 32 on 8 than of the "
     f"{1e3 * steps.milliseconds_at('Kernel Book', **long):.0f} µs of the longest cache."
     + (f" Ahead of us: {'; '.join(in_front)}." if in_front else "")
