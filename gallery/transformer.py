@@ -221,21 +221,26 @@ lab.table(
 # %%
 
 # Reading
-cold, mean_of_all = number(first, "forward", 1), ten_after(0, "forward")
+cold, second = (number(first, "forward", step) for step in (1, 2))
+mean_of_all = ten_after(0, "forward")
 later, after_two, again = (ten_after(warmup, "forward") for warmup in (1, 2, 5))
-apart = {
-    name: 100 * (ten_after(1, name)[0] / ten_after(5, name)[0] - 1) for name in PASSES
-}
-most = max(apart, key=lambda name: abs(apart[name]))
+usual = statistics.median([row["forward"] for row in first.rows[2:]] or [nan])
+latest = max(first.rows[5:] or [{}], key=lambda row: row.get("forward", nan))
 lab.read(
     f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
     f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"With one step of warm-up it is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
-    f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}. The "
-    f"pass whose mean moves most from one step of warm-up to five is {most}, by "
-    f"{apart[most]:+.1f} %: a second step can still meet something for the first time, because "
-    "AdamW allocates its averages at the end of the first one and memory then lies elsewhere."
+    f"The second takes {second:.1f} ms, where the median of the later ones is {usual:.1f}, "
+    "probably because AdamW allocates its averages at the end of the first step, so that memory "
+    "then lies elsewhere. With "
+    f"one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
+    f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}"
+    + (
+        f". The last mean is worse because of a single step, number {latest['number']}, which took "
+        f"{latest['forward']:.1f} ms: a host that was late, which no warm-up prevents."
+        if again[1] > after_two[1]
+        else "."
+    )
 )
 
 # %%
@@ -315,26 +320,35 @@ took = {
     for part in PASSES
 }
 ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
-gains = {
-    size: took[size, "float32", "forward"] / took[size, "bfloat16", "forward"]
-    for size in SIZES
+gain = took[largest, "float32", "forward"] / took[largest, "bfloat16", "forward"]
+small, small_cast = (took[smallest, dtype, "forward"] for dtype in DTYPES)
+xl, widest = (took[size, "bfloat16", "forward"] for size in ("xl", largest))
+scatter = {
+    dtype: 100
+    * number(sizes, "forward, sd", largest, dtype)
+    / took[largest, dtype, "forward"]
+    for dtype in DTYPES
 }
-scatter = max(
-    (100 * row[f"{p}, sd"] / row[f"{p}, ms"] for row in sizes.rows for p in PASSES),
-    default=nan,
-)
-least, best = (f"{gains[size]:.1f} at {size}" for size in (smallest, largest))
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
-    "pass, because each linear layer does two matmuls in it for one in forward. The largest "
-    f"standard deviation of the table is {scatter:.1f} % of its mean. "
-    f"The time of a forward pass in float32 is that in bfloat16 times {least} and {best}. "
+    "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
+    f"forward {gain:.1f} times as fast at {largest}. At {smallest} it takes {small_cast:.1f} ms "
+    f"with autocast and {small:.1f} without"
     + (
-        "A small model gains less, because its kernels are so short that the host, which takes as "
-        "long to launch them in either dtype, sets the pace."
-        if gains[smallest] < gains[largest]
+        ", because kernels this short wait for the host, and autocast gives the host casts to "
+        "launch as well. "
+        if small_cast > small
+        else ". "
+    )
+    + (
+        f"The host also sets the pace of xl: its {SIZES['xl'].layers} layers take {xl:.1f} ms "
+        f"under autocast, the {SIZES[largest].layers} wider ones of {largest} only {widest:.1f}. "
+        if xl > widest
         else ""
     )
+    + "Where the GPU waits for the host, the spread is the host's, too: the standard deviation of "
+    f"a forward pass of {largest} is {scatter['float32']:.1f} % of the mean in float32 and "
+    f"{scatter['bfloat16']:.1f} % under autocast."
 )
 
 # %%
@@ -484,17 +498,41 @@ in_step = {
     / sum(profile_number("kernels, ms", dtype, part) for part in PASSES)
     for dtype in DTYPES
 }
+CASTS = "casts and copies"
+
+
+def in_groups(dtype, names):
+    """Milliseconds of a whole step in some groups of kernels."""
+    return sum(
+        profile_number(f"{name}, ms", dtype, part) for name in names for part in PASSES
+    )
+
+
+products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
+casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
+others = {
+    dtype: in_groups(dtype, [*GROUPS, "other"]) - products[dtype] - casts[dtype]
+    for dtype in DTYPES
+}
 lab.read(
     "The kernels of the forward pass add up to "
     f"{100 * beside['float32']:.0f} % of what the clock says in float32 and to "
-    f"{100 * beside['bfloat16']:.0f} % in bfloat16. What is missing is time in which the GPU waits "
-    "for the host, and what is above 100 % the scatter between two steps and the profiler's own "
-    f"cost. In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
-    f"forward and {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
+    f"{100 * beside['bfloat16']:.0f} % in bfloat16. "
+    + (
+        "In the rest the GPU waits for the host. "
+        if max(beside.values()) < 1
+        else "Above 100 % is the scatter between two steps and the profiler's own cost. "
+    )
+    + f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
+    f"forward, {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
     "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take "
-    f"{share['bfloat16', 'forward']:.0f} % and {share['bfloat16', 'backward']:.0f} %, and "
-    f"{in_step['bfloat16']:.0f} % of the step, because tensor cores speed up the matmuls by "
-    "more than half the bytes speed up the rest. **What remains is the subject of this book.**"
+    f"{share['bfloat16', 'forward']:.0f} %, {share['bfloat16', 'backward']:.0f} % and "
+    f"{in_step['bfloat16']:.0f} %, because the matrix units make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. The rest of the step does "
+    f"not gain that much: casts and copies go from {casts['float32']:.0f} ms to "
+    f"{casts['bfloat16']:.0f}, all other kernels from {others['float32']:.0f} to "
+    f"{others['bfloat16']:.0f}. **What is no matmul takes {100 - in_step['bfloat16']:.0f} % of "
+    "the kernels' time, and there the kernels of this book can help.**"
 )
 
 # %%
@@ -531,7 +569,8 @@ lab.read(
 )
 
 # %%
-# The figure groups the kernels of a whole step by the operation that launched them.
+# Such a name says from which template of PyTorch a kernel comes, and not what it is for. So the
+# figure groups the kernels of a whole step by the operation that launched them.
 
 
 # Drawing
@@ -577,20 +616,17 @@ lab.draw(
 # %%
 
 # Reading
-rest = {
-    name: sum(profile_number(f"{name}, ms", "bfloat16", part) for part in PASSES)
-    for name in (*GROUPS, "other")
-}
+rest = {name: in_groups("bfloat16", [name]) for name in (*GROUPS, "other")}
 order = sorted(
     (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
 )
 lab.read(
     f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
     f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
-    f"({rest[order[2]]:.1f}). What is no matmul waits for memory, because it does a few FLOPs per "
-    "number and reads and writes every one of them. The group `other` holds additions, "
-    "multiplications, the mask and the loss. Casts are the price of autocast, which copies each "
-    "weight to bfloat16 in every step."
+    f"({rest[order[2]]:.1f}), where `other` means additions, multiplications, the mask and the "
+    "loss. All of these wait for memory, because they do a few FLOPs per number and read and write "
+    "every one of them. Casts are the price of autocast, which in every step copies each weight to "
+    "bfloat16, and each table of scores to float32 and back, as we see next."
 )
 
 # %%
@@ -630,16 +666,19 @@ lab.table(
 # %%
 
 # Reading
-products = {
+multiplied = {
     dtype: ranges[dtype]["scores"] + ranges[dtype]["values"] for dtype in DTYPES
 }
+its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
-    f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it; by time it is "
-    f"{100 * ranges['float32']['softmax'] / products['float32']:.0f} % in float32 and "
-    f"{100 * ranges['bfloat16']['softmax'] / products['bfloat16']:.0f} % in bfloat16, because it "
-    "reads and writes each score and multiplies nothing. The mask does no FLOPs at all and takes "
-    f"{ranges['bfloat16']['mask']:.1f} ms. FLOPs do not predict the time of an operation that "
-    "waits for memory; bytes do."
+    f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it. By time it is "
+    f"{100 * ranges['float32']['softmax'] / multiplied['float32']:.0f} % in float32, because it "
+    "reads and writes each score and multiplies nothing, and "
+    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % in bfloat16, where its "
+    f"own kernels are only {its_kernels:.1f} of the {ranges['bfloat16']['softmax']:.1f} ms: the "
+    "others cast the scores to float32, in which autocast lets it compute. The mask does no FLOPs "
+    f"at all and takes {ranges['bfloat16']['mask']:.1f} ms. FLOPs do not predict the time of an "
+    "operation that waits for memory; bytes do."
 )
 
 # %%
@@ -873,18 +912,27 @@ off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.row
     nan
 ]
 where = {row["peak in"] for row in memory.rows}
+state = 12 * parameters(largest_size) / 2**30
+copies = 2 * parameters(largest_size) / 2**30
+of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "kept"]
 lab.read(
-    f"The count is off by {min(off):+.1f} to {max(off):+.1f} %. One tensor of the residual stream "
-    f"has {stream:.0f} MiB at a context of {longest:,}, and one table of attention weights "
-    f"{table_of_weights:.0f}, so attention fills the memory. A step needs "
-    f"{at['float32', 'step']:.0f} GiB in float32 and {at['bfloat16', 'step']:.0f} under autocast, "
-    f"a forward pass alone {at['float32', 'forward alone']:.0f} and "
-    f"{at['bfloat16', 'forward alone']:.0f}, since parameters, gradients and AdamW's averages stay "
-    f"in float32. At {longest:,} autocast keeps {at['bfloat16', 'kept']:.1f} GiB for backward and "
-    f"float32 {at['float32', 'kept']:.1f}: what it saves on the feed-forward network it "
-    f"{'more than ' if at['bfloat16', 'kept'] > at['float32', 'kept'] else 'partly '}loses on the "
-    "weights of attention. The peak of a step is in "
-    f"{' or '.join(name for name in PASSES if name in where)}."
+    f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
+    f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
+    f"of attention weights {table_of_weights:.0f}, and the {largest_size.layers} tables, one per "
+    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
+    f"{at['float32', 'forward alone']:.0f} GiB in float32 and "
+    f"{at['bfloat16', 'forward alone']:.0f} under autocast, most of it parameters and AdamW's "
+    f"averages ({state:.1f}), and under autocast the copies of the weights ({copies:.1f}). A whole "
+    f"step needs {at['float32', 'step']:.0f} and {at['bfloat16', 'step']:.0f}, with its peak in "
+    f"{' or '.join(name for name in PASSES if name in where)}. Autocast "
+    + (
+        "does not save memory here"
+        if at["bfloat16", "kept"] > at["float32", "kept"]
+        else "saves a little memory"
+    )
+    + f": it keeps {at['bfloat16', 'kept']:.1f} GiB for backward, float32 "
+    f"{at['float32', 'kept']:.1f}, because it halves the other activations, but keeps the weights "
+    "of attention in both dtypes and a copy of every parameter."
 )
 
 # %%
@@ -1003,23 +1051,24 @@ peak = {
     )
     for version in ("all kept", "checkpointed")
 }
-start = timeline.rows[0]["most, GiB"] if timeline.rows else nan
+at_end = timeline.rows[-1]["most, GiB"] if timeline.rows else nan
 paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
-spared = (
-    (SIZES["large"].layers - 1)
-    * kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32")
-    / SIZES["large"].layers
-    / 2**30
+inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
+spared = (SIZES["large"].layers - 1) * (
+    paper / SIZES["large"].layers - inputs_of_layers
 )
+its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer, backward descends by it, and the optimiser "
-    "changes numbers where they lie. The teeth on the slopes are tensors that live for one "
-    f"operation. The step begins at {start:.1f} GiB, the parameters and AdamW's two averages, and "
-    f"peaks at {peak['all kept']:.1f}; on paper forward keeps {paper:.1f}. With checkpointing the "
-    f"peak is {peak['checkpointed']:.1f} GiB, {peak['all kept'] - peak['checkpointed']:.1f} less. "
-    f"On paper it spares nearly all of what {SIZES['large'].layers - 1} of the "
-    f"{SIZES['large'].layers} layers keep, {spared:.1f} GiB, except each layer's input, at the "
-    "price of another forward pass of each layer."
+    "Forward climbs by the same step in each layer and backward descends by it. The optimiser "
+    "changes parameters and averages where they lie, and then the gradients are released one by "
+    "one. The teeth on the slopes are tensors that live for one operation. A step ends at "
+    f"{at_end:.1f} GiB, the parameters and AdamW's two averages, and peaks at "
+    f"{peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. With checkpointing the "
+    f"peak is {peak['checkpointed']:.1f} GiB, {peak['all kept'] - peak['checkpointed']:.1f} less, "
+    "at the price of another forward pass of each layer. On paper it spares what "
+    f"{SIZES['large'].layers - 1} of the {SIZES['large'].layers} layers keep, except each layer's "
+    f"input, which is {spared:.1f} GiB; but the peak then moves to the end of backward, where the "
+    f"gradients of all parameters, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
@@ -1068,12 +1117,17 @@ size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
 logits_mib = BATCH * CONTEXT * size.vocabulary * 4 / 2**20
+tables = sum(
+    row["times"]
+    for row in allocations.rows
+    if row["pass"] == "forward" and row["MiB"] == table_mib
+)
 lab.read(
     f"On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, and the "
     f"hidden tensor of the feed-forward network {hidden_mib:.0f}. The largest allocation that was "
     f"recorded has {max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard "
-    "attention allocates several such tables per layer (scores, scaled, masked, softmax) and "
-    "releases all but one before the next layer."
+    f"attention allocates {tables / size.layers:.0f} such tables per layer in forward (scores, "
+    "scaled, masked, softmax) and releases all but one before the next layer."
 )
 
 # %%
@@ -1247,8 +1301,8 @@ lab.read(
         "with their neighbours, which spares whole passes over memory, and it cannot fuse ours. "
         "**Replace what a compiler cannot write, and leave it the rest.**"
         if fusing > 1.01
-        else ", no more than with attention alone, so that what the compiler loses by not fusing "
-        "them costs no more than they gain."
+        else ", no more than with attention alone: what the compiler loses because it cannot fuse "
+        "our layer norm and dropout, they gain."
     )
 )
 
@@ -1258,9 +1312,11 @@ lab.read(
 #
 # A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
 # same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
-# turn after one that does not count; the table gives medians, the peak of the memory, and the time
-# of the kernels of one profiled step: matmuls of linear layers, attention (without the mask and the
-# scale, which are operations of their own in the eager formula), and the rest.
+# turn after one that does not count. The figure shows medians and the peak of the memory. The
+# table adds :term:`p20 and p80 <p50>` and the time of the kernels of one profiled step: matmuls of
+# linear layers, attention (without the mask and the scale, which are operations of their own in the
+# eager formula), and the rest. What the median exceeds them by is time in which no kernel runs,
+# because the GPU waits for the host.
 
 # Measuring
 from torch._dynamo.utils import counters
@@ -1388,18 +1444,24 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 
 # %%
 
+PARTS = ("linear, ms", "attention, ms", "rest, ms")
+
+
+def in_kernels(row):
+    """Milliseconds of all kernels of a step, in the profile."""
+    return sum(row[part] for part in PARTS)
+
+
+def spread(row):
+    return row["p80, ms"] - row["p20, ms"]
+
+
 lab.table(
     [
-        {
-            name: row[name]
-            for name in (
-                "version",
-                "step, ms",
-                "linear, ms",
-                "attention, ms",
-                "rest, ms",
-            )
-        }
+        {name: row[name] for name in ("version", "step, ms")}
+        | {"p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}"}
+        | {name: row[name] for name in PARTS}
+        | {"no kernel, ms": round(row["step, ms"] - in_kernels(row), 1)}
         for row in steps.rows
     ],
     "What the kernels of a step are, large at 1,024",
@@ -1414,21 +1476,49 @@ def step(column, version):
     return found[0] if found else nan
 
 
-def changes(column):
-    """What each operator changes, beside the version before it."""
+def changes(value_of):
+    """What each operator changes, beside the version before it, and by how much."""
+    by = {row["version"]: value_of(row) for row in steps.rows}
     pairs = pairwise(list(EAGER)[:5])
-    by = {name[2:]: step(column, name) - step(column, before) for before, name in pairs}
-    return ", ".join(
-        f"{name} {round(value, 1) + 0.0:+.1f}" for name, value in by.items()
-    )
+    return {name[2:]: by[name] - by[before] for before, name in pairs if by}
 
 
+def listed(found):
+    return ", ".join(f"{name} {round(x, 1) + 0.0:+.1f}" for name, x in found.items())
+
+
+of_kernels = changes(in_kernels)
+of_steps = changes(lambda row: row["step, ms"])
+of_peaks = changes(lambda row: row["peak, GiB"])
+slowed = [name for name, by in of_steps.items() if by > 1 and of_kernels[name] < 0]
+by_version = {row["version"]: row for row in steps.rows}
+idle = {
+    name: row["step, ms"] - in_kernels(row) for name, row in by_version.items()
+} or dict.fromkeys((*EAGER, *COMPILED), nan)
+spreads = {name: spread(row) for name, row in by_version.items()} or idle
 lab.read(
-    "Eager, each operator of the book changes the milliseconds of a step beside the version before "
-    f"it: {changes('step, ms')}. It changes the peak of memory, in GiB: {changes('peak, GiB')}. "
-    "Attention keeps no table of weights, and dropout keeps a seed instead of a mask. An operator "
-    "whose kernel is faster can leave a step as it was, where the host needs longer to launch the "
-    "step than the GPU to run it: compare the step with the sum of its three parts."
+    "Eager, each operator changes the milliseconds of a step beside the version before it: "
+    f"{listed(of_steps)}. "
+    + (
+        f"**So {' and '.join(slowed)} make the step slower, although their kernels are faster** "
+        f"({', '.join(f'{of_kernels[name]:+.1f}' for name in slowed)}), because once attention is "
+        "fast the host needs longer to launch a step than the GPU to run it. "
+        if slowed
+        else ""
+    )
+    + f"With all of ours, the GPU has no kernel to run for {idle['+ dropout']:.0f} ms of a step, "
+    f"with PyTorch's fused attention for {idle['SDPA']:.0f}: a call of our operators costs the "
+    "host more, because what it runs is Python and not C++. "
+    + (
+        "This host was busy with other work, too: the middle 60 % of the steps of the version "
+        f"Kernel Book are {spreads['Kernel Book']:.0f} ms apart, which no kernel explains. So this "
+        "spread and the time without a kernel belong to the host, and on another one both would "
+        "differ. "
+        if spreads["Kernel Book"] > 5
+        else ""
+    )
+    + f"The peak of memory changes, in GiB: {listed(of_peaks)}. Attention keeps no table of "
+    "weights, and dropout a seed instead of a mask."
 )
 
 # %%
@@ -1457,40 +1547,32 @@ more = lab.measure("Compiled steps of larger models and a longer context", races
 
 
 # Reading
-def apart_by(theirs, own):
-    """By how much the book's step is longer, split by what the profile says of both."""
-    more = {
-        part: own[f"{part}, ms"] - theirs[f"{part}, ms"]
-        for part in ("step", "linear", "attention", "rest")
-    }
-    other = more["linear"] + more["rest"]
-    idle = more["step"] - other - more["attention"]
-    return (
-        f"{more['step']:+.1f} ms, of which attention {more['attention']:+.1f}, other kernels "
-        f"{other:+.1f}, and time without a kernel {idle:+.1f}"
-    )
+def both(what, theirs, own):
+    return f"{what(theirs):.1f} and {what(own):.1f}"
 
 
 def raced():
-    """One row for each model: both versions side by side."""
+    """One row for each model: SDPA's step and the book's."""
     rows, found = [], {}
     for row in (*steps.rows, *more.rows):
         if row["version"] in ("SDPA, compiled", "Kernel Book"):
-            key = row["size"], row["context"], row["batch"]
-            found.setdefault(key, {})[row["version"]] = row
-    for (size, context, batch), pair in found.items():
+            model = f"{row['size']} at {row['context']:,}"
+            found.setdefault(model, {})[row["version"]] = row
+    for model, pair in found.items():
         theirs, own = pair["SDPA, compiled"], pair["Kernel Book"]
         rows.append(
             {
-                "size": size,
-                "context": context,
-                "batch": batch,
-                "SDPA": theirs["SDPA backend"],
+                "model": model,
                 "SDPA, ms": theirs["step, ms"],
                 "Kernel Book, ms": own["step, ms"],
-                "SDPA / Kernel Book": round(theirs["step, ms"] / own["step, ms"], 3),
-                "attention, ms": f"{theirs['attention, ms']:.1f} and {own['attention, ms']:.1f}",
-                "why": apart_by(theirs, own),
+                "SDPA / Kernel Book": round(theirs["step, ms"] / own["step, ms"], 2),
+                "p20 to p80 apart": both(spread, theirs, own),
+                "attention": both(lambda row: row["attention, ms"], theirs, own),
+                "all kernels": both(in_kernels, theirs, own),
+                "no kernel": both(
+                    lambda row: row["step, ms"] - in_kernels(row), theirs, own
+                ),
+                "pair": pair,
             }
         )
     return rows
@@ -1498,36 +1580,54 @@ def raced():
 
 race = raced()
 lab.table(
-    [{key: row[key] for key in row if key != "why"} for row in race],
-    "A compiled step with SDPA and with the book's attention",
+    [{key: row[key] for key in row if key != "pair"} for row in race],
+    "A compiled step: milliseconds with SDPA and with the book's attention",
 )
 
 # %%
 
 # Reading
-by_model = {
-    f"{row['size']} at {row['context']:,}": row["SDPA / Kernel Book"] for row in race
-} or {"": nan}
+by_model = {row["model"]: row["SDPA / Kernel Book"] for row in race} or {"": nan}
 behind = [f"{name} ({value:.2f})" for name, value in by_model.items() if value < 0.99]
-reasons = "; ".join(
-    f"{row['size']} at {row['context']:,} {row['why']}"
-    for row in race
-    if row["SDPA / Kernel Book"] < 0.99
-)
 ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
 level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
+for_host, unclear, too_long = [], [], []
+for row in race:
+    theirs, own = row["pair"]["SDPA, compiled"], row["pair"]["Kernel Book"]
+    lost, apart = (own[part] - theirs[part] for part in ("step, ms", "linear, ms"))
+    if any(in_kernels(one) > one["step, ms"] for one in (theirs, own)):
+        too_long.append(row["model"])
+    elif by_model[row["model"]] < 0.99 and lost < abs(apart):
+        both_linear = f"{theirs['linear, ms']:.1f} and {own['linear, ms']:.1f} ms"
+        unclear.append(f"{row['model']} ({both_linear})")
+    elif by_model[row["model"]] < 0.99 and in_kernels(own) < in_kernels(theirs):
+        for_host.append(row["model"])
 flops = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
 }
 lab.read(
-    f"The ratios reach from {min(by_model.values()):.2f} to {max(by_model.values()):.2f}, where "
-    "above 1 the book is faster. "
-    + (f"Ahead by more than 1 %: {', '.join(ahead)}. " if ahead else "")
+    (f"Ahead of SDPA by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"Level within 1 %: {', '.join(level)}. " if level else "")
+    + (f"**Behind SDPA by more than 1 %: {', '.join(behind)}.** " if behind else "")
     + (
-        f"Behind by more than 1 %: {', '.join(behind)}. The profiles say why: {reasons}. "
-        if behind
+        f"For {' and '.join(for_host)} our kernels take less time than SDPA's, and the step is "
+        "lost while no kernel runs, because a call of our operators costs the host more, and this "
+        "host was busy, as the spread says. The larger the model, the less is lost: its kernels "
+        "keep the GPU busy while the host launches. "
+        if for_host
+        else ""
+    )
+    + (
+        f"For {', '.join(unclear)} the same matmuls of linear layers take different times in the "
+        "two profiles, by more than the steps differ, so the profiles name no cause. "
+        if unclear
+        else ""
+    )
+    + (
+        f"For {', '.join(too_long)} the kernels of a profiled step even add up to more than a "
+        "timed step takes, so what the profile says of attention need not show in the step. "
+        if too_long
         else ""
     )
     + f"Attention is {flops[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
@@ -1808,8 +1908,10 @@ def in_grid(column, provider, length, head_dim=64):
 
 
 def milliseconds(value):
-    """A time as text, or that there is none."""
-    return value if isinstance(value, str) else f"{value:,.3g}"
+    """A number as text, or that there is none."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 lab.table(
@@ -1850,17 +1952,39 @@ growth = {
 }
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = fast[0] / fast[1] if not isinstance(fast[0], str) else nan
+compiled_gib = in_grid("held, MiB", "torch.compile", 65536)
+waited = sorted(
+    {
+        row["length"]
+        for row in grid.rows
+        if OUT_OF_MEMORY not in row.values()
+        and row["both, ms"] > 1.5 * (row["forward, ms"] + row["backward, ms"])
+    }
+)
 lab.read(
     f"Out of memory: {'; '.join(missing) or 'none'}. On paper, at 65,536, one table of scores in "
     f"bfloat16 has 8 · 65,536² · 2 bytes = {weights_gib:.0f} GiB, and standard attention holds "
-    "three at once, the scores, the masked scores and the weights. From 4,096 to 8,192 what "
-    f"PyTorch holds for backward grows by a factor of {growth['PyTorch']:.1f}, with the square of "
-    f"the length, and what the book's attention holds by {growth['Kernel Book']:.1f}, because it "
-    "keeps q, k, v, the output and one logarithm per row and computes the weights again. At 16,384 "
+    "three at once, the scores, the masked scores and the weights. "
     + (
-        f"it is {times:.0f} times as fast."
+        f"Compiled it fuses these and holds {compiled_gib / 1024:.0f} GiB for backward. "
+        if not isinstance(compiled_gib, str)
+        else ""
+    )
+    + "From 4,096 to 8,192 what PyTorch holds grows by a factor of "
+    f"{growth['PyTorch']:.1f}, with the square of the length, and what the book's attention holds "
+    f"by {growth['Kernel Book']:.1f}, because beside q, k and v it keeps only the output and one "
+    "logarithm per row, and computes the weights again. At 16,384 "
+    + (
+        f"it is {times:.0f} times as fast. "
         if times == times or not grid.rows
-        else "only it runs."
+        else "only it runs. "
+    )
+    + (
+        f"Do not compare the times at {' and '.join(f'{n:,}' for n in waited)}: there both passes "
+        "together sometimes take far longer than one after the other, because the GPU waited for "
+        "the host."
+        if waited
+        else ""
     )
 )
 
