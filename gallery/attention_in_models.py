@@ -890,7 +890,7 @@ READERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention", "Kerne
 long, grouped = {"batch": 1, "seqlen_k": KEYS}, {"batch": 8}
 rows = [
     {
-        "": name,
+        "version": name,
         f"1 × 16 heads, {KEYS:,} keys": said(100 * steps.share(name, **long), " %"),
         "8 × 32 on 8 heads, 8,192 keys": said(100 * steps.share(name, **grouped), " %"),
     }

@@ -89,9 +89,10 @@ def test_every_chapter_has_its_facts():
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_card_says_what_a_reader_must_know(stem, path):
     card, facts = cards_of(path)[stem], CHAPTERS[stem]
-    assert facts.question in text_of(card).replace("’", "'")
+    said = text_of(card).replace("’", "'")
+    assert facts.question in said
     assert re.search(rf"\b\d+ min {FOLDED} · {facts.difficulty} · before this: ", text_of(card))
-    assert RECORDS[stem]["reaches"] in text_of(card)
+    assert RECORDS[stem]["reaches"] in said
     for where in facts.where.values():
         number = f"{where:,}" if isinstance(where, int) else where
         assert re.search(rf'alt="Bars, [^"]* for [^":]*\b{number}\b', card)
