@@ -30,7 +30,6 @@ from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_quer
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
-    cut_off,
     describe,
     describe_tiles,
     empty_fit,
@@ -124,19 +123,14 @@ def sweep_queries(
     DQ: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    to_row=0,  # how many rows after its statistics a query lies: where sequences are packed
-    end_query=0,  # one past the last query of the sequence
-    CUT: tl.constexpr = False,  # whether these queries reach beyond it
+    start=0,  # where the statistics of the first query lie in their row
 ):
     """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
     for start_m in tl.range(first_query, last_query, BLOCK_M):
         # -- recompute: P^T = exp(S^T - lse)
-        q = load_tile(q_head, start_m + to_row)
-        do = load_tile(do_head, start_m + to_row)
-        if CUT:
-            q = cut_off(q, q_head, start_m, end_query)
-            do = cut_off(do, do_head, start_m, end_query)
-        lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        q = load_tile(q_head, start_m)
+        do = load_tile(do_head, start_m)
+        lse_log2 = load_row(lse_rows, row, start + start_m, padded_q, BLOCK_M, DESCRIBED)
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
         if MASKED:
@@ -149,7 +143,7 @@ def sweep_queries(
         # -- gradients: of values while dS is computed, then of keys. No load after the matmul
         # of dv begins, because a wait inside the pipeline of matmuls would serialise them.
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)
-        delta = load_row(delta_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        delta = load_row(delta_rows, row, start + start_m, padded_q, BLOCK_M, DESCRIBED)
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
@@ -266,16 +260,11 @@ def sweep_keys(
     MASKED: tl.constexpr,  # whether some of these keys come after the last of a query
     LEFT: tl.constexpr,  # whether some of these keys come before the first of a query
     BLOCK_N: tl.constexpr,
-    end_key=0,  # one past the last key of the sequence, where sequences are packed
-    CUT: tl.constexpr = False,  # whether these keys reach beyond it
 ):
     """Add to dq what a range of keys contributes."""
     for start_n in tl.range(first_key, last_key, BLOCK_N):
         k = load_tile(k_head, start_n)
         v = load_tile(v_head, start_n)
-        if CUT:
-            k = cut_off(k, k_head, start_n, end_key)
-            v = cut_off(v, v_head, start_n, end_key)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
         if MASKED:
