@@ -91,12 +91,13 @@ def preprocess_kernel(
 
 
 @triton.jit
-def load_row(rows, row, start, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr):
+def load_row(rows, row, start, query, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr):
     """Read statistics of some queries of one head, by a descriptor or by pointers."""
     if DESCRIBED:
-        return tl.reshape(rows.load([row, start]), (BLOCK_M,))
+        return tl.reshape(rows.load([row, start + query]), (BLOCK_M,))
     else:
-        return tl.load(rows + row.to(tl.int64) * padded_q + start + tl.arange(0, BLOCK_M))
+        rows += row.to(tl.int64) * padded_q + start
+        return tl.load(rows + query + tl.arange(0, BLOCK_M))
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def sweep_queries(
         # -- recompute: P^T = exp(S^T - lse)
         q = load_tile(q_head, start_m)
         do = load_tile(do_head, start_m)
-        lse_log2 = load_row(lse_rows, row, start + start_m, padded_q, BLOCK_M, DESCRIBED)
+        lse_log2 = load_row(lse_rows, row, start, start_m, padded_q, BLOCK_M, DESCRIBED)
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
         if MASKED:
@@ -143,7 +144,7 @@ def sweep_queries(
         # -- gradients: of values while dS is computed, then of keys. No load after the matmul
         # of dv begins, because a wait inside the pipeline of matmuls would serialise them.
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)
-        delta = load_row(delta_rows, row, start + start_m, padded_q, BLOCK_M, DESCRIBED)
+        delta = load_row(delta_rows, row, start, start_m, padded_q, BLOCK_M, DESCRIBED)
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
