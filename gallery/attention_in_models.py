@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from kernelbook import attention, attention_varlen, lab, runtime
 from kernelbook.ops.attention import decoding, forward, scope, tuned, varlen
-from kernelbook.ops.attention.tiles import cut_off
+from kernelbook.ops.attention.tiles import head_of_sequence
 
 lab.start("attention_in_models", "kernelbook.ops.attention")
 
@@ -492,14 +492,18 @@ lab.source(varlen.sequence)
 lab.source(varlen.attention_varlen_fwd_kernel, "place")
 
 # %%
-# Two details need care. The last tile of keys reaches into the next sequence. Those keys get weight
-# zero, but zero times NaN is still NaN, so the kernel sets their values to zero. And the last tile
-# of queries must not write its surplus rows, because they belong to the neighbour.
+# One detail needs care. The last tile of keys reaches into the next sequence. Those keys get weight
+# zero, but zero times NaN is still NaN. So rows past the end of a sequence must read as zeros, as
+# rows past the end of a tensor do, and must not be written. The copy engine compares a coordinate
+# with the size of its dimension, and knows no other end. So we say that the dimension has
+# :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence the coordinate :math:`E` - length +
+# :math:`i`: the rows that follow the sequence then lie outside. Two more dimensions correct the
+# address.
 
 # %%
 
-# Folded: cut_off, which sets them to zero
-lab.source(cut_off)
+# Folded: head_of_sequence, which gives the coordinates
+lab.source(head_of_sequence)
 
 # %%
 # To prove both, we fill all sequences but one with NaN and compare bit by bit with the run before.

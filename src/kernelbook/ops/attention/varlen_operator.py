@@ -105,7 +105,7 @@ def attention_varlen(
 # -- what is refused
 
 MOST_ROWS = PACKED_END.value
-"""A descriptor of packed sequences ends there."""
+"""Where every sequence ends for a descriptor, so that none may be longer."""
 
 
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
@@ -123,8 +123,9 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
             )
         if x.shape[0] >= MOST_ROWS:
             raise ValueError(
-                f"{name} must have fewer than {MOST_ROWS} rows, because offsets are int32, got "
-                f"{x.shape[0]}: call it for some of the sequences at a time."
+                f"{name} must have fewer than {MOST_ROWS} rows, the most that a descriptor of "
+                f"packed sequences counts, got {x.shape[0]}: call it for some of the sequences at "
+                "a time."
             )
     _, heads, head_dim = q.shape
     check_head_dim(head_dim)
