@@ -432,10 +432,10 @@ def _keys_launch(
 def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None):
     """Return dq."""
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
-    config = tuned.backward_config("dq", q)
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    config = tuned.backward_config("dq", q, scope.most_seen(left, right))
     dq = empty_fit(q)
     group = q.shape[1] // k.shape[1]
-    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
     at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
     run = _queries_launch(config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once)
