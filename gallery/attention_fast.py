@@ -632,8 +632,8 @@ lab.read(
     + f"Taken back from the finished kernel, the limit {loss_of(lost['two stages'])} with a causal "
     f"mask, because without it a thread has {free} registers, "
     + ("no more than with it. " if free <= 128 else "too many for a second program. ")
-    + f"Having two stages and not three, with the limit, {loss_of(lost['register limit'])}, because "
-    f"three leave room for {room['finished']['register limit']} program on an SM."
+    + f"Having two stages and not three, with the limit, {loss_of(lost['register limit'])}, "
+    f"because three leave room for {room['finished']['register limit']} program on an SM."
 )
 
 # %%
