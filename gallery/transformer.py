@@ -1740,6 +1740,7 @@ lab.table(
 
 # Folded: The kernels of the rest
 rest_of = lab.measure("The kernels of the rest that take most", lambda: list(of_rest))
+rest_of
 
 # %%
 
