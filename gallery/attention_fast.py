@@ -531,8 +531,7 @@ lab.read(
 )
 
 # %%
-# This rung makes two changes. The table has either of them alone, as compiled, at both ends of the
-# ladder, and for the finished kernel the time as well.
+# The folds show what each of this rung's two changes does alone, at both ends of the ladder.
 
 
 # Measuring
@@ -571,6 +570,9 @@ def programs_on_an_sm(row):
     return min(by_registers, 227 // (row["shared memory, KiB"] + 1))
 
 
+# %%
+
+# Folded: Two stages and the register limit, one at a time
 lab.table(
     [
         {"version": name}
@@ -590,7 +592,7 @@ lab.table(
 
 # %%
 
-# Reading
+# Folded: What each of the two changes does
 start_half, end_half = (
     {
         what: half.get(f"{end}, {what} alone", {})

@@ -356,9 +356,8 @@ lab.read(
 # -------------------
 #
 # The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
-# host. We profile each pass of the size large at a context of 1,024 by itself, after six steps of
-# which the last three are timed by the clock, and compare the sum over its kernels with the clock.
-# Each number is the median of three, so that one late host does not decide.
+# host. We profile each pass of the size large at a context of 1,024 by itself, three times after
+# three steps of warm-up, take medians, and compare the sum over its kernels with the clock.
 
 
 # Measuring
@@ -1374,9 +1373,8 @@ lab.read(
 # turn after one that does not count. The figure shows medians and the peak of the memory. The
 # table adds :term:`p20 and p80 <p50>` and, as medians of three profiled steps, the time of the
 # kernels: matmuls of linear layers, attention (without the mask and the scale, which are operations
-# of their own in the eager formula), and the rest, in parts. What the median of the timed steps
-# exceeds the profiled time in which at least one kernel ran by is time in which the GPU waited for
-# the host.
+# of their own in the eager formula), and the rest, in parts. Where a step takes longer than kernels
+# run in its profile, the GPU waits for the host.
 
 # Measuring
 from torch._dynamo.utils import counters
@@ -1591,8 +1589,8 @@ lab.table(
 )
 
 # %%
-# *Compiled* are the kernels that ``torch.compile`` wrote. In the eager versions layer norm,
-# dropout, GELU, the mask and the additions are *other*.
+# *Compiled* kernels are those that ``torch.compile`` wrote; the eager versions' layer norm, dropout
+# and GELU are *other*.
 
 # %%
 
@@ -1712,8 +1710,7 @@ lab.table(
 )
 
 # %%
-# The profiles say where the two differ. A number above zero is what the step with the book's
-# attention spends more.
+# The profiles say where the two differ: above zero, the step with the book's attention takes longer.
 
 
 # Reading
@@ -1749,8 +1746,7 @@ CAUSES = {
     "attention": "its attention kernels take longer",
     "linear": "the same matmuls of linear layers took longer in its profile, which is chance or a "
     "lower clock",
-    "no kernel": "the GPU has no kernel to run, because a call of our operators costs the host "
-    "more, as the host runs Python and not C++",
+    "no kernel": "the GPU has no kernel to run, because a call of our operators costs the host more",
 }
 
 
@@ -1797,7 +1793,7 @@ overlap = [
     for one in pair[1:]
     if in_kernels(one) > 1.01 * one["busy, ms"]
 ]
-at_once = [name for name, value in behind.items() if spread(race[name][1]) > 5]
+host_late = [name for name, value in behind.items() if spread(race[name][1]) > 5]
 flops = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
@@ -1822,9 +1818,9 @@ lab.read(
         else ""
     )
     + (
-        f"The host was late for {' and '.join(at_once)}: the middle 60 % of its steps are more "
-        "than 5 ms apart, which no kernel explains. "
-        if at_once
+        f"The host was late for {' and '.join(host_late)}, where the middle 60 % of the book's steps "
+        "are more than 5 ms apart. "
+        if host_late
         else ""
     )
     + (
