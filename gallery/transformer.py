@@ -1710,7 +1710,7 @@ lab.table(
 )
 
 # %%
-# The profiles say where the two differ: above zero, the step with the book's attention takes longer.
+# The profiles say where the two differ: above zero, the step with our attention takes longer.
 
 
 # Reading
@@ -1746,7 +1746,7 @@ CAUSES = {
     "attention": "its attention kernels take longer",
     "linear": "the same matmuls of linear layers took longer in its profile, which is chance or a "
     "lower clock",
-    "no kernel": "the GPU has no kernel to run, because a call of our operators costs the host more",
+    "no kernel": "the GPU has no kernel to run, because calls of our operators cost the host more",
 }
 
 
@@ -1818,8 +1818,8 @@ lab.read(
         else ""
     )
     + (
-        f"The host was late for {' and '.join(host_late)}, where the middle 60 % of the book's steps "
-        "are more than 5 ms apart. "
+        f"The host was late for {' and '.join(host_late)}, where the middle 60 % of our steps are "
+        "more than 5 ms apart. "
         if host_late
         else ""
     )
