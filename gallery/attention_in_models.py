@@ -967,8 +967,8 @@ lab.read(
 # Stanford's course CS336, *Language modeling from scratch*, lets its students write attention in
 # Triton and ranks them by one time: forward and backward, 16 heads of head_dim 64, 16,384 tokens,
 # causal, bfloat16, with the sum of the output as the loss, by Triton's ``do_bench``. We time the
-# call, so the host and the loss are part of it, in five rounds whose order is drawn anew, and take
-# the median. The formula is that of the first section, as it is and under ``torch.compile``.
+# same call, so the host and the loss are part of it, in five rounds in random order. The formula is
+# that of the first section, as it is and under ``torch.compile``.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)
