@@ -1225,7 +1225,8 @@ def medians_in_turn(runs, budget=40):
     for done in range(1, max(counts.values(), default=0)):
         for index in draw.permutation(len(names)):
             if counts[names[index]] > done:
-                times[names[index]].append(events(*runs[names[index]]))
+                took = attempt(partial(events, *runs[names[index]]))
+                times[names[index]] += [took] if took != OUT_OF_MEMORY else []
     return dict.fromkeys(runs, OUT_OF_MEMORY) | {
         name: statistics.median(found) for name, found in times.items()
     }
