@@ -44,7 +44,7 @@ def is_primary(record):
     """Whether a record is of the GPU whose numbers the text reads."""
     from kernelbook.lab import results
 
-    return record["provenance"]["slug"] == results.PRIMARY
+    return results.is_primary(record)
 
 
 def state(app, record):
@@ -194,7 +194,7 @@ class Chapters(SphinxDirective):
 
 # -- what the home page says in numbers ------------------------------------------------------------
 
-LIMITS = {"copy": "a copy", "matmul": "a matrix product"}
+LIMITS = {"copy": "a copy", "matmul": "a matrix product", "ideal": "one GPU, times the GPUs"}
 PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)
 LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")
