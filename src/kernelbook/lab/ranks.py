@@ -29,7 +29,7 @@ import torch
 
 from kernelbook import runtime
 
-PATIENCE = 60.0
+PATIENCE = 90.0
 """Seconds after which a rank gives up waiting for the others."""
 
 LIMIT = 300.0
