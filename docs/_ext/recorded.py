@@ -243,9 +243,10 @@ def primary():
 
 
 def measured_on(found):
-    """On which GPU and when some records were made."""
+    """On which GPU and when some records were made; those of several GPUs together are left out."""
     if not found:
         return "on no GPU yet"
+    found = [r for r in found if r["provenance"]["gpu"] == found[0]["provenance"]["gpu"]]
     dates = sorted({record["provenance"]["date"][:10] for record in found})
     return (
         f"on {found[0]['provenance']['gpu']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"

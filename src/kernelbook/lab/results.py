@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from kernelbook import runtime
@@ -203,6 +204,7 @@ def on_ranks(made: dict, world: int) -> dict:
     return made | {"gpu": gpu, "slug": slug(gpu), "world": world, "interconnect": interconnect()}
 
 
+@cache
 def interconnect() -> str:
     """Return how the GPUs of this machine are connected, as ``nvidia-smi topo -m`` prints it.
 
