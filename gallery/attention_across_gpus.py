@@ -614,8 +614,8 @@ hidden = max(0.0, worked + moved - after) if schedule.rows else nan
 lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms on rank 0, and with transfers "
     f"behind the computation {after:.1f} ms. In the second, kernels compute for {worked:.1f} ms "
-    f"and transfer for {moved:.1f} ms, so that {hidden:.1f} ms of transfers happened while something was computed. The rest is the first moments of each pass, the last "
-    "gradients, which travel when nothing is left to compute, and gaps."
+    f"and transfer for {moved:.1f} ms, so that {hidden:.1f} ms of transfers happened while "
+    "something was computed. The rest is the first moments of each pass, the last gradients, which travel when nothing is left to compute, and gaps."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -779,8 +779,8 @@ lab.read(
     f"computes at {flops / 1e12:.0f} TFLOP/s, {flops / bandwidth:,.0f} FLOPs for each byte. So "
     f"with as many heads for keys as for queries a transfer is hidden from "
     f"{crossing['forward']:,.0f} tokens per rank on in the forward pass, and from "
-    f"{crossing['backward']:,.0f} in the backward pass. With an eighth as many heads for keys, as many models have, it is an eighth of that. "
-    "Smaller parts compute more slowly and send more slowly than that, so take these as the order "
+    f"{crossing['backward']:,.0f} in the backward pass. With an eighth as many heads for keys, as "
+    "many models have, it is an eighth of that. Smaller parts compute more slowly and send more slowly than that, so take these as the order "
     "of magnitude."
 )
 
@@ -905,8 +905,8 @@ lab.read(
     f"One GPU needs {gib.get(1, nan):.2f} GiB for {MEMORY_LENGTH:,} tokens, and the ring "
     f"{falls or nan}. Each rank keeps sums in float32 and two parts of keys and of their "
     f"gradients, so that one GPU alone needs {ratio:.2f} times what all ranks need together; every "
-    "one of these is proportional to the rank's part, so that the memory per GPU falls as the number "
-    "of GPUs grows."
+    "one of these is proportional to the rank's part, so that the memory per GPU falls as the "
+    "number of GPUs grows."
 )
 
 # %%

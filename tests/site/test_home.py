@@ -14,7 +14,7 @@ SITE = ROOT / "build" / "html"
 STEMS = sorted(path.stem for path in (ROOT / "gallery").glob("[!_]*.py"))
 RECORDS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
-    for world in ("16x-", "8x-", "4x-", "2x-", "")[::-1]  # of several GPUs those of the most count
+    for world in ("", "2x-", "4x-", "8x-")  # the most GPUs come last, and count
     for path in (ROOT / "results" / f"{world}nvidia-h200").glob("*.json")
 }
 FOLDED = r"\(\d+ with every fold open\)"
