@@ -122,11 +122,7 @@ print("largest difference:", f"{(out - whole).abs().max().item():.1e}")
 # NCCL, the library that ``torch.distributed`` uses there, transfers in a :term:`stream` of its own,
 # so that both go on together.
 
-lab.source(ring._Ring.forward, "send")
-
-# %%
-
-lab.source(ring._Ring.forward, "attend")
+lab.source(ring._Ring.forward)
 
 # %%
 # **The backward pass** needs no merge. The probability of a pair is
@@ -173,7 +169,7 @@ lab.source(ring._work)
 # %%
 
 # Drawing
-WORLD_DRAWN, PART = 4, 8
+WORLD_DRAWN, PART = 4, 64
 
 
 def scores_of(rank, step, layout):
@@ -314,7 +310,7 @@ lab.check("Attention across ranks", cases())
 
 # Measuring
 ROUNDS, CALLS = (1, 1) if TINY else (3, 2)
-LENGTHS = [n // SHRINK for n in (16384, 32768, 65536, 131072)]
+LENGTHS = [n // SHRINK for n in (16384, 32768, 65536, 131072)][2 if TINY else 0 :]
 VERSIONS = {
     "contiguous": (ring.ring_attention, "contiguous", True),
     "zig-zag": (ring.ring_attention, "zigzag", True),
@@ -615,7 +611,8 @@ lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms on rank 0, and with transfers "
     f"behind the computation {after:.1f} ms. In the second, kernels compute for {worked:.1f} ms "
     f"and transfer for {moved:.1f} ms, so that {hidden:.1f} ms of transfers happened while "
-    "something was computed. The rest is the first moments of each pass, the last gradients, which travel when nothing is left to compute, and gaps."
+    "something was computed. The rest is the first moments of each pass, the last gradients, which "
+    "travel when nothing is left to compute, and gaps."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -649,7 +646,7 @@ lab.read(
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
-PARTS = [2**k for k in (range(9, 16) if not TINY else range(3, 6))]
+PARTS = [2**k for k in (range(9, 16) if not TINY else range(3, 5))]
 REPEATS = 5 if not TINY else 1
 
 
@@ -696,6 +693,11 @@ def transfers():
 
 
 sent = lab.measure("Passing a tensor to the next rank, all ranks at once", transfers)
+
+# %%
+
+# Folded: What passing a tensor takes
+sent
 
 # %%
 
@@ -751,6 +753,11 @@ steps = lab.measure(
 
 # %%
 
+# Folded: What a step takes
+steps
+
+# %%
+
 # Reading
 bandwidth = max((row["GB/s"] for row in sent.rows), default=nan) * 1e9
 
@@ -780,8 +787,8 @@ lab.read(
     f"with as many heads for keys as for queries a transfer is hidden from "
     f"{crossing['forward']:,.0f} tokens per rank on in the forward pass, and from "
     f"{crossing['backward']:,.0f} in the backward pass. With an eighth as many heads for keys, as "
-    "many models have, it is an eighth of that. Smaller parts compute more slowly and send more slowly than that, so take these as the order "
-    "of magnitude."
+    "many models have, it is an eighth of that. Smaller parts compute more slowly and send more "
+    "slowly than that, so take these as the order of magnitude."
 )
 
 # %%
@@ -814,6 +821,11 @@ def call_costs():
 
 
 costs = lab.measure("What a call costs before it computes, both passes", call_costs)
+
+# %%
+
+# Folded: What a call costs
+costs
 
 # %%
 
@@ -889,6 +901,7 @@ def memory_rows():
 
 
 memory = lab.measure("The most memory that a GPU needed", memory_rows)
+memory
 
 # %%
 
@@ -914,7 +927,7 @@ lab.read(
 # forward and backward, once.
 
 # Measuring
-LONG = 262144 // SHRINK
+LONG = 262144 // SHRINK // (4 if TINY else 1)
 
 
 def long_run(rank, world, *size):
@@ -944,6 +957,7 @@ def long_rows():
 
 
 long = lab.measure("A long sequence, forward and backward", long_rows)
+long
 
 # %%
 
@@ -967,7 +981,7 @@ lab.read(
 
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION", "flash CP": "FLASH_ATTENTION"}
-PEER_LENGTHS = [n // SHRINK for n in (32768, 65536, 131072)]
+PEER_LENGTHS = [n // SHRINK for n in (32768, 65536, 131072)][2 if TINY else 0 :]
 refusals = {}
 
 
@@ -1181,6 +1195,7 @@ lab.read(
 # they wait for a message that never comes. The operators therefore agree before they compute,
 # within the time-out of the process group. We make the three usual mistakes, on the ranks at hand.
 
+# Measuring
 LATE = 6.0  # seconds that a group has patience
 
 
@@ -1197,6 +1212,9 @@ def attempt(call):
 
 def parts_of(length):
     return torch.randn(3, 1, 2, length, 32, device=runtime.DEVICE).unbind()
+
+
+# %%
 
 
 def another_shape(rank, world):
@@ -1228,6 +1246,10 @@ def dies(rank, world):
     return attempt(lambda: ring.ring_attention(q, k, v))
 
 
+# %%
+
+
+# Measuring
 def failures():
     rows = []
     for mistake in (another_shape, comes_late, dies):

@@ -213,3 +213,43 @@ def test_one_gpu_is_not_live(module, root, monkeypatch):
 def test_a_chapter_without_ranks_says_how_to_get_them(replayed):
     with pytest.raises(RuntimeError, match="pass on_ranks=True"):
         lab.ranks_at_work()
+
+
+# -- the chapter that measures several GPUs
+
+
+REHEARSAL = """
+import runpy, sys
+from kernelbook.lab import chapter, results
+
+made = results.provenance
+stood_in = {"gpu": "NVIDIA H200", "slug": "nvidia-h200", "sm_count": 132, "memory_gib": 139.8}
+stood_in |= {"l2_mib": 60.0, "cuda": "13.0", "driver": "1.2", "clocks": {}}
+results.provenance = lambda: made() | stood_in
+results.interconnect = lambda: "GPU0 GPU1 NV18"
+chapter.is_live = lambda: True
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_the_chapter_across_gpus_can_measure_and_leaves_a_record(tmp_path):
+    """Its measurements run here with two ranks of the CPU, for a mistake would cost GPUs' time."""
+    root = Path(__file__).parents[2]
+    environment = {"KERNELBOOK_REHEARSAL": "1", "KERNELBOOK_RESULTS": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(root / "src"), "MPLBACKEND": "agg"}
+    done = subprocess.run(
+        [sys.executable, "-c", REHEARSAL, root / "gallery" / "attention_across_gpus.py"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    record = schema.parse((tmp_path / "2x-nvidia-h200/attention_across_gpus.json").read_text())
+    assert record["sweeps"].keys() == {"ranks", "context parallelism"}
+    failures = record["tables"]["Mistakes of the last rank"]
+    said = [dict(zip(failures["columns"], row, strict=True)) for row in failures["rows"]]
+    assert len(said) == 6
+    assert not [row for row in said if "returns" in row["what it says"]]
+    assert all("rank 1" in row["what it says"] for row in said if row["mistake"] == "another shape")
