@@ -160,7 +160,7 @@ def checked(name: str, rows: list[dict]) -> dict[str, list[dict]]:
 
     ``rows`` are those of this run.
     """
-    if _running.on_gpus if _running else not runtime.INTERPRETED:
+    if not runtime.INTERPRETED and (_running is None or _running.on_gpus):
         made = _running.provenance() if _running else results.provenance()
         return {f"on {made['gpu']}": rows}
     past = _running.past if _running else None
