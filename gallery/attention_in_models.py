@@ -842,8 +842,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"`attention` chooses the number of parts by itself: enough for {decoding.PROGRAMS} programs "
-    f"on each SM, no part of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
+    f"`attention` chooses the number of parts by itself: at most {decoding.PROGRAMS} programs for "
+    f"each SM, no part of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
     f"{decoding.FEWEST_KEYS:,} keys, where it is done before a second kernel could start. Next "
     f"come the libraries, over the number of keys."
 )

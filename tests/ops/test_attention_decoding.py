@@ -327,10 +327,9 @@ def parts(q_shape, k_shape, left=None, multiprocessors=132):
 
 
 def test_one_query_fills_the_gpu():
-    n = parts((1, 16, 1, 128), (1, 16, 2**17, 128))
-    assert 0.9 <= 16 * n / (decoding.PROGRAMS * 132) <= 1.1
-    n = parts((8, 32, 1, 128), (8, 8, 8192, 128))
-    assert 0.9 <= 64 * n / (decoding.PROGRAMS * 132) <= 1.1
+    for batch, heads, n_keys in ((1, 16, 2**17), (8, 8, 8192), (1, 40, 8192), (5, 14, 8192)):
+        n = parts((batch, heads, 1, 128), (batch, heads, n_keys, 128))
+        assert 0.75 <= batch * heads * n / (decoding.PROGRAMS * 132) <= 1  # and all run at once
 
 
 @pytest.mark.parametrize(
