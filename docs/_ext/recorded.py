@@ -390,8 +390,8 @@ def pictured_input(record):
     return ", ".join([*size, *filter(None, [point.get("dtype")])])
 
 
-def thumbnail(srcdir, record):
-    """Draw a chapter's bars; return the address of the picture, and what it shows in words."""
+def bars_of(record):
+    """The bars of a chapter: a label and a percentage of the limit for each, and the limit."""
     facts = CHAPTERS[record["chapter"]]
     measured = sweep(record, facts.sweep)
     found = percents([measured], facts.where)
@@ -401,7 +401,12 @@ def thumbnail(srcdir, record):
             f"its sweep {facts.sweep!r} at {facts.where}."
         )
     bars = [(label, found[provider]) for provider, label in facts.bars.items()]
-    limit, shown = LIMITS[measured.limit], pictured_input(record)
+    return bars, LIMITS[measured.limit]
+
+
+def thumbnail(srcdir, record):
+    """Draw a chapter's bars; return the address of the picture, and what it shows in words."""
+    (bars, limit), shown = bars_of(record), pictured_input(record)
     path = Path(srcdir, "chapters", "images", f"{record['chapter']}_card.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw_bars(bars, limit, shown), encoding="utf-8")
