@@ -113,7 +113,7 @@ html_theme_options = {
     "search_bar_text": "Search the book",
     "back_to_top_button": False,
     "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "github-dark",
+    "pygments_dark_style": "a11y-high-contrast-dark",
 }
 copybutton_exclude = ".linenos, .gp"
 copybutton_selector = "div.highlight:not(.no-copy) pre"

@@ -570,7 +570,8 @@ def opening_bars(stem):
         for label, percent in bars
     )
     gpu = escape(record["provenance"]["gpu"])
-    caption = f"{escape(pictured_input(record))}, {gpu}. 100 is the speed of {limit}."
+    shown = escape(pictured_input(record))
+    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. 100 is the speed of {limit}."
     style = f' style="--limit:{100 / scale:.3f}"'
     return html(
         f'<figure class="kb-bars"{style}><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'

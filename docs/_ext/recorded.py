@@ -341,6 +341,14 @@ def operator_caption():
     return f"Speed in percent of the limit, {measured_on(primary())}"
 
 
+def count_derived(env):
+    """Lines of mathematics in all chapters."""
+    chapters = (env.metadata[f"chapters/{script.stem}"] for script in chapter_scripts(env.app))
+    return sum(
+        about[part]["lines of mathematics"] for about in chapters for part in ("amount", "folded")
+    )
+
+
 def count_checked(env):
     """Results that were compared with float64 on the primary GPU."""
     return sum(len(rows) for record in primary() for rows in record["checks"].values())
@@ -360,7 +368,7 @@ def count_timed(env):
 class Count(SphinxRole):
     """A number that is counted when the book is built."""
 
-    COUNTS = {"checked": count_checked, "timed": count_timed}
+    COUNTS = {"derived": count_derived, "checked": count_checked, "timed": count_timed}
 
     def run(self):
         self.env.note_reread()
