@@ -31,6 +31,9 @@ FOLDED = {
 ONLY_OUTPUT = "# Folded: "
 """A cell that begins so, and a label, folds what it shows, and shows no code of its own."""
 
+KEPT = ("# Reading", "# Closing", "# Whole", ONLY_OUTPUT)
+"""What a cell begins with that keeps a fold of its own."""
+
 BOOKKEEPING = {
     r"\blab\.start\(": "What this page imports",
     r"\blab\.check\(": "How this was checked",
@@ -480,6 +483,24 @@ def within(node, title):
     return False
 
 
+def join_folds(doctree):
+    """Join a cell that folds and shows nothing to the next that folds: one result, one fold."""
+    found = list(cells(doctree))
+    for (code, outputs), (after, _) in zip(found, found[1:], strict=False):
+        source = re.sub(r"^# (Measuring|Drawing)\n", "", after.astext().strip())
+        if outputs or not fold_label(code) or not fold_label(after) or source.startswith(KEPT):
+            continue
+        siblings = code.parent.children
+        if after.parent is code.parent and all(
+            isinstance(node, nodes.comment)
+            for node in siblings[siblings.index(code) + 1 : siblings.index(after)]
+        ):
+            after.rawsource = f"{code.astext().strip()}\n\n\n{source}"
+            after.clear()
+            after += nodes.Text(after.rawsource)
+            code.parent.remove(code)
+
+
 def fold(doctree):
     """Fold solutions whole, and the code (only) of cells that keep the books.
 
@@ -597,6 +618,7 @@ def on_doctree_read(app, doctree):
         warn_if_out_of_date(doctree, app.env.docname)
         tidy(doctree)
         note_amount(app.env, doctree)
+        join_folds(doctree)
         fold(doctree)
         stem = Path(app.env.docname).name
         add_opening(app, doctree, stem)

@@ -241,10 +241,9 @@ def _name_lines(axes: Axes) -> None:
     axes.figure.canvas.draw()  # or the axes have no size yet
     height = 1.4 * 10 / 72 * axes.figure.dpi / axes.bbox.height  # of a name, in axes' heights
     low, high = axes.get_ylim()
-    ends = sorted(((line.get_ydata()[-1] - low) / (high - low), line) for line in lines)
-    wanted = [place for place, _ in ends]
-    places = _apart(wanted, height)
-    for place, (_, line) in zip(places, ends, strict=True):
+    lines = sorted(lines, key=lambda line: line.get_ydata()[-1])
+    wanted = [(line.get_ydata()[-1] - low) / (high - low) for line in lines]
+    for place, line in zip(_apart(wanted, height), lines, strict=True):
         name = line.get_label()
         axes.annotate(
             name,
