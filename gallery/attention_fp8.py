@@ -1041,8 +1041,8 @@ lab.read(
 #    error. An error in q or k moves a score, and the exponential turns that into a factor of the
 #    weight.
 #
-# If scores of 20 are wrong by two hundredths of themselves, the weights are wrong by half. So we let
-# the scores grow.
+# If scores of 20 are wrong by two hundredths of themselves, the weights are wrong by half. So we
+# let the scores grow.
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []

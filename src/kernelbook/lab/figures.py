@@ -192,7 +192,8 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
                         axes.text(1, place, "absent", va="center", fontsize=10, color=MUTED)
                         continue
                     value = 100 * sweep.share(rung, **where, **{by: group})
-                    axes.barh(place, value, color=colour(rung), height=0.72)
+                    ink = colour(rung if rung == "Kernel Book" else sweep.limit)
+                    axes.barh(place, value, color=ink, height=0.72)
                     beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
                     axes.text(beside_it, place, f"{value:.0f}", va="center", fontsize=10)
                 axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
