@@ -1102,8 +1102,8 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 # --------
 #
 # The table of scores need not exist, because a maximum, a sum and a weighted sum per query hold all
-# that later tiles must know. A causal mask decides by tiles: most need no mask, half need no work.
-# :doc:`/chapters/attention_fast` brings this kernel to the speed of the libraries.
+# that later tiles must know. A causal mask decides by tiles: most that are computed need no mask,
+# and nearly half are never computed. :doc:`/chapters/attention_fast` makes this kernel fast.
 #
 # Exercises
 # ---------
