@@ -12,9 +12,6 @@ You will learn
 - which tiles a causal mask leaves whole, which it cuts, and which the kernel never computes;
 - what the tiles gain over standard attention in memory and in speed, and how the usual mistakes
   look when they run.
-
-The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
-speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -203,8 +200,13 @@ lab.read(
 # A query needs all keys and all values, but not all at the same time, because a softmax can be
 # computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
 # keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
-# keys and values one tile at a time. Each iteration computes a small tile of scores, uses it, and
-# discards it.
+# keys and values one tile at a time.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Each iteration computes a small tile of scores, uses it, and discards it: the table never
+#    exists.
 #
 # .. image:: /figures/attention-memory.svg
 #    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
@@ -1096,6 +1098,13 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 # because they replace the maximum by 0 while it is :math:`-\infty`.
 
 # %%
+# In short
+# --------
+#
+# The table of scores need not exist, because a maximum, a sum and a weighted sum per query hold all
+# that later tiles must know. A causal mask decides by tiles: most that are computed need no mask,
+# and nearly half are never computed. :doc:`/chapters/attention_fast` makes this kernel fast.
+#
 # Exercises
 # ---------
 #

@@ -14,9 +14,7 @@ You will learn
 - what it costs to quantise q, k and v, and from which length FP8 pays for that.
 
 The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
-run in Triton's :term:`interpreter`, and its speeds are those of a recorded run. It builds on
-:doc:`/chapters/attention_forward`, which explains online softmax in attention and the stages, and
-:doc:`/chapters/attention_fast`, which explains tensor descriptors and the loop.
+run in Triton's :term:`interpreter`, and its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -1036,10 +1034,15 @@ lab.read(
 # %%
 # One descale per head hardly matters here, because the heads are equal in size.
 #
-# **Why V and not the others?** An error in V is averaged, because the result is a mean of many
-# values, each with its own error. An error in q or k moves a score, and the exponential turns that
-# into a factor of the weight: if scores of 20 are wrong by two hundredths of themselves, the
-# weights are wrong by half. So we let the scores grow.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    An error in V is averaged, because the result is a mean of many values, each with its own
+#    error. An error in q or k moves a score, and the exponential turns that into a factor of the
+#    weight.
+#
+# If scores of 20 are wrong by two hundredths of themselves, the weights are wrong by half. So we
+# let the scores grow.
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -1595,6 +1598,13 @@ with (
 lab.table([{"what the package says": line} for line in lines], "Compute capability 8.0")
 
 # %%
+# In short
+# --------
+#
+# Eight bits pay in long sequences, and most safely in V alone. They need one descale per head, a
+# transposed V, weights shifted to the middle of the format, and accumulators that are emptied after
+# every tile.
+#
 # Exercises
 # ---------
 #

@@ -117,9 +117,14 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # start in the middle of the sequence.
 #
 # A :term:`counter-based generator` has no state. It is a function that maps a seed and a counter to
-# random bits, and it maps the same pair to the same bits every time. If the counter is derived from
-# the element's own index, any thread can compute the random number of any element at any time. The
-# backward pass computes the same numbers again, so there is nothing to store.
+# random bits, and it maps the same pair to the same bits every time.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    If the counter is the element's own index, any thread can compute the random number of any
+#    element at any time. The backward pass computes the same numbers again, so there is nothing to
+#    store.
 #
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
@@ -151,8 +156,13 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # **Backward.** Each output depends on one input, through a factor that is either
 # :math:`1 / (1 - p)` or zero. By the chain rule, the gradient is multiplied by the same factor:
-# :math:`dx_i = dy_i / (1 - p)` if :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise. This is
-# dropout again, with ``dy`` in place of ``x``, so one kernel serves both passes.
+# :math:`dx_i = dy_i / (1 - p)` if :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The gradient is dropout again, with ``dy`` in place of ``x``, so one kernel serves both
+#    passes.
 #
 # **Philox.** How can a function of a counter look random? Philox mixes the counter's bits over and
 # over, in *rounds*. It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`,
@@ -953,6 +963,15 @@ lab.table(
 )
 
 # %%
+# In short
+# --------
+#
+# A mask that is a function of seed and index need not be stored, because any thread can compute any
+# part of it again. One call of Philox serves four elements, which makes the random numbers cheap
+# enough that memory stays the limit. The seed has to be drawn anew for every call, and by the
+# generator that checkpointing restores. :doc:`/chapters/softmax` is next, where the elements of a
+# row depend on each other.
+#
 # Exercises
 # ---------
 #

@@ -53,8 +53,13 @@ def simple_weighted_sum(x, w):
 # product as large as ``x``, and the sum reads that product again. With 16-bit numbers that makes
 # 6 bytes per element, all of which go through :term:`HBM`, the main memory of the GPU. Only the
 # 2 bytes that are read of ``x`` are necessary, because the weights and the sums are small beside
-# it. A kernel that multiplies and adds while the numbers are on the chip moves a third of the
-# bytes.
+# it.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A kernel that multiplies and adds while the numbers are on the chip moves a third of the
+#    bytes.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -400,10 +405,15 @@ lab.read(
 )
 
 # %%
-# No run reports an error. The rule is simple: within one launch, what one program writes no other
-# program may read or write, unless both use :term:`atomic` operations, which no other access can
-# interrupt. Write to another tensor instead, or launch a second kernel, which begins when the first
-# has ended.
+# No run reports an error.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Within one launch, what one program writes no other program may read or write, unless both use
+#    :term:`atomic` operations, which no other access can interrupt.
+#
+# Write to another tensor instead, or launch a second kernel, which begins when the first has ended.
 #
 # The next section needs a sum over rows that belong to different programs. If each program loads
 # the sum so far, adds its own rows and stores the result, two programs may load the same value, and
@@ -1167,12 +1177,13 @@ for dtype in (tl.float16, tl.float32):
     print(f"10,000 ones in {dtype}: {y.item():,.0f}")
 
 # %%
-# What you can do now
-# -------------------
+# In short
+# --------
 #
-# You can write a kernel that sums across programs without a race, add its backward pass, and check
-# both against float64. The next chapter, :doc:`measuring`, shows how to time a kernel, because a
-# clock easily misleads.
+# A program finds its block from its own number, and a mask keeps it from what lies past the end.
+# Sums that cross programs go through partial sums, because one program must not write what another
+# reads. You can now write such a kernel, add its backward pass, and check both against float64. The
+# next chapter, :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
 #
 # Puzzles
 # -------

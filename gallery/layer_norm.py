@@ -10,9 +10,6 @@ You will learn
 - how a kernel goes through a row three times and reads it from memory only once;
 - which mistakes make a variance wrong without an error, and how to keep its digits;
 - how long rows fit on the chip: packed in pairs, or shared by several programs.
-
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -68,8 +65,13 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # --------
 #
 # The formulas go through a row three times: for the mean, for the variance and for the output. A
-# kernel that loops over blocks of the row loads it again each time. A kernel that keeps the whole
-# row on the chip loads it once, because going through it again costs no traffic.
+# kernel that loops over blocks of the row loads it again each time.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A kernel that keeps the whole row on the chip loads it once, because going through it again
+#    costs no traffic.
 #
 # .. image:: /figures/layer-norm-passes.svg
 #    :alt: Three ways to compute layer norm. PyTorch, operation by operation, reads a row 7 times
@@ -551,22 +553,14 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
+
 # Reading
-PEERS = ("PyTorch", "torch.compile", "Liger", "quack")
-
-
-def best_peer(sweep, **where):
-    found = {name: sweep.share(name, **where) for name in PEERS}
-    found = {name: value for name, value in found.items() if value == value}
-    return max(found.items(), key=lambda item: item[1], default=("none", nan))
-
-
 def summary(sweep):
     for dtype in ("bfloat16", "float32"):
         ours = [sweep.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
         worst = min(ours)
         at = COLUMNS[ours.index(worst)]
-        name, peer = best_peer(sweep, dtype=dtype, columns=at)
+        name, peer = sweep.best_peer(dtype=dtype, columns=at)
         yield (
             f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a "
             f"copy. It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
@@ -579,7 +573,7 @@ def faster_peers(sweep):
     for dtype in ("bfloat16", "float32"):
         for n in COLUMNS:
             ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
-            name, peer = best_peer(sweep, dtype=dtype, columns=n)
+            name, peer = sweep.best_peer(dtype=dtype, columns=n)
             if peer > 1.01 * ours:
                 found.append(
                     f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against "
@@ -796,6 +790,14 @@ lab.table(
 )
 
 # %%
+# In short
+# --------
+#
+# A row that stays on chip can be gone through three times for the price of one read. The variance
+# keeps its digits because the mean comes first and the padding is left out of the deviations.
+# Longer rows stay on chip packed in pairs, or shared by several programs. The gradients, in
+# :doc:`/chapters/layer_norm_backward`, sum across rows as well.
+#
 # Exercises
 # ---------
 #

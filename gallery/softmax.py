@@ -12,9 +12,6 @@ You will learn
   to block so that they can;
 - how two partial results are merged in any order, which is what makes softmax parallel;
 - what each further read of a row costs, and how to keep even a very wide row on chip.
-
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -118,9 +115,15 @@ lab.table(
 # --------
 #
 # The loop must carry two numbers from block to block: the maximum so far and the sum so far. The
-# terms of the sum were computed relative to the old maximum. When a larger element arrives, all of
-# them are too large, but all by the same factor, so one multiplication repairs the sum. The method
-# is called :term:`online softmax`.
+# terms of the sum were computed relative to the old maximum.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    When a larger element arrives, all terms of the old sum are too large, but all by the same
+#    factor, so one multiplication repairs the sum.
+#
+# The method is called :term:`online softmax`.
 #
 # The mathematics
 # ---------------
@@ -163,8 +166,13 @@ lab.table(
 #    d &= d_a\, e^{m_a - m} + d_b\, e^{m_b - m}
 #    \end{aligned}
 #
-# The pair of a union does not depend on how the union was cut, so the merge is *associative*: any
-# grouping gives the same result. The recurrence is the special case in which one piece is a single
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The pair of a union does not depend on how the union was cut, so the merge is *associative*:
+#    any grouping gives the same result.
+#
+# The recurrence is the special case in which one piece is a single
 # element, with the pair :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
 #
 # .. image:: /figures/softmax-merge.svg
@@ -739,21 +747,12 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 # %%
 
 # Reading
-PEERS = ("PyTorch", "torch.compile", "Liger", "quack")
-
-
-def best_peer(sweep, **where):
-    found = {name: sweep.share(name, **where) for name in PEERS}
-    found = {name: value for name, value in found.items() if value == value}
-    return max(found.items(), key=lambda item: item[1], default=("none", float("nan")))
-
-
 sentences = []
 for dtype in ("bfloat16", "float32"):
     ours = [forward.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
     worst = min(ours)
     at = COLUMNS[ours.index(worst)]
-    name, peer = best_peer(forward, dtype=dtype, columns=at)
+    name, peer = forward.best_peer(dtype=dtype, columns=at)
     if max(ours) - worst < 0.02:
         sentences.append(
             f"In {dtype} all widths lie at {100 * worst:.0f} to {100 * max(ours):.0f} %."
@@ -1046,6 +1045,14 @@ lab.check(
 )
 
 # %%
+# In short
+# --------
+#
+# Softmax need not read a row three times: a pair of maximum and sum, corrected by one factor,
+# carries all that is known of the blocks before. A row that stays on chip is read once, and packing
+# and the :term:`exchange` stretch how long such a row may be. The same pair, with a weighted sum
+# beside it, is what :doc:`/chapters/attention_forward` is built on.
+#
 # Exercises
 # ---------
 #

@@ -31,6 +31,9 @@ FOLDED = {
 ONLY_OUTPUT = "# Folded: "
 """A cell that begins so, and a label, folds what it shows, and shows no code of its own."""
 
+KEPT = ("# Reading", "# Closing", "# Whole", ONLY_OUTPUT)
+"""What a cell begins with that keeps a fold of its own."""
+
 BOOKKEEPING = {
     r"\blab\.start\(": "What this page imports",
     r"\blab\.check\(": "How this was checked",
@@ -493,6 +496,24 @@ def within(node, title):
     return False
 
 
+def join_folds(doctree):
+    """Join a cell that folds and shows nothing to the next that folds: one result, one fold."""
+    found = list(cells(doctree))
+    for (code, outputs), (after, _) in zip(found, found[1:], strict=False):
+        source = re.sub(r"^# (Measuring|Drawing)\n", "", after.astext().strip())
+        if outputs or not fold_label(code) or not fold_label(after) or source.startswith(KEPT):
+            continue
+        siblings = code.parent.children
+        if after.parent is code.parent and all(
+            isinstance(node, nodes.comment)
+            for node in siblings[siblings.index(code) + 1 : siblings.index(after)]
+        ):
+            after.rawsource = f"{code.astext().strip()}\n\n\n{source}"
+            after.clear()
+            after += nodes.Text(after.rawsource)
+            code.parent.remove(code)
+
+
 def fold(doctree):
     """Fold solutions whole, and the code (only) of cells that keep the books.
 
@@ -512,7 +533,8 @@ def fold(doctree):
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
         elif label := fold_label(code):
-            opening = f'<details class="kb-code"><summary>{label}</summary>'
+            kind = "kb-code kb-wrote" if first == "# Reading" else "kb-code"
+            opening = f'<details class="{kind}"><summary>{label}</summary>'
             parent = code.parent
             if first.startswith(ONLY_OUTPUT):
                 wrap(code, last, opening, "</details>")
@@ -538,19 +560,56 @@ def download_bar(stem, name):
     return html(f'<nav class="kb-downloads" aria-label="{name}">{links}{how}</nav>')
 
 
-def add_downloads(app, doctree, stem):
-    """Put the download bar under the title, and again at the end of the page.
+def add_opening(app, doctree, stem):
+    """Open a chapter with its question, its bars and what the reader will learn.
 
-    The first says with what the chapter was tested.
+    What follows in small type is how to run it: the downloads, with what it was tested, where this
+    page ran, and its imports.
     """
     from support import tested_with  # which needs this module
 
     section = next(doctree.findall(nodes.section))
-    below_title = section.first_child_matching_class(nodes.title) + 1
+    lead = section.first_child_matching_class(nodes.paragraph)
+    section[lead]["classes"].append("kb-lead")
+    if (bars := opening_bars(stem)) is not None:
+        section.insert(lead + 1, bars)
+    learn = section.first_child_matching_class(nodes.bullet_list)
+    if learn is not None:
+        wrap(section[learn - 1], section[learn], '<div class="kb-learn">', "</div>")
     yours = '<a href="../hardware.html#what-runs-on-your-gpu">And yours?</a>'
     tested = html(f'<p class="kb-tested">{escape(tested_with(app, stem))} {yours}</p>')
-    section.insert(below_title, [download_bar(stem, "Downloads"), tested])
+    first = section.first_child_matching_class(nodes.comment)  # of the first cell
+    last = section.first_child_matching_class(nodes.section) or len(section)
+    start = learn + 3 if learn is not None else first
+    if first is None or not start <= first < last:
+        start = last = last if first is None else first
+    section.insert(last, html("</div>"))
+    section.insert(start, html('<div class="kb-setup">'))
+    section.insert(start + 1, [download_bar(stem, "Downloads"), tested])
     section.append(download_bar(stem, "Downloads, at the end"))
+
+
+def opening_bars(stem):
+    """The bars of a chapter's card, in the page's own type; None where nothing was recorded."""
+    from recorded import bars_of, pictured_input, primary  # which needs this module
+
+    record = next((found for found in primary() if found["chapter"] == stem), None)
+    if record is None or stem not in CHAPTERS:
+        return None
+    bars, limit = bars_of(record)
+    scale = max(100, *(percent for _, percent in bars))
+    rows = "".join(
+        f'<li><span>{escape(label)}</span> <i style="--share:{percent / scale:.3f}"></i>'
+        f"<b>{percent}</b></li>"
+        for label, percent in bars
+    )
+    gpu = escape(record["provenance"]["gpu"])
+    shown = escape(pictured_input(record))
+    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. 100 is the speed of {limit}."
+    style = f' style="--limit:{100 / scale:.3f}"'
+    return html(
+        f'<figure class="kb-bars"{style}><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def warn_if_out_of_date(doctree, docname):
@@ -572,16 +631,26 @@ def on_doctree_read(app, doctree):
         warn_if_out_of_date(doctree, app.env.docname)
         tidy(doctree)
         note_amount(app.env, doctree)
+        join_folds(doctree)
         fold(doctree)
         stem = Path(app.env.docname).name
-        add_downloads(app, doctree, stem)
+        add_opening(app, doctree, stem)
         if stem in CHAPTERS:
             add_path(app.env, doctree, stem)
+
+
+def add_questions(app, pagename, templatename, context, doctree):
+    """Tell the links to the pages before and after which question a chapter there answers."""
+    relations = app.env.collect_relations().get(pagename, [None, None, None])
+    for name, page in zip(("question_before", "question_after"), relations[1:], strict=True):
+        facts = CHAPTERS.get(Path(page or "").name) if is_chapter(page or "") else None
+        context[name] = facts.question if facts else ""
 
 
 def setup(app):
     app.add_role("facts", FactsRole())
     app.connect("env-before-read-docs", chapters_first)
+    app.connect("html-page-context", add_questions)
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.

@@ -1,5 +1,6 @@
-"""What the built site carries beside its pages: downloads, recorded results, MathJax."""
+"""What the built site carries beside its pages: downloads, recorded results, MathJax, type."""
 
+import base64
 import importlib.util
 import shutil
 import subprocess
@@ -113,9 +114,25 @@ def copy_mathjax(app):
             shutil.copy(source / part, target / part)
 
 
+def set_type(app):
+    """Put the page's sans-serif into every SVG: a picture cannot use the fonts of its page."""
+    font = Path(app.confdir, "docs", "_static", "fonts", "figures.woff2").read_bytes()
+    source = f"data:font/woff2;base64,{base64.b64encode(font).decode()}"
+    style = (
+        f"<style>@font-face{{font-family:kb;font-weight:400 700;src:url({source})}}"
+        "text,text *{font-family:kb,system-ui,sans-serif!important}</style>"
+    )
+    for path in Path(app.outdir, "_images").glob("*.svg"):
+        svg = path.read_text(encoding="utf-8")
+        if "font-family:kb" not in svg:
+            opened = svg.index(">", svg.index("<svg")) + 1
+            path.write_text(svg[:opened] + style + svg[opened:], encoding="utf-8")
+
+
 def on_build_finished(app, exception):
     if exception is None and app.builder.format == "html":
         root = Path(app.confdir)
+        set_type(app)
         copy_mathjax(app)
         copy_results(app, root)
         logger.info("writing downloads")

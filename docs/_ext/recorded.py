@@ -342,6 +342,14 @@ def operator_caption():
     return f"Speed in percent of the limit, {measured_on(primary())}"
 
 
+def count_derived(env):
+    """Lines of mathematics in all chapters."""
+    chapters = (env.metadata[f"chapters/{script.stem}"] for script in chapter_scripts(env.app))
+    return sum(
+        about[part]["lines of mathematics"] for about in chapters for part in ("amount", "folded")
+    )
+
+
 def count_checked(env):
     """Results that were compared with float64 on the primary GPU."""
     return sum(len(rows) for record in primary() for rows in record["checks"].values())
@@ -361,7 +369,7 @@ def count_timed(env):
 class Count(SphinxRole):
     """A number that is counted when the book is built."""
 
-    COUNTS = {"checked": count_checked, "timed": count_timed}
+    COUNTS = {"derived": count_derived, "checked": count_checked, "timed": count_timed}
 
     def run(self):
         self.env.note_reread()
@@ -391,8 +399,8 @@ def pictured_input(record):
     return ", ".join([*size, *filter(None, [point.get("dtype")])])
 
 
-def thumbnail(srcdir, record):
-    """Draw a chapter's bars; return the address of the picture, and what it shows in words."""
+def bars_of(record):
+    """The bars of a chapter: a label and a percentage of the limit for each, and the limit."""
     facts = CHAPTERS[record["chapter"]]
     measured = sweep(record, facts.sweep)
     found = percents([measured], facts.where)
@@ -402,7 +410,12 @@ def thumbnail(srcdir, record):
             f"its sweep {facts.sweep!r} at {facts.where}."
         )
     bars = [(label, found[provider]) for provider, label in facts.bars.items()]
-    limit, shown = LIMITS[measured.limit], pictured_input(record)
+    return bars, LIMITS[measured.limit]
+
+
+def thumbnail(srcdir, record):
+    """Draw a chapter's bars; return the address of the picture, and what it shows in words."""
+    (bars, limit), shown = bars_of(record), pictured_input(record)
     path = Path(srcdir, "chapters", "images", f"{record['chapter']}_card.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw_bars(bars, limit, shown), encoding="utf-8")

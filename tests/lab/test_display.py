@@ -1,5 +1,6 @@
 """What a chapter shows: pieces of kernels, prose, tables and figures."""
 
+import itertools
 import json
 import sys
 
@@ -71,12 +72,29 @@ def test_a_sketch_is_described_and_names_no_gpu():
     assert "GPU" not in figures.to_svg(figure)
 
 
-def test_the_legend_leaves_the_title_alone(replayed):
-    lab.plot(lab.bench("forward", POINTS, None, **SWEEP), "A title that is long enough to be hit")
+def test_each_line_bears_its_name_and_no_two_names_meet(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    lab.plot(sweep, "A title that is long enough to be hit")
     figure = plt.gcf()
     figure.canvas.draw()
-    title = figure._suptitle.get_window_extent()
-    assert not title.overlaps(figure.axes[0].get_legend().get_window_extent())
+    axes = figure.axes[0]
+    names = [text.get_text() for text in axes.texts]
+    assert sorted(names) == sorted({row["provider"] for row in sweep.rows})
+    boxes = [text.get_window_extent() for text in [figure._suptitle, *axes.texts]]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_names_that_would_meet_move_apart_and_the_others_stay():
+    places = figures._apart([0.1, 0.5, 0.51, 0.9], 0.1)
+    assert places == pytest.approx([0.1, 0.455, 0.555, 0.9])
+    places = figures._apart([0.5, 0.5, 0.62], 0.1)  # the pair moves into the third
+    assert places == pytest.approx([0.44, 0.54, 0.64])
+
+
+def test_the_best_peer_is_neither_the_book_nor_the_limit(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    assert sweep.best_peer(elements=1000) == ("ours", 0.5)  # where the peer is absent
+    assert sweep.best_peer(elements=2000) == ("ours", pytest.approx(0.8))
 
 
 def test_providers_keep_their_colour(replayed):

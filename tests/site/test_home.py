@@ -130,7 +130,12 @@ def test_reading_starts_at_the_first_chapter():
 
 def test_the_claims_are_counted():
     counts = re.findall(r'<span class="kb-count">(?:<span[^>]*>)?([\d,]+)<', page_of("index.html"))
-    checked, timed = (int(count.replace(",", "")) for count in counts)
+    derived, checked, timed = (int(count.replace(",", "")) for count in counts)
+    formulas = re.findall(
+        r'(?s)<div class="math[^>]*>(.*?)</div>',
+        "".join(page_of(f"chapters/{s}.html") for s in STEMS),
+    )
+    assert derived == sum(1 + formula.count(r"\\") for formula in formulas)
     assert checked == sum(len(rows) for r in RECORDS.values() for rows in r["checks"].values())
     peers = {"PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN", "torch.compile"}
     peers |= {"Liger", "quack", "FlexAttention", "FlashAttention"}

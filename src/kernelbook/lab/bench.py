@@ -1,6 +1,7 @@
 """Benchmarks: providers timed in turn beside the machine's own limit, or replayed."""
 
 import importlib
+import math
 import re
 import traceback
 from collections.abc import Callable
@@ -161,6 +162,16 @@ class Sweep:
     def share(self, provider: str, **where) -> float:
         """Return the provider's speed as a fraction of the limit's, at one point."""
         return self._one("share", provider, where)
+
+    def best_peer(self, **where) -> tuple[str, float]:
+        """Return the fastest provider beside the book and the limit, with its share, at one point.
+
+        Where none was timed it is "none", with NaN.
+        """
+        others = [name for name in self.providers if name not in (self.limit, "Kernel Book")]
+        found = {name: self.share(name, **where) for name in others}
+        found = {name: share for name, share in found.items() if not math.isnan(share)}
+        return max(found.items(), key=lambda item: item[1], default=("none", math.nan))
 
     def rate(self, provider: str, **where) -> float:
         """Return the provider's speed in the sweep's unit, at one point."""

@@ -165,6 +165,7 @@ def read(text: str) -> Markdown:
         text = f"A paragraph that reads the figure. {absences[-1]}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
+    html = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", html)
     return show(Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text))
 
 

@@ -159,6 +159,7 @@ def plot(
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
             axes.set_ylim(bottom=0)
             axes.set(xlabel=sweep.axis, ylabel=unit)
+            _name_lines(axes)
         alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
         return _finish(axes.figure, sweep, title, alt)
 
@@ -192,7 +193,8 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
                         axes.text(1, place, "absent", va="center", fontsize=10, color=MUTED)
                         continue
                     value = 100 * sweep.share(rung, **where, **{by: group})
-                    axes.barh(place, value, color=colour(rung), height=0.72)
+                    ink = colour(rung if rung == "Kernel Book" else sweep.limit)
+                    axes.barh(place, value, color=ink, height=0.72)
                     beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
                     axes.text(beside_it, place, f"{value:.0f}", va="center", fontsize=10)
                 axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
@@ -233,6 +235,49 @@ def _canvas() -> Iterator[Axes]:
             place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
             columns = 3 if max(map(len, labels)) <= 16 else 2  # or it is wider than the axes
             axes.legend(**place, ncols=columns, fontsize=10, columnspacing=1.2)
+
+
+def _name_lines(axes: Axes) -> None:
+    """Write each line's name at its right end, in its colour; names that would meet move apart."""
+    lines = axes.get_lines()
+    axes.figure.canvas.draw()  # or the axes have no size yet
+    height = 1.4 * 10 / 72 * axes.figure.dpi / axes.bbox.height  # of a name, in axes' heights
+    low, high = axes.get_ylim()
+    lines = sorted(lines, key=lambda line: line.get_ydata()[-1])
+    wanted = [(line.get_ydata()[-1] - low) / (high - low) for line in lines]
+    for place, line in zip(_apart(wanted, height), lines, strict=True):
+        name = line.get_label()
+        axes.annotate(
+            name,
+            (1.02, place),
+            xycoords="axes fraction",
+            color=MUTED if line.get_linestyle() == "--" else line.get_color(),
+            fontsize=10,
+            fontweight="bold" if name == "Kernel Book" else "normal",
+            va="center",
+        )
+        line.set_label("_named")  # and so it has no place in a legend
+
+
+def _apart(wanted: list[float], distance: float) -> list[float]:
+    """Return places as near as can be to the wanted ones, in their order, each so far from the
+    next: neighbours that would meet are centred, as a block, on the mean of what they want."""
+    blocks: list[list[float]] = []
+    for place in wanted:
+        blocks.append([place])
+        while len(blocks) > 1 and _bottom(blocks[-1], distance) < (
+            _bottom(blocks[-2], distance) + len(blocks[-2]) * distance
+        ):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return [
+        _bottom(block, distance) + number * distance
+        for block in blocks
+        for number in range(len(block))
+    ]
+
+
+def _bottom(block: list[float], distance: float) -> float:
+    return sum(block) / len(block) - distance * (len(block) - 1) / 2
 
 
 def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Figure:
