@@ -43,6 +43,9 @@ BOOKKEEPING = {
 }
 """What any other cell folds under that does this and holds no kernel."""
 
+PLAIN = (["n"], ["p"], ["w"])
+"""Pygments' classes of the tokens that have no colour of their own in the book's two styles."""
+
 MISTAKES = "What breaks it"
 """The section whose code is what it is about."""
 PACE = {"words": 130, "lines of code": 15, "lines of mathematics": 2, "figures": 2}
@@ -639,6 +642,18 @@ def on_doctree_read(app, doctree):
             add_path(app.env, doctree, stem)
 
 
+def lighten(app, doctree, docname):
+    """Write names, punctuation and spaces of code without a span each.
+
+    Sphinx-Gallery gives every token a span. These have the colour of the block in both themes, and
+    were a third of the bytes of a chapter. A name within a link keeps its span, because a link has
+    a colour of its own.
+    """
+    for token in list(doctree.findall(nodes.inline)):
+        if token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
+            token.parent.replace(token, nodes.Text(token.astext()))
+
+
 def add_questions(app, pagename, templatename, context, doctree):
     """Tell the links to the pages before and after which question a chapter there answers."""
     relations = app.env.collect_relations().get(pagename, [None, None, None])
@@ -653,5 +668,6 @@ def setup(app):
     app.connect("html-page-context", add_questions)
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
+    app.connect("doctree-resolved", lighten)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
     return {"env_version": 1, "parallel_read_safe": False, "parallel_write_safe": True}

@@ -400,6 +400,12 @@ def test_links_and_images(path):
     assert problems == []
 
 
+@pytest.mark.parametrize("path", CHAPTERS)
+def test_weight(path):
+    """A chapter weighs less than 600 kB without its figures, so that a slow line shows it soon."""
+    assert (SITE / path).stat().st_size < 600_000
+
+
 def test_every_figure_has_a_dark_twin():
     for path in PAGES:
         images = _parsed(path).images
