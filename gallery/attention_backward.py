@@ -232,9 +232,15 @@ lab.read(
 #    &= \sum_c dO_c \sum_j p_j\, V_{jc} = \sum_c dO_c\, O_c
 #    \end{aligned}
 #
-# The inner sum in the second line is the output, which the forward pass has computed. So :math:`D =
-# \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs neither :math:`P` nor
-# :math:`dP`. The kernels call it :term:`delta`.
+# The inner sum in the second line is the output, which the forward pass has computed.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    So :math:`D = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
+#    neither :math:`P` nor :math:`dP`.
+#
+# The kernels call it :term:`delta`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
 # K^\top`. So
@@ -353,9 +359,14 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# Many programs run at once, and the three lines with ``+=`` say what they would share. The gradient
-# of a *query* is a sum over keys; the gradients of a *key* and its value are sums over queries. If
-# each pair of tiles is processed once, programs share at least one of these sums.
+# Many programs run at once, and the three lines with ``+=`` say what they would share.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The gradient of a *query* is a sum over keys; the gradients of a *key* and its value are sums
+#    over queries. If each pair of tiles is processed once, programs share at least one of these
+#    sums.
 #
 # **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
 # keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
@@ -1552,6 +1563,15 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # %%
 # A descriptor cannot have a stride of zero in its last dimension, so ``attention`` copies such a
 # gradient first.
+#
+# In short
+# --------
+#
+# The weights need not be stored, because one number per query brings them back and another, ``delta``,
+# stands for the sum over all keys. Two sweeps then give each sum a program of its own, and the same
+# bits in every run, at the price of seven matmuls instead of five. One sweep saves the two, and here
+# loses, because its program leaves no room for a second one.
+# :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises
 # ---------

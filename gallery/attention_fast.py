@@ -363,8 +363,12 @@ lab.table(
 # per cycle, and 16 exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of
 # a cycle and its exponential a sixteenth, which is half as long; at head_dim 64 both take a
 # sixteenth. A kernel that never did both at once would spend two thirds of its time on matmuls at
-# head_dim 128, and half at head_dim 64, even at the full rate of the tensor cores. So the way up is
-# to do less besides the matmuls, and to do it at the same time.
+# head_dim 128, and half at head_dim 64, even at the full rate of the tensor cores.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The way up is to do less besides the matmuls, and to do it at the same time.
 #
 # **The ladder.** All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries
 # and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the machine code we read how many
@@ -965,8 +969,13 @@ lab.read(
 )
 
 # %%
-# The order of the rungs is ours, and a change may be worth little at one place of the ladder and
-# much at another. So we also take each change back from the finished kernel and leave the others.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The order of the rungs is ours, and a change may be worth little at one place of the ladder and
+#    much at another.
+#
+# So we also take each change back from the finished kernel and leave the others.
 
 
 # Measuring
@@ -1554,6 +1563,15 @@ def widths():
 lab.measure("8 numbers of 16 bits for each thread", widths)
 
 # %%
+# In short
+# --------
+#
+# Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that the
+# copy engine brings, and scores that are ready one iteration ahead give them work meanwhile, and the
+# other changes remove instructions, waits and idle slots. What a change is worth depends on those
+# made before it, so each was also taken back from the finished kernel.
+# :doc:`/chapters/attention_backward` turns to the gradient.
+#
 # Exercises
 # ---------
 #

@@ -118,8 +118,13 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 # A causal mask is the bound :math:`\text{right} = 0` alone. Note that a window of ``left`` keys has
 # ``left + 1`` with the query's own.
 #
-# Both bounds rise with :math:`i`. So for a tile of queries from :math:`i_0` to :math:`i_1` the
-# first and the last query decide which keys *some* query sees, and which keys *all* of them see:
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Both bounds rise with :math:`i`, so the first and the last query of a tile decide which keys
+#    *some* query sees, and which keys *all* of them see.
+#
+# For a tile of queries from :math:`i_0` to :math:`i_1` these are the keys
 #
 # .. math::
 #
@@ -445,7 +450,14 @@ lab.read(
 
 # %%
 
+
 # Reading
+def why(reason):
+    """Why a library was not timed; the notes under the figures have the error itself."""
+    missing = "a library that it needs could not be loaded on the machine of this run"
+    return missing if "ImportError" in reason else reason
+
+
 dense = windows.milliseconds_at("SDPA, mask", left=middle, passes="forward")
 flash = [slowdown("FlashAttention", middle, passes) for passes in PASSES]
 lab.read(
@@ -455,7 +467,7 @@ lab.read(
         f"FlashAttention takes {flash[0]:.2f} times the ideal forward and {flash[1]:.2f} backward "
         "there."
         if all(times == times for times in flash)
-        else f"FlashAttention was not timed: {windows.skipped['FlashAttention']}."
+        else f"FlashAttention was not timed: {why(windows.skipped['FlashAttention'])}."
         if "FlashAttention" in windows.skipped
         else ""
     )
@@ -505,7 +517,7 @@ lab.source(varlen.attention_varlen_fwd_kernel, "place")
 # with the size of its dimension, and knows no other end. So we say that the dimension has
 # :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence the coordinate :math:`E` - length +
 # :math:`i`: the rows that follow the sequence then lie outside. Two more dimensions correct the
-# address.
+# address: one adds the row at which the sequence ends, the other takes :math:`E` rows off again.
 
 # %%
 
@@ -713,9 +725,15 @@ lab.read(
 #    lse &= \log\left(e^{lse_A} + e^{lse_B}\right)
 #    \end{aligned}
 #
-# The factors :math:`e^{lse_A} / (e^{lse_A} + e^{lse_B})` are a softmax over the two lse. So with
-# any number of parts, the merge is an average of their outputs, weighted by the softmax of their
-# lse, and its own lse is the logsumexp of theirs. In PyTorch:
+# The factors :math:`e^{lse_A} / (e^{lse_A} + e^{lse_B})` are a softmax over the two lse.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    With any number of parts, the merge is an average of their outputs, weighted by the softmax of
+#    their lse, and its own lse is the logsumexp of theirs.
+#
+# In PyTorch:
 
 
 def merge(outs, lses):
@@ -1054,7 +1072,11 @@ test = lab.measure("Forward and backward in turn, 16 × 16,384 × 64, causal", c
 # %%
 
 lab.table(
-    [{key: row[key] for key in row if key != "reason"} for row in test.rows],
+    [
+        {key: row[key] for key in row if key != "reason"}
+        | ({"milliseconds": "not loaded"} if "ImportError" in row["reason"] else {})
+        for row in test.rows
+    ],
     "Forward and backward, 16 × 16,384 × 64, causal",
 )
 
@@ -1078,7 +1100,7 @@ lab.read(
     + (f"The formula takes {' and '.join(slower)}. " if slower else "")
     + f"Faster than ours: {', '.join(quicker) or 'none of the versions that ran'}."
     + "".join(
-        f" No time for {row['version']}: {row['reason']}."
+        f" No time for {row['version']}: {why(row['reason'])}."
         for row in test.rows
         if row["reason"]
     )
@@ -1279,6 +1301,15 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 # pass with a loose tolerance.
 
 # %%
+# In short
+# --------
+#
+# A window, a packed batch and a single query need one kernel each time, told which tiles it may
+# leave out or share. Two bounds name the tiles of a window, two offsets those of a sequence, and
+# programs that share the keys of a query are merged by their lse. What stays is what a program does
+# only once, which short programs feel most. :doc:`/chapters/attention_across_gpus` merges parts in
+# the same way, with the keys on several GPUs.
+#
 # Exercises
 # ---------
 #

@@ -58,9 +58,15 @@ def clock(run):
 
 
 # %%
-# This measures the wrong machine. A call of a GPU operator is *asynchronous*: the :term:`host` puts
-# the kernel into a queue, called a :term:`stream`, and returns before the kernel has run, often
-# before it has begun. ``clock`` therefore measures how long the host takes to queue the work.
+# This measures the wrong machine.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A call of a GPU operator is *asynchronous*: the :term:`host` puts the kernel into a queue,
+#    called a :term:`stream`, and returns before the kernel has run, often before it has begun.
+#
+# ``clock`` therefore measures how long the host takes to queue the work.
 #
 # So wait for the GPU. ``torch.cuda.synchronize`` returns when the queue is empty.
 
@@ -762,12 +768,23 @@ lab.read(
     "A and B are one function, so that any difference between them is an error of the method. In "
     f"a fixed order they are up to {max(apart['fixed']):.3g} % apart. An early version of this "
     "book timed its providers in that way, and whichever came after the matmul looked slower than "
-    f"it is. In a random order they are still up to {max(apart['drawn']):.3g} % apart{chance}"
+    "it is. "
+    + (
+        f"In a random order they are up to {max(apart['drawn']):.3g} % apart{chance} A random "
+        "order need not make the difference smaller in a single run. It makes it chance, which "
+        "more turns reduce, whereas they would confirm the error of a fixed order."
+        if max(apart["drawn"]) > max(apart["fixed"])
+        else f"In a random order they are still up to {max(apart['drawn']):.3g} % apart{chance}"
+    )
 )
 
 # %%
-# Such an :term:`A/A test` is the cheapest way to learn what a benchmark can resolve: time the same
-# thing under two names, and believe no smaller difference.
+# Such an :term:`A/A test` is the cheapest way to learn what a benchmark can resolve.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Time the same thing under two names, and believe no smaller difference.
 #
 # The loop of this book puts all of this together: a warm-up, rounds, a new random order in each
 # round, and a flush and a pause before each run, in which the GPU also recovers from the run
@@ -1707,6 +1724,15 @@ lab.read(text)
 # - *Is it fast?* Count bytes and FLOPs and draw the roofline, for one timed copy and one matmul.
 # - *Slow without a reason on paper:* look at registers and spills, for one compilation, and at the
 #   counters of ``ncu``, for the permission to read them.
+#
+# In short
+# --------
+#
+# A clock around a call measures the host. To measure the kernel, give the GPU work before the first
+# event, flush the cache, warm up, take the median of many runs in random order, and find with one
+# kernel under two names what is too small to be believed. A time is good or bad only beside the
+# bytes and FLOPs that it must pay for. :doc:`/chapters/dropout` is timed in this way, as is every
+# chapter after it.
 #
 # Exercises
 # ---------

@@ -706,8 +706,6 @@ lab.read(
 #
 #    FLOPs do not predict the time of an operation that waits for memory; bytes do.
 #
-
-# %%
 # Mixed precision
 # ---------------
 #
