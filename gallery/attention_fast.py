@@ -713,8 +713,9 @@ lab.read(
     told("one iteration ahead")
     + f"The first tile is scored before the loops and the last one weighed after them, so the code "
     f"now has {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions. It "
-    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, although the "
-    f"assembler no longer lacks registers. The next rung finds the reason."
+    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, although hardly "
+    f"any register is lacking ({compiled_to('one iteration ahead', 'spills')} values spill). The "
+    f"next rung finds the reason."
 )
 
 # %%
@@ -1566,10 +1567,10 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # In short
 # --------
 #
-# Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that the
-# copy engine brings, and scores that are ready one iteration ahead give them work meanwhile, and the
-# other changes remove instructions, waits and idle slots. What a change is worth depends on those
-# made before it, so each was also taken back from the finished kernel.
+# Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
+# the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
+# changes remove waits, instructions and idle slots. What a change is worth depends on those made
+# before it, so each was also taken back from the finished kernel.
 # :doc:`/chapters/attention_backward` turns to the gradient.
 #
 # Exercises
