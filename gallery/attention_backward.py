@@ -1568,9 +1568,10 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # --------
 #
 # The weights need not be stored, because one number per query brings them back, and another,
-# ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and the
-# same bits in every run, at the price of seven matmuls instead of five. One sweep saves two matmuls
-# and loses here all the same, probably because its registers leave no room for a second program.
+# ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and
+# the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
+# matmuls and loses here all the same, probably because its registers leave no room for a second
+# program.
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises
