@@ -1222,6 +1222,11 @@ lab.read(
     f"{100 * 5 / 7:.0f} % is possible. At head_dim {first['head_dim']}, {first['mask']}, their "
     f"seven matmuls run at {executed:.0f} TFLOP/s, while {first['fastest library']} reaches "
     f"{first['library']:.0f} for the five that are counted, {meaning}"
+    + (
+        " FlashAttention is absent from this run; the notes under the figures say why."
+        if "FlashAttention" in backward.skipped
+        else ""
+    )
 )
 
 # %%
