@@ -238,9 +238,8 @@ lab.read(
     f"one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
     f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}"
     + (
-        f". Five steps do no better than two, because what is left is chance: steps {late[0][0]} "
-        f"and {late[1][0]} took {late[0][1]:.1f} and {late[1][1]:.1f} ms, which no warm-up "
-        "prevents."
+        f". Five do no better than two, because what is left is chance: steps {late[0][0]} and "
+        f"{late[1][0]} took {max(took for _, took in late):.1f} ms, which no warm-up prevents."
         if again[1] > after_two[1]
         else "."
     )
@@ -344,9 +343,8 @@ lab.read(
         else ". "
     )
     + (
-        f"The host sets the pace of xl under autocast, because its {SIZES['xl'].layers} layers "
-        f"take {xl:.1f} ms and the {SIZES[largest].layers} wider ones of {largest} only "
-        f"{widest:.1f}. "
+        f"Under autocast the host sets the pace of xl: its {SIZES['xl'].layers} layers take "
+        f"{xl:.1f} ms and the {SIZES[largest].layers} wider ones of {largest} only {widest:.1f}. "
         if xl > widest
         else ""
     )
@@ -1799,24 +1797,34 @@ lab.read(
 # %%
 
 # Reading
+from kernelbook.lab import results
+from kernelbook.lab.chapter import HOST
+
 no_longer = all(
     own["busy, ms"] <= theirs["busy, ms"] for theirs, own in map(race.get, of_host)
 )
+record = results.find("attention_backward")
+calls = {passes: own - theirs for passes, own, theirs in record["tables"][HOST]["rows"]}
+per_layer = calls["forward and backward"] / 1e3
+layers = {name: SIZES[name.partition(" ")[0]].layers for name in of_host}
 lab.read(
     (
         f"For {' and '.join(of_host)} the host is the cause, and no kernel. The GPU's kernels run "
         f"no longer with our attention ({in_turn(of_host, lambda row: row['busy, ms'])}). In the "
         "rest of a step the GPU has nothing to run, because the host has not launched the next "
-        f"kernel yet ({in_turn(of_host, waiting)}): a call of our attention runs Python, where "
-        "SDPA's runs C++. Only a faster host or a CUDA graph would help there, and we "
-        "measured neither. "
+        f"kernel yet ({in_turn(of_host, waiting)}). Our attention runs Python on the host, where "
+        f"SDPA runs C++: called alone, forward and backward, it needs {per_layer:.2f} ms more, "
+        "which for "
+        f"{' and '.join(f'{n} layers is {n * per_layer:.0f} ms' for n in layers.values())}. Only a "
+        "faster host or a CUDA graph would help there, and we measured neither. "
         if of_host and no_longer
         else ""
     )
     + "".join(
         f"For {name} the kernels take as long with either "
-        f"({in_turn([name], lambda row: row['busy, ms'])}), and the profile finds the GPU hardly "
-        "longer idle, so we do not know what the timed step loses. "
+        f"({in_turn([name], lambda row: row['busy, ms'])}), and the profile finds the GPU idle for "
+        f"{race[name][1]['idle, ms']:.1f} ms against {race[name][0]['idle, ms']:.1f}. So it does "
+        "not show what the timed step loses, which may be the host's or a lower clock's. "
         for name in unexplained
         if abs(race[name][1]["busy, ms"] / race[name][0]["busy, ms"] - 1) < 0.01
     )
