@@ -65,7 +65,7 @@ def standard_attention(q, k, v, is_causal=False):
 # It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
 # of ``out``) and writes three. With :math:`N` queries and keys in 16 bits this is :math:`10 N^2 d`
 # operations on :math:`16 N d` bytes. Their quotient, the :term:`arithmetic intensity`, is
-# :math:`5 N / 8`. We compare it with what the GPU can execute while it moves one byte.
+# :math:`5 N / 8`.
 
 import triton
 import triton.language as tl
@@ -100,8 +100,7 @@ lab.read(
     f"{at_best.get('GB/s', nan):,.0f} GB/s, which is {at_best.get('FLOPs a byte', nan):.0f} FLOPs "
     f"per byte. The gradient needs {intensity[1024]:.0f} per byte at length 1,024 and "
     f"{intensity[4096]:,.0f} at 4,096. So arithmetic is the limit, and the yardstick of this "
-    f"chapter is a matmul. (The kernels read some tiles many times; programs that need the same "
-    f"tiles run at the same time, so the L2 cache can serve them.)"
+    f"chapter is a matmul. (Tiles that many programs read at the same time can come from L2.)"
 )
 
 # %%
@@ -329,7 +328,7 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 #
 # With ``lse`` and ``delta`` at hand, no formula needs a whole row any more. Each pair of a tile of
 # queries and a tile of keys is processed by itself, and its contributions are added to ``dq``,
-# ``dk`` and ``dv``. This is the whole algorithm. ``_scores`` computes the scaled and masked scores
+# ``dk`` and ``dv``. ``_scores`` computes the scaled and masked scores
 # of a tile, and ``_finite`` keeps a query that sees no key from becoming NaN.
 
 lab.source(tiled.tiled_backward)
@@ -337,7 +336,7 @@ lab.source(tiled.tiled_backward)
 # %%
 # ``key_tiles`` yields the tiles of the forward chapter: those of keys that all queries of the tile
 # see, those that only some of them see, which are masked, and no others. ``gradcheck`` compares the
-# gradient with finite differences. No length is a multiple of both sides of the tiles.
+# gradient with finite differences.
 
 rows = []
 for is_causal in (False, True):
@@ -388,8 +387,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
 # the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
-# in a separate buffer. Which version is faster depends on how fast the GPU adds and how many
-# registers the larger kernel needs, so we build and measure both.
+# in a separate buffer. Which version is faster, we shall measure.
 #
 # The kernels
 # -----------

@@ -965,8 +965,7 @@ lab.read(
     f"{len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone would allow, so L2 "
     f"does serve some of the loads. (The matmul runs at {steps.rate('matmul', mask='full'):.0f} "
     f"TFLOP/s here and at {matmul_speed:.0f} in the section on memory, where it is timed call "
-    f"after call. Here all kernels take turns with a pause before each, so the chip may hold "
-    f"higher clocks.)"
+    f"after call, so the chip may lower its clocks.)"
 )
 
 # %%
@@ -1569,8 +1568,7 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
 # the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
-# changes remove waits, instructions and idle slots. What a change is worth depends on those made
-# before it, so each was also taken back from the finished kernel.
+# changes remove waits, instructions and idle slots.
 # :doc:`/chapters/attention_backward` turns to the gradient.
 #
 # Exercises

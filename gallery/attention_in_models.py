@@ -98,8 +98,7 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 
 # %%
 # The first two compute too much, and the last one has the opposite trouble: nothing is wasted, but
-# 16 programs cannot fill a GPU with more than a hundred :term:`SMs <SM>`. One section for each
-# follows, then a test that a course sets its students.
+# 16 programs cannot fill a GPU with more than a hundred :term:`SMs <SM>`.
 
 # %%
 # Sliding windows
@@ -115,8 +114,7 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 #
 #    i + s - \text{left} \;\le\; j \;\le\; i + s + \text{right}
 #
-# A causal mask is the bound :math:`\text{right} = 0` alone. Note that a window of ``left`` keys has
-# ``left + 1`` with the query's own.
+# A causal mask is the bound :math:`\text{right} = 0` alone.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -153,9 +151,7 @@ lab.source(scope.key_stages)
 
 # %%
 # ``left`` and ``right`` reach the kernel at run time, so a new window compiles nothing. Whether
-# there is a bound at all is known at compile time, so a kernel without one pays nothing for it. The
-# backward pass solves the same inequalities for :math:`i`, which tells for a tile of keys which
-# queries see it.
+# there is a bound at all is known at compile time, so a kernel without one pays nothing for it.
 #
 # **What is outside is never loaded.** The package's kernel can tell us which tiles it loads, if we
 # poison one of them. Zero times NaN is NaN, so a masked value that is NaN still spoils every
@@ -223,9 +219,8 @@ for number, row in enumerate(loaded.tolist()):
 lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
 
 # %%
-# The dots are tiles whose NaN never arrived. The tile map of :doc:`an earlier chapter
-# </chapters/attention_forward>` draws the same for sizes that you choose. It holds for windows on
-# both sides, for lengths that no tile divides, and for queries and keys of different length, too:
+# The dots are tiles whose NaN never arrived. The same holds for windows on both sides, for lengths
+# that no tile divides, and for queries and keys of different length:
 
 # Reading
 cases = (
@@ -774,7 +769,6 @@ lab.source(decoding.attention_decode_kernel, "share")
 # kernel merges the parts, always in the same order, so that the result has the same bits in every
 # run. The kernel stores ``acc``, ``l_i`` and ``m_i`` of a part instead of out and lse, because
 # :math:`m + \log l` has to be rounded, which loses :math:`\log l` if scores are in the millions.
-# The sums of the merge are otherwise those above.
 
 lab.source(decoding.attention_merge_kernel, "add up")
 
@@ -862,8 +856,7 @@ lab.read(
 lab.read(
     f"`attention` chooses the number of parts by itself: at most {decoding.PROGRAMS} programs for "
     f"each SM, no part of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
-    f"{decoding.FEWEST_KEYS:,} keys, where it is done before a second kernel could start. Next "
-    f"come the libraries, over the number of keys."
+    f"{decoding.FEWEST_KEYS:,} keys, where it is done before a second kernel could start."
 )
 
 # %%
@@ -963,22 +956,14 @@ in_front = [
 ]
 lab.read(
     f"With {KEYS:,} keys our kernel reads at {percent(steps, 'Kernel Book', **long)} of the speed "
-    f"of the copy ({percent(by_parts, 'Kernel Book', parts=best)} with the best number of parts "
-    f"above), with 32 query heads on 8 heads of keys at "
+    f"of the copy, with 32 query heads on 8 heads of keys at "
     f"{percent(steps, 'Kernel Book', **grouped)}, and with {KEY_LENGTHS[0]:,} keys at "
     f"{percent(steps, 'Kernel Book', **few)}. "
     + f"We aim at {aims}"
     + (f", **and miss {' and '.join(below)}.** " if below else ", and reach both. ")
     + "Beyond reading at the copy's speed the three take "
     f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, "
-    "probably for the start and the end of two kernels"
-    + (
-        ", which is a larger part of the "
-        f"{1e3 * steps.milliseconds_at('Kernel Book', **grouped):.0f} µs of 32 on 8 than of the "
-        f"{1e3 * steps.milliseconds_at('Kernel Book', **long):.0f} µs of the longest cache."
-        if steps.share("Kernel Book", **grouped) < steps.share("Kernel Book", **long)
-        else "."
-    )
+    "probably for the start and the end of two kernels."
     + (f" Ahead of us: {'; '.join(in_front)}." if in_front else "")
 )
 
@@ -1100,9 +1085,9 @@ lab.read(
     + (f"The formula takes {' and '.join(slower)}. " if slower else "")
     + f"Faster than ours: {', '.join(quicker) or 'none of the versions that ran'}."
     + "".join(
-        f" No time for {row['version']}: {why(row['reason'])}."
+        f" No time for {row['version']}: {row['reason']}."
         for row in test.rows
-        if row["reason"]
+        if row["reason"] and "ImportError" not in row["reason"]
     )
 )
 

@@ -771,8 +771,8 @@ lab.read(
     "it is. "
     + (
         f"In a random order they are up to {max(apart['drawn']):.3g} % apart{chance} A random "
-        "order need not make the difference smaller in a single run. It makes it chance, which "
-        "more turns reduce, whereas they would confirm the error of a fixed order."
+        "order need not make the difference smaller, but it makes it chance, which more turns "
+        "reduce."
         if max(apart["drawn"]) > max(apart["fixed"])
         else f"In a random order they are still up to {max(apart['drawn']):.3g} % apart{chance}"
     )
@@ -929,8 +929,7 @@ lab.read(
     f"{took['a remembered launch']:.1f}. Around the launch, the public function checks its "
     f"arguments and allocates the output: {took['seeded_dropout']:.1f} µs in all, and "
     f"{took['seeded_dropout, with autograd']:.1f} where autograd keeps track. Here the fastest "
-    "turn counts and not the median, because a host is interrupted often and we ask for the price "
-    "of the code, whereas a GPU's spread is part of what a user gets."
+    "turn counts and not the median, because a host is interrupted often."
 )
 
 # %%

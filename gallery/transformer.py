@@ -221,10 +221,9 @@ lab.table(
 # %%
 
 # Reading
-cold, second = (number(first, "forward", step) for step in (1, 2))
+cold = number(first, "forward", 1)
 mean_of_all = ten_after(0, "forward")
 later, after_two, again = (ten_after(warmup, "forward") for warmup in (1, 2, 5))
-usual = statistics.median([row["forward"] for row in first.rows[2:]] or [nan])
 late = sorted(first.rows[5:], key=lambda row: row["forward"])[-2:]
 late.sort(key=lambda row: row["number"])
 late = [(row["number"], row["forward"]) for row in late] or [(nan, nan)] * 2
@@ -232,10 +231,7 @@ lab.read(
     f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
     f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"The second takes {second:.1f} ms, where the median of the later ones is {usual:.1f}, "
-    "probably because AdamW allocates its averages at the end of the first step, so that memory "
-    "then lies elsewhere. With "
-    f"one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
+    f"With one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
     f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}"
     + (
         f". Five do no better than two, because what is left is chance: steps {late[0][0]} and "
@@ -1778,8 +1774,7 @@ def in_turn(names, value_of):
     for name in names:
         theirs, own = map(value_of, race[name])
         found.append(f"{own:.1f} ms against {theirs:.1f}")
-        found[-1] += f" for {name}" if len(names) > 1 else ""
-    return ", ".join(found)
+    return " and ".join(found)
 
 
 slower = [f"{name} ({100 / by_model[name] - 100:.0f} %)" for name in behind]
@@ -1806,7 +1801,8 @@ no_longer = all(
 record = results.find("attention_backward")
 calls = {passes: own - theirs for passes, own, theirs in record["tables"][HOST]["rows"]}
 per_layer = calls["forward and backward"] / 1e3
-layers = {name: SIZES[name.partition(" ")[0]].layers for name in of_host}
+layers = [SIZES[name.partition(" ")[0]].layers for name in of_host]
+of_layers = [f"{n * per_layer:.0f} ms for {n} layers" for n in layers]
 lab.read(
     (
         f"For {' and '.join(of_host)} the host is the cause, and no kernel. The GPU's kernels run "
@@ -1814,9 +1810,8 @@ lab.read(
         "rest of a step the GPU has nothing to run, because the host has not launched the next "
         f"kernel yet ({in_turn(of_host, waiting)}). Our attention runs Python on the host, where "
         f"SDPA runs C++: called alone, forward and backward, it needs {per_layer:.2f} ms more, "
-        "which for "
-        f"{' and '.join(f'{n} layers is {n * per_layer:.0f} ms' for n in layers.values())}. Only a "
-        "faster host or a CUDA graph would help there, and we measured neither. "
+        f"which is {' and '.join(of_layers)}. Only a faster host or a CUDA graph would help "
+        "there, and we measured neither. "
         if of_host and no_longer
         else ""
     )
