@@ -34,9 +34,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernelbook import attention, lab, reference, runtime
-from kernelbook.ops.attention import ring
+from kernelbook.ops import ring
 
-lab.start("attention_across_gpus", "kernelbook.ops.attention", on_ranks=True)
+lab.start("attention_across_gpus", "kernelbook.ops.ring", on_ranks=True)
 ranks = lab.ranks_at_work()
 HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
 # A test rehearses the measurements on the CPU, with lengths and sizes that it can bear.
