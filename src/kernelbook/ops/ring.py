@@ -284,9 +284,10 @@ def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup)
     # A number for what is said travels faster than the words, which are only needed if two differ.
     number = zlib.crc32(repr(said).encode()) - (1 << 32) * ("refused" in said)
     try:
-        numbers = torch.empty(group.size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(numbers, torch.tensor([number]), group=_control(group))
-        if failure is None and (numbers == number).all():
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MIN, _control(group))
+        smallest, largest = extremes[0].item(), -extremes[1].item()
+        if failure is None and smallest == largest:
             return result
         answers: list = [None] * group.size()
         dist.all_gather_object(answers, said, group=_control(group))
