@@ -123,17 +123,17 @@ def keep(kind: str, name: str, value) -> None:
         _running.record[kind][name] = value
 
 
-def checked(name: str, rows: list[dict]) -> dict[str, list[dict]]:
+def checked(name: str, rows: list[dict] | None = None) -> dict[str, list[dict]]:
     """Return the rows of a check by where it ran: on the recorded GPU, if it was not here, first.
 
-    ``rows`` are those of this run.
+    ``rows`` are those of this run, or None where it could not run here.
     """
-    if not runtime.INTERPRETED:
+    if rows is not None and not runtime.INTERPRETED:
         return {f"on {results.provenance()['gpu']}": rows}
     past = _running.past if _running else None
     recorded = past and past["checks"].get(name)
     on_gpu = {f"on {past['provenance']['gpu']}": recorded} if recorded else {}
-    return on_gpu | {"in Triton's interpreter": rows}
+    return on_gpu if rows is None else on_gpu | {"in Triton's interpreter": rows}
 
 
 class Table(Shown):
