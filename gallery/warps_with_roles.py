@@ -17,10 +17,10 @@ You will learn
   and with :term:`cuBLAS`;
 - what a deadlock and a race look like, and how to find out who waits for whom.
 
-The kernels are written in Gluon, the language below Triton's, in which we decide what each warp does
-and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200), because no
-other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this page shows
-a recorded run, and only the models in Python are computed anew.
+The kernels are written in Gluon, the language below Triton's, in which we decide what each warp
+does and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200),
+because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
+page shows a recorded run, and only the models in Python are computed anew.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -210,9 +210,9 @@ def through_shared(kernel, x, **options):
 # it arrives once and announces the bytes that the copy engine will count off. Then the next phase
 # begins by itself, with the counts that ``init`` has set, so that one barrier serves a whole loop.
 #
-# Because phases repeat, a waiter must say which one it means. It has one bit for that, the *parity*:
-# phases are numbered 0, 1, 2, …, and ``wait(parity)`` lets a thread pass when the last phase that
-# has ended has this parity. A model in Python says it exactly:
+# Because phases repeat, a waiter must say which one it means. It has one bit for that, the
+# *parity*: phases are numbered 0, 1, 2, …, and ``wait(parity)`` lets a thread pass when the last
+# phase that has ended has this parity. A model in Python says it exactly:
 
 
 class Barrier:
@@ -349,8 +349,8 @@ assert [row["loader"] for row in rows] == [
 lab.table(rows, "Six tiles, two slots, in the model")
 
 # %%
-# The last two rows are deadlocks: each role waits for the other, and nobody will ever move. Below we
-# provoke both on the GPU.
+# The last two rows are deadlocks: each role waits for the other, and nobody will ever move. Below
+# we provoke both on the GPU.
 #
 # The ring in Gluon
 # -----------------
@@ -406,9 +406,9 @@ def add_tiles(
 
 
 # %%
-# ``warp_specialize`` starts the roles. The first function is the *default partition*: it runs in the
-# warps that the launch has asked for, here four. Each of the others gets warps of its own, here one.
-# When all have ended, the kernel goes on.
+# ``warp_specialize`` starts the roles. The first function is the *default partition*: it runs in
+# the warps that the launch has asked for, here four. Each of the others gets warps of its own, here
+# one. When all have ended, the kernel goes on.
 
 
 @gluon.jit
@@ -428,6 +428,7 @@ def sum_kernel(
             (load_tiles, (x_desc, ring, full, empty, n, log_ptr, STAGES, FIRST)),
         ],
         [1],
+        [24],
     )
 
 
@@ -447,9 +448,9 @@ def add_up(x, log, first=1, mistake=""):
 # A matmul that does not block
 # ----------------------------
 #
-# ``wgmma`` is asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)`` waits
-# until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can compute
-# something else, as attention does with its exponentials.
+# ``wgmma`` is asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)``
+# waits until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can
+# compute something else, as attention does with its exponentials.
 #
 # The accumulators live in registers, in a *layout* that the hardware prescribes. Its second operand
 # always lies in shared memory, and its first may lie in registers. The figure shows which thread of
@@ -495,8 +496,8 @@ lab.sketch(
 )
 
 # %%
-# The kernel multiplies twice: ``c = relu(a b) v``. ``assert_trivial`` makes the compiler fail if the
-# change of layout would move a number to another thread.
+# The kernel multiplies twice: ``c = relu(a b) v``. ``assert_trivial`` makes the compiler fail if
+# the change of layout would move a number to another thread.
 
 
 @gluon.jit
@@ -540,11 +541,11 @@ def chain(a, b, v):
 # The fence between threads and engines
 # -------------------------------------
 #
-# The last kernel calls ``fence_async_shared`` before it stores. Threads and asynchronous units reach
-# shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier does
-# not order one path with the other. What a thread has written may not be visible to the copy engine
-# until the writer executes this fence. In the next kernel one role doubles a tile and another asks
-# the engine to store it.
+# The last kernel calls ``fence_async_shared`` before it stores. Threads and asynchronous units
+# reach shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier
+# does not order one path with the other. What a thread has written may not be visible to the copy
+# engine until the writer executes this fence. In the next kernel one role doubles a tile and
+# another asks the engine to store it.
 
 
 @gluon.jit
@@ -580,12 +581,13 @@ def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
             (copy_role, (x_desc, y_desc, tile, loaded, doubled)),
         ],
         [1],
+        [24],
     )
 
 
 # %%
-# Here is what the compiler makes of the kernels so far, and how many numbers of ``double_kernel`` are
-# wrong with and without our line, in twenty launches of 4,096 programs.
+# Here is what the compiler makes of the kernels so far, and how many numbers of ``double_kernel``
+# are wrong with and without our line, in twenty launches of 4,096 programs.
 
 
 # Measuring
@@ -672,9 +674,9 @@ lab.read(
 #
 # A consumer needs more, because it holds 64 × 256 sums, which are 128 registers per thread, and
 # attention needs a tile of scores beside them. The loader needs hardly any. The instruction
-# ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With ``[240, 24]`` as the last
-# argument of ``warp_specialize``, the workers get 240 and 24, and what is left goes to the default
-# partition.
+# ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With ``[240, 24]`` as the
+# last argument of ``warp_specialize``, the workers get 240 and 24, and what is left goes to the
+# default partition.
 
 given = 3 * 168
 assert given == 2 * 240 + 24  # in threads of a warpgroup: 504 of the SM's 512
@@ -684,12 +686,13 @@ registers_left = given - 240 - 24
 # Taking turns
 # ------------
 #
-# Two consumers that start together do the same things at the same time: both multiply, and then both
-# compute exponentials while the tensor cores are idle. Attention wants them to alternate, which is
-# called *ping-pong*. The tool is a :term:`named barrier`, one of 16 counters of each program:
-# ``bar.sync`` waits until a number of threads has come, and ``bar.arrive`` counts without waiting.
-# Gluon has no function for it, so the package writes the instruction as inline assembly. Consumer
-# 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued arrives at the other's.
+# Two consumers that start together do the same things at the same time: both multiply, and then
+# both compute exponentials while the tensor cores are idle. Attention wants them to alternate,
+# which is called *ping-pong*. The tool is a :term:`named barrier`, one of 16 counters of each
+# program: ``bar.sync`` waits until a number of threads has come, and ``bar.arrive`` counts without
+# waiting. Gluon has no function for it, so the package writes the instruction as inline assembly.
+# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued arrives at the
+# other's.
 
 
 @gluon.jit
@@ -723,7 +726,9 @@ def follows(log_ptr, n, TURNS: gl.constexpr):
 @gluon.jit
 def turns_kernel(log_ptr, n, TURNS: gl.constexpr):
     gl.warp_specialize(
-        [(begins, (log_ptr, n, TURNS)), (follows, (log_ptr, n, TURNS))], [4]
+        [(begins, (log_ptr, n, TURNS)), (follows, (log_ptr, n, TURNS))],
+        [4],
+        [24],
     )
 
 
@@ -811,9 +816,9 @@ lab.read(
 # ``empty`` barriers, because the same warps read and refill. Triton puts barriers of all
 # threads between the two.
 #
-# ``stamp`` stores the SM's clock if we trace, and is nothing otherwise. ``fetch`` announces the bytes
-# of a tile of ``a`` and one of ``b`` and asks for both. ``tile_of`` orders the programs in groups of
-# eight rows of tiles, so that programs that run together share tiles in :term:`L2`.
+# ``stamp`` stores the SM's clock if we trace, and is nothing otherwise. ``fetch`` announces the
+# bytes of a tile of ``a`` and one of ``b`` and asks for both. ``tile_of`` orders the programs in
+# groups of eight rows of tiles, so that programs that run together share tiles in :term:`L2`.
 
 
 # Whole
@@ -908,9 +913,9 @@ def load_role(work, log_ptr, STAGES: gl.constexpr, TRACED: gl.constexpr):
 
 
 # %%
-# A consumer multiplies its 64 rows of the tile of ``a`` with all of the tile of ``b``. It always has
-# one matmul in flight, and releases the slot of the one before. ``empty`` counts two arrivals, one
-# from each consumer.
+# A consumer multiplies its 64 rows of the tile of ``a`` with all of the tile of ``b``. It always
+# has one matmul in flight, and releases the slot of the one before. ``empty`` counts two arrivals,
+# one from each consumer.
 
 
 @gluon.jit
@@ -1080,9 +1085,9 @@ lab.check("The kernels", cases(), here=HOPPER)
 # Who waits for whom
 # ------------------
 #
-# Tracing shows what a loop does with its time. We let one program of a matmul of size 4,096 stamp the
-# clock before and after each wait, for sixteen steps, once in the ring without roles and once with
-# them.
+# Tracing shows what a loop does with its time. We let one program of a matmul of size 4,096 stamp
+# the clock before and after each wait, for sixteen steps, once in the ring without roles and once
+# with them.
 
 
 # Measuring
@@ -1115,7 +1120,7 @@ def in_lanes(rows):
 
 
 def waiting(rows, kernel, lane, skip=4):
-    """The share of its time that a lane waits at a barrier, from step 4 on, and its cycles a step."""
+    """The share of its time that a lane waits at a barrier, and its cycles a step."""
     rows = [r for r in rows if (r["kernel"], r["lane"]) == (kernel, lane)][skip:]
     span = rows[-1]["asked"] - rows[0]["waits"]
     return sum(r["works"] - r["waits"] for r in rows) / span, span / len(rows)
@@ -1181,9 +1186,9 @@ lab.read(
 )
 
 # %%
-# A bar that says "multiplies" begins when a matmul is issued and ends when the wait for matmuls lets
-# the warps go on. With roles this wait is for the matmul *before*, so the tensor cores have the next
-# one in their queue when they finish one.
+# A bar that says "multiplies" begins when a matmul is issued and ends when the wait for matmuls
+# lets the warps go on. With roles this wait is for the matmul *before*, so the tensor cores have
+# the next one in their queue when they finish one.
 #
 # The ladder
 # ----------
@@ -1234,18 +1239,18 @@ lab.read(
 
 # %%
 # A plain matmul is the easiest case for a loop without roles, because it has nothing to do between
-# two matmuls. Attention has: while one consumer computes exponentials, the other can keep the tensor
-# cores busy, and the loader works for both. That is where roles pay most.
+# two matmuls. Attention has: while one consumer computes exponentials, the other can keep the
+# tensor cores busy, and the loader works for both. That is where roles pay most.
 #
 # What breaks it
 # --------------
 #
 # A kernel that waits for something that never comes does not fail; it runs for ever, and takes the
-# GPU with it. So we run each mistake in a process of its own and kill it if its kernel has not ended
-# after two seconds, which frees the GPU. While they run, the roles of ``sum_kernel`` write into
-# memory of the host how far they are, so that we can read where they stopped. Tile ``i`` is full of
-# :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles give
-# 111111.
+# GPU with it. So we run each mistake in a process of its own and kill it if its kernel has not
+# ended after two seconds, which frees the GPU. While they run, the roles of ``sum_kernel`` write
+# into memory of the host how far they are, so that we can read where they stopped. Tile ``i`` is
+# full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles
+# give 111111.
 
 IMPORTS = """
 import json, os, sys, time
@@ -1396,20 +1401,21 @@ lab.read(
 # %%
 # How to find such a mistake in a kernel of your own:
 #
-# - **It hangs.** Let every role write a number before and after each wait, into memory that the host
-#   can read, as above. The first role that waits for what another should have done names the
-#   barrier. Check its ``count`` against the arrivals of one phase, and the parity of the first round.
-# - **It is wrong, and differently each time.** Make each side slow in turn, with a pause: after each
-#   release, before each read. A right kernel stays right however slow a role is.
+# - **It hangs.** Let every role write a number before and after each wait, into memory that the
+#   host can read, as above. The first role that waits for what another should have done names the
+#   barrier. Check its ``count`` against the arrivals of one phase, and the parity of the first
+#   round.
+# - **It is wrong, and differently each time.** Make each side slow in turn, with a pause: after
+#   each release, before each read. A right kernel stays right however slow a role is.
 # - **It is wrong from the second round on.** A wait passes with the parity of an older phase. Test
 #   with at least twice as many tiles as slots, or no parity ever flips back.
 #
 # Exercises
 # ---------
 #
-# **1. Does it hang?** The loader of a ring has ``STAGES`` slots, but the consumer releases a slot one
-# step late: it releases slot ``i - 1`` after it has read tile ``i``, as the consumers of our matmul
-# do. For which numbers of slots does the ring work? Use the model.
+# **1. Does it hang?** The loader of a ring has ``STAGES`` slots, but the consumer releases a slot
+# one step late: it releases slot ``i - 1`` after it has read tile ``i``, as the consumers of our
+# matmul do. For which numbers of slots does the ring work? Use the model.
 
 # %%
 
@@ -1441,8 +1447,8 @@ lab.read(
 )
 
 # %%
-# **2. A third consumer.** Attention at head_dim 64 uses three consumers of 64 queries each. How many
-# registers does a thread start with, and may consumers have 160 and the loader 32?
+# **2. A third consumer.** Attention at head_dim 64 uses three consumers of 64 queries each. How
+# many registers does a thread start with, and may consumers have 160 and the loader 32?
 
 # %%
 
@@ -1450,15 +1456,15 @@ lab.read(
 threads = 4 * 128
 start = 65536 // threads // 8 * 8
 assert start == 128
-assert 3 * 160 + 32 == 4 * start
+assert 4 * start == 3 * 160 + 32
 lab.read(
-    f"16 warps are {threads} threads, so each starts with {start} registers. Three warpgroups of 160 "
-    f"and one of 32 need {3 * 160 + 32} per thread of a warpgroup, which is all of 4 × {start}."
+    f"16 warps are {threads} threads, so each starts with {start} registers. Three warpgroups of "
+    f"160 and one of 32 need {3 * 160 + 32} per thread of a warpgroup, which is all of 4 × {start}."
 )
 
 # %%
-# **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three. Why
-# can it not have four with these tiles, on an SM with 227 KiB of shared memory for a program?
+# **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
+# Why can it not have four with these tiles, on an SM with 227 KiB of shared memory for a program?
 
 
 # %%
@@ -1486,13 +1492,12 @@ lab.measure("The matmul with roles, by slots", depths)
 # ----------
 #
 # - NVIDIA. *Parallel thread execution ISA*: ``mbarrier``, ``cp.async.bulk.tensor``, ``wgmma``,
-#   ``setmaxnreg``, ``bar``, and the chapter on proxies of the memory consistency model.
-# - NVIDIA. *Hopper tuning guide*, and the whitepaper *NVIDIA H100 Tensor Core GPU architecture*.
-# - Triton. *Gluon tutorials*: TMA, wgmma, and warp specialisation.
-# - Bauer, Cook, Khailany. *CudaDMA: optimizing GPU memory bandwidth via warp specialization.* SC
-#   2011. The idea of warps that only load.
-# - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention with
-#   asynchrony and low-precision.* NeurIPS 2024. Roles and ping-pong in attention.
+#   ``setmaxnreg``, ``bar``, and the chapter on proxies of the memory consistency model. - NVIDIA.
+#   *Hopper tuning guide*, and the whitepaper *NVIDIA H100 Tensor Core GPU architecture*. - Triton.
+#   *Gluon tutorials*: TMA, wgmma, and warp specialisation. - Bauer, Cook, Khailany. *CudaDMA:
+#   optimizing GPU memory bandwidth via warp specialization.* SC 2011. The idea of warps that only
+#   load. - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate
+#   attention with asynchrony and low-precision.* NeurIPS 2024. Roles and ping-pong in attention.
 
 # %%
 
