@@ -115,7 +115,7 @@ def drawn_roles(axes):
     rectangle(7.4, 2.6, 2.6, 1.4, "tensor cores", unit)
     for me in range(2):
         rectangle(4.3 + 3 * me, 6, 2.7, 1.4, f"consumer {me}\n4 warps", box)
-    arrow((1.3, 6), (1.3, 4.05), "names a tile", (1.3, 4.9))
+    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.1, 4.9))
     arrow((1.3, 1), (1.3, 2.55), "", (0, 0))
     arrow((2.65, 3.3), (3.95, 3.3), "writes", (3.3, 3.45))
     arrow((6.65, 3.3), (7.35, 3.3), "reads", (7.0, 3.45))
@@ -615,7 +615,7 @@ def emitted():
                 "copies by TMA": ptx.count("cp.async.bulk.tensor"),
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "fences": ptx.count("fence.proxy.async"),
-                "shuffles of the sums": len(re.findall(r"shfl.sync.bfly", ptx)),
+                "shuffles": ptx.count("shfl.sync"),
                 "wrong numbers": wrong,
             }
         )
@@ -645,8 +645,10 @@ def count(kernel, column):
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
-    f"`chain` needs {count('chain', 'shuffles of the sums'):.0f} shuffles between its "
-    f"{count('chain', 'wgmma'):.0f} instructions of wgmma. With our fence `double` has "
+    f"`chain` needs {count('chain', 'shuffles'):.0f} shuffles between its "
+    f"{count('chain', 'wgmma'):.0f} instructions of wgmma; in the kernels with roles a warp learns "
+    "its number from one. "
+    f"With our fence `double` has "
     f"{written:.0f} in its PTX and without it {left_out:.0f}. "
     + (
         "Triton inserts the fence itself where it sees both sides in one kernel, so leaving out "
@@ -757,13 +759,17 @@ alternated = lab.measure("Two consumers, free and in turns", turns)
 
 def overlap(rows, run):
     """The share of consumer 0's work during which consumer 1 works, too."""
-    spans = [
-        [(r["begins, cycles"], r["ends, cycles"]) for r in rows if r["consumer"] == me]
+    of_run = [row for row in rows if row["run"] == run]
+    first, second = (
+        [
+            (r["begins, cycles"], r["ends, cycles"])
+            for r in of_run
+            if r["consumer"] == me
+        ]
         for me in (0, 1)
-        for rows in ([r for r in rows if r["run"] == run],)
-    ]
-    both = sum(max(0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])
-    return both / sum(b - a for a, b in spans[0])
+    )
+    both = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    return both / sum(b - a for a, b in first)
 
 
 # %%
@@ -774,14 +780,14 @@ def drawn_turns(axes, rows):
     lanes = [("free", 0), ("free", 1), ("in turns", 0), ("in turns", 1)]
     for r in rows:
         axes.barh(
-            lanes.index((r["run"], r["consumer"])), r["ends, cycles"] - r["begins, cycles"],
-            left=r["begins, cycles"], height=0.6, edgecolor="#ffffff",
+            lanes.index((r["run"], r["consumer"])),
+            (r["ends, cycles"] - r["begins, cycles"]) / 1000, left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
             color=lab.colour(f"consumer {r['consumer']}"),
         )  # fmt: skip
     axes.set_yticks(range(4), [f"{run}: consumer {me}" for run, me in lanes])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="cycles")
+    axes.set(xlabel="thousand cycles")
 
 
 lab.draw(
@@ -1082,6 +1088,43 @@ def cases():
 lab.check("The kernels", cases(), here=HOPPER)
 
 # %%
+
+
+# Measuring
+def resources():
+    a = torch.randn(1024, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
+    rows = []
+    for name, options in RUNGS.items():
+        [(_, compiled)] = lab.compiled_by(lambda: multiply(a, a, **options))  # noqa: B023
+        asked = re.findall(r"setmaxnreg\S+\s+(\d+)", compiled.asm["ptx"])
+        rows.append(
+            {
+                "rung": name,
+                "registers": compiled.n_regs,
+                "spills": compiled.n_spills,
+                "shared memory, KiB": round(compiled.metadata.shared / 1024, 1),
+                "setmaxnreg": ", ".join(map(str, sorted({int(n) for n in asked})))
+                or "none",
+            }
+        )
+    return rows
+
+
+needed = lab.measure("What the rungs need", resources)
+needed
+
+# %%
+
+# Reading
+registers = {row["rung"]: row["registers"] for row in needed.rows}
+spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
+lab.read(
+    f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread, and "
+    "its instructions ask for the 24 and 240 of the last section, and for other numbers before the "
+    f"roles begin and after they end. {spills:.0f} values spill."
+)
+
+# %%
 # Who waits for whom
 # ------------------
 #
@@ -1148,7 +1191,7 @@ def drawn_trace(axes, rows):
         for label, begin, end in parts:
             shade = "#fff4e5" if label.startswith("waits") else lab.colour(label)
             axes.barh(
-                at, end - begin, left=begin, height=0.66, color=shade,
+                at, (end - begin) / 1000, left=begin / 1000, height=0.66, color=shade,
                 edgecolor="#59636e", linewidth=0.3,
             )  # fmt: skip
     for label in ("waits at a barrier", "multiplies", "loads"):
@@ -1159,7 +1202,7 @@ def drawn_trace(axes, rows):
     axes.set_yticks(range(len(lanes)), [f"{kernel}: {lane}" for kernel, lane in lanes])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="cycles of the SM")
+    axes.set(xlabel="thousand cycles of the SM")
 
 
 lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace)
