@@ -781,7 +781,8 @@ def drawn_turns(axes, rows):
     for r in rows:
         axes.barh(
             lanes.index((r["run"], r["consumer"])),
-            (r["ends, cycles"] - r["begins, cycles"]) / 1000, left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
+            (r["ends, cycles"] - r["begins, cycles"]) / 1000,
+            left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
             color=lab.colour(f"consumer {r['consumer']}"),
         )  # fmt: skip
     axes.set_yticks(range(4), [f"{run}: consumer {me}" for run, me in lanes])
@@ -1119,8 +1120,8 @@ needed
 registers = {row["rung"]: row["registers"] for row in needed.rows}
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
 lab.read(
-    f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread, and "
-    "its instructions ask for the 24 and 240 of the last section, and for other numbers before the "
+    f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread. "
+    "Its instructions ask for the 24 and 240 of the section above, and for others before the "
     f"roles begin and after they end. {spills:.0f} values spill."
 )
 
