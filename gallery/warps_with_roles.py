@@ -36,7 +36,30 @@ from pathlib import Path
 import torch
 from matplotlib.patches import Rectangle
 
-from kernelbook import lab, runtime
+from kernelbook import lab, runtime  # before Triton: it says where kernels run
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
+
+from kernelbook.ops.hopper.parts import (
+    clock,
+    named_barrier,
+    pause,
+    tma_load,
+    tma_store,
+)
 
 HOPPER = not runtime.INTERPRETED and runtime.capability(runtime.DEVICE) == (9, 0)
 REPLAYED = runtime.INTERPRETED or os.environ.get("KERNELBOOK_MODE") == "replay"
@@ -147,25 +170,6 @@ lab.sketch(
 # The copy is *asynchronous*: the thread goes on at once, and needs to be told when the tile is
 # there. This is what a barrier in shared memory is for.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from kernelbook.ops.hopper.parts import (
-    clock,
-    named_barrier,
-    pause,
-    tma_load,
-    tma_store,
-)
-
 
 @gluon.jit
 def copy_kernel(x_desc, y_desc):
@@ -193,12 +197,6 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 def describe(x, *block):
     layout = gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[x.dtype])
     return TensorDescriptor.from_tensor(x, list(block), layout)
-
-
-def through_shared(kernel, x, **options):
-    y = torch.empty_like(x)
-    kernel[(x.shape[0] // 32,)](describe(x, 32, 32), describe(y, 32, 32), **options)
-    return y
 
 
 # %%
@@ -308,6 +306,10 @@ def consumer(full, empty, n, stages, releases=True):
             empty[slot].arrive()
 
 
+# %%
+
+
+# Measuring
 def play(n, stages, first_parity=1, releases=True):
     """Let the roles run as far as they come: what each did last, and None where it ended."""
     full, empty = ([Barrier(1) for _ in range(stages)] for _ in range(2))
@@ -432,15 +434,6 @@ def sum_kernel(
     )
 
 
-def add_up(x, log, first=1, mistake=""):
-    out = torch.zeros(32, 32, device=x.device)
-    sum_kernel[(1,)](
-        describe(x, 32, 32), out, x.shape[0] // 32, log,
-        STAGES=2, FIRST=first, MISTAKE=mistake, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 # %%
 # An arrival must mean that *all* threads of the consumer have read the slot. Gluon's ``arrive``
 # counts once for the whole role, and Triton puts a barrier of the role's own threads before it.
@@ -531,12 +524,6 @@ def chain_kernel(a_desc, b_desc, v_desc, c_desc):
     tma.store_wait(0)
 
 
-def chain(a, b, v):
-    c = torch.empty_like(a)
-    chain_kernel[(1,)](*(describe(x, 64, 64) for x in (a, b, v, c)))
-    return c
-
-
 # %%
 # The fence between threads and engines
 # -------------------------------------
@@ -568,6 +555,10 @@ def copy_role(x_desc, y_desc, tile, loaded, doubled):
     tma.store_wait(0)
 
 
+# %%
+
+
+# Whole
 @gluon.jit
 def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
     tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
@@ -591,6 +582,27 @@ def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
 
 
 # Measuring
+def through_shared(kernel, x, **options):
+    y = torch.empty_like(x)
+    kernel[(x.shape[0] // 32,)](describe(x, 32, 32), describe(y, 32, 32), **options)
+    return y
+
+
+def add_up(x, log, first=1, mistake=""):
+    out = torch.zeros(32, 32, device=x.device)
+    sum_kernel[(1,)](
+        describe(x, 32, 32), out, x.shape[0] // 32, log,
+        STAGES=2, FIRST=first, MISTAKE=mistake, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def chain(a, b, v):
+    c = torch.empty_like(a)
+    chain_kernel[(1,)](*(describe(x, 64, 64) for x in (a, b, v, c)))
+    return c
+
+
 def emitted():
     x = torch.randn(2**17, 32, device=runtime.DEVICE)
     a, b, v = torch.randn(3, 64, 64, device=runtime.DEVICE, dtype=torch.bfloat16)
@@ -711,6 +723,10 @@ def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
         pause(1000)  # stands for the exponentials
 
 
+# %%
+
+
+# Whole
 @gluon.jit
 def begins(log_ptr, n, TURNS: gl.constexpr):
     work_in_turns(log_ptr, n, 0, TURNS)
@@ -859,6 +875,7 @@ def fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, pred):
 # %%
 
 
+# Whole
 @gluon.jit
 def loop_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
@@ -992,11 +1009,8 @@ def roles_kernel(
 # **Triton's** ``tl.dot``, with the same tiles, 8 warps and as many stages, for comparison. Here the
 # compiler makes the ring and the waits, and there are no roles.
 
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
-
+# Whole
 @triton.jit
 def dot_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps,
@@ -1296,6 +1310,19 @@ lab.read(
 # full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles
 # give 111111.
 
+MISTAKES = {
+    "none": (1, ""),
+    "the loader begins with parity 0": (0, ""),
+    "never releases": (1, "never releases"),
+    "releases before it reads": (1, "releases before it reads"),
+    "does not wait for the tile": (1, "does not wait for the tile"),
+    "always waits for parity 0": (1, "always waits for parity 0"),
+}
+
+# %%
+
+
+# Measuring
 IMPORTS = """
 import json, os, sys, time
 import torch
@@ -1320,19 +1347,8 @@ sums = out.unique().tolist() if ended else []
 print(json.dumps({"ended": ended, "log": log.tolist(), "sums": sums}), flush=True)
 os._exit(0)  # without waiting for the kernel
 """
-MISTAKES = {
-    "none": (1, ""),
-    "the loader begins with parity 0": (0, ""),
-    "never releases": (1, "never releases"),
-    "releases before it reads": (1, "releases before it reads"),
-    "does not wait for the tile": (1, "does not wait for the tile"),
-    "always waits for parity 0": (1, "always waits for parity 0"),
-}
-
-# %%
 
 
-# Measuring
 def script():
     """The kernel and what launches it, as a program of its own."""
     parts = (
