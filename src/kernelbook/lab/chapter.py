@@ -59,12 +59,12 @@ def is_live() -> bool:
     return not runtime.INTERPRETED and mode != "replay"
 
 
-def start(name: str, *modules: str) -> Shown:
+def start(name: str, *modules: str, here: bool = True) -> Shown:
     """Open a chapter, and say where it runs and where its numbers come from.
 
     ``modules`` are those whose kernels it measures: ``kernelbook.ops.<name>`` unless given. What
     they import of ``kernelbook.ops`` counts as well, and so do the kernels of the script that
-    calls this.
+    calls this. ``here=False`` says that they cannot run on this machine, not even to be checked.
     """
     global _running
     script = Path(sys._getframe(1).f_code.co_filename).resolve()  # the site sets no __file__
@@ -75,11 +75,13 @@ def start(name: str, *modules: str) -> Shown:
     if _running.live:
         return note(f"This page was run on {describe(results.provenance())}.")
     where = "in Triton's interpreter" if runtime.INTERPRETED else "on the GPU"
+    checks, now = (f"Checks {verb} {where}." for verb in ("were run", "run"))
+    if not here:
+        checks = now = "The kernels of this chapter cannot run here."
     if _running.past is None:
-        return note(f"Checks run {where}. No speed has been recorded yet: that needs a GPU.")
-    text = (
-        f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
-    )
+        return note(f"{now} No speed has been recorded yet: that needs a GPU.")
+    recorded = "Speed was" if here else "Checks and speed were"
+    text = f"{checks} {recorded} recorded on {describe(_running.past['provenance'])}."
     if marked := mark(_running.past):
         return note(f"{marked} {text}", stale=True)
     return note(text)
