@@ -188,9 +188,8 @@ def copy_kernel(x_desc, y_desc):
 
 
 # %%
-# ``tma_load`` and ``tma_store`` are two lines of this book's package, because Triton 3.8 renamed
-# Gluon's functions. The host describes a tensor and launches:
 
+# Measuring
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -286,8 +285,8 @@ lab.sketch(
 #
 # The consumer waits for the parity of the use it is in. The loader waits until the use *before* has
 # ended, which is the other parity: ``((i // STAGES) & 1) ^ 1``. In the first round there was no use
-# before, so the loader asks a new barrier for parity 1 and passes at once. Here are both roles as Python
-# generators, which stop wherever they wait.
+# before, so the loader asks a new barrier for parity 1 and passes at once. Here are both roles as
+# Python generators, which stop wherever they wait.
 
 
 def loader(full, empty, n, stages, first_parity=1):
@@ -837,15 +836,12 @@ lab.read(
 # unfinished while it waits for the next tile, and refills the slot of the one before. There are no
 # ``empty`` barriers, because the same warps read and refill. Triton puts barriers of all
 # threads between the two.
-#
-# ``stamp`` stores the SM's clock if we trace, and is nothing otherwise. ``fetch`` announces the
-# bytes of a tile of ``a`` and one of ``b`` and asks for both. ``tile_of`` orders the programs in
-# groups of eight rows of tiles, so that programs that run together share tiles in :term:`L2`.
 
 
 # Whole
 @gluon.jit
 def stamp(log_ptr, role, step, which, TRACED: gl.constexpr):
+    # store the SM's clock, if this launch is traced
     if TRACED:
         at = log_ptr + (role * TRACED + step) * 4 + which
         gl.store(at, clock(), mask=(gl.program_id(0) == 0) & (step < TRACED))
@@ -853,6 +849,7 @@ def stamp(log_ptr, role, step, which, TRACED: gl.constexpr):
 
 @gluon.jit
 def tile_of(n_m, n_n, GROUP: gl.constexpr):
+    # groups of rows of tiles: programs that run together share tiles in L2
     program = gl.program_id(0)
     first = program // (GROUP * n_n) * GROUP
     height = gl.minimum(n_m - first, GROUP)
@@ -862,6 +859,7 @@ def tile_of(n_m, n_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, pred):
+    # announce the bytes of both tiles of step i, and ask for them
     here = full.index(slot)
     mbarrier.expect(
         here, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=pred
@@ -1250,8 +1248,8 @@ lab.read(
 # The ladder
 # ----------
 #
-# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is ``torch.matmul``,
-# which calls cuBLAS.
+# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is
+# ``torch.matmul``, which calls cuBLAS.
 
 
 # Measuring
@@ -1407,6 +1405,7 @@ def provoked():
         finally:
             for process in processes.values():
                 process.kill()
+    assert found["none"]["sums"] == [111111.0], "the kernel without a mistake is wrong"
     rows = []
     for name, run in found.items():
         sums = run["sums"]
