@@ -39,6 +39,7 @@ c["turns_kernel"][(1,)](log, 6, True, num_warps=4)
 for options in c["RUNGS"].values():
     c["multiply"](a, a, **options)
     c["multiply"](a, a, log=log, **options)
+    c["multiply"](a[:128, :128], a[:128, :256], **options)  # one tile, two steps
 c["dot"](a, a)
 for found in compiled:
     print(found)
