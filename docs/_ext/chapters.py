@@ -208,6 +208,19 @@ CHAPTERS = {
             "all in FP8": "all in 8 bits",
         },
     ),
+    "warps_with_roles": Facts(
+        "What does a kernel gain if some warps only load and the others only multiply, and what "
+        "can go wrong between them?",
+        "advanced",
+        ("attention_fast",),
+        "ladder",
+        {"n": 8192},
+        {
+            "one buffer": "load, wait, multiply",
+            "ring": "loads ahead, no roles",
+            "roles": "a loader, two consumers",
+        },
+    ),
     "attention_across_gpus": Facts(
         "How do several GPUs share one attention, and how much of their speed is left when they "
         "do?",
@@ -483,7 +496,8 @@ def fold_label(code):
         return first.removeprefix(ONLY_OUTPUT)
     if label := FOLDED.get(first):
         return label
-    if "@triton.jit" in source or source.startswith("# Solution:") or within(code, MISTAKES):
+    kernel = re.search(r"@(triton|gluon)\.jit", source)
+    if kernel or source.startswith("# Solution:") or within(code, MISTAKES):
         return None
     return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
 
