@@ -1,0 +1,578 @@
+"""The forward pass for Hopper in Gluon: one warp loads, and groups of four warps compute.
+
+A program computes a tile of 64 queries for each of its consumers. The loader, one warp, keeps a
+ring of tiles of keys and values filled, by the copy engine (TMA). Each consumer is a warpgroup: the
+four warps that issue one asynchronous matmul (wgmma). It issues the scores of the next tile, then
+the weighted sum of the last one, and makes weights of scores while that sum is computed.
+
+Roles talk through barriers in shared memory. ``full`` says that a tile has come, ``empty`` that all
+consumers have read it; use i of a slot of the ring waits for parity i & 1 of ``full``, and the
+loader for the other parity of ``empty``.
+
+Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from packaging.version import Version
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernelbook import runtime
+from kernelbook.ops.attention import scope, tiles, tuned
+from kernelbook.ops.attention.scope import key_stages, seen_keys
+from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST, place
+from kernelbook.ops.launch import Launch, planned
+
+# Triton 3.8 gave the copies of the copy engine other names.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+ROWS = gl.constexpr(64)
+"""Queries of a consumer: the rows of one wgmma."""
+
+FIRST_BARRIER = gl.constexpr(9)
+"""The first of the named barriers by which consumers take turns; Triton uses low ones."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut into tiles and roles."""
+
+    consumers: int
+    """Warpgroups that compute, each 64 queries."""
+    block_n: int
+    """Keys in a tile."""
+    stages: int
+    """Tiles of keys, and as many of values, on their way or in use at a time."""
+    take_turns: bool
+    """Whether one consumer issues matmuls while another makes weights, by named barriers."""
+
+
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""Registers of a thread of a consumer, and of the loader, by the number of consumers. An SM has
+65,536, and a program starts with equal shares for 4 * (consumers + 1) warps."""
+
+CONFIGS = {64: Config(3, 128, 2, True), 128: Config(2, 128, 2, True)}
+"""The configuration for each head_dim."""
+
+
+# -- turns: named barriers, which Gluon has not
+
+
+@gluon.jit
+def _turn_asm(CODE: gl.constexpr):
+    gl.inline_asm_elementwise(
+        CODE, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _barrier_code(verb, of):
+    return f"bar.{verb} {9 + of}, 256; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def wait_for_turn(ME: gl.constexpr):
+    """Wait until it is the turn of this consumer to issue matmuls."""
+    _turn_asm(_barrier_code("sync", ME))
+
+
+@gluon.jit
+def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Let the next consumer issue."""
+    _turn_asm(_barrier_code("arrive", (ME + 1) % CONSUMERS))
+
+
+# -- the loader
+
+
+@gluon.jit
+def load(
+    loading,  # what the kernel gives the loader, see there
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    descs, buffers, barriers, where, start_m, first, end = loading
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    batch, head, _, head_k = where
+    # -- queries: once, for each consumer its own
+    for g in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
+        _load(q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g))
+    # -- keys and values: whenever a slot is free
+    for i in range(end - first):
+        slot = i % STAGES
+        parity = (i // STAGES) & 1
+        start_n = (end - 1 - i) * BLOCK_N
+        mbarrier.wait(k_empty.index(slot), parity ^ 1)
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+        _load(k_desc, [batch, head_k, start_n, 0], k_full.index(slot), k_s.index(slot))
+        mbarrier.wait(v_empty.index(slot), parity ^ 1)
+        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+        _load(v_desc, [batch, head_k, start_n, 0], v_full.index(slot), v_s.index(slot))
+
+
+# -- a consumer
+
+
+@gluon.jit
+def exp2(x):
+    """2 to the power x, where a result below 2^-126 is 0: one instruction instead of four."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def sum_in_thread(p):
+    """Add up what each thread has of each row: (rows, 4), of threads that share a row.
+
+    A sum over all of the row would have to ask the neighbours in each iteration.
+    """
+    p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(p, 3), 1)
+
+
+@gluon.jit
+def weigh(
+    s,  # dot products of queries and keys, (ROWS, BLOCK_N)
+    l,  # sum over keys of p so far, in four parts, (ROWS, 4)
+    m,  # largest score so far, in base 2, (ROWS,)
+    start_n,  # the first key
+    seen,  # (first, end): each query sees keys first <= j < end, (ROWS,)
+    scale_log2,
+    MASKED: gl.constexpr,  # whether some query does not see the last of these keys
+    LEFT: gl.constexpr,  # or the first
+):
+    """Make weights of the scores of a tile: return (p, alpha, l, m)."""
+    layout: gl.constexpr = s.type.layout
+    if MASKED or LEFT:
+        keys = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+        if MASKED:
+            s = gl.where(keys[None, :] < seen[1][:, None], s, -float("inf"))
+        if LEFT:
+            s = gl.where(keys[None, :] >= seen[0][:, None], s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    alpha = exp2(m - m_new)
+    p = exp2(s * scale_log2 - m_new[:, None])
+    part = sum_in_thread(p)
+    of_part: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    l = l * gl.convert_layout(alpha, of_part, assert_trivial=True)[:, None] + part
+    return p, alpha, l, m_new
+
+
+@gluon.jit
+def attend(
+    acc,  # sum over keys of p * v so far, (ROWS, HEAD_DIM)
+    l,  # of weigh
+    m,
+    p,  # weights of the tile before, as an operand
+    q,  # queries, in shared memory
+    buffers,
+    barriers,
+    first,  # tiles, counted from the last: first <= i < end
+    end,
+    n,  # how many tiles there are in all
+    last_n,  # the first key of tile 0
+    seen,  # of weigh
+    scale_log2,
+    MASKED: gl.constexpr,
+    LEFT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    ME: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """Score tiles, add what the tiles before weigh, and make weights: one tile behind."""
+    k_s, v_s = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for i in range(first, end):
+        # -- issue: the scores of this tile, then the sum of the one before
+        slot = i % STAGES
+        if TURNS:
+            wait_for_turn(ME)
+        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        s = warpgroup_mma(q, k_s.index(slot).permute([1, 0]), s, use_acc=False, is_async=True)
+        before = (i - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+        if TURNS:
+            pass_turn(ME, CONSUMERS)
+        # -- weigh: while the sum is computed
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(slot))
+        weights, alpha, l, m = weigh(s, l, m, last_n - i * BLOCK_N, seen, scale_log2, MASKED, LEFT)
+        # -- rescale. Waiting for the next keys here is a branch, across which the assembler does not
+        # move the weights. It would move them behind the wait for the sum, and overlap nothing.
+        following = (i + 1) % STAGES
+        mbarrier.wait(k_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(before))
+        acc = acc * gl.convert_layout(alpha, row, assert_trivial=True)[:, None]
+        p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
+    return acc, l, m, p
+
+
+@gluon.jit
+def consume(
+    computing,  # what the kernel gives a consumer, see there
+    ME: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    ALL_WHOLE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    out_desc, lse_ptr, buffers, barriers, where, start_m, first, end, limits, scale_log2 = computing
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    batch, head, batch_head, _ = where
+    seqlen_q, seqlen_k, left, right = limits
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    dtype: gl.constexpr = out_desc.dtype
+
+    # -- stages: this consumer's own queries say where its tiles need a mask
+    start_m += ME * ROWS
+    queries = start_m + gl.arange(0, ROWS, row)
+    seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+    _, whole, cut, _ = key_stages(
+        start_m, start_m + ROWS - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )  # fmt: skip
+    last = end - 1
+    cut = gl.minimum(cut // BLOCK_N, last)
+    whole = gl.minimum(whole // BLOCK_N, cut)
+    last_n = last * BLOCK_N
+
+    # -- begin: the last tile, which has no tile before it
+    q = q_s.index(ME)
+    m = gl.full([ROWS], LOWEST, gl.float32, row)
+    mbarrier.wait(q_full.index(ME), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    s = warpgroup_mma(q, k_s.index(0).permute([1, 0]), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(0))
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    no_sum = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
+    weights, _, l, m = weigh(s, no_sum, m, last_n, seen, scale_log2, not ALL_WHOLE, HAS_LEFT)
+    p = gl.convert_layout(
+        weights.to(dtype), gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True
+    )
+
+    # -- attend: from the last key to the first, the masked edges apart
+    n = end - first
+    mbarrier.wait(k_full.index(1), 0, pred=n > 1)
+    if TURNS:
+        if ME == CONSUMERS - 1:
+            pass_turn(ME, CONSUMERS)
+    if HAS_RIGHT:
+        acc, l, m, p = attend(
+            acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), 1, end - cut, n,
+            last_n, seen, scale_log2, True, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
+        )  # fmt: skip
+    acc, l, m, p = attend(
+        acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - cut, end - whole,
+        n, last_n, seen, scale_log2, False, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
+    )  # fmt: skip
+    if HAS_LEFT:
+        acc, l, m, p = attend(
+            acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - whole,
+            n, n, last_n, seen, scale_log2, HAS_RIGHT, True, BLOCK_N, STAGES, ME, CONSUMERS,
+            TURNS,
+        )  # fmt: skip
+
+    # -- end: the sum of the first tile
+    before = last - first
+    slot = before % STAGES
+    mbarrier.wait(v_full.index(slot), (before // STAGES) & 1)
+    acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
+    l_i = gl.convert_layout(gl.sum(l, 1), row, assert_trivial=True)
+    l_i = gl.where((l_i == 0) & (seen[1] > 0), float("nan"), l_i)  # see sum_of_weights
+    inverse = 1 / gl.where(l_i == 0, 1.0, l_i)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    # -- write: where the queries were; rows past the end are left out
+    acc = (
+        acc
+        * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout), assert_trivial=True)[:, None]
+    )
+    q.store(acc.to(dtype))
+    fence_async_shared()
+    _store(out_desc, [batch, head, start_m, 0], q)
+    lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
+    gl.store(lse_ptrs, (m + gl.log2(l_i)) * LN2, mask=queries < seqlen_q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["left", "right"])
+def attention_hopper_fwd_kernel(
+    q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), in tiles of ROWS
+    k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM), in tiles of BLOCK_N
+    v_desc,  # values, as the keys
+    out_desc,  # output, as the queries
+    lse_ptr,  # natural logarithm of the sum of exponentials, (batch, heads, seqlen_q), contiguous
+    batch_heads,  # batch * heads
+    heads,
+    group,  # query heads that share a head of keys
+    seqlen_q,
+    seqlen_k,
+    left,  # bounds of what a query sees, where there are any: see scope
+    right,
+    sm_scale,  # the scores are sm_scale * q k^T
+    HEADS_AT_ONCE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    ALL_WHOLE: gl.constexpr,  # whether no tile has to be masked
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+):
+    # -- place: which tile of which head; the last queries see the most keys and come first
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    n_tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
+    batch, head = batch_head // heads, batch_head % heads
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    first, _, _, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
+    first = first // BLOCK_N
+    end = gl.maximum(gl.cdiv(end, BLOCK_N), first + 1)
+
+    # -- shared memory: queries, rings of keys and values, and a barrier for each tile in it
+    dtype: gl.constexpr = q_desc.dtype
+    QUERY_SLOTS: gl.constexpr = CONSUMERS if CONSUMERS != 3 else 4
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for g in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(g), count=1)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(v_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=CONSUMERS)
+        mbarrier.init(v_empty.index(b), count=CONSUMERS)
+
+    # -- roles
+    buffers = (q_s, k_s, v_s)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    where = (batch, head, batch_head, head // group)
+    lengths_and_bounds = (seqlen_q, seqlen_k, left, right)
+    loading = ((q_desc, k_desc, v_desc), buffers, barriers, where, start_m, first, end)
+    computing = (
+        out_desc, lse_ptr, buffers, barriers, where, start_m, first, end, lengths_and_bounds,
+        sm_scale * LOG2E,
+    )  # fmt: skip
+    ME_0: gl.constexpr = 0
+    ME_1: gl.constexpr = 1
+    ME_2: gl.constexpr = 2
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (
+                        computing,
+                        ME_0,
+                        HAS_LEFT,
+                        HAS_RIGHT,
+                        ALL_WHOLE,
+                        HEAD_DIM,
+                        CONSUMERS,
+                        BLOCK_N,
+                        STAGES,
+                        TURNS,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        computing,
+                        ME_1,
+                        HAS_LEFT,
+                        HAS_RIGHT,
+                        ALL_WHOLE,
+                        HEAD_DIM,
+                        CONSUMERS,
+                        BLOCK_N,
+                        STAGES,
+                        TURNS,
+                    ),
+                ),
+                (load, (loading, CONSUMERS, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (
+                        computing,
+                        ME_0,
+                        HAS_LEFT,
+                        HAS_RIGHT,
+                        ALL_WHOLE,
+                        HEAD_DIM,
+                        CONSUMERS,
+                        BLOCK_N,
+                        STAGES,
+                        TURNS,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        computing,
+                        ME_1,
+                        HAS_LEFT,
+                        HAS_RIGHT,
+                        ALL_WHOLE,
+                        HEAD_DIM,
+                        CONSUMERS,
+                        BLOCK_N,
+                        STAGES,
+                        TURNS,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        computing,
+                        ME_2,
+                        HAS_LEFT,
+                        HAS_RIGHT,
+                        ALL_WHOLE,
+                        HEAD_DIM,
+                        CONSUMERS,
+                        BLOCK_N,
+                        STAGES,
+                        TURNS,
+                    ),
+                ),
+                (load, (loading, CONSUMERS, BLOCK_N, STAGES)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+
+
+# -- on the host
+
+
+def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Return why the kernel cannot take these operands, or None where it can."""
+    if runtime.capability(q.device) != (9, 0):
+        return "the kernel is for GPUs of compute capability 9.0 (Hopper)"
+    if Version(triton.__version__) < Version("3.6"):
+        return f"Triton {triton.__version__} is older than 3.6"
+    if q.shape[3] not in CONFIGS:
+        return f"head_dim is {q.shape[3]}, and not 64 or 128"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"the dtype is {q.dtype}, and not float16 or bfloat16"
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.numel() == 0:
+            return f"{name} is empty"
+        if not tiles.fits(x):
+            return f"the address or a stride of {name} is not a multiple of 16 bytes"
+    return None
+
+
+def describe(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe (batch, heads, seqlen, head_dim) so that a tile is ``rows`` rows of one head."""
+    described = object.__new__(TensorDescriptor)
+    described.__dict__ = {**_all_but_the_address(x.dtype, x.shape, x.stride(), rows), "base": x}
+    return described
+
+
+@planned
+def _all_but_the_address(dtype, shape, strides, rows) -> dict[str, object]:
+    unit = tiles.ALIGNMENT.value // dtype.itemsize
+    strides = [s if n > 1 else unit for s, n in zip(strides[:-1], shape, strict=False)]
+    block = [1, 1, rows, shape[3]]
+    kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    at_zero = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(at_zero, list(shape), [*strides, 1], block, layout))
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    sm_scale: float,
+    window: scope.Window | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) for operands that are checked, and that :func:`supported` allows."""
+    # I/O: read q + read k + read v + write out + write lse
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    config = CONFIGS[q.shape[3]]
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    run = _launch(
+        config, q.shape, k.shape, left, right, sm_scale,
+        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
+    )  # fmt: skip
+    rows, keys = ROWS.value, config.block_n
+    run(describe(q, rows), describe(k, keys), describe(v, keys), describe(out, rows), lse)
+    return out, lse
+
+
+@planned
+def _launch(config, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> Launch:
+    batch, heads, seqlen_q, head_dim = q_shape
+    heads_k, seqlen_k = k_shape[1:3]
+    n_tiles = runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
+    return Launch(
+        attention_hopper_fwd_kernel, (batch * heads * n_tiles,),
+        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
+        HEADS_AT_ONCE=heads_at_once,
+        HEAD_DIM=head_dim,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        ALL_WHOLE=scope.all_whole(left, right, seqlen_k, config.block_n),
+        CONSUMERS=config.consumers,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        TURNS=config.take_turns,
+        CONSUMER_REGISTERS=REGISTERS[config.consumers][0],
+        LOADER_REGISTERS=REGISTERS[config.consumers][1],
+        num_warps=4,
+    )  # fmt: skip
