@@ -1,4 +1,4 @@
-"""Attention in Gluon against float64 truth, on Hopper GPUs: at every length where a rule changes."""
+"""Attention in Gluon against float64 truth, on a Hopper GPU, where a rule changes."""
 
 import itertools
 from dataclasses import replace
@@ -49,8 +49,9 @@ def check(q, k, v, mask="full", scale=None):
     out, lse = hopper.attention_forward(q, k, v, is_causal, scale, window)
     true_out, true_lse = reference.attention(q, k, v, is_causal, scale, window)
     theirs = by_pytorch(q, k, v, is_causal, scale, window)
-    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    assert out.is_contiguous()
     for batch, head in itertools.product(*map(range, q.shape[:2])):
         assert_within(out[batch, head], true_out[batch, head], theirs[batch, head])
     if true_lse.abs().max() > 0:

@@ -41,7 +41,7 @@ _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 ROWS = gl.constexpr(64)
 """Queries of a consumer: the rows of one wgmma."""
 
-FIRST_BARRIER = gl.constexpr(9)
+FIRST_BARRIER = 9
 """The first of the named barriers by which consumers take turns; Triton uses low ones."""
 
 
@@ -148,38 +148,70 @@ def sum_in_thread(p):
 
 
 @gluon.jit
+def mask_row_ends(
+    s,  # scores, (rows, keys)
+    first,  # a query does not see the keys before this one of the tile, (rows,)
+    end,  # nor those from this one on, (rows,)
+    MASKED: gl.constexpr,  # whether end says anything
+    LEFT: gl.constexpr,  # whether first does
+):
+    """Make -inf of the scores of keys that a query does not see.
+
+    Of eight keys a thread has two, so that key 8 a + 2 b + c belongs to thread b of the four that
+    share a row. Only b differs between threads: with it on the side of the bounds, the keys are
+    constants of the instructions, and not registers, of which a consumer has none to spare.
+    """
+    parts = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+    of_3: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    of_2: gl.constexpr = gl.SliceLayout(2, of_3)
+    of_row: gl.constexpr = gl.SliceLayout(1, of_2)
+    a = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, of_2))[None, :][:, :, None][:, :, :, None]
+    b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_3)))[None, :][None, :, :]
+    c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, parts.type.layout))))[
+        None, :
+    ][None, :, :][None, :, :, :]
+    key = 8 * a + c
+    b = b[:, :, :, None]
+    if MASKED:
+        end = gl.convert_layout(end, of_row, assert_trivial=True)[:, None][:, :, None][
+            :, :, :, None
+        ]
+        parts = gl.where(key < end - 2 * b, parts, -float("inf"))
+    if LEFT:
+        first = gl.convert_layout(first, of_row, assert_trivial=True)
+        first = first[:, None][:, :, None][:, :, :, None]
+        parts = gl.where(key >= first - 2 * b, parts, -float("inf"))
+    return gl.convert_layout(gl.reshape(parts, s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def weigh(
     s,  # dot products of queries and keys, (ROWS, BLOCK_N)
-    l,  # sum over keys of p so far, in four parts, (ROWS, 4)
-    m,  # largest score so far, in base 2, (ROWS,)
+    l_i,  # sum over keys of p so far, in four parts, (ROWS, 4)
+    m_i,  # largest score so far, in base 2, (ROWS,)
     start_n,  # the first key
     seen,  # (first, end): each query sees keys first <= j < end, (ROWS,)
     scale_log2,
     MASKED: gl.constexpr,  # whether some query does not see the last of these keys
     LEFT: gl.constexpr,  # or the first
 ):
-    """Make weights of the scores of a tile: return (p, alpha, l, m)."""
-    layout: gl.constexpr = s.type.layout
+    """Make weights of the scores of a tile: return (p, alpha, l_i, m_i)."""
     if MASKED or LEFT:
-        keys = start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        if MASKED:
-            s = gl.where(keys[None, :] < seen[1][:, None], s, -float("inf"))
-        if LEFT:
-            s = gl.where(keys[None, :] >= seen[0][:, None], s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    alpha = exp2(m - m_new)
+        s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, MASKED, LEFT)
+    m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
+    alpha = exp2(m_i - m_new)
     p = exp2(s * scale_log2 - m_new[:, None])
     part = sum_in_thread(p)
     of_part: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    l = l * gl.convert_layout(alpha, of_part, assert_trivial=True)[:, None] + part
-    return p, alpha, l, m_new
+    l_i = l_i * gl.convert_layout(alpha, of_part, assert_trivial=True)[:, None] + part
+    return p, alpha, l_i, m_new
 
 
 @gluon.jit
 def attend(
     acc,  # sum over keys of p * v so far, (ROWS, HEAD_DIM)
-    l,  # of weigh
-    m,
+    l_i,  # of weigh
+    m_i,
     p,  # weights of the tile before, as an operand
     q,  # queries, in shared memory
     buffers,
@@ -218,16 +250,18 @@ def attend(
         # -- weigh: while the sum is computed
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(slot))
-        weights, alpha, l, m = weigh(s, l, m, last_n - i * BLOCK_N, seen, scale_log2, MASKED, LEFT)
-        # -- rescale. Waiting for the next keys here is a branch, across which the assembler does not
-        # move the weights. It would move them behind the wait for the sum, and overlap nothing.
+        weights, alpha, l_i, m_i = weigh(
+            s, l_i, m_i, last_n - i * BLOCK_N, seen, scale_log2, MASKED, LEFT
+        )
+        # -- rescale: not before the next keys are there. That wait is a branch, behind which the
+        # assembler moves no weights; it would compute them after the sum, and overlap nothing.
         following = (i + 1) % STAGES
         mbarrier.wait(k_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before))
         acc = acc * gl.convert_layout(alpha, row, assert_trivial=True)[:, None]
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
-    return acc, l, m, p
+    return acc, l_i, m_i, p
 
 
 @gluon.jit
@@ -267,7 +301,7 @@ def consume(
 
     # -- begin: the last tile, which has no tile before it
     q = q_s.index(ME)
-    m = gl.full([ROWS], LOWEST, gl.float32, row)
+    m_i = gl.full([ROWS], LOWEST, gl.float32, row)
     mbarrier.wait(q_full.index(ME), 0)
     mbarrier.wait(k_full.index(0), 0)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
@@ -276,7 +310,7 @@ def consume(
     mbarrier.arrive(k_empty.index(0))
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     no_sum = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
-    weights, _, l, m = weigh(s, no_sum, m, last_n, seen, scale_log2, not ALL_WHOLE, HAS_LEFT)
+    weights, _, l_i, m_i = weigh(s, no_sum, m_i, last_n, seen, scale_log2, not ALL_WHOLE, HAS_LEFT)
     p = gl.convert_layout(
         weights.to(dtype), gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True
     )
@@ -284,21 +318,20 @@ def consume(
     # -- attend: from the last key to the first, the masked edges apart
     n = end - first
     mbarrier.wait(k_full.index(1), 0, pred=n > 1)
-    if TURNS:
-        if ME == CONSUMERS - 1:
-            pass_turn(ME, CONSUMERS)
+    if TURNS and ME == CONSUMERS - 1:
+        pass_turn(ME, CONSUMERS)
     if HAS_RIGHT:
-        acc, l, m, p = attend(
-            acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), 1, end - cut, n,
+        acc, l_i, m_i, p = attend(
+            acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), 1, end - cut, n,
             last_n, seen, scale_log2, True, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
         )  # fmt: skip
-    acc, l, m, p = attend(
-        acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - cut, end - whole,
+    acc, l_i, m_i, p = attend(
+        acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - cut, end - whole,
         n, last_n, seen, scale_log2, False, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
     )  # fmt: skip
     if HAS_LEFT:
-        acc, l, m, p = attend(
-            acc, l, m, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - whole,
+        acc, l_i, m_i, p = attend(
+            acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - whole,
             n, n, last_n, seen, scale_log2, HAS_RIGHT, True, BLOCK_N, STAGES, ME, CONSUMERS,
             TURNS,
         )  # fmt: skip
@@ -308,9 +341,9 @@ def consume(
     slot = before % STAGES
     mbarrier.wait(v_full.index(slot), (before // STAGES) & 1)
     acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
-    l_i = gl.convert_layout(gl.sum(l, 1), row, assert_trivial=True)
-    l_i = gl.where((l_i == 0) & (seen[1] > 0), float("nan"), l_i)  # see sum_of_weights
-    inverse = 1 / gl.where(l_i == 0, 1.0, l_i)
+    total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
+    total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
+    inverse = 1 / gl.where(total == 0, 1.0, total)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     # -- write: where the queries were; rows past the end are left out
@@ -322,7 +355,7 @@ def consume(
     fence_async_shared()
     _store(out_desc, [batch, head, start_m, 0], q)
     lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
-    gl.store(lse_ptrs, (m + gl.log2(l_i)) * LN2, mask=queries < seqlen_q)
+    gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
     tma.store_wait(0)
 
 
