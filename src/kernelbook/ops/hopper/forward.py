@@ -186,18 +186,12 @@ def mask_row_ends(
 
 @gluon.jit
 def weigh(
-    s,  # dot products of queries and keys, (ROWS, BLOCK_N)
+    s,  # dot products of queries and keys, masked, (ROWS, BLOCK_N)
     l_i,  # sum over keys of p so far, in four parts, (ROWS, 4)
     m_i,  # largest score so far, in base 2, (ROWS,)
-    start_n,  # the first key
-    seen,  # (first, end): each query sees keys first <= j < end, (ROWS,)
     scale_log2,
-    MASKED: gl.constexpr,  # whether some query does not see the last of these keys
-    LEFT: gl.constexpr,  # or the first
 ):
     """Make weights of the scores of a tile: return (p, alpha, l_i, m_i)."""
-    if MASKED or LEFT:
-        s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, MASKED, LEFT)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
     alpha = exp2(m_i - m_new)
     p = exp2(s * scale_log2 - m_new[:, None])
@@ -205,63 +199,6 @@ def weigh(
     of_part: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     l_i = l_i * gl.convert_layout(alpha, of_part, assert_trivial=True)[:, None] + part
     return p, alpha, l_i, m_new
-
-
-@gluon.jit
-def attend(
-    acc,  # sum over keys of p * v so far, (ROWS, HEAD_DIM)
-    l_i,  # of weigh
-    m_i,
-    p,  # weights of the tile before, as an operand
-    q,  # queries, in shared memory
-    buffers,
-    barriers,
-    first,  # tiles, counted from the last: first <= i < end
-    end,
-    n,  # how many tiles there are in all
-    last_n,  # the first key of tile 0
-    seen,  # of weigh
-    scale_log2,
-    MASKED: gl.constexpr,
-    LEFT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    ME: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    """Score tiles, add what the tiles before weigh, and make weights: one tile behind."""
-    k_s, v_s = buffers
-    k_full, k_empty, v_full, v_empty = barriers
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    for i in range(first, end):
-        # -- issue: the scores of this tile, then the sum of the one before
-        slot = i % STAGES
-        if TURNS:
-            wait_for_turn(ME)
-        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-        s = warpgroup_mma(q, k_s.index(slot).permute([1, 0]), s, use_acc=False, is_async=True)
-        before = (i - 1) % STAGES
-        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
-        if TURNS:
-            pass_turn(ME, CONSUMERS)
-        # -- weigh: while the sum is computed
-        s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(slot))
-        weights, alpha, l_i, m_i = weigh(
-            s, l_i, m_i, last_n - i * BLOCK_N, seen, scale_log2, MASKED, LEFT
-        )
-        # -- rescale: not before the next keys are there. That wait is a branch, behind which the
-        # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        following = (i + 1) % STAGES
-        mbarrier.wait(k_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before))
-        acc = acc * gl.convert_layout(alpha, row, assert_trivial=True)[:, None]
-        p = gl.convert_layout(weights.to(p.dtype), p.type.layout, assert_trivial=True)
-    return acc, l_i, m_i, p
 
 
 @gluon.jit
@@ -285,6 +222,8 @@ def consume(
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    row_of_acc: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     dtype: gl.constexpr = out_desc.dtype
 
     # -- stages: this consumer's own queries say where its tiles need a mask
@@ -310,31 +249,45 @@ def consume(
     mbarrier.arrive(k_empty.index(0))
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     no_sum = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
-    weights, _, l_i, m_i = weigh(s, no_sum, m_i, last_n, seen, scale_log2, not ALL_WHOLE, HAS_LEFT)
-    p = gl.convert_layout(
-        weights.to(dtype), gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True
-    )
+    if not ALL_WHOLE:
+        s = mask_row_ends(s, seen[0] - last_n, seen[1] - last_n, True, HAS_LEFT)
+    weights, _, l_i, m_i = weigh(s, no_sum, m_i, scale_log2)
+    p = gl.convert_layout(weights.to(dtype), operand, assert_trivial=True)
 
-    # -- attend: from the last key to the first, the masked edges apart
+    # -- attend: from the last key to the first, one tile of weights behind the scores
     n = end - first
     mbarrier.wait(k_full.index(1), 0, pred=n > 1)
     if TURNS and ME == CONSUMERS - 1:
         pass_turn(ME, CONSUMERS)
-    if HAS_RIGHT:
-        acc, l_i, m_i, p = attend(
-            acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), 1, end - cut, n,
-            last_n, seen, scale_log2, True, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
-        )  # fmt: skip
-    acc, l_i, m_i, p = attend(
-        acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - cut, end - whole,
-        n, last_n, seen, scale_log2, False, False, BLOCK_N, STAGES, ME, CONSUMERS, TURNS,
-    )  # fmt: skip
-    if HAS_LEFT:
-        acc, l_i, m_i, p = attend(
-            acc, l_i, m_i, p, q, (k_s, v_s), (k_full, k_empty, v_full, v_empty), end - whole,
-            n, n, last_n, seen, scale_log2, HAS_RIGHT, True, BLOCK_N, STAGES, ME, CONSUMERS,
-            TURNS,
-        )  # fmt: skip
+    for i in range(1, n):
+        # -- issue: the scores of this tile, then the sum of the one before
+        slot, before = i % STAGES, (i - 1) % STAGES
+        if TURNS:
+            wait_for_turn(ME)
+        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        s = warpgroup_mma(q, k_s.index(slot).permute([1, 0]), s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+        if TURNS:
+            pass_turn(ME, CONSUMERS)
+        # -- weigh: while the sum is computed. One loop for all tiles: between loops, Triton would
+        # carry the weights number by number, and take each pair apart in each iteration
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(slot))
+        if HAS_RIGHT or HAS_LEFT:
+            tile = last - i
+            if (tile >= cut) | (tile < whole):
+                start_n = tile * BLOCK_N
+                s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, HAS_RIGHT, HAS_LEFT)
+        weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
+        # -- rescale: not before the next keys are there. That wait is a branch, behind which the
+        # assembler moves no weights; it would compute them after the sum, and overlap nothing.
+        following = (i + 1) % STAGES
+        mbarrier.wait(k_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(before))
+        acc = acc * gl.convert_layout(alpha, row_of_acc, assert_trivial=True)[:, None]
+        p = gl.convert_layout(weights.to(dtype), operand, assert_trivial=True)
 
     # -- end: the sum of the first tile
     before = last - first
