@@ -98,6 +98,25 @@ def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def fetch(
+    desc,
+    ring,  # buffers, (STAGES, BLOCK_N, HEAD_DIM)
+    full,
+    empty,
+    of_head,  # batch, head, and one past the last tile
+    i,  # which tile, counted from the last
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Ask for a tile of keys or values as soon as all consumers have read what is in its slot."""
+    batch, head, end = of_head
+    slot = i % STAGES
+    mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    _load(desc, [batch, head, (end - 1 - i) * BLOCK_N, 0], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
 def load(
     loading,  # what the kernel gives the loader, see there
     CONSUMERS: gl.constexpr,
@@ -113,17 +132,14 @@ def load(
     for g in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
         _load(q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g))
-    # -- keys and values: whenever a slot is free
-    for i in range(end - first):
-        slot = i % STAGES
-        parity = (i // STAGES) & 1
-        start_n = (end - 1 - i) * BLOCK_N
-        mbarrier.wait(k_empty.index(slot), parity ^ 1)
-        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-        _load(k_desc, [batch, head_k, start_n, 0], k_full.index(slot), k_s.index(slot))
-        mbarrier.wait(v_empty.index(slot), parity ^ 1)
-        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-        _load(v_desc, [batch, head_k, start_n, 0], v_full.index(slot), v_s.index(slot))
+    # -- keys and values: in the order in which they are read, keys one tile ahead
+    of_head = (batch, head_k, end)
+    n = end - first
+    fetch(k_desc, k_s, k_full, k_empty, of_head, 0, BLOCK_N, STAGES)
+    for i in range(1, n):
+        fetch(k_desc, k_s, k_full, k_empty, of_head, i, BLOCK_N, STAGES)
+        fetch(v_desc, v_s, v_full, v_empty, of_head, i - 1, BLOCK_N, STAGES)
+    fetch(v_desc, v_s, v_full, v_empty, of_head, n - 1, BLOCK_N, STAGES)
 
 
 # -- a consumer
