@@ -389,9 +389,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     mbarrier.wait(q_full.index(ME), 0)
     mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-    s = warpgroup_mma(
-        q, k_s.index(i % STAGES).permute([1, 0]), s, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(q, k_s.index(i % STAGES).permute([1, 0]), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(i % STAGES))
     if tile == first:
@@ -455,9 +453,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         )
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        mbarrier.wait(
-            k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads
-        )
+        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(slot_before))
         if begins:
@@ -473,9 +469,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
     acc = warpgroup_mma(p, v_s.index(i % STAGES), acc, use_acc=continues, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    write(
-        acc, l_i, m_i, out_desc, lse_ptr, out_buffer, turn, heads_and_limits, ME, constants
-    )
+    write(acc, l_i, m_i, out_desc, lse_ptr, out_buffer, turn, heads_and_limits, ME, constants)
     tma.store_wait(0)
 
 
@@ -631,7 +625,9 @@ def attention_forward(
 
 
 @planned
-def _launch(config, multiprocessors, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> Launch:
+def _launch(
+    config, multiprocessors, q_shape, k_shape, left, right, sm_scale, heads_at_once
+) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     programs = batch * heads * runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
