@@ -401,13 +401,17 @@ def without(name):
 
 
 TAKEN_BACK = {f"without {name}": without(name) for name in list(LADDER)[1:-1]}
+HALVES = {  # the rung "two programs" is two changes; the last rung with one of them taken back
+    "without register limit": {k: v for k, v in so_far.items() if k != "maxnreg"},
+    "without two stages": so_far | {"num_stages": 3},
+}
 
 
 def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     inputs = (*draw(seqlen, batch, heads, head_dim, dtype), mask == "causal")
     timed = {
         name: partial(run, *inputs, **WIDE, **options)
-        for name, options in (RUNGS | TAKEN_BACK).items()
+        for name, options in (RUNGS | TAKEN_BACK | HALVES).items()
     }
     timed["Kernel Book"] = lambda: attention(*inputs[:3], is_causal=inputs[3])
     return {"matmul": lambda: A @ B} | timed
@@ -419,10 +423,10 @@ steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **units)
 
 
 # Measuring
-def made_by_the_compiler():
+def made_by_the_compiler(versions):
     inputs = (*draw(1024, 1, 4, 128, torch.bfloat16), True)
     rows = []
-    for name, options in (RUNGS | TAKEN_BACK).items():
+    for name, options in versions.items():
         launch = partial(run, *inputs, **WIDE, **options)
         ((_, compiled),) = lab.compiled_by(launch)
         words = compiled.asm["sass"].split()
@@ -435,7 +439,9 @@ def made_by_the_compiler():
     return rows
 
 
-compiled_rungs = lab.measure("The rungs as compiled, causal", made_by_the_compiler)
+compiled_rungs = lab.measure(
+    "The rungs as compiled, causal", partial(made_by_the_compiler, RUNGS | TAKEN_BACK)
+)
 made = {row["version"]: row for row in compiled_rungs.rows}
 
 
@@ -522,6 +528,114 @@ lab.read(
     f"the assembler lets no matmul run beside other work. The next rungs deal with both, and only "
     f"then does the second program pay: taken back from the finished kernel, it costs "
     f"{100 * cost:.0f} % with a causal mask."
+)
+
+# %%
+# The folds show what each of this rung's two changes does alone, at both ends of the ladder.
+
+
+# Measuring
+START = RUNGS["in stages"]
+compiled_halves = lab.measure(
+    "Two programs in halves, as compiled, causal",
+    partial(
+        made_by_the_compiler,
+        {
+            "start": START,
+            "start, two stages alone": START | {"num_stages": 2},
+            "start, register limit alone": START | runtime.register_limit(128),
+            "finished": so_far,
+            "finished, two stages alone": HALVES["without register limit"],
+            "finished, register limit alone": HALVES["without two stages"],
+            "finished, neither": TAKEN_BACK["without two programs"],
+        },
+    ),
+)
+half = {row["version"]: row for row in compiled_halves.rows}
+TIMED = {
+    "finished": "heavy first",
+    "finished, two stages alone": "without register limit",
+    "finished, register limit alone": "without two stages",
+    "finished, neither": "without two programs",
+}
+
+
+def in_halves(version, mask):
+    return steps.rate(TIMED[version], mask=mask) if version in TIMED else nan
+
+
+def programs_on_an_sm(row):
+    """How many fit by registers, of 8 warps, and by shared memory, of which 227 KiB are free."""
+    by_registers = 65536 // (8 * 32 * -(-row["registers"] // 8) * 8)
+    return min(by_registers, 227 // (row["shared memory, KiB"] + 1))
+
+
+# %%
+
+# Folded: Two stages and the register limit, one at a time
+lab.table(
+    [
+        {"version": name}
+        | {
+            what: row[what]
+            for what in ("registers", "spills", "shared memory, KiB", "waits for them")
+        }
+        | {"programs on an SM": programs_on_an_sm(row)}
+        | {
+            f"{mask}, TFLOP/s": f"{in_halves(name, mask):.0f}" if name in TIMED else "—"
+            for mask in ("causal", "full")
+        }
+        for name, row in half.items()
+    ],
+    "Two stages and the register limit, one at a time",
+)
+
+# %%
+
+# Folded: What each of the two changes does
+start_half, end_half = (
+    {
+        what: half.get(f"{end}, {what} alone", {})
+        for what in ("two stages", "register limit")
+    }
+    for end in ("start", "finished")
+)
+spills = start_half["register limit"].get("spills", nan)
+free = end_half["two stages"].get("registers", nan)
+room = {
+    end: {what: programs_on_an_sm(row) if row else nan for what, row in found.items()}
+    for end, found in (("start", start_half), ("finished", end_half))
+}
+lost = {
+    what: 1
+    - in_halves(f"finished, {what} alone", "causal") / in_halves("finished", "causal")
+    for what in ("register limit", "two stages")
+}
+
+
+def loss_of(share):
+    if share < -0.01:
+        return f"cost {-100 * share:.0f} % of the speed"
+    return (
+        f"is worth {100 * share:.0f} %" if share > 0.01 else "is worth next to nothing"
+    )
+
+
+lab.read(
+    f"At the start, with two stages alone, a thread has "
+    f"{start_half['two stages'].get('registers', nan)} registers and an SM room for "
+    f"{room['start']['two stages']} program. With the limit alone there are {spills} spills, and "
+    f"three stages leave room for {room['start']['register limit']}. "
+    + (
+        "So a second program needs both. "
+        if max(room["start"].values()) == 1
+        else "So one of the two is enough for a second program. "
+    )
+    + f"Taken back from the finished kernel, the limit {loss_of(lost['two stages'])} with a causal "
+    f"mask, because without it a thread has {free} registers, "
+    + ("no more than with it. " if free <= 128 else "too many for a second program. ")
+    + f"Having two stages and not three, with the limit, {loss_of(lost['register limit'])}, "
+    f"because three leave room for {room['finished']['register limit']} program on an SM."
 )
 
 # %%
@@ -1491,5 +1605,5 @@ reached = [
     for mask in ("full", "causal")
 ]
 lab.finish(
-    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a matrix product at length 16,384"
+    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a matmul at length 16,384"
 )

@@ -1203,5 +1203,5 @@ lab.check(
 # Closing
 reached = [steps.share("in stages", mask=mask) for mask in ("causal", "full")]
 lab.finish(
-    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a matrix product at length 4,096"
+    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a matmul at length 4,096"
 )

@@ -454,7 +454,7 @@ def cases():
     shapes = (
         ((7, 129), (2, 16401))
         if runtime.INTERPRETED
-        else ((7, 129), (64, 4096), (9, 70001))
+        else ((7, 129), (64, 4096), (5, 32768), (9, 70001))
     )
     for algorithm in ("row", "three_pass", "online", "online_2d"):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):

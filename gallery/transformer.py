@@ -356,18 +356,31 @@ lab.read(
 # -------------------
 #
 # The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
-# host. We profile each pass of the size large at a context of 1,024 by itself, after three steps of
-# warm-up, and compare the sum over its kernels with the clock.
+# host. We profile each pass of the size large at a context of 1,024 by itself, three times after
+# three steps of warm-up, take medians, and compare the sum over its kernels with the clock.
 
 
 # Measuring
+REPEATS = 3
+
+
 def profiled(run):
-    """Run something under the profiler; return its averages, by name."""
+    """Run something under the profiler, and return the profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    return profiler.key_averages()
+    return profiler
+
+
+def medians(rows):
+    """One row of the median of each number; words, and what is missing, are those of the first."""
+    return {
+        name: round(statistics.median(row[name] for row in rows), 3)
+        if isinstance(value, int | float)
+        else value
+        for name, value in rows[0].items()
+    }
 
 
 OURS = r"(kernelbook::)?{}(_backward|Backward)?$"
@@ -413,7 +426,7 @@ def short_name(kernel):
 RANGES = ("scores", "mask", "softmax", "values")
 
 
-def profile_row(part, averages):
+def profile_row(averages):
     found, times = kernels(averages), by_group(averages)
     top = max(found, key=lambda kernel: kernel.self_device_time_total)
     often = max(found, key=lambda kernel: kernel.count)
@@ -441,13 +454,16 @@ def profiles():
     rows = []
     for dtype in DTYPES:
         training = new_training("large", CONTEXT, dtype)
-        for _ in range(3):
-            clock = timed_step(training)
-        for part in PASSES:
-            row = profile_row(part, profiled(getattr(training, part)))
-            rows.append(
-                {"dtype": dtype, "pass": part, "clock, ms": round(clock[part], 2)} | row
-            )
+        clocks = [timed_step(training) for _ in range(3 + REPEATS)][3:]
+        found = defaultdict(list)
+        for clock in clocks:
+            for part in PASSES:
+                averages = profiled(getattr(training, part)).key_averages()
+                row = {"clock, ms": round(clock[part], 2)} | profile_row(averages)
+                found[part].append(row)
+        rows += [
+            {"dtype": dtype, "pass": part} | medians(found[part]) for part in PASSES
+        ]
         del training
         freed()
     return rows
@@ -455,7 +471,7 @@ def profiles():
 
 # %%
 
-profile_of = lab.measure("Profiles of large, context 1,024", profiles)
+profile_of = lab.measure("Profiles of large, context 1,024, median of three", profiles)
 
 # %%
 
@@ -1171,26 +1187,68 @@ COMPILED = {
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
-def events(run, *inputs):
-    """Milliseconds that the GPU takes for a run, after a pause in which the host queues it."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run(*inputs)
-    end.record()
-    torch.cuda.synchronize()
+def events(run, prepare):
+    """Milliseconds that the GPU takes for a run, after a pause in which the host queues it.
+
+    Where the pause ends before the host is ready, a run of less than 20 milliseconds is made again
+    after one twice as long, up to 16 milliseconds.
+    """
+    for doublings in range(5):
+        inputs = prepare()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000 * 2**doublings)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(*inputs)
+        end.record()
+        in_time = not start.query()
+        torch.cuda.synchronize()
+        if in_time or start.elapsed_time(end) > 20:
+            break
     return start.elapsed_time(end)
 
 
-def median_ms(run, prepare=lambda: (), budget=40):
-    """The median of as many runs as fit into a budget of milliseconds, but 3 to 20.
+def medians_in_turn(runs, budget=40):
+    """The medians of as many times of each run as fit into a budget of milliseconds, but 3 to 20.
 
-    What ``prepare`` returns is made anew for each run, and its time does not count.
+    ``runs`` maps names to (run, prepare): what ``prepare`` returns is made anew for each run, and
+    its time does not count. They take turns, in an order that is drawn anew in each round. Where
+    the memory does not suffice, there is a word instead of a number.
     """
+    times, counts = {}, {}
+    for name, run in runs.items():
+        first = attempt(partial(second_of_two, *run))
+        if first != OUT_OF_MEMORY:
+            times[name] = [first]
+            counts[name] = max(3, min(20, int(budget / first)))
+    draw, names = numpy.random.default_rng(0), list(times)
+    for done in range(1, max(counts.values(), default=0)):
+        for index in draw.permutation(len(names)):
+            if counts[names[index]] > done:
+                took = attempt(partial(events, *runs[names[index]]))
+                times[names[index]] += [took] if took != OUT_OF_MEMORY else []
+    return dict.fromkeys(runs, OUT_OF_MEMORY) | {
+        name: statistics.median(found) for name, found in times.items()
+    }
+
+
+def second_of_two(run, prepare):
+    """The milliseconds of a run after one in which it may have been compiled."""
     run(*prepare())
-    count = max(3, min(20, int(budget / events(run, *prepare()))))
-    return statistics.median(events(run, *prepare()) for _ in range(count))
+    return events(run, prepare)
+
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def attempt(run):
+    """What a run returns, or that the memory did not suffice."""
+    try:
+        return run()
+    except torch.cuda.OutOfMemoryError:
+        pass  # only outside of this clause is the memory of the run released
+    freed()
+    return OUT_OF_MEMORY
 
 
 def drawn(*shape, grad=True, dtype=torch.bfloat16):
@@ -1202,7 +1260,7 @@ def best_backend(name, batch, context):
     size = SIZES[name]
     shape = batch, size.heads, context, size.d_model // size.heads
     q, k, v, do = (drawn(*shape) for _ in range(4))
-    times = {}
+    runs = {}
     for label, backend in BACKENDS.items():
 
         def run(backend=backend):
@@ -1211,7 +1269,8 @@ def best_backend(name, batch, context):
 
         usable = lab.peer("torch.nn.attention", lambda _, run=run: run)
         if not isinstance(usable, lab.Absent):
-            times[label] = median_ms(usable)
+            runs[label] = usable, lambda: ()
+    times = medians_in_turn(runs)
     return min(times, key=times.get)
 
 
@@ -1313,10 +1372,10 @@ lab.read(
 # A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
 # same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
 # turn after one that does not count. The figure shows medians and the peak of the memory. The
-# table adds :term:`p20 and p80 <p50>` and the time of the kernels of one profiled step: matmuls of
-# linear layers, attention (without the mask and the scale, which are operations of their own in the
-# eager formula), and the rest. What the median exceeds them by is time in which no kernel runs,
-# because the GPU waits for the host.
+# table adds :term:`p20 and p80 <p50>` and, as medians of three profiled steps, the time of the
+# kernels: matmuls of linear layers, attention (without the mask and the scale, which are operations
+# of their own in the eager formula), and the rest, in parts. Where a step takes longer than kernels
+# run in its profile, the GPU waits for the host.
 
 # Measuring
 from torch._dynamo.utils import counters
@@ -1349,20 +1408,76 @@ def one_turn(training):
     return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
 
-def parts_of(training):
-    """The time of the kernels of a step in linear layers, in attention, and in the rest."""
-    averages = profiled(partial(whole_step, training))
+REST = ("compiled", "AdamW", "casts and copies", "other")
+PARTS = ("linear", "attention", *REST)
+
+
+def part_of(operation, kernel):
+    """The part of a step that a kernel belongs to, by its name and the operation that ran it."""
+    if operation in PRODUCTS:
+        return "linear"
+    if kernel.startswith("triton_"):
+        return "compiled"
+    found = group(operation)
+    if found in IN_ATTENTION:
+        return "attention"
+    return found if found in REST else "other"
+
+
+def kernel_times(events):
+    """Milliseconds of a profile by part and kernel."""
     times = Counter()
-    for found in averages:
-        if found.device_type == DeviceType.CPU:
-            inside = group(found.key) in IN_ATTENTION
-            part = (
-                "linear" if found.key in PRODUCTS else "attention" if inside else "rest"
-            )
-            times[part] += found.self_device_time_total / 1e3
-    return {
-        f"{part}, ms": round(times[part], 2) for part in ("linear", "attention", "rest")
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            for kernel in event.kernels:
+                where = part_of(event.key, kernel.name), short_name(kernel.name)
+                times[where] += kernel.duration / 1e3
+    return times
+
+
+def busy_and_idle(events):
+    """Milliseconds with a kernel or a copy on the GPU, and without, from the first to the last."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e3, (reached - spans[0][0] - busy) / 1e3
+
+
+def profile_of_step(training):
+    """One profiled step: the time of each part, with and without a kernel, and of each kernel."""
+    events = profiled(partial(whole_step, training)).events()
+    times, by_part = kernel_times(events), Counter()
+    for (part, _), took in times.items():
+        by_part[part] += took
+    busy, idle = busy_and_idle(events)
+    found = {f"{part}, ms": by_part[part] for part in PARTS}
+    return found | {"busy, ms": busy, "idle, ms": idle}, times
+
+
+def parts_of(training, row):
+    """The medians of some profiled steps, and rows of the kernels of the rest that take most."""
+    parts, times = zip(
+        *(profile_of_step(training) for _ in range(REPEATS)), strict=True
+    )
+    names = {where for found in times for where in found if where[0] in REST}
+    took = {
+        where: statistics.median(found[where] for found in times) for where in names
     }
+    longest = sorted(took, key=took.get, reverse=True)[:8]
+    of_rest.extend(
+        row | {"part": part, "kernel": kernel, "ms": round(took[part, kernel], 2)}
+        for part, kernel in longest
+    )
+    return {name: round(took, 2) for name, took in medians(parts).items()}
+
+
+of_rest = []  # the kernels of the rest in each version, as the profiles come
 
 
 def versions_in_turn(name, batch, context, versions):
@@ -1389,18 +1504,16 @@ def versions_in_turn(name, batch, context, versions):
             for label in draw.permutation(list(trainings)):
                 times[label] += one_turn(trainings[label])
         rows = [
-            {
-                "size": name,
-                "context": context,
+            (which := {"size": name, "context": context, "version": label})
+            | {
                 "batch": batch,
-                "version": label,
                 "step, ms": round(statistics.median(times[label]), 2),
                 "p20, ms": round(float(numpy.quantile(times[label], 0.2)), 2),
                 "p80, ms": round(float(numpy.quantile(times[label], 0.8)), 2),
                 "peak, GiB": round(peaks[label], 2),
                 "SDPA backend": backend,
             }
-            | parts_of(each)
+            | parts_of(each, which)
             for label, each in trainings.items()
         ]
     del training, trainings, each
@@ -1417,7 +1530,7 @@ def step_ladder():
 
 # %%
 
-steps = lab.measure("A step of large at 1,024 in ten versions", step_ladder)
+steps = lab.measure("A step of large at 1,024, ten versions in parts", step_ladder)
 
 # %%
 
@@ -1444,28 +1557,41 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 
 # %%
 
-PARTS = ("linear, ms", "attention, ms", "rest, ms")
-
 
 def in_kernels(row):
     """Milliseconds of all kernels of a step, in the profile."""
-    return sum(row[part] for part in PARTS)
+    return sum(row[f"{part}, ms"] for part in PARTS)
+
+
+def waiting(row):
+    """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
+    return max(0.0, row["step, ms"] - row["busy, ms"])
 
 
 def spread(row):
     return row["p80, ms"] - row["p20, ms"]
 
 
+def in_parts(row):
+    """The parts of the profile, and the time without a kernel: columns of a table."""
+    return {part: round(row[f"{part}, ms"], 1) for part in PARTS} | {
+        "no kernel": round(waiting(row), 1)
+    }
+
+
 lab.table(
     [
         {name: row[name] for name in ("version", "step, ms")}
         | {"p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}"}
-        | {name: row[name] for name in PARTS}
-        | {"no kernel, ms": round(row["step, ms"] - in_kernels(row), 1)}
+        | in_parts(row)
         for row in steps.rows
     ],
-    "What the kernels of a step are, large at 1,024",
+    "Milliseconds of the kernels of a step, large at 1,024",
 )
+
+# %%
+# *Compiled* kernels are those that ``torch.compile`` wrote; the eager versions' layer norm, dropout
+# and GELU are *other*.
 
 # %%
 
@@ -1492,9 +1618,9 @@ of_steps = changes(lambda row: row["step, ms"])
 of_peaks = changes(lambda row: row["peak, GiB"])
 slowed = [name for name, by in of_steps.items() if by > 1 and of_kernels[name] < 0]
 by_version = {row["version"]: row for row in steps.rows}
-idle = {
-    name: row["step, ms"] - in_kernels(row) for name, row in by_version.items()
-} or dict.fromkeys((*EAGER, *COMPILED), nan)
+idle = {name: waiting(row) for name, row in by_version.items()} or dict.fromkeys(
+    (*EAGER, *COMPILED), nan
+)
 spreads = {name: spread(row) for name, row in by_version.items()} or idle
 lab.read(
     "Eager, each operator changes the milliseconds of a step beside the version before it: "
@@ -1522,12 +1648,17 @@ lab.read(
 )
 
 # %%
-# The compiled versions are those that one would train with. The next table has them for the large
-# sizes, and for a context of 16,384 with one sequence a batch, where standard attention cannot run:
+# The compiled versions are those that one would train with. The next table has them for four sizes,
+# and for a context of 16,384 with one sequence a batch, where standard attention cannot run:
 # the weights of a single layer would fill the memory of several.
 
 # Measuring
-RACES = (("xl", CONTEXT, BATCH), ("2.7B", CONTEXT, BATCH), ("large", LONG, 1))
+RACES = (
+    ("medium", CONTEXT, BATCH),
+    ("xl", CONTEXT, BATCH),
+    ("2.7B", CONTEXT, BATCH),
+    ("large", LONG, 1),
+)
 
 
 def races():
@@ -1541,67 +1672,129 @@ def races():
     ]
 
 
-more = lab.measure("Compiled steps of larger models and a longer context", races)
+more = lab.measure("Compiled steps of other models in parts", races)
 
 # %%
 
 
 # Reading
-def both(what, theirs, own):
-    return f"{what(theirs):.1f} and {what(own):.1f}"
-
-
 def raced():
-    """One row for each model: SDPA's step and the book's."""
-    rows, found = [], {}
-    for row in (*steps.rows, *more.rows):
+    """SDPA's step and the book's by model, the short context first and then by size."""
+    found = defaultdict(dict)
+    for row in (*more.rows[:2], *steps.rows, *more.rows[2:]):
         if row["version"] in ("SDPA, compiled", "Kernel Book"):
-            model = f"{row['size']} at {row['context']:,}"
-            found.setdefault(model, {})[row["version"]] = row
-    for model, pair in found.items():
-        theirs, own = pair["SDPA, compiled"], pair["Kernel Book"]
-        rows.append(
-            {
-                "model": model,
-                "SDPA, ms": theirs["step, ms"],
-                "Kernel Book, ms": own["step, ms"],
-                "SDPA / Kernel Book": round(theirs["step, ms"] / own["step, ms"], 2),
-                "p20 to p80 apart": both(spread, theirs, own),
-                "attention": both(lambda row: row["attention, ms"], theirs, own),
-                "all kernels": both(in_kernels, theirs, own),
-                "no kernel": both(
-                    lambda row: row["step, ms"] - in_kernels(row), theirs, own
-                ),
-                "pair": pair,
-            }
-        )
-    return rows
+            found[f"{row['size']} at {row['context']:,}"][row["version"]] = row
+    return {
+        model: (pair["SDPA, compiled"], pair["Kernel Book"])
+        for model, pair in found.items()
+    }
+
+
+def faster(theirs, own):
+    return theirs["step, ms"] / own["step, ms"]
 
 
 race = raced()
 lab.table(
-    [{key: row[key] for key in row if key != "pair"} for row in race],
+    [
+        {
+            "model": model,
+            "SDPA, ms": theirs["step, ms"],
+            "Kernel Book, ms": own["step, ms"],
+            "SDPA / Kernel Book": round(faster(theirs, own), 2),
+            "p20 to p80 apart": f"{spread(theirs):.1f} and {spread(own):.1f}",
+            "kernels run": f"{theirs['busy, ms']:.1f} and {own['busy, ms']:.1f}",
+        }
+        for model, (theirs, own) in race.items()
+    ],
     "A compiled step: milliseconds with SDPA and with the book's attention",
 )
 
 # %%
+# The profiles say where the two differ: above zero, the step with our attention takes longer.
+
 
 # Reading
-by_model = {row["model"]: row["SDPA / Kernel Book"] for row in race} or {"": nan}
-behind = [f"{name} ({value:.2f})" for name, value in by_model.items() if value < 0.99]
+def apart(theirs, own):
+    """How many milliseconds more the book's step takes than SDPA's, by part."""
+    found = {part: own[f"{part}, ms"] - theirs[f"{part}, ms"] for part in PARTS}
+    return found | {"no kernel": waiting(own) - waiting(theirs)}
+
+
+def signed(value):
+    return f"{round(value, 1) + 0.0:+.1f}"
+
+
+lab.table(
+    [
+        {"model": model, "step": signed(own["step, ms"] - theirs["step, ms"])}
+        | {part: signed(by) for part, by in apart(theirs, own).items()}
+        for model, (theirs, own) in race.items()
+    ],
+    "Kernel Book less SDPA, milliseconds of a compiled step",
+)
+
+# %%
+
+# Folded: The kernels of the rest
+rest_of = lab.measure("The kernels of the rest that take most", lambda: list(of_rest))
+rest_of
+
+# %%
+
+# Reading
+CAUSES = {
+    "attention": "its attention kernels take longer",
+    "linear": "the same matmuls of linear layers took longer in its profile, which is chance or a "
+    "lower clock",
+    "no kernel": "the GPU has no kernel to run, because calls of our operators cost the host more",
+}
+
+
+def longest_in(part, own):
+    """The kernel of a part that takes the most time in the book's version."""
+    where = {name: own[name] for name in ("size", "context", "version")} | {
+        "part": part
+    }
+    found = [row for row in rest_of.rows if row.items() >= where.items()]
+    return max(found, key=lambda row: row["ms"], default=None)
+
+
+def why_not_ahead(theirs, own):
+    """What costs the book's step the most beside SDPA's, and the milliseconds that it takes."""
+    by = apart(theirs, own)
+    worst = max(by, key=by.get)
+    if by[worst] < max(0.05, (own["step, ms"] - theirs["step, ms"]) / 4):
+        return "no part of the profile is slower, so that we do not know the cause", 0.0
+    found = longest_in(worst, own) if worst in REST else None
+    cause = CAUSES.get(worst, f"more time goes to kernels that the table calls {worst}")
+    name = f", of which `{found['kernel']}` takes the most" if found else ""
+    return f"{cause}{name}", by[worst]
+
+
+by_model = {model: faster(*pair) for model, pair in race.items()} or {"": nan}
 ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
 level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
-for_host, unclear, too_long = [], [], []
-for row in race:
-    theirs, own = row["pair"]["SDPA, compiled"], row["pair"]["Kernel Book"]
-    lost, apart = (own[part] - theirs[part] for part in ("step, ms", "linear, ms"))
-    if any(in_kernels(one) > one["step, ms"] for one in (theirs, own)):
-        too_long.append(row["model"])
-    elif by_model[row["model"]] < 0.99 and lost < abs(apart):
-        both_linear = f"{theirs['linear, ms']:.1f} and {own['linear, ms']:.1f} ms"
-        unclear.append(f"{row['model']} ({both_linear})")
-    elif by_model[row["model"]] < 0.99 and in_kernels(own) < in_kernels(theirs):
-        for_host.append(row["model"])
+behind = {name: value for name, value in by_model.items() if value < 0.99}
+at_long = f"large at {LONG:,}"
+explained = [*behind, *([at_long] if at_long in level else [])]
+reasons = defaultdict(list)
+for name in explained:
+    cause, cost = why_not_ahead(*race[name])
+    reasons[cause].append(f"{name} ({cost:+.1f} ms)" if cost else name)
+slow_profile = [
+    f"{name} ({one['busy, ms']:.0f} ms in the profile, {one['step, ms']:.0f} in a timed step)"
+    for name, pair in race.items()
+    for one in pair[1:]
+    if one["busy, ms"] > 1.01 * one["step, ms"]
+]
+overlap = [
+    f"{name} ({in_kernels(one) - one['busy, ms']:.0f} ms)"
+    for name, pair in race.items()
+    for one in pair[1:]
+    if in_kernels(one) > 1.01 * one["busy, ms"]
+]
+host_late = [name for name, value in behind.items() if spread(race[name][1]) > 5]
 flops = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
@@ -1609,25 +1802,38 @@ flops = {
 lab.read(
     (f"Ahead of SDPA by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"Level within 1 %: {', '.join(level)}. " if level else "")
-    + (f"**Behind SDPA by more than 1 %: {', '.join(behind)}.** " if behind else "")
     + (
-        f"For {' and '.join(for_host)} our kernels take less time than SDPA's, and the step is "
-        "lost while no kernel runs, because a call of our operators costs the host more, and this "
-        "host was busy, as the spread says. The larger the model, the less is lost: its kernels "
-        "keep the GPU busy while the host launches. "
-        if for_host
+        "**Behind SDPA by more than 1 %: "
+        + ", ".join(f"{name} ({value:.2f})" for name, value in behind.items())
+        + ".** "
+        if behind
         else ""
     )
     + (
-        f"For {', '.join(unclear)} the same matmuls of linear layers take different times in the "
-        "two profiles, by more than the steps differ, so the profiles name no cause. "
-        if unclear
+        "What costs the most beside SDPA's step: "
+        + "; ".join(
+            f"for {', '.join(names)}, {cause}" for cause, names in reasons.items()
+        )
+        + ". "
+        if reasons
         else ""
     )
     + (
-        f"For {', '.join(too_long)} the kernels of a profiled step even add up to more than a "
-        "timed step takes, so what the profile says of attention need not show in the step. "
-        if too_long
+        f"The host was late for {' and '.join(host_late)}, where the middle 60 % of our steps are "
+        "more than 5 ms apart. "
+        if host_late
+        else ""
+    )
+    + (
+        f"The kernels of the book's version run longer in the profile than in a timed step for "
+        f"{' and '.join(slow_profile)}, so the parts above are larger than those of a timed step. "
+        if slow_profile
+        else ""
+    )
+    + (
+        f"Kernels overlap for {' and '.join(overlap)}: what they add up to is more than the time "
+        "in which they run. "
+        if overlap
         else ""
     )
     + f"Attention is {flops[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
@@ -1824,38 +2030,31 @@ lab.read(
 
 # Measuring
 HEAD_DIMS, LENGTHS = (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384, 65536)
-OUT_OF_MEMORY = "out of memory"
 
 
-def attempt(run):
-    """What a run returns, or that the memory did not suffice."""
-    try:
-        return run()
-    except torch.cuda.OutOfMemoryError:
-        pass  # only outside of this clause is the memory of the run released
-    freed()
-    return OUT_OF_MEMORY
-
-
-def forward_times(attend, q, k, v):
+def held_mib(attend, q, k, v):
+    """What a call holds for backward, and its result."""
     before = torch.cuda.memory_allocated()
     out = attend(q, k, v)
     held = torch.cuda.memory_allocated() - before
     del out
-    return round(median_ms(lambda: attend(q, k, v)), 4), round(held / 2**20, 2)
+    return round(held / 2**20, 2)
 
 
-def backward_times(attend, q, k, v, do):
+def grid_runs(attend, q, k, v, do):
+    """Forward, backward and both, each with what is made anew before it."""
+
     def backward(out):
         torch.autograd.grad(out, (q, k, v), do)
 
-    return round(median_ms(backward, lambda: (attend(q, k, v),)), 4)
+    def both():
+        torch.autograd.grad(attend(q, k, v), (q, k, v), do)
 
-
-def both_times(attend, q, k, v, do):
-    return round(
-        median_ms(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), do)), 4
-    )
+    return {
+        "forward, ms": (lambda: attend(q, k, v), lambda: ()),
+        "backward, ms": (backward, lambda: (attend(q, k, v),)),
+        "both, ms": (both, lambda: ()),
+    }
 
 
 def attention_grid():
@@ -1867,32 +2066,29 @@ def attention_grid():
     rows = []
     for head_dim in HEAD_DIMS:
         for length in LENGTHS:
-            q, k, v, do = (drawn(8, 1, length, head_dim) for _ in range(4))
+            inputs = [drawn(8, 1, length, head_dim) for _ in range(4)]
+            runs = {
+                (name, what): run
+                for name, attend in providers.items()
+                for what, run in grid_runs(attend, *inputs).items()
+            }
+            times = medians_in_turn(runs)
             for name, attend in providers.items():
-                found = attempt(partial(forward_times, attend, q, k, v))
-                forward, held = (found, found) if found == OUT_OF_MEMORY else found
-                back, both = (
-                    attempt(partial(run, attend, q, k, v, do))
-                    for run in (backward_times, both_times)
-                )
-                rows.append(
-                    {
-                        "head size": head_dim,
-                        "length": length,
-                        "provider": name,
-                        "forward, ms": forward,
-                        "backward, ms": back,
-                        "both, ms": both,
-                        "held, MiB": held,
-                    }
-                )
-            del q, k, v, do
+                row = {"head size": head_dim, "length": length, "provider": name}
+                for what in ("forward, ms", "backward, ms", "both, ms"):
+                    took = times[name, what]
+                    row[what] = took if took == OUT_OF_MEMORY else round(took, 4)
+                held = attempt(partial(held_mib, attend, *inputs[:3]))
+                rows.append(row | {"held, MiB": held})
+            del inputs, runs
             freed()
     torch.compiler.reset()
     return rows
 
 
-grid = lab.measure("Attention, batch 8, one head, bfloat16, causal", attention_grid)
+grid = lab.measure(
+    "Attention in turn, batch 8, one head, bfloat16, causal", attention_grid
+)
 
 # %%
 

@@ -1,5 +1,7 @@
 """The gradients of attention against float64 truth, in both modes, and what may not change them."""
 
+import math
+
 import pytest
 import torch
 from conftest import DEVICE, DTYPES, assert_close
@@ -299,6 +301,37 @@ def test_every_gpu_has_a_configuration(monkeypatch, sweep, head_dim, dtype, capa
     config = tuned.backward_config(sweep, q)
     assert config.shared <= kib * 1024
     assert module.PADDING % config.block_m == 0
+
+
+def test_narrow_windows_have_tiles_of_fewer_queries_on_hopper_alone(monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "shared_memory", lambda _: 227 * 1024)
+    q = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    for capability, differ in (((9, 0), True), ((10, 0), False), ((8, 0), False)):
+        monkeypatch.setattr(runtime, "capability", lambda _, is_=capability: is_)
+        wide = tuned.backward_config("dq", q)
+        narrow = tuned.backward_config("dq", q, tuned.NARROW)
+        assert tuned.backward_config("dq", q, tuned.NARROW + 1) is wide
+        assert tuned.backward_config("dkdv", q, 1) is tuned.backward_config("dkdv", q)
+        assert (narrow is not wide) == differ
+        assert narrow.block_m < wide.block_m or not differ
+
+
+def test_the_rule_for_dq_hears_of_both_bounds(monkeypatch):
+    heard, choose = [], tuned.backward_config
+
+    def listen(sweep, q, *keys_seen):
+        heard.append((sweep, *keys_seen))
+        return choose(sweep, q, *keys_seen)
+
+    monkeypatch.setattr(tuned, "backward_config", listen)
+    q, k, v, do = draw(1, 1, 1, 40, 40, 16)
+    for window in ((5, 7), (5, None), None):
+        out, lse = forward(q, k, v, False, 0.25)  # of which the rule hears nothing
+        with runtime.launching_on(q):
+            module.attention_backward(q, k, v, out, lse, do, False, 0.25, True, None, window)
+    found = [rest for sweep, *rest in heard if sweep == "dq"]
+    assert found == [[13], [math.inf], [math.inf]]
 
 
 # -- what only a GPU can show

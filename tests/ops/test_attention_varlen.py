@@ -468,6 +468,18 @@ def test_offsets_may_lie_apart():
     assert torch.equal(ours, attention_varlen(q, k, v, cu, cu, *longest))
 
 
+def test_as_many_rows_as_a_descriptor_holds():
+    """All keys are one, so that memory holds them."""
+    n_keys, left = 2**30 - 1, 40
+    q = torch.randn(50, 1, 16, device=DEVICE).half()
+    k, v = (torch.randn(1, 1, 16, device=DEVICE).half().expand(n_keys, 1, 16) for _ in range(2))
+    positions = offsets([50]), offsets([n_keys]), 50, n_keys
+    out, lse = attention_varlen(q, k, v, *positions, window=(left, 0), return_lse=True)
+    torch.testing.assert_close(out, v[:50], atol=0, rtol=2**-10)
+    scores = (q.double() @ k[0, 0].double()).T / 4
+    torch.testing.assert_close(lse.double(), scores + math.log(left + 1), atol=1e-5, rtol=1e-5)
+
+
 EMPTY = {  # lengths of queries and keys, heads
     "no sequence": ([], [], 2),
     "empty sequences": ([0, 0], [0, 0], 2),
@@ -641,6 +653,10 @@ ERRORS = {
         dict.fromkeys("kv", zeros(5, 4, 32)), ValueError, "k must have the head_dim of q, 16, got"
     ),
     "k and v differ": ({"v": zeros(6, 4, 16)}, ValueError, r"v must have the shape of k, \(5"),
+    "too many rows": (
+        dict.fromkeys("kv", zeros(1, 4, 16).expand(2**30, 4, 16)), ValueError,
+        "k must have fewer than 1073741824 rows, the most that a descriptor of packed sequences",
+    ),
     "heads differ": (
         dict.fromkeys("kv", zeros(5, 2, 16)), ValueError, "got 2: pass enable_gqa=True"
     ),

@@ -30,7 +30,6 @@ from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_quer
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
-    cut_off,
     describe,
     describe_tiles,
     empty_fit,
@@ -92,12 +91,13 @@ def preprocess_kernel(
 
 
 @triton.jit
-def load_row(rows, row, start, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr):
+def load_row(rows, row, start, query, padded_q, BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr):
     """Read statistics of some queries of one head, by a descriptor or by pointers."""
     if DESCRIBED:
-        return tl.reshape(rows.load([row, start]), (BLOCK_M,))
+        return tl.reshape(rows.load([row, start + query]), (BLOCK_M,))
     else:
-        return tl.load(rows + row.to(tl.int64) * padded_q + start + tl.arange(0, BLOCK_M))
+        rows += row.to(tl.int64) * padded_q + start
+        return tl.load(rows + query + tl.arange(0, BLOCK_M))
 
 
 @triton.jit
@@ -124,19 +124,14 @@ def sweep_queries(
     DQ: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    to_row=0,  # how many rows after its statistics a query lies: where sequences are packed
-    end_query=0,  # one past the last query of the sequence
-    CUT: tl.constexpr = False,  # whether these queries reach beyond it
+    start=0,  # where the statistics of the first query lie in their row
 ):
     """Add to dk and dv, and with DQ to dq in memory, what a range of queries contributes."""
     for start_m in tl.range(first_query, last_query, BLOCK_M):
         # -- recompute: P^T = exp(S^T - lse)
-        q = load_tile(q_head, start_m + to_row)
-        do = load_tile(do_head, start_m + to_row)
-        if CUT:
-            q = cut_off(q, q_head, start_m, end_query)
-            do = cut_off(do, do_head, start_m, end_query)
-        lse_log2 = load_row(lse_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        q = load_tile(q_head, start_m)
+        do = load_tile(do_head, start_m)
+        lse_log2 = load_row(lse_rows, row, start, start_m, padded_q, BLOCK_M, DESCRIBED)
         qk_t = tl.dot(k, q.T, input_precision=PRECISION)
         p_t = tl.exp2(qk_t * scale_log2 - lse_log2[None, :])
         if MASKED:
@@ -149,7 +144,7 @@ def sweep_queries(
         # -- gradients: of values while dS is computed, then of keys. No load after the matmul
         # of dv begins, because a wait inside the pipeline of matmuls would serialise them.
         dp_t = tl.dot(v, do.T, input_precision=PRECISION)
-        delta = load_row(delta_rows, row, start_m, padded_q, BLOCK_M, DESCRIBED)
+        delta = load_row(delta_rows, row, start, start_m, padded_q, BLOCK_M, DESCRIBED)
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
@@ -266,16 +261,11 @@ def sweep_keys(
     MASKED: tl.constexpr,  # whether some of these keys come after the last of a query
     LEFT: tl.constexpr,  # whether some of these keys come before the first of a query
     BLOCK_N: tl.constexpr,
-    end_key=0,  # one past the last key of the sequence, where sequences are packed
-    CUT: tl.constexpr = False,  # whether these keys reach beyond it
 ):
     """Add to dq what a range of keys contributes."""
     for start_n in tl.range(first_key, last_key, BLOCK_N):
         k = load_tile(k_head, start_n)
         v = load_tile(v_head, start_n)
-        if CUT:
-            k = cut_off(k, k_head, start_n, end_key)
-            v = cut_off(v, v_head, start_n, end_key)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         p = tl.exp2(qk * scale_log2 - lse_log2[:, None])
         if MASKED:
@@ -442,10 +432,10 @@ def _keys_launch(
 def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None):
     """Return dq."""
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
-    config = tuned.backward_config("dq", q)
+    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    config = tuned.backward_config("dq", q, scope.most_seen(left, right))
     dq = empty_fit(q)
     group = q.shape[1] // k.shape[1]
-    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
     at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
     run = _queries_launch(config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once)

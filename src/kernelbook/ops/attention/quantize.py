@@ -47,6 +47,9 @@ WARP_ELEMENTS = 1024
 
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
+ROW = ALIGNMENT
+"""Elements of which the rows of a result hold a multiple: elements of 8 bits are a byte each."""
+
 TINY_DESCALE, LIFT = tl.constexpr(2.0**-80), tl.constexpr(2.0**64)
 """Below the first, x and descale are multiplied by the second before they are divided, so that what
 the division computes on the way is a normal number."""
@@ -136,7 +139,7 @@ def amax_kernel(
 @triton.jit
 def round_kernel(
     x_ptr,  # (batch, heads, seqlen, head_dim)
-    y_ptr,  # what is stored, of the shape of x; its heads lie one after the other
+    y_ptr,  # what is stored, of the shape of x; heads lie one after the other, and rows are padded
     amax_ptr,  # bits of the largest absolute value, int32, (batch * heads) or 1
     descale_ptr,  # output, float32, of the shape of amax
     stride_xb,
@@ -171,7 +174,12 @@ def round_kernel(
     # -- round: a quotient is above the largest number by a rounding error at most
     y = tl.clamp(divide(x, descale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     y_ptrs = y_ptr + batch_head * stride_yh + keys * stride_yn + cols * stride_yd
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=exist)
+    # -- write: rows end with their padding, because a mask may cut a store of 16 bytes nowhere else
+    if stride_yn == 1:
+        stored = (keys < tl.cdiv(seqlen, ROW) * ROW) & (cols < head_dim)
+    else:
+        stored = (keys < seqlen) & (cols < tl.cdiv(head_dim, ROW) * ROW)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=stored)
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -233,7 +241,7 @@ def _by_pytorch(
 def _quantized_like(x, dtype, per_head, seqlen_contiguous):
     """Return (stored, descale) without their numbers."""
     inner = x.mT if seqlen_contiguous else x
-    padded = (inner.shape[-1] + ALIGNMENT.value - 1) // ALIGNMENT.value * ALIGNMENT.value
+    padded = runtime.cdiv(inner.shape[-1], ROW.value) * ROW.value
     stored = torch.empty((*inner.shape[:-1], padded), dtype=dtype, device=x.device)
     stored = stored[..., : inner.shape[-1]]
     descale = torch.empty(x.shape[:2] if per_head else (), dtype=torch.float32, device=x.device)

@@ -19,6 +19,8 @@ Source: the alignment: Dao, FlashAttention-2, ICLR 2024; windows: Beltagy, Peter
 "Longformer", arXiv:2004.05150, 2020.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -84,6 +86,11 @@ def keys_seen(i, seqlen_q: int, seqlen_k: int, left: int | None, right: int | No
     """Return (first, end): query i, a number or a tensor, sees keys first <= j < end."""
     own = i + seqlen_k - seqlen_q
     return 0 if left is None else own - left, seqlen_k if right is None else own + right + 1
+
+
+def most_seen(left: int | None, right: int | None) -> float:
+    """Return how many keys a query sees at most; where a bound is missing, infinity."""
+    return math.inf if left is None or right is None else left + right + 1
 
 
 def all_whole(left: int | None, right: int | None, seqlen_k: int, block_n: int) -> bool:

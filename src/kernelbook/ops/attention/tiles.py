@@ -22,6 +22,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 ALIGNMENT = tl.constexpr(16)
 """Bytes: what the copy engine asks of a tensor's address and of every stride but the last."""
 
+PACKED_END = tl.constexpr(2**30)
+"""The row at which a descriptor of packed sequences ends: see :func:`describe`."""
+
 _ALIGNED = ALIGNMENT.value
 
 
@@ -43,6 +46,21 @@ def head_of(x, batch, head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def head_of_sequence(x, head, first_row, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One head of one of the packed sequences that :func:`describe` describes, as a tensor alone.
+
+    Its rows count from 0 to ``length``. Those beyond belong to the next sequence, and read as
+    zeros: a masked weight of 0 would not remove a NaN.
+    """
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        return x, first_row + length, head, PACKED_END - length
+    else:
+        ptr, stride, rows, columns, _, n_columns = head_of(x, 0, head, ROWS, COLUMNS)
+        ptr += tl.cast(first_row, tl.int64) * stride
+        return ptr, stride, rows, columns, length, n_columns
+
+
+@triton.jit
 def inside(of_head, row, column):
     """Addresses of a tile, and which of them are there: for a head without a descriptor."""
     ptr, stride, rows, columns, n_rows, n_columns = of_head
@@ -51,48 +69,32 @@ def inside(of_head, row, column):
 
 
 @triton.jit
+def coordinates(of_head, row, column):
+    """Where a tile lies, for a head with a descriptor: of a tensor, or of packed sequences."""
+    if len(of_head) == 3:
+        return [of_head[1], of_head[2], row, column]
+    else:
+        _, end, head, start = of_head
+        return [PACKED_END, end, head, start + row, column]
+
+
+@triton.jit
 def load_tile(of_head, row, column=0):
     """Read rows of one head as a matrix; rows and columns beyond the tensor read as zeros."""
     if isinstance(of_head[0], tl.core.tensor_descriptor_base):
-        desc, batch, head = of_head
-        tile = desc.load([batch, head, row, column])
-        return tl.reshape(tile, (tile.shape[2], tile.shape[3]))
+        tile = of_head[0].load(coordinates(of_head, row, column))
+        return tl.reshape(tile, (tile.shape[-2], tile.shape[-1]))
     else:
         ptrs, there = inside(of_head, row, column)
         return tl.load(ptrs, mask=there, other=0.0)
 
 
 @triton.jit
-def until(of_head, end):
-    """One head that ends with a sequence, where tiles come by addresses: see :func:`cut_off`."""
-    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
-        return of_head
-    else:
-        ptr, stride, rows, columns, _, n_columns = of_head
-        return ptr, stride, rows, columns, end, n_columns
-
-
-@triton.jit
-def cut_off(tile, of_head, first_row, end):
-    """Return a tile of what :func:`until` gives, of which rows from ``end`` on are zeros.
-
-    A masked weight of 0 does not remove a NaN, where these rows belong to another sequence. By
-    addresses they were not read; a descriptor does not know where a sequence ends.
-    """
-    if isinstance(of_head[0], tl.core.tensor_descriptor_base):
-        rows = first_row + tl.arange(0, tile.shape[0])
-        return tl.where((rows < end)[:, None], tile, 0.0)
-    else:
-        return tile
-
-
-@triton.jit
 def store_tile(of_head, row, tile):
     """Write rows of one head, in its dtype; what lies beyond the tensor is left out."""
     if isinstance(of_head[0], tl.core.tensor_descriptor_base):
-        desc, batch, head = of_head
-        tile = tl.reshape(tile.to(desc.dtype), (1, 1, tile.shape[0], tile.shape[1]))
-        desc.store([batch, head, row, 0], tile)
+        desc = of_head[0]
+        desc.store(coordinates(of_head, row, 0), tl.reshape(tile.to(desc.dtype), desc.block_shape))
     else:
         ptrs, there = inside(of_head, row, 0)
         tl.store(ptrs, tile, mask=there)
@@ -140,7 +142,11 @@ def empty_fit(x: torch.Tensor) -> torch.Tensor:
 
 
 def describe(
-    x: torch.Tensor, rows: int, columns: int | None = None, described: bool = True
+    x: torch.Tensor,
+    rows: int,
+    columns: int | None = None,
+    described: bool = True,
+    packed: bool = False,
 ) -> TensorDescriptor | tuple:
     """Describe (batch, heads, seqlen, head_dim) so that a tile is ``rows`` rows of one head.
 
@@ -153,30 +159,51 @@ def describe(
 
     The descriptor keeps the four dimensions apart. Flattened to (batch * heads * seqlen, head_dim)
     it would be simpler, and the last tile of a head would read the first rows of the next.
+
+    With ``packed``, x is (1, heads, total, head_dim), and its rows are sequences of lengths that
+    the host does not know. The copy engine compares each coordinate with the size of its dimension,
+    and knows no other end. So the rows get a size of their own, E = ``PACKED_END``, row i of a
+    sequence the coordinate E - length + i, and rows from ``length`` on lie outside. Two dimensions
+    correct the address, which is first + i rows away:
+
+        (first + length) * step + (E - length + i) * step + E * (2**34 - step)
+
+    because E * 2**34 is 2**64, where addresses start again from 0.
     """
     if described:
-        return describe_tiles(x, (1, 1, rows, columns or head_block(x.shape[3])))
+        block = 1, 1, rows, columns or head_block(x.shape[3])
+        return describe_tiles(x, (1, *block) if packed else block, packed)
     unit = _ALIGNED // x.itemsize
     strides = _aligned_strides(x.shape, x.stride(), unit)
     return x, x.shape[2], tl.constexpr(x.shape[3]), *(stride // unit for stride in strides)
 
 
-def describe_tiles(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def describe_tiles(
+    x: torch.Tensor, block: tuple[int, ...], packed: bool = False
+) -> TensorDescriptor:
     """Describe a tensor in tiles of this shape, whose address is aligned.
 
     All but the address is the same in each call, and was checked in the first.
     """
     described = object.__new__(TensorDescriptor)
-    rest = _all_but_the_address(x.dtype, x.shape, x.stride(), block)
+    rest = _all_but_the_address(x.dtype, x.shape, x.stride(), block, packed)
     described.__dict__ = {**rest, "base": x}
     return described
 
 
 @planned
 def _all_but_the_address(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    packed: bool,
 ) -> dict[str, object]:
     strides = _aligned_strides(shape, strides, _ALIGNED // dtype.itemsize)
+    if packed:
+        end, (_, heads, total, columns), (_, step_head, step) = PACKED_END.value, shape, strides
+        shape = end + 1, total + 1, heads, end, columns
+        strides = 2**34 - step, step, step_head, step
     at_zero = torch.empty(0, dtype=dtype)
     return vars(TensorDescriptor(at_zero, list(shape), [*strides, 1], list(block)))
 

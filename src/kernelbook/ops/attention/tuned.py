@@ -4,6 +4,7 @@ Every row says how much shared memory the kernel needs as it was compiled, not a
 `make compile` compiles all of them again and compares.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,7 +52,8 @@ def by_descriptor(m, n, num_warps, num_stages, shared, maxnreg=None, described_r
 
 
 # Keys of the tables: the kernel, the largest head_dim, and the bytes of an element of q. "dkdv" and
-# "dq" are the two sweeps of backward, "all" is the one sweep that adds to dq in memory.
+# "dq" are the two sweeps of backward, "all" is the one sweep that adds to dq in memory. "narrow dq"
+# is "dq" where windows are narrow, on GPUs that have such a row: see NARROW.
 
 HOPPER = {
     ("forward", 32, 2): by_descriptor(64, 128, 4, 2, 37_376, 128),
@@ -73,6 +75,7 @@ HOPPER = {
     ("dq", 64, 2): by_descriptor(128, 64, 8, 3, 82_944),
     ("dq", 128, 2): by_descriptor(128, 64, 8, 3, 164_864),
     ("dq", 256, 2): by_descriptor(64, 64, 8, 2, 197_632),
+    ("narrow dq", 128, 2): by_descriptor(64, 64, 4, 2, 99_328),
     ("all", 64, 2): by_descriptor(64, 64, 4, 3, 92_160),
     ("all", 128, 2): by_descriptor(64, 128, 8, 2, 180_776),
     ("all", 256, 2): by_descriptor(32, 64, 8, 2, 168_232),
@@ -333,9 +336,18 @@ def forward_heads_at_once(k: torch.Tensor, group: int, uneven: bool) -> int:
     return min(64, 2 ** (fitting.bit_length() - 1))
 
 
-def backward_config(sweep: str, q: torch.Tensor) -> Config:
-    """Return how the kernel of a sweep is cut for these queries on their device."""
-    return config(sweep, q) or _refuse("the gradient of attention of", q)
+NARROW = 2048
+"""Keys that a query sees, at most, where windows are narrow: there, tiles of fewer queries meet
+fewer keys that some of them do not see, and that saves more than larger tiles do."""
+
+
+def backward_config(sweep: str, q: torch.Tensor, keys_seen: float = math.inf) -> Config:
+    """Return how the kernel of a sweep is cut for these queries on their device.
+
+    ``keys_seen`` is how many keys a query sees at most.
+    """
+    narrow = keys_seen <= NARROW and config(f"narrow {sweep}", q)
+    return narrow or config(sweep, q) or _refuse("the gradient of attention of", q)
 
 
 def backward_heads_at_once(bytes_a_head: int, device: torch.device, windowed: bool = False) -> int:

@@ -5,14 +5,9 @@ offsets in the GPU's memory, which the host cannot read without waiting. So the 
 of the longest sequence for every sequence, and a program whose tile lies past the end of its own
 sequence returns at once.
 
-The loop over tiles is that of :mod:`forward`. Two things differ, because the rows after a sequence
-are those of the next one, and may hold anything, also NaN:
-
-    values   the last tile of keys may reach into the next sequence. There its weights are 0, and
-             0 * NaN is NaN, so that values past the end are replaced by zeros. Only the last tile
-             of a sequence pays for that
-    results  are written by pointers, under a mask, because a descriptor knows only the end of the
-             tensor, and not that of the sequence
+The loop over tiles is that of :mod:`forward`. The rows after a sequence are those of the next one,
+and may hold anything, also NaN, which a weight of 0 would not remove. So a tile reads zeros there,
+as past the end of a tensor: see :func:`tiles.head_of_sequence`. Nothing is written there either.
 
 Source: Dao, "FlashAttention-2", arXiv:2307.08691, 2023, whose library packs sequences in this way.
 """
@@ -30,13 +25,11 @@ from kernelbook.ops.attention.tiles import (
     LOG2E,
     LOWEST,
     PRECISION,
-    cut_off,
     describe,
     head_block,
-    head_of,
+    head_of_sequence,
     load_tile,
     place,
-    until,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -49,30 +42,16 @@ def sequence(cu_ptr, batch, total, max_seqlen):
     return first, tl.minimum(end - first, max_seqlen)
 
 
-@triton.jit
-def store_rows(
-    out_ptr,  # (total, heads, HEAD_DIM), contiguous
-    tile,  # rows of one head, (rows, BLOCK_D)
-    first_row,  # of the tile
-    end,  # of the sequence: one past its last row
-    heads,
-    head,
-    HEAD_DIM: tl.constexpr,
-):
-    """Write a tile of rows of one head, but for what lies past the end of the sequence."""
-    rows = first_row + tl.arange(0, tile.shape[0])
-    cols = tl.arange(0, tile.shape[1])
-    ptrs = out_ptr + (rows.to(tl.int64) * heads + head)[:, None] * HEAD_DIM + cols[None, :]
-    tl.store(ptrs, tile, mask=(rows < end)[:, None] & (cols < HEAD_DIM)[None, :])
-
-
-SIZES = ["batch_heads", "total_q", "total_k", "max_seqlen_q", "max_seqlen_k", "left", "right"]
+SIZES = [
+    "batch_heads", "total_q", "total_k", "max_seqlen_q", "max_seqlen_k", "left", "right",
+    "heads_at_once",
+]  # fmt: skip
 """What differs from batch to batch: a kernel that were specialised on it would be compiled anew."""
 
 
-@triton.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_varlen_fwd_kernel(
-    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), as describe describes them
+    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), packed, as describe describes them
     k_desc,  # keys, (1, heads // group, total_k, HEAD_DIM)
     v_desc,  # values, as the keys
     cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
@@ -81,7 +60,6 @@ def attention_varlen_fwd_kernel(
     lse_ptr,  # natural logarithm of the sum of exponentials, (heads, total_q), contiguous
     batch_heads,  # batch * heads
     heads,
-    group,  # query heads that share a head of keys
     total_q,
     total_k,
     max_seqlen_q,
@@ -89,7 +67,8 @@ def attention_varlen_fwd_kernel(
     left,  # bounds of what a query sees, where there are any: see scope
     right,
     sm_scale,  # the scores are sm_scale * q k^T
-    heads_at_once,  # heads whose tiles alternate
+    heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
+    group,  # query heads that share a head of keys
     HEAD_DIM: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -107,10 +86,10 @@ def attention_varlen_fwd_kernel(
         return
     first_k, seqlen_k = sequence(cu_k_ptr, batch, total_k, max_seqlen_k)
 
-    # -- load: the queries, once; those past the end are computed, and not written
-    k_head = head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D)
-    v_head = until(head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
-    q = load_tile(head_of(q_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
+    # -- load: the queries, once; those past the end are zeros, and are not written
+    k_head = head_of_sequence(k_desc, head // group, first_k, seqlen_k, BLOCK_N, BLOCK_D)
+    v_head = head_of_sequence(v_desc, head // group, first_k, seqlen_k, BLOCK_N, BLOCK_D)
+    q = load_tile(head_of_sequence(q_desc, head, first_q, seqlen_q, BLOCK_M, BLOCK_D), start_m)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -124,15 +103,6 @@ def attention_varlen_fwd_kernel(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
     )  # fmt: skip
-    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
-    cut = tl.minimum(cut, last)
-
-    # -- rows: from here on keys are counted from the first of all sequences
-    end_k, first, cut, last = first_k + seqlen_k, first_k + first, first_k + cut, first_k + last
-    n_visible += first_k
-    if HAS_LEFT:
-        first_visible += first_k
-    whole = tl.minimum(first_k + whole, last)
 
     # -- begin: the scores of the first tile of keys
     scale_log2 = sm_scale * LOG2E
@@ -140,7 +110,10 @@ def attention_varlen_fwd_kernel(
     qk = tl.dot(q, k.T, input_precision=PRECISION)
 
     # -- attend: the last tile, after which there is none to score, comes after the loops
+    last = tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0) * BLOCK_N
+    cut = tl.minimum(cut, last)
     if HAS_LEFT:
+        whole = tl.minimum(whole, last)
         acc, l_i, m_i, qk = attend(
             acc, l_i, m_i, qk, q, k_head, v_head, first, whole, n_visible, scale_log2, BLOCK_N,
             True, first_visible, LEFT=True,
@@ -155,19 +128,23 @@ def attention_varlen_fwd_kernel(
             MASKED=True,
         )  # fmt: skip
 
-    # -- end: the last tile, where keys may be those of the next sequence
+    # -- end: the last tile
     p, alpha, l_i, m_i = weigh(
         qk, l_i, m_i, last, n_visible, scale_log2, True, 0, first_visible, HAS_LEFT
     )
-    v = cut_off(load_tile(v_head, last), v_head, last, end_k)
+    v = load_tile(v_head, last)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     # -- write: the average, and the logarithm from which backward finds p again
-    l_i = sum_of_weights(l_i, n_visible - first_k)
+    l_i = sum_of_weights(l_i, n_visible)
     out = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]  # a query that sees nothing gives 0
-    store_rows(out_ptr, out, first_q + start_m, first_q + seqlen_q, heads, head, HEAD_DIM)
-    lse_ptrs = lse_ptr + head.to(tl.int64) * total_q + first_q + queries
-    tl.store(lse_ptrs, (m_i + tl.log2(l_i)) * LN2, mask=queries < seqlen_q)
+    rows = (first_q + queries).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = queries < seqlen_q
+    out_ptrs = out_ptr + (rows * heads + head)[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+    lse_ptrs = lse_ptr + head.to(tl.int64) * total_q + rows
+    tl.store(lse_ptrs, (m_i + tl.log2(l_i)) * LN2, mask=inside)
 
 
 def attention_varlen_forward(
@@ -189,37 +166,48 @@ def attention_varlen_forward(
     out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     config = tuned.forward_config(q)
-    batch = len(cu_q) - 1
-    run = _launch(
-        config, q.shape, k.shape, batch, longest, bounds, sm_scale,
-        heads_at_once(k, batch, heads // k.shape[1], bounds),
+    run = launch(
+        attention_varlen_fwd_kernel, config, q, k, len(cu_q) - 1, longest, bounds, sm_scale,
+        heads // k.shape[1], HEAD_DIM=head_dim,
     )  # fmt: skip
-    q = describe(q, config.block_m, described=config.described)
-    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
+    q = describe(q, config.block_m, described=config.described, packed=True)
+    k, v = (describe(x, config.block_n, described=config.described, packed=True) for x in (k, v))
     run(q, k, v, cu_q, cu_k, out, lse)
     return out, lse
 
 
-def heads_at_once(k: torch.Tensor, batch: int, group: int, bounds: scope.Window) -> int:
-    """Return between how many heads tiles of queries alternate, if sequences are equally long."""
-    bytes_a_head = runtime.cdiv(2 * k.shape[2] * k.shape[3] * k.itemsize, batch * group)
-    return tuned.backward_heads_at_once(bytes_a_head, k.device, bounds[0] is not None)
+def launch(
+    kernel, config, q, k, batch, longest, bounds, sm_scale, *rest, by_keys=False, **options
+) -> Launch:
+    """Return how a kernel is launched: a program for each tile of queries, or ``by_keys`` of keys.
+
+    Tiles alternate between as many heads as if all sequences were equally long.
+    """
+    own, flowing = (k, q) if by_keys else (q, k)
+    bytes_a_head = runtime.cdiv(2 * flowing.numel() * flowing.itemsize, batch * own.shape[1])
+    at_once = tuned.backward_heads_at_once(bytes_a_head, q.device, bounds[0] is not None)
+    tiles = runtime.cdiv(longest[by_keys], config.block_n if by_keys else config.block_m)
+    return _launch(
+        kernel, config, batch, own.shape[1], tiles, q.shape, k.shape, longest, bounds, sm_scale,
+        at_once, *rest, **options,
+    )  # fmt: skip
 
 
 @planned
-def _launch(config, q_shape, k_shape, batch, longest, bounds, sm_scale, at_once) -> Launch:
-    _, heads, total_q, head_dim = q_shape
-    heads_k, total_k = k_shape[1:3]
+def _launch(
+    kernel, config, batch, heads, tiles, q_shape, k_shape, longest, bounds, sm_scale, at_once,
+    *rest, **options,
+) -> Launch:  # fmt: skip
     left, right = bounds
     return Launch(
-        attention_varlen_fwd_kernel, (batch * heads * runtime.cdiv(longest[0], config.block_m),),
-        batch * heads, heads, heads // heads_k, total_q, total_k, *longest, left or 0, right or 0,
-        sm_scale, at_once,
-        HEAD_DIM=head_dim,
+        kernel, (batch * heads * tiles,),
+        batch * heads, heads, q_shape[2], k_shape[2], *longest, left or 0, right or 0, sm_scale,
+        at_once, *rest,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=head_block(head_dim),
+        BLOCK_D=head_block(q_shape[3]),
+        **options,
         **config.options,
     )  # fmt: skip

@@ -1,14 +1,10 @@
 """Backward pass of packed attention: dq, dk and dv in two sweeps, in one fixed order.
 
-The sweeps are those of :mod:`backward`. Rows past the end of a sequence are those of the next one,
-which may hold anything, also NaN:
-
-    operands    in the last tile of a sequence, queries, their gradients of out, keys and values
-                past the end are replaced by zeros, because a weight of 0 does not remove a NaN
-    statistics  lse and delta are laid out anew, (heads, padded). Each sequence begins there at a
-                multiple of PADDING, and no tile reaches the next one. So they need no mask, and
-                descriptors, which want aligned addresses, can read them
-    results     are written by pointers, under a mask
+The sweeps are those of :mod:`backward`. Rows past the end of a sequence are those of the next one.
+Tiles read zeros there, as past the end of a tensor, and write nothing: see
+:func:`tiles.head_of_sequence`. The statistics, lse and delta, are laid out anew, (heads, padded):
+each sequence begins there at a multiple of PADDING, and no tile reaches the next one. So they need
+no mask, and descriptors, which want aligned addresses, can read them.
 
 With PADDING = 128 sequence b begins at (cu[b] // 128 + b) * 128. That is known without looking at
 other sequences, and the distance to the next is at least the length of b, rounded up. The host
@@ -26,13 +22,14 @@ from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_quer
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     describe,
+    empty_fit,
     head_block,
-    head_of,
+    head_of_sequence,
     load_tile,
     place,
-    until,
+    store_tile,
 )
-from kernelbook.ops.attention.varlen import SIZES, heads_at_once, sequence, store_rows
+from kernelbook.ops.attention.varlen import SIZES, launch, sequence
 from kernelbook.ops.launch import Launch, planned
 
 
@@ -94,18 +91,18 @@ def attention_varlen_preprocess_kernel(
     tl.store(lse_log2_ptr + padded_rows, tl.where(nothing, float("inf"), lse * LOG2E))
 
 
-@triton.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_varlen_dkdv_kernel(
-    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), as describe describes them
-    k_desc,  # keys, (1, heads // GROUP, total_k, HEAD_DIM)
+    q_desc,  # queries, (1, heads, total_q, head_dim), packed, as describe describes them
+    k_desc,  # keys, (1, heads // GROUP, total_k, head_dim)
     v_desc,  # values, as the keys
     do_desc,  # gradient of out, as the queries
     lse_rows,  # logsumexp in base 2, (heads, padded): a descriptor or a pointer
     delta_rows,  # rowsum(dO * O), likewise
     cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
     cu_k_ptr,
-    dk_ptr,  # output, (total_k, heads // GROUP, HEAD_DIM), contiguous
-    dv_ptr,  # output, as dk
+    dk_desc,  # output, as the keys
+    dv_desc,  # output, as the keys
     batch_heads,  # batch * heads // GROUP
     heads_k,
     total_q,
@@ -114,10 +111,9 @@ def attention_varlen_dkdv_kernel(
     max_seqlen_k,
     left,  # bounds of what a query sees, where there are any: see scope
     right,
-    padded,  # rows of the statistics of a head
     sm_scale,  # the scores are sm_scale * q k^T
     heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
-    HEAD_DIM: tl.constexpr,
+    padded,  # rows of the statistics of a head
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     DESCRIBED: tl.constexpr,  # whether the statistics come by descriptors
@@ -125,7 +121,7 @@ def attention_varlen_dkdv_kernel(
     PADDING: tl.constexpr,  # what the statistics of a sequence are padded to a multiple of
     BLOCK_M: tl.constexpr,  # queries in a tile
     BLOCK_N: tl.constexpr,  # keys in a tile
-    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
 ):
     # -- place: the first keys are seen by the most queries, and come first
     tile, batch_head = place(tl.cdiv(max_seqlen_k, BLOCK_N), batch_heads, heads_at_once)
@@ -136,9 +132,9 @@ def attention_varlen_dkdv_kernel(
         return
     first_q, seqlen_q = sequence(cu_q_ptr, batch, total_q, max_seqlen_q)
 
-    # -- load: keys past the end give rows of dk and dv that are not written
-    k = load_tile(head_of(k_desc, 0, head_k, BLOCK_N, BLOCK_D), first_k + start_n)
-    v = load_tile(head_of(v_desc, 0, head_k, BLOCK_N, BLOCK_D), first_k + start_n)
+    # -- load: keys past the end are zeros, and their rows of dk and dv are not written
+    k = load_tile(head_of_sequence(k_desc, head_k, first_k, seqlen_k, BLOCK_N, BLOCK_D), start_n)
+    v = load_tile(head_of_sequence(v_desc, head_k, first_k, seqlen_k, BLOCK_N, BLOCK_D), start_n)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
 
@@ -154,81 +150,66 @@ def attention_varlen_dkdv_kernel(
     if not MASKED:
         whole = first
 
-    # -- rows: from here on queries are counted as their statistics lie. The last tile of queries,
-    # where some may be those of the next sequence, is cut off, and comes last
-    start = padded_start(first_q, batch, PADDING)
-    tail = start + seqlen_q // BLOCK_M * BLOCK_M
-    first, end = start + first, start + end
-    whole, cut = tl.minimum(start + whole, tail), tl.minimum(start + cut, tail)
-    first_seeing += start
-    if HAS_LEFT:
-        end_seeing += start
-    to_row, end_q = first_q - start, start + seqlen_q
-
     # -- sweep: the queries of every head that reads these keys
+    start = padded_start(first_q, batch, PADDING)
     for member in range(GROUP):
         row = head_k * GROUP + member
-        q_head = until(head_of(q_desc, 0, row, BLOCK_M, BLOCK_D), first_q + seqlen_q)
-        do_head = until(head_of(do_desc, 0, row, BLOCK_M, BLOCK_D), first_q + seqlen_q)
+        q_head = head_of_sequence(q_desc, row, first_q, seqlen_q, BLOCK_M, BLOCK_D)
+        do_head = head_of_sequence(do_desc, row, first_q, seqlen_q, BLOCK_M, BLOCK_D)
         if MASKED:
             dk, dv = sweep_queries(
                 dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
                 row, padded, first, whole, first_seeing, end_seeing, sm_scale * LOG2E,
-                True, HAS_LEFT, "none", DESCRIBED, BLOCK_M, to_row,
+                True, HAS_LEFT, "none", DESCRIBED, BLOCK_M, start,
             )  # fmt: skip
         dk, dv = sweep_queries(
             dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
             row, padded, whole, cut, first_seeing, end_seeing, sm_scale * LOG2E,
-            False, False, "none", DESCRIBED, BLOCK_M, to_row,
+            False, False, "none", DESCRIBED, BLOCK_M, start,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = sweep_queries(
                 dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
-                row, padded, cut, tl.minimum(end, tail), first_seeing, end_seeing,
-                sm_scale * LOG2E, False, True, "none", DESCRIBED, BLOCK_M, to_row,
+                row, padded, cut, end, first_seeing, end_seeing, sm_scale * LOG2E,
+                False, True, "none", DESCRIBED, BLOCK_M, start,
             )  # fmt: skip
-        dk, dv = sweep_queries(
-            dk, dv, k, v, q_head, do_head, lse_rows, delta_rows, None, None,
-            row, padded, tl.maximum(first, tail), end, first_seeing, end_seeing,
-            sm_scale * LOG2E, HAS_RIGHT, HAS_LEFT, "none", DESCRIBED, BLOCK_M, to_row, end_q, True,
-        )  # fmt: skip
 
     # -- write: the accumulators, in the dtype of the gradient
-    row, end_k = first_k + start_n, first_k + seqlen_k
-    store_rows(dk_ptr, dk * sm_scale, row, end_k, heads_k, head_k, HEAD_DIM)
-    store_rows(dv_ptr, dv, row, end_k, heads_k, head_k, HEAD_DIM)
+    dk_head = head_of_sequence(dk_desc, head_k, first_k, seqlen_k, BLOCK_N, BLOCK_D)
+    dv_head = head_of_sequence(dv_desc, head_k, first_k, seqlen_k, BLOCK_N, BLOCK_D)
+    store_tile(dk_head, start_n, dk * sm_scale)
+    store_tile(dv_head, start_n, dv)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_varlen_dq_kernel(
-    q_desc,  # queries, (1, heads, total_q, HEAD_DIM), as describe describes them
-    k_desc,  # keys, (1, heads // group, total_k, HEAD_DIM)
+    q_desc,  # queries, (1, heads, total_q, head_dim), packed, as describe describes them
+    k_desc,  # keys, (1, heads // group, total_k, head_dim)
     v_desc,  # values, as the keys
     do_desc,  # gradient of out, as the queries
     lse_ptr,  # logsumexp in base 2, (heads, padded)
     delta_ptr,  # rowsum(dO * O), (heads, padded)
     cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
     cu_k_ptr,
-    dq_ptr,  # output, (total_q, heads, HEAD_DIM), contiguous
+    dq_desc,  # output, as the queries
     batch_heads,  # batch * heads
     heads,
-    group,  # query heads that share a head of keys
     total_q,
     total_k,
     max_seqlen_q,
     max_seqlen_k,
     left,  # bounds of what a query sees, where there are any: see scope
     right,
-    padded,  # rows of the statistics of a head
     sm_scale,  # the scores are sm_scale * q k^T
     heads_at_once,  # heads whose tiles alternate: see tuned.backward_heads_at_once
-    HEAD_DIM: tl.constexpr,
+    padded,  # rows of the statistics of a head
+    group,  # query heads that share a head of keys
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     PADDING: tl.constexpr,  # what the statistics of a sequence are padded to a multiple of
     BLOCK_M: tl.constexpr,  # queries in a tile
     BLOCK_N: tl.constexpr,  # keys in a tile
-    BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+    BLOCK_D: tl.constexpr,  # a power of two, at least head_dim
 ):
     # -- place: the last queries see the most keys, and come first
     n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -240,14 +221,15 @@ def attention_varlen_dq_kernel(
         return
     first_k, seqlen_k = sequence(cu_k_ptr, batch, total_k, max_seqlen_k)
 
-    # -- load: queries past the end give rows of dq that are not written
-    rows = padded_start(first_q, batch, PADDING) + start_m + tl.arange(0, BLOCK_M)
-    lse_log2 = tl.load(lse_ptr + head.to(tl.int64) * padded + rows)
-    delta = tl.load(delta_ptr + head.to(tl.int64) * padded + rows)
-    q = load_tile(head_of(q_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
-    do = load_tile(head_of(do_desc, 0, head, BLOCK_M, BLOCK_D), first_q + start_m)
-    k_head = until(head_of(k_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
-    v_head = until(head_of(v_desc, 0, head // group, BLOCK_N, BLOCK_D), first_k + seqlen_k)
+    # -- load: queries past the end are zeros, and their rows of dq are not written
+    start = padded_start(first_q, batch, PADDING) + start_m
+    rows = head.to(tl.int64) * padded + start + tl.arange(0, BLOCK_M)
+    lse_log2 = tl.load(lse_ptr + rows)
+    delta = tl.load(delta_ptr + rows)
+    q = load_tile(head_of_sequence(q_desc, head, first_q, seqlen_q, BLOCK_M, BLOCK_D), start_m)
+    do = load_tile(head_of_sequence(do_desc, head, first_q, seqlen_q, BLOCK_M, BLOCK_D), start_m)
+    k_head = head_of_sequence(k_desc, head // group, first_k, seqlen_k, BLOCK_N, BLOCK_D)
+    v_head = head_of_sequence(v_desc, head // group, first_k, seqlen_k, BLOCK_N, BLOCK_D)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
     # -- stages: keys that all queries of the tile see, between keys that some see, and no others
@@ -258,17 +240,6 @@ def attention_varlen_dq_kernel(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
     )  # fmt: skip
-
-    # -- rows: from here on keys are counted from the first of all sequences. The last tile of keys,
-    # where some may be those of the next sequence, is cut off, and comes last
-    tail = first_k + seqlen_k // BLOCK_N * BLOCK_N
-    first, end, end_k = first_k + first, first_k + end, first_k + seqlen_k
-    whole, cut = tl.minimum(first_k + whole, tail), tl.minimum(first_k + cut, tail)
-    n_visible += first_k
-    if HAS_LEFT:
-        first_visible += first_k
-
-    # -- sweep: the keys
     if HAS_LEFT:
         dq = sweep_keys(
             dq, q, do, lse_log2, delta, k_head, v_head, first, whole, first_visible, n_visible,
@@ -278,18 +249,14 @@ def attention_varlen_dq_kernel(
         dq, q, do, lse_log2, delta, k_head, v_head, whole, cut, first_visible, n_visible,
         sm_scale * LOG2E, False, False, BLOCK_N,
     )  # fmt: skip
-    if HAS_RIGHT:
-        dq = sweep_keys(
-            dq, q, do, lse_log2, delta, k_head, v_head, cut, tl.minimum(end, tail), first_visible,
-            n_visible, sm_scale * LOG2E, True, False, BLOCK_N,
-        )  # fmt: skip
     dq = sweep_keys(
-        dq, q, do, lse_log2, delta, k_head, v_head, tl.maximum(first, tail), end, first_visible,
-        n_visible, sm_scale * LOG2E, True, HAS_LEFT, BLOCK_N, end_k, True,
+        dq, q, do, lse_log2, delta, k_head, v_head, cut, end, first_visible, n_visible,
+        sm_scale * LOG2E, True, False, BLOCK_N,
     )  # fmt: skip
 
     # -- write: the accumulators, in the dtype of the gradient
-    store_rows(dq_ptr, dq * sm_scale, first_q + start_m, first_q + seqlen_q, heads, head, HEAD_DIM)
+    dq_head = head_of_sequence(dq_desc, head, first_q, seqlen_q, BLOCK_M, BLOCK_D)
+    store_tile(dq_head, start_m, dq * sm_scale)
 
 
 def _preprocess(out, lse, do, dlse, cu_q, max_seqlen_q) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,86 +286,41 @@ def _keys_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm
     """Return (dk, dv)."""
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
     config = tuned.backward_config("dkdv", q)
-    _, heads_k, total_k, head_dim = k.shape
-    dk, dv = (
-        torch.empty((total_k, heads_k, head_dim), dtype=x.dtype, device=x.device) for x in (k, v)
-    )
+    dk, dv = _empty_packed(k), _empty_packed(v)
     rows = lse_log2, delta
     if config.described and config.described_rows:
         rows = [describe_rows(x, config.block_m) for x in rows]
-    batch, group = len(cu_q) - 1, q.shape[1] // heads_k
-    flowing = runtime.cdiv(2 * group * q.shape[2] * head_dim * q.itemsize, batch)
-    at_once = tuned.backward_heads_at_once(flowing, q.device, bounds[0] is not None)
-    run = _keys_launch(
-        config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale, at_once
-    )
-    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
-    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    run(q, k, v, do, *rows, cu_q, cu_k, dk, dv)
-    return dk, dv
-
-
-@planned
-def _keys_launch(
-    config, q_shape, k_shape, batch, longest, bounds, padded, sm_scale, at_once
-) -> Launch:
-    heads, total_q = q_shape[1:3]
-    _, heads_k, total_k, head_dim = k_shape
-    left, right = bounds
-    return Launch(
-        attention_varlen_dkdv_kernel, (batch * heads_k * runtime.cdiv(longest[1], config.block_n),),
-        batch * heads_k, heads_k, total_q, total_k, *longest, left or 0, right or 0, padded,
-        sm_scale, at_once,
-        HEAD_DIM=head_dim,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        DESCRIBED=config.described and config.described_rows,
-        GROUP=heads // heads_k,
-        PADDING=PADDING,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=head_block(head_dim),
-        **config.options,
+    run = launch(
+        attention_varlen_dkdv_kernel, config, q, k, len(cu_q) - 1, longest, bounds, sm_scale,
+        lse_log2.shape[1], by_keys=True, DESCRIBED=config.described and config.described_rows,
+        GROUP=q.shape[1] // k.shape[1], PADDING=PADDING,
     )  # fmt: skip
+    how = {"described": config.described, "packed": True}
+    q, do = (describe(x, config.block_m, **how) for x in (q, do))
+    k, v, *to = (describe(x, config.block_n, **how) for x in (k, v, dk, dv))
+    run(q, k, v, do, *rows, cu_q, cu_k, *to)
+    return dk, dv
 
 
 def _queries_backward(q, k, v, do, lse_log2, delta, cu_q, cu_k, longest, bounds, sm_scale):
     """Return dq."""
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
     config = tuned.backward_config("dq", q)
-    _, heads, total_q, head_dim = q.shape
-    dq = torch.empty((total_q, heads, head_dim), dtype=q.dtype, device=q.device)
-    batch = len(cu_q) - 1
-    run = _queries_launch(
-        config, q.shape, k.shape, batch, longest, bounds, lse_log2.shape[1], sm_scale,
-        heads_at_once(k, batch, heads // k.shape[1], bounds),
+    dq = _empty_packed(q)
+    run = launch(
+        attention_varlen_dq_kernel, config, q, k, len(cu_q) - 1, longest, bounds, sm_scale,
+        lse_log2.shape[1], q.shape[1] // k.shape[1], PADDING=PADDING,
     )  # fmt: skip
-    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
-    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    run(q, k, v, do, lse_log2, delta, cu_q, cu_k, dq)
+    how = {"described": config.described, "packed": True}
+    q, do, to = (describe(x, config.block_m, **how) for x in (q, do, dq))
+    k, v = (describe(x, config.block_n, **how) for x in (k, v))
+    run(q, k, v, do, lse_log2, delta, cu_q, cu_k, to)
     return dq
 
 
-@planned
-def _queries_launch(
-    config, q_shape, k_shape, batch, longest, bounds, padded, sm_scale, at_once
-) -> Launch:
-    _, heads, total_q, head_dim = q_shape
-    heads_k, total_k = k_shape[1:3]
-    left, right = bounds
-    return Launch(
-        attention_varlen_dq_kernel, (batch * heads * runtime.cdiv(longest[0], config.block_m),),
-        batch * heads, heads, heads // heads_k, total_q, total_k, *longest, left or 0, right or 0,
-        padded, sm_scale, at_once,
-        HEAD_DIM=head_dim,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        PADDING=PADDING,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=head_block(head_dim),
-        **config.options,
-    )  # fmt: skip
+def _empty_packed(x: torch.Tensor) -> torch.Tensor:
+    """Allocate the gradient of x, (1, heads, total, head_dim), as packed tensors lie."""
+    return empty_fit(x.transpose(1, 2)).transpose(1, 2)
 
 
 def attention_varlen_backward(
@@ -418,10 +340,10 @@ def attention_varlen_backward(
     dq_needed: bool = True,
     dkdv_needed: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), each (total, heads, head_dim), in two sweeps; what is not needed: None.
+    """Return (dq, dk, dv) in two sweeps; what is not needed is None.
 
-    q, k, v and do are seen as (1, heads, total, head_dim), and descriptors fit; out is contiguous,
-    (total_q, heads, head_dim).
+    q, k, v, do and gradients are seen as (1, heads, total, head_dim), and descriptors fit; out is
+    contiguous, (total_q, heads, head_dim).
     """
     statistics = _preprocess(out, lse, do, dlse, cu_q, longest[0])
     operands = q, k, v, do, *statistics, cu_q, cu_k, longest, bounds, sm_scale

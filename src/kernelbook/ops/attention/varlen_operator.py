@@ -8,7 +8,7 @@ from kernelbook import runtime
 from kernelbook.ops import checks, library
 from kernelbook.ops.attention import scope
 from kernelbook.ops.attention.operator import check_head_dim, check_heads, checked_scale
-from kernelbook.ops.attention.tiles import fit
+from kernelbook.ops.attention.tiles import PACKED_END, fit
 from kernelbook.ops.attention.varlen import attention_varlen_forward
 from kernelbook.ops.attention.varlen_backward import attention_varlen_backward
 
@@ -104,8 +104,8 @@ def attention_varlen(
 
 # -- what is refused
 
-MOST_ROWS = 2**31 - 2**16
-"""Offsets are int32, and so are those of a tile that ends past the last row."""
+MOST_ROWS = PACKED_END.value
+"""Where every sequence ends for a descriptor, so that none may be longer."""
 
 
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
@@ -123,8 +123,9 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
             )
         if x.shape[0] >= MOST_ROWS:
             raise ValueError(
-                f"{name} must have fewer than {MOST_ROWS} rows, because offsets are int32, got "
-                f"{x.shape[0]}: call it for some of the sequences at a time."
+                f"{name} must have fewer than {MOST_ROWS} rows, the most that a descriptor of "
+                f"packed sequences counts, got {x.shape[0]}: call it for some of the sequences at "
+                "a time."
             )
     _, heads, head_dim = q.shape
     check_head_dim(head_dim)
@@ -249,7 +250,9 @@ def run_backward(
             dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
     return tuple(
-        dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)
+        dx.squeeze(0).transpose(0, 1).contiguous().to(q.dtype)
+        if n
+        else torch.empty(0, dtype=q.dtype, device=q.device)
         for dx, n in zip(grads, needed, strict=True)
     )
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernelbook import runtime
 from kernelbook.ops.attention import scope, tiles, tuned
 from kernelbook.ops.attention.scope import key_stages, seen_keys
-from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST, place
+from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
 from kernelbook.ops.launch import Launch, planned
 
 # Triton 3.8 gave the copies of the copy engine other names.
@@ -57,6 +57,8 @@ class Config:
     """Tiles of keys, and as many of values, on their way or in use at a time."""
     take_turns: bool
     """Whether one consumer issues matmuls while another makes weights, by named barriers."""
+    persistent: bool = True
+    """Whether each SM has one program, that computes tile after tile, or each tile its own."""
 
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -94,6 +96,76 @@ def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
     _turn_asm(_barrier_code("arrive", (ME + 1) % CONSUMERS))
 
 
+# -- which tiles
+
+
+@gluon.jit
+def turns_of_program(n_tiles, batch_heads):
+    """Return how many tiles of queries this program has."""
+    rounds = n_tiles * batch_heads // gl.num_programs(0)
+    return rounds + (_order(rounds) < n_tiles * batch_heads).to(gl.int32)
+
+
+@gluon.jit
+def _order(turn):
+    """Which tile, of all in their order, this program has in a turn: each other turn backwards.
+
+    Tiles are in the order of their lengths, so that programs get equally much.
+    """
+    me = gl.program_id(0)
+    me = gl.where(turn % 2 == 1, gl.num_programs(0) - 1 - me, me)
+    return turn * gl.num_programs(0) + me
+
+
+@gluon.jit
+def place(turn, heads_and_limits, constants: gl.constexpr):
+    """Return (batch_head, start_m, first, end): queries and tiles of keys of this program's turn.
+
+    Tiles of queries alternate between heads; the last queries see the most keys and come first.
+    """
+    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    HEADS_AT_ONCE: gl.constexpr = constants[0]
+    BLOCK_M: gl.constexpr = constants[4] * ROWS
+    BLOCK_N: gl.constexpr = constants[5]
+    order = _order(turn)
+    first_head = order // (n_tiles * HEADS_AT_ONCE) * HEADS_AT_ONCE
+    rest = order % (n_tiles * HEADS_AT_ONCE)
+    alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
+    batch_head = first_head + rest % alternating
+    start_m = (n_tiles - 1 - rest // alternating) * BLOCK_M
+    first, _, _, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, constants[1],
+        constants[2], BLOCK_N,
+    )  # fmt: skip
+    first = first // BLOCK_N
+    return batch_head, start_m, first, gl.maximum(gl.cdiv(end, BLOCK_N), first + 1)
+
+
+@gluon.jit
+def place_of_consumer(turn, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr):
+    """Return (start_m, first, whole, cut, end, unseen) of a consumer's own queries.
+
+    ``unseen`` tiles of keys from the right edge of the program's on they do not see.
+    """
+    _, _, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    BLOCK_N: gl.constexpr = constants[5]
+    STAGES: gl.constexpr = constants[6]
+    _, start_m, first, end = place(turn, heads_and_limits, constants)
+    start_m += ME * ROWS
+    _, whole, cut, own_end = key_stages(
+        start_m, start_m + ROWS - 1, seqlen_q, seqlen_k, left, right, constants[1], constants[2],
+        BLOCK_N,
+    )  # fmt: skip
+    unseen = 0
+    if constants[2]:
+        # a consumer that gives back a tile still holds values of the one before
+        unseen = gl.minimum(end - gl.maximum(gl.cdiv(own_end, BLOCK_N), first + 1), STAGES - 1)
+        unseen = gl.maximum(unseen, 0)
+    end -= unseen
+    cut = gl.minimum(cut // BLOCK_N, end - 1)
+    return start_m, first, gl.minimum(whole // BLOCK_N, cut), cut, end, unseen
+
+
 # -- the loader
 
 
@@ -103,43 +175,54 @@ def fetch(
     ring,  # buffers, (STAGES, BLOCK_N, HEAD_DIM)
     full,
     empty,
-    of_head,  # batch, head, and one past the last tile
-    i,  # which tile, counted from the last
-    BLOCK_N: gl.constexpr,
+    i,  # which tile of this program's, counted from its first
+    batch,
+    head,
+    row,
     STAGES: gl.constexpr,
 ):
     """Ask for a tile of keys or values as soon as all consumers have read what is in its slot."""
-    batch, head, end = of_head
     slot = i % STAGES
     mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    _load(desc, [batch, head, (end - 1 - i) * BLOCK_N, 0], full.index(slot), ring.index(slot))
+    _load(desc, [batch, head, row, 0], full.index(slot), ring.index(slot))
 
 
 @gluon.jit
-def load(
-    loading,  # what the kernel gives the loader, see there
-    CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    descs, buffers, barriers, where, start_m, first, end = loading
+def load(loading, constants: gl.constexpr):
+    """Load what all turns of this program need, as soon as there is room for it."""
+    descs, buffers, barriers, heads_and_limits = loading
     q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    batch, head, _, head_k = where
-    # -- queries: once, for each consumer its own
-    for g in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-        _load(q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g))
+    q_s, k_s, v_s, _ = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    n_tiles, batch_heads, heads, group, _, _, _, _ = heads_and_limits
+    CONSUMERS: gl.constexpr = constants[4]
+    BLOCK_N: gl.constexpr = constants[5]
+    STAGES: gl.constexpr = constants[6]
     # -- keys and values: in the order in which they are read, keys one tile ahead
-    of_head = (batch, head_k, end)
-    n = end - first
-    fetch(k_desc, k_s, k_full, k_empty, of_head, 0, BLOCK_N, STAGES)
-    for i in range(1, n):
-        fetch(k_desc, k_s, k_full, k_empty, of_head, i, BLOCK_N, STAGES)
-        fetch(v_desc, v_s, v_full, v_empty, of_head, i - 1, BLOCK_N, STAGES)
-    fetch(v_desc, v_s, v_full, v_empty, of_head, n - 1, BLOCK_N, STAGES)
+    i = 0
+    v_batch, v_head, v_row = 0, 0, 0
+    for turn in range(turns_of_program(n_tiles, batch_heads)):
+        batch_head, start_m, first, end = place(turn, heads_and_limits, constants)
+        batch, head = batch_head // heads, batch_head % heads
+        for tile in range(end - first):
+            k_row = (end - 1 - tile) * BLOCK_N
+            fetch(k_desc, k_s, k_full, k_empty, i, batch, head // group, k_row, STAGES)
+            if i > 0:
+                fetch(v_desc, v_s, v_full, v_empty, i - 1, v_batch, v_head, v_row, STAGES)
+            # -- queries: for each consumer its own, as soon as it has read the last ones
+            if tile == 0:
+                for g in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(g), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
+                    _load(
+                        q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g)
+                    )
+            v_batch = batch
+            v_head = head // group
+            v_row = k_row
+            i += 1
+    fetch(v_desc, v_s, v_full, v_empty, i - 1, v_batch, v_head, v_row, STAGES)
 
 
 # -- a consumer
@@ -218,113 +301,175 @@ def weigh(
 
 
 @gluon.jit
-def consume(
-    computing,  # what the kernel gives a consumer, see there
-    ME: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    ALL_WHOLE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    out_desc, lse_ptr, buffers, barriers, where, start_m, first, end, limits, scale_log2 = computing
-    q_s, k_s, v_s = buffers
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    batch, head, batch_head, _ = where
-    seqlen_q, seqlen_k, left, right = limits
+def write(acc, l_i, m_i, out_desc, lse_ptr, buffer, turn, heads_and_limits, ME, constants):
+    """Write out and lse of this consumer's queries of a turn, by a copy not waited for."""
+    _, _, heads, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    row: gl.constexpr = m_i.type.layout
+    row_of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
+    start_m += ME * ROWS
+    queries = start_m + gl.arange(0, ROWS, row)
+    seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
+    total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
+    total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
+    inverse = 1 / gl.where(total == 0, 1.0, total)
+    lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
+    gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
+    acc = acc * gl.convert_layout(inverse, row_of_acc, assert_trivial=True)[:, None]
+    tma.store_wait(0)  # the last turn's copy may not have read the buffer
+    buffer.store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    _store(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], buffer)
+
+
+@gluon.jit
+def give_back(i, n, barriers, ME: gl.constexpr, constants: gl.constexpr):
+    """Let tiles i to i + n - 1 go unread, each in a turn of its own."""
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    STAGES: gl.constexpr = constants[6]
+    for j in range(i, i + n):
+        slot = j % STAGES
+        if constants[7]:
+            wait_for_turn(ME)
+            pass_turn(ME, constants[4])
+        mbarrier.wait(k_full.index(slot), (j // STAGES) & 1)
+        mbarrier.arrive(k_empty.index(slot))
+        mbarrier.wait(v_full.index(slot), (j // STAGES) & 1)
+        mbarrier.arrive(v_empty.index(slot))
+
+
+@gluon.jit
+def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
+    """Compute the rows of one consumer, turn after turn, in one loop over all tiles of keys.
+
+    Between turns nothing stops: the first scores of a turn are computed with the last sum of the
+    turn before.
+    """
+    out_desc, lse_ptr, buffers, barriers, heads_and_limits, scale_log2 = computing
+    q_s, k_s, v_s, out_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    HAS_LEFT: gl.constexpr = constants[1]
+    HAS_RIGHT: gl.constexpr = constants[2]
+    ALL_WHOLE: gl.constexpr = constants[3]
+    CONSUMERS: gl.constexpr = constants[4]
+    BLOCK_N: gl.constexpr = constants[5]
+    STAGES: gl.constexpr = constants[6]
+    TURNS: gl.constexpr = constants[7]
+    HEAD_DIM: gl.constexpr = constants[8]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     row_of_acc: gl.constexpr = gl.SliceLayout(1, acc_layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     dtype: gl.constexpr = out_desc.dtype
+    q = q_s.index(ME)
+    out_buffer = out_s.index(ME)
 
-    # -- stages: this consumer's own queries say where its tiles need a mask
-    start_m += ME * ROWS
-    queries = start_m + gl.arange(0, ROWS, row)
-    seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-    _, whole, cut, _ = key_stages(
-        start_m, start_m + ROWS - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N
-    )  # fmt: skip
-    last = end - 1
-    cut = gl.minimum(cut // BLOCK_N, last)
-    whole = gl.minimum(whole // BLOCK_N, cut)
-    last_n = last * BLOCK_N
+    # -- turns: how many tiles of keys this consumer reads in all of them
+    turns = turns_of_program(n_tiles, batch_heads)
+    turn = 0
+    start_m, first, whole, cut, tile, unseen = place_of_consumer(
+        turn, heads_and_limits, ME, constants
+    )
+    reads = (tile - first) * turns
+    if HAS_LEFT or HAS_RIGHT:
+        reads = tile - first
+        for t in range(1, turns):
+            _, its_first, _, _, its_end, _ = place_of_consumer(t, heads_and_limits, ME, constants)
+            reads += its_end - its_first
+    if TURNS and ME == CONSUMERS - 1:
+        pass_turn(ME, CONSUMERS)
+    give_back(0, unseen, barriers, ME, constants)
 
     # -- begin: the last tile, which has no tile before it
-    q = q_s.index(ME)
+    i = unseen
+    tile -= 1
     m_i = gl.full([ROWS], LOWEST, gl.float32, row)
     mbarrier.wait(q_full.index(ME), 0)
-    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-    s = warpgroup_mma(q, k_s.index(0).permute([1, 0]), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k_s.index(i % STAGES).permute([1, 0]), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(i % STAGES))
+    if tile == first:
+        mbarrier.arrive(q_empty.index(ME))
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     no_sum = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
     if not ALL_WHOLE:
-        s = mask_row_ends(s, seen[0] - last_n, seen[1] - last_n, True, HAS_LEFT)
+        own = start_m + gl.arange(0, ROWS, row)
+        seen = seen_keys(own, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+        start_n = tile * BLOCK_N
+        s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, True, HAS_LEFT)
     weights, _, l_i, m_i = weigh(s, no_sum, m_i, scale_log2)
     p = gl.convert_layout(weights.to(dtype), operand, assert_trivial=True)
+    continues = False  # whether there is a sum, to which the weights of before add
 
     # -- attend: from the last key to the first, one tile of weights behind the scores
-    n = end - first
-    mbarrier.wait(k_full.index(1), 0, pred=n > 1)
-    if TURNS and ME == CONSUMERS - 1:
-        pass_turn(ME, CONSUMERS)
-    for i in range(1, n):
+    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=reads > 1)
+    for j in range(1, reads):
+        # -- next: tile of keys, or if that was the first one, tile of queries
+        before = i
+        i += 1
+        tile -= 1
+        begins = tile < first
+        if begins:
+            turn += 1
+            start_m, first, whole, cut, tile, unseen = place_of_consumer(
+                turn, heads_and_limits, ME, constants
+            )
+            give_back(i, unseen, barriers, ME, constants)
+            i += unseen
+            tile -= 1
+            mbarrier.wait(q_full.index(ME), turn & 1)
+            if HAS_RIGHT:
+                mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
         # -- issue: the scores of this tile, then the sum of the one before
-        slot, before = i % STAGES, (i - 1) % STAGES
+        slot, slot_before = i % STAGES, before % STAGES
         if TURNS:
             wait_for_turn(ME)
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
         s = warpgroup_mma(q, k_s.index(slot).permute([1, 0]), s, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+        mbarrier.wait(v_full.index(slot_before), (before // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(slot_before), acc, use_acc=continues, is_async=True)
         if TURNS:
             pass_turn(ME, CONSUMERS)
         # -- weigh: while the sum is computed. One loop for all tiles: between loops, Triton would
         # carry the weights number by number, and take each pair apart in each iteration
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(slot))
-        if HAS_RIGHT or HAS_LEFT:
-            tile = last - i
+        if tile == first:
+            mbarrier.arrive(q_empty.index(ME))
+        if not ALL_WHOLE:
             if (tile >= cut) | (tile < whole):
+                own = start_m + gl.arange(0, ROWS, row)
+                seen = seen_keys(own, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
                 start_n = tile * BLOCK_N
-                s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, HAS_RIGHT, HAS_LEFT)
-        weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
+                s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, True, HAS_LEFT)
+        sum_before = l_i
+        max_before = m_i
+        weights, alpha, l_i, m_i = weigh(
+            s, gl.where(begins, 0.0, l_i), gl.where(begins, LOWEST, m_i), scale_log2
+        )
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        following = (i + 1) % STAGES
-        mbarrier.wait(k_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
+        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(before))
+        mbarrier.arrive(v_empty.index(slot_before))
+        if begins:
+            write(
+                acc, sum_before, max_before, out_desc, lse_ptr, out_buffer, turn - 1,
+                heads_and_limits, ME, constants,
+            )  # fmt: skip
+        continues = not begins
         acc = acc * gl.convert_layout(alpha, row_of_acc, assert_trivial=True)[:, None]
         p = gl.convert_layout(weights.to(dtype), operand, assert_trivial=True)
 
     # -- end: the sum of the first tile
-    before = last - first
-    slot = before % STAGES
-    mbarrier.wait(v_full.index(slot), (before // STAGES) & 1)
-    acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
-    total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
-    total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
-    inverse = 1 / gl.where(total == 0, 1.0, total)
+    mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+    acc = warpgroup_mma(p, v_s.index(i % STAGES), acc, use_acc=continues, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-
-    # -- write: where the queries were; rows past the end are left out
-    acc = (
-        acc
-        * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout), assert_trivial=True)[:, None]
-    )
-    q.store(acc.to(dtype))
-    fence_async_shared()
-    _store(out_desc, [batch, head, start_m, 0], q)
-    lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
-    gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
+    write(acc, l_i, m_i, out_desc, lse_ptr, out_buffer, turn, heads_and_limits, ME, constants)
     tma.store_wait(0)
 
 
@@ -355,20 +500,7 @@ def attention_hopper_fwd_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
-    # -- place: which tile of which head; the last queries see the most keys and come first
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    n_tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    tile, batch_head = place(n_tiles, batch_heads, HEADS_AT_ONCE)
-    batch, head = batch_head // heads, batch_head % heads
-    start_m = (n_tiles - 1 - tile) * BLOCK_M
-    first, _, _, end = key_stages(
-        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
-        BLOCK_N,
-    )  # fmt: skip
-    first = first // BLOCK_N
-    end = gl.maximum(gl.cdiv(end, BLOCK_N), first + 1)
-
-    # -- shared memory: queries, rings of keys and values, and a barrier for each tile in it
+    # -- shared memory: queries, rings of keys and values, results, and a barrier for each tile
     dtype: gl.constexpr = q_desc.dtype
     QUERY_SLOTS: gl.constexpr = CONSUMERS if CONSUMERS != 3 else 4
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
@@ -376,13 +508,16 @@ def attention_hopper_fwd_kernel(
     q_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    out_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for g in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(g), count=1)
+        mbarrier.init(q_empty.index(g), count=1)
     for b in gl.static_range(STAGES):
         mbarrier.init(k_full.index(b), count=1)
         mbarrier.init(v_full.index(b), count=1)
@@ -390,52 +525,26 @@ def attention_hopper_fwd_kernel(
         mbarrier.init(v_empty.index(b), count=CONSUMERS)
 
     # -- roles
-    buffers = (q_s, k_s, v_s)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty)
-    where = (batch, head, batch_head, head // group)
-    lengths_and_bounds = (seqlen_q, seqlen_k, left, right)
-    loading = ((q_desc, k_desc, v_desc), buffers, barriers, where, start_m, first, end)
-    computing = (
-        out_desc, lse_ptr, buffers, barriers, where, start_m, first, end, lengths_and_bounds,
-        sm_scale * LOG2E,
+    buffers = (q_s, k_s, v_s, out_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    n_tiles = gl.cdiv(seqlen_q, CONSUMERS * ROWS)
+    heads_and_limits = (
+        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right,
     )  # fmt: skip
+    constants: gl.constexpr = (
+        HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
+    )  # fmt: skip
+    loading = ((q_desc, k_desc, v_desc), buffers, barriers, heads_and_limits)
+    computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
     ME_0: gl.constexpr = 0
     ME_1: gl.constexpr = 1
     ME_2: gl.constexpr = 2
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        computing,
-                        ME_0,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        ALL_WHOLE,
-                        HEAD_DIM,
-                        CONSUMERS,
-                        BLOCK_N,
-                        STAGES,
-                        TURNS,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        computing,
-                        ME_1,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        ALL_WHOLE,
-                        HEAD_DIM,
-                        CONSUMERS,
-                        BLOCK_N,
-                        STAGES,
-                        TURNS,
-                    ),
-                ),
-                (load, (loading, CONSUMERS, BLOCK_N, STAGES)),
+                (consume, (computing, ME_0, constants)),
+                (consume, (computing, ME_1, constants)),
+                (load, (loading, constants)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
@@ -443,52 +552,10 @@ def attention_hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        computing,
-                        ME_0,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        ALL_WHOLE,
-                        HEAD_DIM,
-                        CONSUMERS,
-                        BLOCK_N,
-                        STAGES,
-                        TURNS,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        computing,
-                        ME_1,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        ALL_WHOLE,
-                        HEAD_DIM,
-                        CONSUMERS,
-                        BLOCK_N,
-                        STAGES,
-                        TURNS,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        computing,
-                        ME_2,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                        ALL_WHOLE,
-                        HEAD_DIM,
-                        CONSUMERS,
-                        BLOCK_N,
-                        STAGES,
-                        TURNS,
-                    ),
-                ),
-                (load, (loading, CONSUMERS, BLOCK_N, STAGES)),
+                (consume, (computing, ME_0, constants)),
+                (consume, (computing, ME_1, constants)),
+                (consume, (computing, ME_2, constants)),
+                (load, (loading, constants)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
@@ -549,7 +616,7 @@ def attention_forward(
     config = CONFIGS[q.shape[3]]
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     run = _launch(
-        config, q.shape, k.shape, left, right, sm_scale,
+        config, runtime.multiprocessors(q.device), q.shape, k.shape, left, right, sm_scale,
         tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
     )  # fmt: skip
     rows, keys = ROWS.value, config.block_n
@@ -558,12 +625,16 @@ def attention_forward(
 
 
 @planned
-def _launch(config, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> Launch:
+def _launch(
+    config, multiprocessors, q_shape, k_shape, left, right, sm_scale, heads_at_once
+) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
-    n_tiles = runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
+    programs = batch * heads * runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
+    if config.persistent:
+        programs = min(programs, multiprocessors)
     return Launch(
-        attention_hopper_fwd_kernel, (batch * heads * n_tiles,),
+        attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
         HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
