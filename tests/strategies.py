@@ -323,6 +323,8 @@ class Attention(Described):
     needs: tuple[bool, bool, bool] = (True, True, True)
     seed: int = 0
     """Of the gradients of out and lse."""
+    path: str = "as it is"
+    """Whether small constants let programs share the keys of few queries, as in decoding."""
 
 
 @st.composite
@@ -356,6 +358,7 @@ def attention(draw):
         draw(st.booleans()),
         draw(SUBSETS),
         draw(SEEDS),
+        draw(st.sampled_from(("as it is", "decoding"))),
     )
 
 

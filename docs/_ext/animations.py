@@ -748,6 +748,60 @@ def two_sweeps():
     return drawing
 
 
+# -- the ring of the chapter on several GPUs ------------------------------------------------------
+
+RANKS = 4
+"""Ranks of the drawing, at the corners of a square, in the order of the ring."""
+
+
+def ring_of_ranks():
+    """Keys and values go round, and each rank merges what it computes with them."""
+    each, wide, high = 2.8, 150, 88  # seconds of a step; sizes of a rank
+    corners = ((12, 34), (238, 34), (238, 176), (12, 176))
+    done = each * RANKS
+    drawing = Drawing("keys and values go round the ring", 330, seconds=14, still=done - 0.9)
+    drawing.tell(
+        f"{RANKS} ranks stand in a ring. Each keeps its queries, and has a part of the keys and "
+        "values, which it sends to the next rank while it computes with them."
+    )
+    add = drawing.add
+    for (x1, y1), (x2, y2) in zip(corners, (*corners[1:], corners[0]), strict=True):
+        across = y1 == y2
+        start = (x1 + wide * (x2 > x1), y1 + 24) if across else (x1 + 126, y1 + high * (y2 > y1))
+        end = (x2 + wide * (x2 < x1), y2 + 24) if across else (x2 + 126, y2 + high * (y2 < y1))
+        add(line(*start, *end, LINE, 2))
+    for rank, (x, y) in enumerate(corners):
+        add(rect(x, y, wide, high, PALE, LINE, radius=6))
+        add(text(x, y - 8, f"rank {rank}", MUTED, "start", size=13))
+        add(rect(x + 10, y + 10, 40, 28, KEPT_PALE, KEPT, radius=4))
+        add(text(x + 30, y + 29, f"q{rank}", KEPT, size=13, bold=True))
+        add(text(x + 10, y + 56, "out, lse of", MUTED, "start", size=12))
+        for source in range(RANKS):
+            left = x + 10 + 34 * source
+            add(rect(left, y + 62, 29, 19, stroke=LINE, dashed=True, radius=3))
+            merged = each * ((rank - source) % RANKS) + 1.6
+            part = rect(left, y + 62, 29, 19, KEPT_PALE, KEPT, radius=3)
+            add(part + text(left + 14.5, y + 76, f"k{source}", KEPT, size=12), shown(merged))
+    for source, (x, y) in enumerate(corners):
+        chip = rect(x + 102, y + 10, 40, 28, NEW_PALE, NEW, radius=4)
+        chip += text(x + 122, y + 29, f"k{source} v{source}", NEW, size=12)
+        moves = []
+        for step in range(1, RANKS):
+            to_x, to_y = corners[(source + step) % RANKS]
+            moves.append((each * step - 0.9, (to_x - x, to_y - y)))
+        add(chip, moved((0, 0), *moves, over=0.8))
+    for step in range(RANKS):
+        start, end = each * step, each * (step + 1)
+        pairs = ", ".join(f"q{rank} k{(rank - step) % RANKS}ᵀ" for rank in range(RANKS))
+        until = None if step == RANKS - 1 else end
+        add(text(12, 296, f"step {step + 1}: {pairs}", NEW, "start", size=13), shown(start, until))
+        goes = "nothing is left to send" if until is None else "meanwhile k and v go on"
+        add(text(12, 317, f"merge by lse; {goes}", MUTED, "start", size=13), shown(start, until))
+        drawing.tell(f"Step {step + 1}: the ranks compute {pairs}, and merge the results by lse.")
+    drawing.tell(f"After {RANKS} steps each rank has attention to all keys, for its own queries.")
+    return drawing
+
+
 ANIMATIONS = {
     "one_flipped_bit": one_flipped_bit,
     "online_softmax": online_softmax,
@@ -756,6 +810,7 @@ ANIMATIONS = {
     "attention_loop": attention_loop,
     "light_or_heavy_first": light_or_heavy_first,
     "two_sweeps": two_sweeps,
+    "ring_of_ranks": ring_of_ranks,
 }
 
 

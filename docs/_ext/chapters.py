@@ -205,6 +205,19 @@ CHAPTERS = {
             "all in FP8": "all in 8 bits",
         },
     ),
+    "attention_across_gpus": Facts(
+        "How do several GPUs share one attention, and how much of their speed is left when they "
+        "do?",
+        "advanced",
+        ("attention_backward", "attention_in_models"),
+        "ranks",
+        {"mask": "causal", "seqlen": 131072},
+        {
+            "contiguous": "contiguous parts",
+            "zig-zag": "parts from both ends",
+            "Kernel Book": "transfers behind the work",
+        },
+    ),
     "transformer": Facts(
         "Where does the time of a training step go, where does its memory go, and how much of "
         "either do the book's operators save?",

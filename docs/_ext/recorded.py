@@ -44,7 +44,7 @@ def is_primary(record):
     """Whether a record is of the GPU whose numbers the text reads."""
     from kernelbook.lab import results
 
-    return record["provenance"]["slug"] == results.PRIMARY
+    return results.is_primary(record)
 
 
 def state(app, record):
@@ -194,7 +194,7 @@ class Chapters(SphinxDirective):
 
 # -- what the home page says in numbers ------------------------------------------------------------
 
-LIMITS = {"copy": "a copy", "matmul": "a matrix product"}
+LIMITS = {"copy": "a copy", "matmul": "a matrix product", "ideal": "one GPU, times the GPUs"}
 PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)
 LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")
@@ -243,9 +243,10 @@ def primary():
 
 
 def measured_on(found):
-    """On which GPU and when some records were made."""
+    """On which GPU and when some records were made; those of several GPUs together are left out."""
     if not found:
         return "on no GPU yet"
+    found = [r for r in found if r["provenance"]["gpu"] == found[0]["provenance"]["gpu"]]
     dates = sorted({record["provenance"]["date"][:10] for record in found})
     return (
         f"on {found[0]['provenance']['gpu']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"

@@ -5,6 +5,7 @@ Importing this module decides, once for the process. It has to happen before any
 ``kernelbook/__init__.py`` therefore imports it first.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -62,28 +63,55 @@ if INTERPRETED and _OLD_TRITON and Version(numpy.__version__) >= Version("2.4"):
     )
 
 
-def _look_once_for_builtins() -> None:
-    """Spare Triton's interpreter most of what a function costs that a kernel calls.
+def _spare_the_interpreter() -> None:
+    """Spare Triton's interpreter what takes most of its time and has no effect.
 
-    Whenever a kernel calls a function, the interpreter goes through all members of triton.language
-    to replace its builtins. Inside a kernel they are replaced already, and nothing is left to do.
+    All of it is Triton's own, and another version may do without it.
     """
     from triton.runtime import interpreter
 
-    replace = getattr(interpreter, "_patch_builtin", None)
-    is_builtin = triton.language.core.is_builtin
-    names = {}
+    # -- overflow: products and sums of integers are computed again in int64 and compared with the
+    # range, for an assertion that is only looked at under debug
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and not options.debug:
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
-    def replace_what_is_left(namespace, *rest):
-        if namespace not in names:
-            names[namespace] = [
-                name for name in dir(namespace) if is_builtin(getattr(namespace, name))
-            ]
-        if any(is_builtin(getattr(namespace, name)) for name in names[namespace]):
-            replace(namespace, *rest)
+    # -- dtypes: a table of all of them is made to look one up
+    np_dtype_of = getattr(interpreter, "_get_np_dtype", None)
+    found = {}
 
-    if replace is not None:  # it is Triton's own, and another version may do without it
-        interpreter._patch_builtin = replace_what_is_left
+    def look_up(dtype):
+        name = dtype.scalar.name
+        if name not in found:
+            found[name] = np_dtype_of(dtype)
+        return found[name]
+
+    if np_dtype_of is not None:
+        interpreter._get_np_dtype = look_up
+
+    # -- builtins: whenever a kernel calls a function, all members of triton.language are looked
+    # through to replace those that compile, which are replaced since the launch began
+    replace = getattr(interpreter, "_patch_lang", None)
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    language = triton.language
+
+    @cache
+    def used_by(fn):
+        spaces = (language, language.core)
+        return [s for s in spaces if any(value is s for value in fn.__globals__.values())]
+
+    def compiles(namespace, name):
+        return language.core.is_builtin(getattr(namespace, name))
+
+    def replace_once(fn):
+        spaces = used_by(fn)
+        if any(compiles(s, "arange") for s in spaces) or compiles(language.tensor, "__add__"):
+            return replace(fn)
+        return scope()
+
+    if replace is not None and scope is not None:
+        interpreter._patch_lang = replace_once
 
 
 def _keep_booleans() -> None:
@@ -107,7 +135,7 @@ def _keep_booleans() -> None:
 
 
 if INTERPRETED:
-    _look_once_for_builtins()
+    _spare_the_interpreter()
     _keep_booleans()
 
 

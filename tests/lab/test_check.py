@@ -43,7 +43,7 @@ def test_what_the_recorded_gpu_found_stands_first(monkeypatch):
     row = {"case": "3", "direction": "forward", "dtype": "float32", "ok": True}
     row |= {"error": 1e-7, "torch_error": 1e-7, "tolerance": 2e-7}
     past = {"checks": {"sum": [row] * 5}, "provenance": {"gpu": "A GPU"}}
-    monkeypatch.setattr(chapter, "_running", SimpleNamespace(past=past, live=False))
+    monkeypatch.setattr(chapter, "_running", SimpleNamespace(past=past, live=False, on_gpus=False))
     truth = torch.tensor([1.0, -2.0, 3.0]).double()
     shown = lab.check("sum", [case(truth.half(), truth)])
     line, table = shown.plain.split("\n", 1)

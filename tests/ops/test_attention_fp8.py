@@ -250,12 +250,12 @@ def test_scores_far_from_zero():
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_descale_that_is_no_scale_makes_its_head_nan(name, value, seqlen_k):
     """Of v, 0 and negative numbers are scales; infinity times a stored 0 is not."""
-    operands, descales, _ = prepare(*draw(2, 3, 3, 40, seqlen_k, 32))
+    operands, descales, _ = prepare(*draw(2, 2, 2, 20, seqlen_k, 32))
     right = attention(*operands, **descales)
     changed = descales[f"{name}_descale"].clone()
     changed[1, 1] = value
     out, lse = attention(*operands, **descales | {f"{name}_descale": changed}, return_lse=True)
-    others = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    others = torch.ones(2, 2, dtype=torch.bool, device=DEVICE)
     others[1, 1] = False
     assert torch.equal(out[others], right[others])
     assert lse[others].isfinite().all()

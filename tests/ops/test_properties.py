@@ -43,6 +43,7 @@ from kernelbook import (
     weighted_sum,
 )
 from kernelbook.ops import weighted_sum as weighted_sum_module
+from kernelbook.ops.attention import decoding
 from kernelbook.ops.launch import forget
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned
 from kernelbook.ops.softmax import tuned as softmax_tuned
@@ -165,6 +166,10 @@ LAYER_NORM_PATHS["loop"] = LAYER_NORM_PATHS["split"] | {
     "LOOP_COLS": 32,
     "COLUMN_COLS": 32,
 }
+ATTENTION_PATHS = {
+    "as it is": {},
+    "decoding": {"FEWEST_KEYS": 1, "FEWEST_TILES": 1, "KEYS_PER_QUERY": 1},
+}
 WEIGHTED_SUM_PATHS = {
     "as it is": {},
     "small": {"FWD_TILE": 64, "BWD_TILE": 64, "SQUARE": 16, "SUM_ROWS": 2},
@@ -179,6 +184,8 @@ def on_path(case):
         isinstance(case, Composed) and case.how in TWICE["weighted_sum"]
     ):
         return changed(weighted_sum_module, WEIGHTED_SUM_PATHS[case.path])
+    if isinstance(case, Attention):
+        return changed(decoding, ATTENTION_PATHS[case.path])
     return changed(layer_norm_tuned, LAYER_NORM_PATHS[case.path])
 
 
@@ -449,9 +456,9 @@ def check_attention(case: Attention) -> None:
     q, k, v = operands
     before = [t.detach().clone() for t in operands]
     options = {"is_causal": case.is_causal, "scale": case.scale, "window": case.window}
-    out, lse = attention(
-        q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=case.deterministic
-    )
+    options |= {"enable_gqa": True, "return_lse": True, "deterministic": case.deterministic}
+    with on_path(case):
+        out, lse = attention(q, k, v, **options)
     do = mixed(case.seed, out.shape, out.dtype)
     dlse = mixed(case.seed + 1, lse.shape, lse.dtype)
     wanted = [t for t, need in zip(operands, case.needs, strict=True) if need]

@@ -92,3 +92,26 @@ def test_a_mask_may_be_made_of_a_block_and_a_scalar():
     y = torch.zeros(4, 8, device=runtime.DEVICE)
     rows_kernel[(4,)](y, 3, 5, BLOCK=8)
     assert y.nonzero().tolist() == [[row, col] for row in range(3) for col in range(5)]
+
+
+@triton.jit
+def twice(x):
+    return x + x
+
+
+@triton.jit
+def sum_twice_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(y_ptr + tl.program_id(0), tl.sum(twice(x), axis=0))
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="there is nothing to replace on a GPU")
+def test_the_interpreter_replaces_what_compiles_for_each_launch_and_no_longer():
+    """Of functions that a kernel calls, those of its module and those of Triton itself."""
+    x, y = torch.arange(12.0).view(3, 4), torch.empty(3)
+    for _ in range(2):
+        sum_twice_kernel[(3,)](x, y, BLOCK=4)
+        assert torch.equal(y, 2 * x.sum(1))
+        for name in ("arange", "load", "dot"):
+            assert tl.core.is_builtin(getattr(tl, name))
+        assert tl.core.is_builtin(tl.tensor.__add__)

@@ -1,16 +1,27 @@
 """The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
 
 from kernelbook.lab.bench import Absent, Sweep, bench, event_times, peer
-from kernelbook.lab.chapter import compiled_by, facts, finish, host_times, measure, start
+from kernelbook.lab.chapter import (
+    compiled_by,
+    facts,
+    finish,
+    host_times,
+    measure,
+    ranks_at_work,
+    start,
+)
 from kernelbook.lab.check import Case, CheckFailed, check
 from kernelbook.lab.display import note, read, source, table
 from kernelbook.lab.figures import colour, draw, ladder, plot, sketch
+from kernelbook.lab.ranks import Ranks, RanksFailed
 from kernelbook.lab.results import ResultsError
 
 __all__ = [
     "Absent",
     "Case",
     "CheckFailed",
+    "Ranks",
+    "RanksFailed",
     "ResultsError",
     "Sweep",
     "bench",
@@ -27,6 +38,7 @@ __all__ = [
     "note",
     "peer",
     "plot",
+    "ranks_at_work",
     "read",
     "sketch",
     "source",

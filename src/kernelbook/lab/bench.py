@@ -213,6 +213,7 @@ def bench(
     work: str,
     limit_work: str | None = None,
     unit: str = "GB/s",
+    timer: Callable | None = None,
 ) -> Sweep:
     """Time providers at every point, in turn, or return what an earlier run recorded.
 
@@ -226,6 +227,9 @@ def bench(
         work: the formula of the bytes or FLOPs, in the names of a point.
         limit_work: that of the limit, where it does other work.
         unit: ``GB/s`` or ``TFLOP/s``.
+        timer: what times the providers of a point, where they do not run in this process: it takes
+            what ``providers`` returned, without those that are absent, and returns three quantiles
+            of the milliseconds of each, or :class:`Absent`.
 
     Every run meets an L2 cache without its inputs and, after a pause, a queue that holds all of the
     run: what the host takes to launch it is not measured. A provider that a point lacks must be
@@ -266,7 +270,9 @@ def bench(
                 skipped[provider] = run.reason
         present = {k: run for k, run in runs.items() if not isinstance(run, Absent)}
         _refuse_gaps(name, index, milliseconds, runs, limit)
-        times, slowed = _time_in_turn(present)
+        times, slowed = _time_in_turn(present) if timer is None else (timer(present), ())
+        for provider in [name for name, found in times.items() if isinstance(found, Absent)]:
+            skipped[provider] = times.pop(provider).reason
         host_included += [provider for provider in slowed if provider not in host_included]
         for provider in milliseconds:
             milliseconds[provider] = [*milliseconds[provider], times.get(provider, [])]
@@ -281,7 +287,7 @@ def bench(
     }
     chapter.keep("sweeps", name, measured | {"providers_code": code})
     elsewhere = _elsewhere(name, asked, code)
-    sweep = Sweep(name, **measured, provenance=results.provenance(), elsewhere=elsewhere)
+    sweep = Sweep(name, **measured, provenance=here.provenance(), elsewhere=elsewhere)
     here.sweeps.append(sweep)
     return sweep
 

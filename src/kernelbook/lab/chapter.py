@@ -14,7 +14,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kernelbook import runtime
-from kernelbook.lab import display, results
+from kernelbook.lab import display, ranks, results
 from kernelbook.lab.display import NOT_RECORDED, Shown, note, show, table
 from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
 from kernelbook.lab.schema import SCHEMA
@@ -28,22 +28,37 @@ class Chapter:
     record of an earlier run, to replay when this one does not measure; ``others`` are the records
     of other GPUs, shown beside. ``sweeps`` are those that were measured. ``steps`` are the
     providers that the chapter made itself, in the order in which they came to be drawn. ``script``
-    is its file; a notebook has none.
+    is its file; a notebook has none. ``world`` is how many ranks measure, where several do.
     """
 
-    def __init__(self, name: str, modules: list[str], script: Path | None):
+    def __init__(self, name: str, modules: list[str], script: Path | None, on_ranks: bool = False):
         self.name = name
         self.modules = modules
         self.script = script
-        self.live = is_live()
+        self.world, self.on_gpus = ranks.at_hand() if on_ranks else (1, not runtime.INTERPRETED)
+        self.live = is_live() and (self.on_gpus or runtime.INTERPRETED)
         self.record = {"checks": {}, "sweeps": {}, "tables": {}, "kernels": []}
         self.past = None if self.live else results.find(name)
         if self.live:  # what could not be saved must not be measured first
             results.writable_root().mkdir(parents=True, exist_ok=True)
-        own = results.provenance() if self.live else self.past and self.past["provenance"]
+        own = self.provenance() if self.live else self.past and self.past["provenance"]
         self.others = results.others(name, own["slug"]) if own else []
         self.sweeps: list = []
         self.steps: list[str] = []
+        self.ranks: ranks.Ranks | None = None
+
+    def provenance(self) -> dict:
+        """Return where a result measured now comes from."""
+        made = results.provenance()
+        return results.on_ranks(made, self.world) if self.world > 1 else made
+
+    def here(self) -> str:
+        """Say where kernels run."""
+        if self.world == 1:
+            return "on the GPU" if self.on_gpus else "in Triton's interpreter"
+        if self.on_gpus:
+            return f"on {self.world} GPUs"
+        return f"on {self.world} ranks of the CPU, in Triton's interpreter"
 
 
 _running: Chapter | None = None
@@ -59,24 +74,28 @@ def is_live() -> bool:
     return not runtime.INTERPRETED and mode != "replay"
 
 
-def start(name: str, *modules: str) -> Shown:
+def start(name: str, *modules: str, on_ranks: bool = False) -> Shown:
     """Open a chapter, and say where it runs and where its numbers come from.
 
     ``modules`` are those whose kernels it measures: ``kernelbook.ops.<name>`` unless given. What
     they import of ``kernelbook.ops`` counts as well, and so do the kernels of the script that
-    calls this.
+    calls this. ``on_ranks`` says that it measures several GPUs together, by :func:`ranks_at_work`:
+    it is live where there are two, and its record names how many.
     """
     global _running
     script = Path(sys._getframe(1).f_code.co_filename).resolve()  # the site sets no __file__
     modules = list(modules) or [f"kernelbook.ops.{name}"]
-    _running = Chapter(name, modules, script if script.is_file() else None)
+    if _running and _running.ranks:  # of a chapter that did not come to its end
+        _running.ranks.stop()
+    _running = Chapter(name, modules, script if script.is_file() else None, on_ranks)
     display.absences.clear()
     torch.manual_seed(0)  # so that a script prints what the page shows
     if _running.live:
-        return note(f"This page was run on {describe(results.provenance())}.")
-    where = "in Triton's interpreter" if runtime.INTERPRETED else "on the GPU"
+        return note(f"This page was run on {describe(_running.provenance())}.")
+    where = _running.here()
     if _running.past is None:
-        return note(f"Checks run {where}. No speed has been recorded yet: that needs a GPU.")
+        needs = "two GPUs" if on_ranks else "a GPU"
+        return note(f"Checks run {where}. No speed has been recorded yet: that needs {needs}.")
     text = (
         f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
     )
@@ -90,6 +109,19 @@ def running() -> Chapter:
     if _running is None:
         raise RuntimeError("no chapter is running: call lab.start first.")
     return _running
+
+
+def ranks_at_work() -> ranks.Ranks:
+    """Return the ranks of the chapter that is running, which it asked for in :func:`start`.
+
+    They start when they are first asked to run something, and end with the chapter.
+    """
+    chapter = running()
+    if chapter.world == 1:
+        raise RuntimeError(f"{chapter.name} has no ranks: pass on_ranks=True to lab.start.")
+    if chapter.ranks is None:
+        chapter.ranks = ranks.Ranks(chapter.world, gpus=chapter.on_gpus)
+    return chapter.ranks
 
 
 def mark(record: dict, changed: bool = False) -> str:
@@ -128,8 +160,9 @@ def checked(name: str, rows: list[dict]) -> dict[str, list[dict]]:
 
     ``rows`` are those of this run.
     """
-    if not runtime.INTERPRETED:
-        return {f"on {results.provenance()['gpu']}": rows}
+    if not runtime.INTERPRETED and (_running is None or _running.on_gpus):
+        made = _running.provenance() if _running else results.provenance()
+        return {f"on {made['gpu']}": rows}
     past = _running.past if _running else None
     recorded = past and past["checks"].get(name)
     on_gpu = {f"on {past['provenance']['gpu']}": recorded} if recorded else {}
@@ -281,8 +314,7 @@ def _table(name: str, experiment: Callable[[], list[dict]]) -> Table:
         columns = list(rows[0]) if rows else []
         values = [[row[column] for column in columns] for row in rows]
         keep("tables", name, {"columns": columns, "rows": values})
-        provenance = results.provenance()
-        shown = Table(name, rows, provenance, replayed=False, elsewhere=elsewhere)
+        shown = Table(name, rows, chapter.provenance(), replayed=False, elsewhere=elsewhere)
     elif chapter.past and name in chapter.past["tables"]:
         shown = _recorded(chapter.past, name, elsewhere)
     else:
@@ -307,6 +339,8 @@ def finish(reaches: str) -> Shown:
     """
     global _running
     chapter, _running = running(), None
+    if chapter.ranks:
+        chapter.ranks.stop()
     if matplotlib.get_backend().lower() in matplotlib.backends.backend_registry.list_builtin(
         matplotlib.backends.BackendFilter.INTERACTIVE
     ):
@@ -327,13 +361,13 @@ def finish(reaches: str) -> Shown:
         "modules": chapter.modules,
         "fingerprint": fingerprint(chapter.modules),
         "script": script_fingerprint(chapter.script),
-        "provenance": results.provenance(),
+        "provenance": chapter.provenance(),
         "reaches": reaches,
     }
     path = results.save(record).resolve()
     label, address = _address(record, chapter.name)
     link = (label if display.in_site() else str(path), address)
-    if record["provenance"]["slug"] == results.PRIMARY:
+    if results.of_primary(record["provenance"]["slug"]):
         return note("Every number of this chapter:", link=link)
     rows = [row for sweep in chapter.sweeps if (row := sweep.beside_the_book())]
     what = "the speed of Kernel Book as a percentage of each GPU's own limit"

@@ -71,8 +71,8 @@ def beside(elsewhere: list) -> list:
     """
     if in_site():
         return elsewhere
-    of_primary = [one for one in elsewhere if one.provenance["slug"] == results.PRIMARY]
-    return of_primary if in_notebook() else []
+    of_primary = [one for one in elsewhere if results.of_primary(one.provenance["slug"])]
+    return of_primary[:1] if in_notebook() else []
 
 
 def of_gpu(gpu: str, html: str) -> str:

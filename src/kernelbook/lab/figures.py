@@ -24,6 +24,7 @@ _OURS = "#0b63ce"
 _PROVIDERS = {
     "copy": ("#6e7781", "#9aa5b1"),
     "matmul": ("#6e7781", "#9aa5b1"),
+    "ideal": ("#6e7781", "#9aa5b1"),
     "Kernel Book": (_OURS, "#6cb6ff"),
     "PyTorch": ("#bc4c00", "#ffa05c"),
     "torch.compile": ("#8a6100", "#e3b341"),

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from kernelbook import runtime
@@ -12,7 +14,10 @@ from kernelbook.lab.fingerprint import fingerprint, script_fingerprint
 from kernelbook.lab.schema import slug
 
 PRIMARY = "nvidia-h200"
-"""The folder of the book's primary GPU: the text of the chapters reads its numbers."""
+"""The folder of the book's primary GPU: the text of the chapters reads its numbers.
+
+A chapter that measures several GPUs together has its records in 2x-nvidia-h200 and the like; its
+text reads that of the most GPUs."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_results"
@@ -65,7 +70,10 @@ def _in_checkout() -> bool:
 
 
 def recorded() -> list[dict]:
-    """Return every record, sorted by GPU, the book's primary first, and by chapter."""
+    """Return every record, sorted by GPU, the book's primary first, and by chapter.
+
+    Records of several of the primary stand behind those of one, the most GPUs first.
+    """
     return [read(path) for path in _files("*")]
 
 
@@ -75,7 +83,8 @@ def find(chapter: str) -> dict | None:
 
     def preference(record: dict) -> tuple:
         made = record["provenance"]
-        return made["slug"] == here, made["slug"] == PRIMARY, made["date"]
+        of_book = of_primary(made["slug"])
+        return made["slug"] == here, of_book, made.get("world", 1) if of_book else 0, made["date"]
 
     return max(map(read, _files(chapter)), key=preference, default=None)
 
@@ -89,7 +98,8 @@ def others(chapter: str, gpu: str) -> list[dict]:
 
 
 def _files(chapter: str) -> list[Path]:
-    """Return the files of a chapter's records, sorted by GPU, the book's primary first.
+    """Return the files of a chapter's records, sorted by GPU, the book's primary first: see
+    :func:`recorded`.
 
     They lie where results are written and, in an installed package, beside its code; the former
     win.
@@ -102,7 +112,27 @@ def _files(chapter: str) -> list[Path]:
         for root in (_SHIPPED, own)
         for path in root.glob(f"*/{chapter}.json")
     }
-    return [found[key] for key in sorted(found, key=lambda key: (key[0] != PRIMARY, key))]
+
+    def order(key: tuple[str, str]) -> tuple:
+        folder = key[0]
+        several = folder != PRIMARY and of_primary(folder)
+        world = int(folder.partition("x-")[0]) if several else 1
+        return not of_primary(folder), several, -world, key
+
+    return [found[key] for key in sorted(found, key=order)]
+
+
+def of_primary(folder: str) -> bool:
+    """Tell whether a folder holds results of the book's primary GPU, or of several of them."""
+    return re.fullmatch(rf"(\d+x-)?{re.escape(PRIMARY)}", folder) is not None
+
+
+def is_primary(record: dict) -> bool:
+    """Tell whether the text of the record's chapter reads its numbers: no other record is preferred
+    on a machine without a GPU."""
+    own = record["provenance"]["slug"]
+    first = next((path.parent.name for path in _files(record["chapter"])), own)
+    return of_primary(own) and first == own
 
 
 def read(path: Path) -> dict:
@@ -166,6 +196,27 @@ def provenance() -> dict:
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+
+
+def on_ranks(made: dict, world: int) -> dict:
+    """Return the provenance of a result that several GPUs made together, one for each rank."""
+    gpu = f"{world}x {made['gpu']}"
+    return made | {"gpu": gpu, "slug": slug(gpu), "world": world, "interconnect": interconnect()}
+
+
+@cache
+def interconnect() -> str:
+    """Return how the GPUs of this machine are connected, as ``nvidia-smi topo -m`` prints it.
+
+    That is its matrix, without the legend that follows it; "unknown" where it does not answer.
+    """
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.stdout).partition("Legend:")[0]
+    return "\n".join(line.rstrip() for line in plain.splitlines() if line.strip()) or "unknown"
 
 
 def _commit() -> str:

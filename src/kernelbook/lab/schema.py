@@ -214,6 +214,13 @@ def _passed(row: dict, field: str) -> None:
 def _names_its_slug(provenance: dict, field: str) -> None:
     if provenance["slug"] != slug(provenance["gpu"]):
         _refuse(f"{field}.slug", provenance["slug"], f"{slug(provenance['gpu'])!r}, of its GPU")
+    ranks = [provenance.get(name) for name in _OF_RANKS]
+    if any(ranks) and not all(ranks):
+        _refuse(f"{field}.{_OF_RANKS[0]}", ranks[0], f"beside {_OF_RANKS[1]}, or neither")
+    named = re.match(r"(\d+)x ", provenance["gpu"])
+    if (int(named[1]) if named else 1) != provenance.get("world", 1):
+        count = f"the GPUs that {provenance['gpu']!r} counts"
+        _refuse(f"{field}.world", provenance.get("world"), count)
 
 
 def _agrees(sweep: dict, field: str) -> None:
@@ -264,6 +271,8 @@ _PROVENANCE = dict.fromkeys(("commit", "cuda", "driver", "gpu", "python"), _text
 _PROVENANCE |= dict.fromkeys(("torch", "triton"), _text)
 _PROVENANCE |= {"date": _date, "slug": _NAME, "clocks": _object(_CLOCKS, optional=_CLOCKS)}
 _PROVENANCE |= {"sm_count": _COUNT, "memory_gib": _POSITIVE, "l2_mib": _POSITIVE}
+_OF_RANKS = "world", "interconnect"  # where several GPUs worked together, one for each rank
+_PROVENANCE |= {"world": _number(2, whole=True), "interconnect": _text}
 _CHECK = {"case": _text, "direction": _text, "dtype": _DTYPE, "ok": _true}
 _CHECK |= {"error": _number(0), "torch_error": _number(0), "tolerance": _POSITIVE}
 _SWEEP = dict.fromkeys(("axis", "work", "limit", "limit_work"), _text) | {
@@ -286,7 +295,7 @@ _RECORD = _object(
         "fingerprint": _HEX,
         "kernels": _list(_object(_KERNEL)),
         "modules": _list(_MODULE, least=1, unique=True),
-        "provenance": _object(_PROVENANCE, _names_its_slug),
+        "provenance": _object(_PROVENANCE, _names_its_slug, optional=_OF_RANKS),
         "reaches": _text,
         "script": _or_null(_HEX),
         "sweeps": _each(_object(_SWEEP, _agrees)),

@@ -301,25 +301,32 @@ def weigh(
 
 
 @gluon.jit
-def write(acc, l_i, m_i, out_desc, lse_ptr, buffer, turn, heads_and_limits, ME, constants):
-    """Write out and lse of this consumer's queries of a turn, by a copy not waited for."""
-    _, _, heads, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+def finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr):
+    """Write lse of this consumer's queries of a turn, and return by what to multiply the sum."""
+    _, _, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
     row: gl.constexpr = m_i.type.layout
-    row_of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
-    start_m += ME * ROWS
-    queries = start_m + gl.arange(0, ROWS, row)
+    queries = start_m + ME * ROWS + gl.arange(0, ROWS, row)
     seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
     total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
     total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
-    inverse = 1 / gl.where(total == 0, 1.0, total)
     lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
     gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
+    return 1 / gl.where(total == 0, 1.0, total)
+
+
+@gluon.jit
+def write(acc, inverse, out_desc, buffer, turn, heads_and_limits, ME, constants: gl.constexpr):
+    """Write out of this consumer's queries of a turn, by a copy that is not waited for."""
+    heads = heads_and_limits[2]
+    row_of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
     acc = acc * gl.convert_layout(inverse, row_of_acc, assert_trivial=True)[:, None]
     tma.store_wait(0)  # the last turn's copy may not have read the buffer
     buffer.store(acc.to(out_desc.dtype))
     fence_async_shared()
-    _store(out_desc, [batch_head // heads, batch_head % heads, start_m, 0], buffer)
+    where = [batch_head // heads, batch_head % heads, start_m + ME * ROWS, 0]
+    _store(out_desc, where, buffer)
 
 
 @gluon.jit
@@ -434,6 +441,12 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         acc = warpgroup_mma(p, v_s.index(slot_before), acc, use_acc=continues, is_async=True)
         if TURNS:
             pass_turn(ME, CONSUMERS)
+        # -- finish: statistics of the last turn, while the matmuls run
+        inverse = m_i
+        if begins:
+            inverse = finish(l_i, m_i, lse_ptr, turn - 1, heads_and_limits, ME, constants)
+            m_i = gl.full([ROWS], LOWEST, gl.float32, row)
+            l_i = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
         # -- weigh: while the sum is computed. One loop for all tiles: between loops, Triton would
         # carry the weights number by number, and take each pair apart in each iteration
         s = warpgroup_mma_wait(1, deps=[s])
@@ -441,26 +454,22 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         if tile == first:
             mbarrier.arrive(q_empty.index(ME))
         if not ALL_WHOLE:
-            if (tile >= cut) | (tile < whole):
+            at_edge = tile >= cut
+            if HAS_LEFT:
+                at_edge = at_edge | (tile < whole)
+            if at_edge:
                 own = start_m + gl.arange(0, ROWS, row)
                 seen = seen_keys(own, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
                 start_n = tile * BLOCK_N
                 s = mask_row_ends(s, seen[0] - start_n, seen[1] - start_n, True, HAS_LEFT)
-        sum_before = l_i
-        max_before = m_i
-        weights, alpha, l_i, m_i = weigh(
-            s, gl.where(begins, 0.0, l_i), gl.where(begins, LOWEST, m_i), scale_log2
-        )
+        weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
         mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(slot_before))
         if begins:
-            write(
-                acc, sum_before, max_before, out_desc, lse_ptr, out_buffer, turn - 1,
-                heads_and_limits, ME, constants,
-            )  # fmt: skip
+            write(acc, inverse, out_desc, out_buffer, turn - 1, heads_and_limits, ME, constants)
         continues = not begins
         acc = acc * gl.convert_layout(alpha, row_of_acc, assert_trivial=True)[:, None]
         p = gl.convert_layout(weights.to(dtype), operand, assert_trivial=True)
@@ -469,7 +478,8 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
     acc = warpgroup_mma(p, v_s.index(i % STAGES), acc, use_acc=continues, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    write(acc, l_i, m_i, out_desc, lse_ptr, out_buffer, turn, heads_and_limits, ME, constants)
+    inverse = finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME, constants)
+    write(acc, inverse, out_desc, out_buffer, turn, heads_and_limits, ME, constants)
     tma.store_wait(0)
 
 

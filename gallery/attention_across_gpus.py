@@ -1,0 +1,1396 @@
+"""
+Attention across GPUs
+=====================
+
+A text of a million tokens does not fit on one GPU while a model learns from it. *How do several
+GPUs share one attention, and how much of their speed is left when they do?*
+
+You will learn
+
+- how ranks pass keys and values round a ring, and merge what they compute by one number per query;
+- why a causal mask leaves half of the ring idle, and which order of the tokens repairs that;
+- how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
+
+The measurements need two NVIDIA GPUs or more. Elsewhere two processes of the CPU run the same
+checks in Triton's :term:`interpreter`, and the speeds are those of a recorded run. The chapter
+builds on :doc:`/chapters/attention_backward`, because the ring runs both passes.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from kernelbook import attention, lab, reference, runtime
+from kernelbook.ops.attention import ring
+
+lab.start("attention_across_gpus", "kernelbook.ops.attention", on_ranks=True)
+ranks = lab.ranks_at_work()
+HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
+# A test rehearses the measurements on the CPU, with lengths and sizes that it can bear.
+TINY = "KERNELBOOK_REHEARSAL" in os.environ
+SHRINK = 1024 if TINY else 1
+if TINY:
+    HEADS, HEAD_DIM = 4, 16
+
+# %%
+# What one GPU would need
+# -----------------------
+#
+# Attention without a table of scores needs memory in proportion to the length, and still that is
+# too much for one GPU at some length. Of each token a layer keeps ``q``, ``k``, ``v`` and ``out``
+# for the backward pass, and during that pass there are four gradients beside them. With 16 heads of
+# 128 numbers in bfloat16 each of these is 4 KiB per token.
+
+KEPT, DURING, LAYERS = 4, 4, 32
+per_token = 16 * 128 * 2
+rows = [
+    {
+        "tokens": tokens,
+        "kept for one layer, GiB": KEPT * tokens * per_token / 2**30,
+        f"kept for {LAYERS} layers, GiB": LAYERS * KEPT * tokens * per_token / 2**30,
+        "gradients of one layer, GiB": DURING * tokens * per_token / 2**30,
+    }
+    for tokens in (65536, 262144, 1048576)
+]
+lab.table(rows, "What attention keeps, on paper")
+
+# %%
+# An H200 has 141 GB, so a million tokens do not fit, even if the model itself took nothing. The
+# time grows faster still, with the square of the length. Both call for the same remedy: each of
+# several GPUs holds a part of the sequence. In the language of ``torch.distributed`` each process
+# with its GPU is a *rank*, and their number is the *world*.
+#
+# The ring
+# --------
+#
+# A query must meet all keys, and most of them are on other ranks. It need not meet them at once,
+# because softmax over a union of keys is a weighted average of softmax over its parts. Let
+# :math:`L_A` and :math:`L_B` be the logsumexp of a query's scores with two sets of keys, and
+# :math:`o_A` and :math:`o_B` its output for each. Then
+#
+# .. math::
+#
+#    \begin{aligned}
+#    L_{A \cup B} &= \log\left(e^{L_A} + e^{L_B}\right) \\
+#    o_{A \cup B} &= \frac{\sum_{j \in A} e^{s_j} v_j + \sum_{j \in B} e^{s_j} v_j}
+#                         {e^{L_A} + e^{L_B}}
+#                  = \frac{e^{L_A} o_A + e^{L_B} o_B}{e^{L_A} + e^{L_B}}
+#                  = (1 - w)\, o_A + w\, o_B, \quad w = \frac{1}{1 + e^{L_A - L_B}}
+#    \end{aligned}
+#
+# This is the merge of :doc:`decoding </chapters/attention_in_models>`, where the parts were
+# computed by programs of one GPU. Here they are computed one after another, and the merge runs
+# after each. So the ranks stand in a ring, and in each step a rank computes with the keys and
+# values that it has while it sends them to the next rank:
+#
+# .. animation:: ring_of_ranks
+#
+# After as many steps as there are ranks each query has met each key, and no rank ever held more
+# than two parts of the keys. The merge is three lines of PyTorch:
+
+lab.source(ring.merge)
+
+# %%
+# We cut the keys of a small attention in three, merge the parts, and compare with all keys at once:
+
+q, k, v = torch.randn(3, 1, 2, 12, 16, dtype=torch.float64)
+whole, lse_of_all = reference.attention(q, k, v)
+out, lse = torch.zeros(1, 2, 12, 16), torch.full((1, 2, 12), -torch.inf)
+for keys in (slice(0, 5), slice(5, 6), slice(6, 12)):
+    part, lse_part = reference.attention(q, k[:, :, keys], v[:, :, keys])
+    ring.merge(out, lse, part, lse_part.float())
+torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
+torch.testing.assert_close(lse.double(), lse_of_all, rtol=1e-5, atol=1e-6)
+print("largest difference:", f"{(out - whole).abs().max().item():.1e}")
+
+# %%
+# The forward pass of the package is a loop over steps, with a kernel of the earlier chapters
+# inside. It starts to send before it computes, and waits for what it receives after that. On GPUs
+# NCCL, the library that ``torch.distributed`` uses there, transfers in a :term:`stream` of its own,
+# so that both go on together.
+
+lab.source(ring._Ring.forward)
+
+# %%
+# **The backward pass** needs no merge. The probability of a pair is
+# :math:`p_{ij} = e^{s_{ij} - L_i}` with the logsumexp of *all* keys, which the forward pass has
+# left behind. With it the gradients of each part are terms of a sum. ``dq`` of a part stays on the
+# rank and is added to; ``dk`` and ``dv`` belong to keys of another rank, so they travel behind
+# their keys, and each rank adds its terms as they pass.
+
+# Folded: The backward pass
+lab.source(ring._Ring.backward)
+
+# %%
+# **All to all.** There is another way. Heads are independent, so the ranks can exchange parts of
+# the sequence for heads: each then has whole sequences of a few heads, computes them as one GPU
+# would, and exchanges back. That is simpler and has no steps, but there must be at least as many
+# heads as ranks, and nothing is computed while they exchange.
+#
+# In use both look alike. Each rank passes its part of the sequence:
+#
+# .. code-block:: python
+#
+#    torch.distributed.init_process_group("nccl")
+#    q, k, v = (kernelbook.shard_sequence(x, 2, layout="zigzag") for x in (q, k, v))
+#    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
+#
+# The word "zigzag" is what the next section is about.
+#
+# Who holds which tokens
+# ----------------------
+#
+# Under a causal mask the obvious layout wastes half of the machine. If rank 0 holds the first
+# quarter of the tokens and rank 3 the last, then no query of rank 0 sees a key of another rank. It
+# computes once and waits three times, while rank 3 computes in every step. Everybody waits for the
+# slowest, because in a ring the next keys come from a neighbour.
+#
+# The zig-zag layout cuts the sequence in twice as many pieces as there are ranks, and gives rank
+# :math:`r` the pieces :math:`r` and :math:`2W - 1 - r` of a world of :math:`W`: one early, one
+# late. In each step but the first a rank then computes all its queries with the early half of the
+# keys, or its late queries with all of them, and both are half of the scores:
+
+# Folded: The function that says which scores a rank computes
+lab.source(ring._work)
+
+# %%
+
+# Drawing
+WORLD_DRAWN, PART = 4, 64
+
+
+def scores_of(rank, step, layout):
+    """The share of a part's scores that a rank computes in a step."""
+    work = ring._work(rank, (rank - step) % WORLD_DRAWN, True, layout, PART)
+    if work is None:
+        return 0.0
+    rows, keys, causal = work
+    n_rows, n_keys = (len(range(PART)[part]) for part in (rows, keys))
+    return (n_rows * (n_rows + 1) / 2 if causal else n_rows * n_keys) / PART**2
+
+
+def steps_of(axes, layout):
+    """A row for each rank, with a bar for each step that begins when the slowest is done."""
+    begin = 0.0
+    for step in range(WORLD_DRAWN):
+        shares = [scores_of(rank, step, layout) for rank in range(WORLD_DRAWN)]
+        for rank, share in enumerate(shares):
+            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
+            axes.barh(rank, share, left=begin, height=0.6, **look)
+        begin += max(shares)
+        axes.axvline(begin, color="#59636e", linestyle=":", linewidth=1)
+    axes.set_yticks(range(WORLD_DRAWN), [f"rank {r}" for r in range(WORLD_DRAWN)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 3.6)
+    axes.set_xlabel("time")
+    axes.set_xticks([])
+    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
+
+
+def both_layouts(first, second):
+    steps_of(first, "contiguous")
+    steps_of(second, "zigzag")
+
+
+spans = {
+    layout: sum(
+        max(scores_of(rank, step, layout) for rank in range(WORLD_DRAWN))
+        for step in range(WORLD_DRAWN)
+    )
+    for layout in ring.LAYOUTS
+}
+lab.sketch(
+    "Four ranks under a causal mask",
+    f"Bars for the work of four ranks in four steps. Contiguous: rank 0 works in one step and rank "
+    f"3 in all four, which takes {spans['contiguous']:.1f} units. Zig-zag: all ranks work equally "
+    f"in all steps, which takes {spans['zigzag']:.1f}.",
+    both_layouts,
+    panels=2,
+    height=2.6,
+)
+
+# %%
+# The contiguous layout takes :math:`W - \frac{1}{2}` units of time and zig-zag
+# :math:`\frac{W}{2}`, so with many ranks zig-zag is twice as fast. All of a model's other
+# operations work token by token, so they do not mind the order; only the positions that the model
+# adds must be put in the same order.
+#
+# The check
+# ---------
+#
+# Every method is compared with float64 and with PyTorch's attention on one device, forward and
+# backward. Each partial result is rounded to the dtype of ``q`` before it is merged, and their sum
+# is rounded again, so we allow twice the usual tolerance in 16 bits. In float32 the order of the
+# sums decides, and it differs more from PyTorch's than a rounding does.
+
+# Measuring
+METHODS = {
+    "ring": ring.ring_attention,
+    "all to all": ring.all_to_all_attention,
+}
+
+
+def spread(rank, world, method, layout, whole, is_causal):
+    """out, dq, dk and dv of the whole sequence, as the ranks compute them; from rank 0."""
+    whole = [x.to(runtime.DEVICE) for x in whole]
+    *parts, do = (ring.shard_sequence(x, 2, layout=layout) for x in whole)
+    parts = [x.clone().requires_grad_() for x in parts]
+    out = METHODS[method](*parts, is_causal=is_causal, layout=layout)
+    out.backward(do)
+    own = (out, *(x.grad for x in parts))
+    found = [ring.unshard_sequence(x, 2, layout=layout).cpu() for x in own]
+    return found if rank == 0 else None
+
+
+WAYS = (
+    ("ring", "zigzag", True),
+    ("ring", "contiguous", True),
+    ("ring", "contiguous", False),
+    ("all to all", "zigzag", True),
+)
+
+
+def cases():
+    length = 2048 * ranks.world if ranks.gpus else 24 * ranks.world
+    inputs = [(DTYPE, 128 if ranks.gpus else 16, *way) for way in WAYS]
+    for dtype, dim, method, layout, is_causal in [
+        *inputs,
+        (torch.float32, 32, *WAYS[0]),
+    ]:
+        drawn = torch.randn(
+            4, 1, 4, length, dim, generator=torch.Generator().manual_seed(3)
+        )
+        whole = [x.clone() for x in drawn.to(dtype)]
+        ours = ranks.run(spread, method, layout, whole, is_causal)[0]
+        q, k, v, do = (x.to(runtime.DEVICE) for x in whole)
+        truths = (
+            reference.attention(q, k, v, is_causal)[0],
+            *reference.attention_backward(q, k, v, do, is_causal),
+        )
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+        theirs = (out.detach(), *torch.autograd.grad(out, leaves, do))
+        mask = "causal" if is_causal else "full"
+        what = f"{method}, {layout}, {length} × {dim}, {mask}, {ranks.world} ranks"
+        factor = 16 if dtype == torch.float32 else 4
+        names = ("out", "dq", "dk", "dv")
+        for name, *row in zip(names, ours, theirs, truths, strict=True):
+            yield lab.Case(what, name, *(x.detach().cpu() for x in row), factor)
+
+
+lab.check("Attention across ranks", cases())
+
+# %%
+# How fast is it?
+# ---------------
+#
+# The yardstick is one GPU that computes the same sequence alone, divided by the number of GPUs: a
+# share of 100 % means that nothing is lost by sharing. Forward and backward run together, under a
+# causal mask, with 16 heads of 128 in bfloat16. Two changes lead from the obvious version to ours:
+#
+# 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
+# 2. *zig-zag*: the same with two pieces from both ends;
+# 3. *Kernel Book*: keys and gradients travel while the rank computes.
+#
+# Beside them stands the exchange of heads. Calls follow each other without a pause, as the layers
+# of a model do, and the slowest rank counts.
+
+# Measuring
+ROUNDS, CALLS = (1, 1) if TINY else (3, 2)
+LENGTHS = [n // SHRINK for n in (16384, 32768, 65536, 131072)][2 if TINY else 0 :]
+VERSIONS = {
+    "contiguous": (ring.ring_attention, "contiguous", True),
+    "zig-zag": (ring.ring_attention, "zigzag", True),
+    "all to all": (ring.all_to_all_attention, "contiguous", False),
+    "Kernel Book": (ring.ring_attention, "zigzag", False),
+}
+
+
+def finished():
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def inputs_of(seqlen, heads, head_dim, dtype):
+    """q, k and v to differentiate, and the gradient of the output."""
+    shape = (1, heads, seqlen, head_dim)
+    q, k, v, do = (
+        torch.randn(shape, device=runtime.DEVICE, dtype=dtype) for _ in range(4)
+    )
+    return [x.requires_grad_() for x in (q, k, v)], do
+
+
+def sent_at_once(pass_on, x, group, into):
+    """Send and receive, and let all later work wait for it."""
+    for work in pass_on(x, group, into):
+        work.wait()
+    return []
+
+
+def both_passes(name, world, seqlen, heads, head_dim, dtype):
+    """A function that runs forward and backward of one version on this rank's part."""
+    part = seqlen if name == "ideal" else seqlen // world
+    leaves, do = inputs_of(part, heads, head_dim, dtype)
+    if name == "ideal":
+        return lambda: torch.autograd.grad(
+            attention(*leaves, is_causal=True), leaves, do
+        )
+    method, layout, waits = VERSIONS[name]
+    sender = partial(sent_at_once, ring._pass_on)
+
+    def run():
+        with mock.patch.object(ring, "_pass_on", sender) if waits else nullcontext():
+            out = method(*leaves, is_causal=True, layout=layout)
+            return torch.autograd.grad(out, leaves, do)
+
+    return run
+
+
+def timed(rank, world, names, *size):
+    """The milliseconds of a call of each version in each round, of calls in a row."""
+    runs = {name: both_passes(name, world, *size) for name in names}
+    times = {name: [] for name in names}
+    for run in runs.values():
+        run()
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            finished()
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            finished()
+            times[name].append(1e3 * (time.perf_counter() - begin) / CALLS)
+    return times
+
+
+def quantiles(found, name):
+    """Three quantiles of the rounds. A round takes as long as its slowest rank; one GPU alone is
+    the fastest of them, and the ideal a share of its time."""
+    rounds = zip(*(of_rank[name] for of_rank in found), strict=True)
+    if name == "ideal":
+        sample = [min(of_round) / ranks.world for of_round in rounds]
+    else:
+        sample = [max(of_round) for of_round in rounds]
+    return [round(float(x), 6) for x in numpy.quantile(sample, (0.2, 0.5, 0.8))]
+
+
+def time_on_ranks(present):
+    """Time the versions of one point; each is described by its size."""
+    [size] = set(present.values())
+    found = ranks.run(timed, list(present), *size)
+    return {name: quantiles(found, name) for name in present}
+
+
+def versions_of(seqlen, mask, heads, head_dim, dtype):
+    return dict.fromkeys(("ideal", *VERSIONS), (seqlen, heads, head_dim, dtype))
+
+
+POINTS = [
+    {
+        "seqlen": seqlen, "mask": "causal", "heads": HEADS, "head_dim": HEAD_DIM,
+        "dtype": DTYPE,
+    }
+    for seqlen in LENGTHS
+]  # fmt: skip
+WORK = "14 * heads * head_dim * seqlen * seqlen / 2"
+speed = lab.bench(
+    "ranks",
+    POINTS,
+    versions_of,
+    limit="ideal",
+    work=WORK,
+    unit="TFLOP/s",
+    timer=time_on_ranks,
+)
+lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
+
+# %%
+
+# Drawing
+RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
+FLOORS = {2: (65536, 0.90), 4: (131072, 0.85)}
+of_record = speed.provenance or {}
+WORLD = of_record.get("world", ranks.world)
+length, floor = FLOORS.get(WORLD, (131072, 0.85))
+length = length // SHRINK
+lab.ladder(
+    speed,
+    f"The versions, at {length:,} tokens",
+    RUNGS,
+    by="mask",
+    where={"seqlen": length},
+)
+
+# %%
+
+# Reading
+nan = float("nan")
+share = {name: speed.share(name, seqlen=length) for name in RUNGS}
+shortest = speed.share("Kernel Book", seqlen=LENGTHS[0])
+rate = speed.rate("Kernel Book", seqlen=length)
+lab.read(
+    f"On {WORLD} GPUs with {length:,} tokens the contiguous layout reaches "
+    f"{100 * share['contiguous']:.0f} % of {WORLD} times one GPU's speed, zig-zag "
+    f"{100 * share['zig-zag']:.0f} %, and with transfers behind the computation it is "
+    f"{100 * share['Kernel Book']:.0f} %, which is {rate:.0f} TFLOP/s. "
+    + (
+        f"That is above the {100 * floor:.0f} % that we asked for. "
+        if share["Kernel Book"] >= floor
+        else f"We had asked for {100 * floor:.0f} %, and it misses that. "
+    )
+    + f"The exchange of heads reaches {100 * share['all to all']:.0f} %. At {LENGTHS[0]:,} tokens "
+    f"the ring reaches {100 * shortest:.0f} %: each rank's part is then {LENGTHS[0] // WORLD:,} "
+    "tokens, and what a step costs beside its scores weighs more, as the next section measures."
+)
+
+# %%
+# The schedule, measured
+# ----------------------
+#
+# PyTorch's profiler notes when each kernel begins and ends on rank 0. We draw those of a call with
+# 16,384 tokens per rank in two rows: what computes, and what transfers. Above, transfers are waited
+# for; below, they are not. A transfer also lasts while it waits for a rank that is late.
+
+# Measuring
+TRACED = 16384 // SHRINK * ranks.world
+VERSIONS_TRACED = {"waited for": "zig-zag", "behind": "Kernel Book"}
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def trace_of(run):
+    """What a profiler saw of one call: (name, start, end) in milliseconds."""
+    on_gpu = runtime.DEVICE.type == "cuda"
+    kinds = KINDS if on_gpu else ("cpu_op",)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        finished()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profile.export_chrome_trace(path)
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    spans = [
+        (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        for event in events
+        if event.get("cat") in kinds and event.get("dur", 0) > 0
+    ]
+    first = min((start for _, start, _ in spans), default=0.0)
+    return [(name, start - first, end - first) for name, start, end in spans]
+
+
+def merged(spans, gap):
+    """Spans of time, those that nearly touch made one."""
+    found = []
+    for start, end in sorted(spans):
+        if found and start - found[-1][1] < gap:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return found
+
+
+def traced(rank, world, *size):
+    """Rows of what computed and what transferred on this rank, for both versions."""
+    rows = []
+    for version, name in VERSIONS_TRACED.items():
+        run = both_passes(name, world, *size)
+        run()
+        run()
+        finished()
+        dist.barrier()
+        spans = trace_of(run)
+        total = max((end for *_, end in spans), default=0.0)
+        lanes = {"compute": [], "transfer": []}
+        for kernel, start, end in spans:
+            moves = any(word in kernel.lower() for word in ("nccl", "gloo", "ptop"))
+            lanes["transfer" if moves else "compute"].append((start, end))
+        for lane, found in lanes.items():
+            for start, end in merged(found, 0.002 * total):
+                times = {"start, ms": round(start, 4), "end, ms": round(end, 4)}
+                rows.append({"transfers": version, "lane": lane} | times)
+        forward = [end for kernel, _, end in spans if "attention_fwd" in kernel]
+        if forward:
+            times = {
+                "start, ms": round(max(forward), 4),
+                "end, ms": round(max(forward), 4),
+            }
+            rows.append({"transfers": version, "lane": "forward ends"} | times)
+    return rows
+
+
+def schedule_of_rank_0():
+    found = ranks.run(traced, TRACED, HEADS, HEAD_DIM, DTYPE)[0]
+    return found[:400]
+
+
+schedule = lab.measure("The schedule of rank 0", schedule_of_rank_0)
+
+# %%
+
+
+# Drawing
+def lane_rows(rows, version, lane):
+    return [
+        (row["start, ms"], row["end, ms"])
+        for row in rows
+        if row["transfers"] == version and row["lane"] == lane
+    ]
+
+
+def draw_schedule(axes, rows):
+    places = {}
+    for version in VERSIONS_TRACED:
+        for lane in ("compute", "transfer"):
+            place = places[f"{lane}, {version}"] = len(places)
+            bars = [
+                (start, end - start) for start, end in lane_rows(rows, version, lane)
+            ]
+            provider = "Kernel Book" if lane == "compute" else "PyTorch"
+            axes.broken_barh(bars, (place - 0.35, 0.7), color=lab.colour(provider))
+        for start, _ in lane_rows(rows, version, "forward ends"):
+            axes.plot(
+                [start, start], [place - 1.4, place + 0.4], color="#59636e", linewidth=1
+            )
+    axes.set_yticks(list(places.values()), list(places))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("milliseconds; the thin line: the forward pass has ended")
+
+
+def busy(rows, version, lane):
+    return sum(end - start for start, end in lane_rows(rows, version, lane))
+
+
+def lasts(rows, version):
+    return max(
+        (
+            end
+            for lane in ("compute", "transfer")
+            for _, end in lane_rows(rows, version, lane)
+        ),
+        default=nan,
+    )
+
+
+def told(rows):
+    return " ".join(
+        f"Transfers {version}: {lasts(rows, version):.1f} milliseconds, of which computing "
+        f"{busy(rows, version, 'compute'):.1f} and transferring "
+        f"{busy(rows, version, 'transfer'):.1f}."
+        for version in VERSIONS_TRACED
+    )
+
+
+lab.draw(schedule, "One call on rank 0", told, draw_schedule)
+
+# %%
+
+# Reading
+before, after = (lasts(schedule.rows, version) for version in VERSIONS_TRACED)
+moved = busy(schedule.rows, "behind", "transfer") if schedule.rows else nan
+worked = busy(schedule.rows, "behind", "compute") if schedule.rows else nan
+hidden = max(0.0, worked + moved - after) if schedule.rows else nan
+lab.read(
+    f"With transfers waited for, the call takes {before:.1f} ms on rank 0, and with transfers "
+    f"behind the computation {after:.1f} ms. In the second, kernels compute for {worked:.1f} ms "
+    f"and transfer for {moved:.1f} ms, so that {hidden:.1f} ms of transfers happened while "
+    "something was computed. The rest is the first moments of each pass, the last gradients, which "
+    "travel when nothing is left to compute, and gaps."
+    if schedule.rows or schedule.provenance is None
+    else "The profiler saw no kernel on this machine."
+)
+
+# %%
+# What the connection must carry
+# ------------------------------
+#
+# A transfer is hidden if it takes no longer than the computation beside it. Let a rank hold
+# :math:`n` tokens, with :math:`H` heads of :math:`D` numbers, :math:`H_k` of them for keys and
+# values. Let it compute :math:`S` FLOP/s, and let :math:`B` bytes per second reach the next rank.
+# With zig-zag a step computes half of :math:`n^2` scores per head, with 4 FLOPs for each and each
+# number of a head, and 16-bit keys and values travel:
+#
+# .. math::
+#
+#    \text{forward:} \quad \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B}
+#    \quad\Longleftrightarrow\quad n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
+#
+# The number of ranks and the size of the heads cancel: only the tokens *per rank* count, and the
+# FLOPs that a GPU does per byte it sends. In the backward pass a step does 2.5 times the FLOPs and
+# sends, beside keys and values in 16 bits, their gradients in 32:
+#
+# .. math::
+#
+#    \text{backward:} \quad \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B}
+#    \quad\Longleftrightarrow\quad n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
+#
+# We measure :math:`B` by passing tensors round the ring with nothing beside, and :math:`S` by the
+# two kinds of steps: the rank's own part, which is causal, and half of the scores with another.
+
+# Measuring
+MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
+PARTS = [2**k for k in (range(9, 16) if not TINY else range(3, 5))]
+REPEATS = 5 if not TINY else 1
+
+
+def clocked(run):
+    """Milliseconds of a run, the median of some."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        finished()
+        begin = time.perf_counter()
+        run()
+        finished()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def passed(rank, world, sizes):
+    """The milliseconds of passing tensors of some MiB to the next rank."""
+    group, found = dist.group.WORLD, []
+    for mebibytes in sizes:
+        x = torch.ones(int(mebibytes * 2**20), dtype=torch.uint8, device=runtime.DEVICE)
+        into = torch.empty_like(x)
+
+        def run(x=x, into=into):
+            for _ in range(4):
+                sent_at_once(ring._pass_on, x, group, into)
+
+        dist.barrier()
+        found.append(clocked(run) / 4)
+    return found
+
+
+def transfers():
+    by_rank = ranks.run(passed, MEBIBYTES)
+    slowest = [max(times) for times in zip(*by_rank, strict=True)]
+    return [
+        {
+            "MiB": mebibytes,
+            "microseconds": round(1e3 * took, 2),
+            "GB/s": round(mebibytes * 2**20 / took / 1e6, 2),
+        }
+        for mebibytes, took in zip(MEBIBYTES, slowest, strict=True)
+    ]
+
+
+sent = lab.measure("Passing a tensor to the next rank, all ranks at once", transfers)
+
+# %%
+
+# Folded: What passing a tensor takes
+sent
+
+# %%
+
+# Measuring
+
+
+def step_times(rank, world, parts, heads, head_dim, dtype):
+    """For each size of a part, the milliseconds of its own scores and of a step, by pass."""
+    rows = []
+    for n in parts:
+        (q, k, v), do = inputs_of(n, heads, head_dim, dtype)
+        out, lse = (
+            torch.zeros_like(q, dtype=torch.float32),
+            torch.zeros_like(q[..., 0]).float(),
+        )
+        half = [k[:, :, : n // 2], v[:, :, : n // 2]]
+        dq, dk = out.clone(), out[:, :, : n // 2].clone()
+        own_out = attention(q, k, v, is_causal=True)
+        step_out = attention(q, *half)
+
+        def own_forward(q=q, k=k, v=v):
+            with torch.no_grad():
+                attention(q, k, v, is_causal=True)
+
+        def step_forward(q=q, half=half, out=out, lse=lse):
+            with torch.no_grad():
+                ring.merge(out, lse, *attention(q, *half, return_lse=True))
+
+        def own_backward(own_out=own_out, leaves=(q, k, v), do=do):
+            torch.autograd.grad(own_out, leaves, do, retain_graph=True)
+
+        def step_backward(step_out=step_out, leaves=(q, *half), do=do, dq=dq, dk=dk):
+            found = torch.autograd.grad(step_out, leaves, do, retain_graph=True)
+            for into, x in zip((dq, dk, dk), found, strict=True):
+                into += x
+
+        rows.append(
+            {
+                "tokens of a part": n,
+                "own, forward, ms": round(clocked(own_forward), 4),
+                "step, forward, ms": round(clocked(step_forward), 4),
+                "own, backward, ms": round(clocked(own_backward), 4),
+                "step, backward, ms": round(clocked(step_backward), 4),
+            }
+        )
+    return rows
+
+
+steps = lab.measure(
+    "One step on one GPU, with its merge or its sums",
+    lambda: ranks.run(step_times, PARTS, HEADS, HEAD_DIM, DTYPE)[0],
+)
+
+# %%
+
+# Folded: What a step takes
+steps
+
+# %%
+
+# Reading
+bandwidth = max((row["GB/s"] for row in sent.rows), default=nan) * 1e9
+
+
+def measured_step(part, which):
+    """Milliseconds of a step: between measured sizes on a line, in logarithms; beyond, squared."""
+    sizes = [row["tokens of a part"] for row in steps.rows]
+    times = [row[f"{which}, ms"] for row in steps.rows]
+    if not sizes:
+        return nan
+    if part > sizes[-1]:
+        return times[-1] * (part / sizes[-1]) ** 2
+    return float(
+        numpy.exp(numpy.interp(numpy.log(part), numpy.log(sizes), numpy.log(times)))
+    )
+
+
+largest = steps.rows[-1]["tokens of a part"] if steps.rows else nan
+at_largest = measured_step(largest, "step, forward") if steps.rows else nan
+FORWARD_FLOPS = 2 * HEADS * HEAD_DIM
+flops = FORWARD_FLOPS * largest**2 / (at_largest / 1e3)
+crossing = {"forward": 2 * flops / bandwidth, "backward": 2.4 * flops / bandwidth}
+links = of_record.get("interconnect", "")
+lab.read(
+    f"The next rank receives up to {bandwidth / 1e9:.0f} GB/s, and a step of {largest:,} tokens "
+    f"computes at {flops / 1e12:.0f} TFLOP/s, {flops / bandwidth:,.0f} FLOPs for each byte. So "
+    f"with as many heads for keys as for queries a transfer is hidden from "
+    f"{crossing['forward']:,.0f} tokens per rank on in the forward pass, and from "
+    f"{crossing['backward']:,.0f} in the backward pass. With an eighth as many heads for keys, as "
+    "many models have, it is an eighth of that. Smaller parts compute more slowly and send more "
+    "slowly than that, so take these as the order of magnitude."
+)
+
+# %%
+
+# Folded: The connection between the GPUs, as nvidia-smi prints it
+print(links or "Not recorded yet.")
+
+# %%
+# A call also costs the host time: the ranks tell each other what they pass, so that a mismatch is
+# an error and no hang, and each step launches its kernels. We time calls whose scores take next to
+# nothing:
+
+# Measuring
+SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
+
+
+def call_costs():
+    found = ranks.run(
+        timed, ["ideal", "Kernel Book", "all to all"], SHORT, HEADS, HEAD_DIM, DTYPE
+    )
+    names = {"ideal": "one GPU", "Kernel Book": "ring", "all to all": "all to all"}
+    return [
+        {
+            "version": named,
+            "tokens": SHORT,
+            "ms a call": round(max(statistics.median(r[name]) for r in found), 4),
+        }
+        for name, named in names.items()
+    ]
+
+
+costs = lab.measure("What a call costs before it computes, both passes", call_costs)
+
+# %%
+
+# Folded: What a call costs
+costs
+
+# %%
+
+# Reading
+cost = {row["version"]: row["ms a call"] for row in costs.rows}
+ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
+took = speed.milliseconds_at("Kernel Book", seqlen=length)
+lab.read(
+    f"A call of the ring takes {ring_cost:.1f} ms in both passes together, however short the "
+    f"sequence, and one of `attention` on one GPU {alone_cost:.1f} ms. At {length:,} tokens the "
+    f"ring's call takes {took:.0f} ms, and as long as the host is ahead of the GPU its time is "
+    "hidden as well."
+)
+
+# %%
+# Memory, and a long sequence
+# ---------------------------
+#
+# The point of it all is memory. Groups of the first one, two and more ranks share 131,072 tokens,
+# and each notes the most that its allocator held during a forward and a backward pass, inputs and
+# gradients included.
+
+# Measuring
+MEMORY_LENGTH = 131072 // SHRINK
+
+
+def peak_gib(run):
+    """GiB at the peak of a run, with all that was there before; on the CPU, of the process."""
+    if runtime.DEVICE.type != "cuda":
+        run()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def memory_of(rank, world, seqlen, heads, head_dim, dtype):
+    """For groups of one rank, of two and so on: GiB at the peak, or None outside of the group."""
+    found = {}
+    size = 1
+    while size <= world:
+        group = dist.new_group(list(range(size)))
+        dist.barrier()
+        if rank < size:
+            leaves, do = inputs_of(seqlen // size, heads, head_dim, dtype)
+            call = partial(attention, is_causal=True)
+            if size > 1:
+                options = {"is_causal": True, "layout": "zigzag", "group": group}
+                call = partial(ring.ring_attention, **options)
+
+            def run(call=call, leaves=leaves, do=do):
+                torch.autograd.grad(call(*leaves), leaves, do)
+
+            found[size] = peak_gib(run)
+            del leaves, do, run
+        dist.barrier()
+        size *= 2
+    return found
+
+
+def memory_rows():
+    by_rank = ranks.run(memory_of, MEMORY_LENGTH, HEADS, HEAD_DIM, DTYPE)
+    return [
+        {
+            "GPUs": size,
+            "tokens": MEMORY_LENGTH,
+            "GiB per GPU": round(max(found.get(size, 0.0) for found in by_rank), 3),
+        }
+        for size in by_rank[0]
+    ]
+
+
+memory = lab.measure("The most memory that a GPU needed", memory_rows)
+memory
+
+# %%
+
+# Reading
+gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
+several = {size: held for size, held in gib.items() if size > 1}
+falls = ", ".join(f"{held:.2f} GiB on each of {size}" for size, held in several.items())
+ratio = (
+    gib.get(1, nan) / (several[max(several)] * max(several))
+    if any(several.values())
+    else nan
+)
+lab.read(
+    f"One GPU needs {gib.get(1, nan):.2f} GiB for {MEMORY_LENGTH:,} tokens, and the ring "
+    f"{falls or nan}. Each rank keeps sums in float32 and two parts of keys and of their "
+    f"gradients, so that one GPU alone needs {ratio:.2f} times what all ranks need together; every "
+    "one of these is proportional to the rank's part, so that the memory per GPU falls as the "
+    "number of GPUs grows."
+)
+
+# %%
+# The last measurement is a long one: 262,144 tokens on each GPU, which is a million on four,
+# forward and backward, once.
+
+# Measuring
+LONG = 262144 // SHRINK // (4 if TINY else 1)
+
+
+def long_run(rank, world, *size):
+    """The milliseconds and the peak memory of one call of the ring."""
+    run = both_passes("Kernel Book", world, *size)
+    finished()
+    dist.barrier()
+    begin = time.perf_counter()
+    gib = peak_gib(run)
+    return 1e3 * (time.perf_counter() - begin), gib
+
+
+def long_rows():
+    tokens = LONG * ranks.world
+    found = ranks.run(long_run, tokens, HEADS, HEAD_DIM, DTYPE)
+    took = max(ms for ms, _ in found)
+    work = 7 * HEADS * HEAD_DIM * tokens**2
+    return [
+        {
+            "tokens": tokens,
+            "GPUs": ranks.world,
+            "seconds": round(took / 1e3, 3),
+            "TFLOP/s": round(work / took / 1e9, 1),
+            "GiB per GPU": round(max(gib for _, gib in found), 2),
+        }
+    ]
+
+
+long = lab.measure("A long sequence, forward and backward", long_rows)
+long
+
+# %%
+
+# Reading
+row = long.rows[0] if long.rows else {}
+long_tokens, long_gpus = row.get("tokens", nan), row.get("GPUs", nan)
+lab.read(
+    f"{long_tokens:,} tokens on {long_gpus} GPUs take {row.get('seconds', nan):.1f} s and at most "
+    f"{row.get('GiB per GPU', nan):.0f} GiB on each, at {row.get('TFLOP/s', nan):.0f} TFLOP/s. "
+    f"A table of their scores would have {16 * 2 * long_tokens**2 / 2**40:,.0f} TiB in 16 bits."
+)
+
+# %%
+# Beside PyTorch
+# --------------
+#
+# PyTorch has a ring of its own, ``torch.distributed.tensor.experimental.context_parallel``, which
+# replaces ``scaled_dot_product_attention`` and is called experimental. It orders the tokens as our
+# zig-zag does. We run it around its flash and its cuDNN attention, and time it only if its output
+# is that of our ring; what it refuses is named under the figure.
+
+# Measuring
+BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION", "flash CP": "FLASH_ATTENTION"}
+PEER_LENGTHS = [n // SHRINK for n in (32768, 65536, 131072)][2 if TINY else 0 :]
+refusals = {}
+
+
+def context_parallel_times(rank, world, backend, seqlen, heads, head_dim, dtype):
+    """The milliseconds of a call of PyTorch's context parallelism in each round."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(7)  # the whole sequence is the same on all ranks
+    shape = (1, heads, seqlen, head_dim)
+    q, k, v, do = (
+        torch.randn(shape, device=runtime.DEVICE, dtype=dtype) for _ in range(4)
+    )
+    parts = [ring.shard_sequence(x, 2, layout="zigzag") for x in (q, k, v)]
+    expected = ring.ring_attention(*parts, is_causal=True, layout="zigzag")
+    do = ring.shard_sequence(do, 2, layout="zigzag")
+    mesh = init_device_mesh(runtime.DEVICE.type, (world,))
+    times = []
+    around = context_parallel(
+        mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}
+    )
+    with around, sdpa_kernel(getattr(SDPBackend, backend)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def run():
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            torch.autograd.grad(out, leaves, do)
+            return out
+
+        out = run()
+        apart = (out - expected).float().norm() / expected.float().norm()
+        if out.shape != expected.shape or not apart < 0.02:
+            raise ValueError(f"the output is {apart:.2g} apart from the ring's")
+        for _ in range(ROUNDS):
+            finished()
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            finished()
+            times.append(1e3 * (time.perf_counter() - begin) / CALLS)
+    return {backend: times}
+
+
+def time_beside(present):
+    """Time our versions, and then each of PyTorch's, unless it was refused before."""
+    [size] = set(present.values())
+    own = [name for name in present if name not in BACKENDS]
+    found = ranks.run(timed, own, *size)
+    times = {name: quantiles(found, name) for name in own}
+    for name, backend in BACKENDS.items():
+        if name not in refusals:
+            answers = ranks.ask(context_parallel_times, backend, *size, limit=45.0)
+            errors = [
+                answer.error.splitlines()[0] for answer in answers if answer.error
+            ]
+            if not errors:
+                times[name] = quantiles([answer.value for answer in answers], backend)
+                continue
+            refusals[name] = f"{name}: {errors[0][:90]}"
+        times[name] = lab.Absent(refusals[name])
+    return times
+
+
+def beside_of(seqlen, mask, heads, head_dim, dtype):
+    names = ("ideal", "all to all", "Kernel Book", *BACKENDS)
+    return dict.fromkeys(names, (seqlen, heads, head_dim, dtype))
+
+
+beside = lab.bench(
+    "context parallelism",
+    [
+        point | {"seqlen": seqlen}
+        for point, seqlen in zip(POINTS, PEER_LENGTHS, strict=False)
+    ],
+    beside_of,
+    limit="ideal",
+    work=WORK,
+    unit="TFLOP/s",
+    timer=time_beside,
+)
+lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
+
+# %%
+
+# Reading
+at = PEER_LENGTHS[-1]
+ours = beside.share("Kernel Book", seqlen=at)
+timed_peers = [
+    (name, beside.share(name, seqlen=at))
+    for name in BACKENDS
+    if name in beside.providers and not beside.at(provider=name, seqlen=at).empty
+]
+lab.read(
+    f"At {at:,} tokens the ring reaches {100 * ours:.0f} % of linear scaling of the book's own "
+    "kernel. "
+    + (
+        "PyTorch's context parallelism reaches "
+        + " and ".join(
+            f"{100 * found:.0f} % around {name.removesuffix(' CP')}"
+            for name, found in timed_peers
+        )
+        + " of the same yardstick, so that its attention on one GPU counts in it as well."
+        if timed_peers
+        else "PyTorch's context parallelism did not run here; the figure names the reason."
+    )
+)
+
+# %%
+# Eight, 64 and 1,024 GPUs
+# ------------------------
+#
+# We have no such machine, but a step has only four parts, and we have measured them: the rank's own
+# scores, a step's scores, the transfer beside it, and the host's time to launch it. A step takes
+# as long as the longest of the last three, and what comes after all steps is added: the last
+# gradients, which nothing hides.
+
+
+def simulated(world, tokens, bandwidth):
+    """Milliseconds of a call of the ring with zig-zag, both passes, and what bounds its steps."""
+    part = tokens / world
+    kv = 2 * part * HEADS * HEAD_DIM * 2 / bandwidth * 1e3  # 16 bits
+    gradients = 2 * part * HEADS * HEAD_DIM * 4 / bandwidth * 1e3  # 32 bits
+    launch = (ring_cost - alone_cost) / (2 * WORLD)  # of a step, in each of two passes
+    total, bounds = 0.0, []
+    for which, travels in (("forward", kv), ("backward", kv + gradients)):
+        own, step = (
+            measured_step(part, f"{kind}, {which}") for kind in ("own", "step")
+        )
+        beside = {"computing": step, "transfers": travels, "the host": launch}
+        total += max(own, travels) + (world - 1) * max(beside.values())
+        bounds.append(max(beside, key=beside.get))
+    return total + gradients, bounds
+
+
+# %%
+# We first let it predict what was measured:
+
+# Reading
+predicted = []
+for seqlen in LENGTHS:
+    real = speed.milliseconds_at("Kernel Book", seqlen=seqlen)
+    told_by = simulated(WORLD, seqlen, bandwidth)[0]
+    predicted.append((seqlen, told_by, real))
+lab.read(
+    "Predicted and measured: "
+    + "; ".join(f"{n:,} tokens, {a:.1f} and {b:.1f} ms" for n, a, b in predicted)
+    + f". It is off by at most {max(abs(a / b - 1) for _, a, b in predicted) * 100:.0f} %."
+)
+
+# %%
+# Now with more GPUs. Eight GPUs of one host have the connection that we measured. Beyond, the
+# slowest link of the ring counts: we assume one network card of 400 Gb/s per GPU, which is
+# 50 GB/s.
+
+# Measuring
+NETWORK = 50e9
+
+
+def alone(tokens):
+    """Milliseconds of one GPU for the whole sequence."""
+    return measured_step(tokens, "own, forward") + measured_step(
+        tokens, "own, backward"
+    )
+
+
+rows = []
+for world, link in ((8, bandwidth), (64, NETWORK), (1024, NETWORK)):
+    for tokens in (131072, 1048576, 8388608):
+        took, bounds = simulated(world, tokens, link)
+        percent = 100 * alone(tokens) / world / took
+        rows.append(
+            {
+                "GPUs": world,
+                "GB/s": f"{link / 1e9:.0f}",
+                "tokens": tokens,
+                "tokens per GPU": tokens // world,
+                "ms": f"{took:,.1f}",
+                "% of linear": f"{percent:.0f}",
+                "bound, forward": bounds[0],
+                "bound, backward": bounds[1],
+            }
+        )
+lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
+
+# %%
+
+# Reading
+network_crossing = 2.4 * flops / NETWORK
+good = [row for row in rows if float(row["% of linear"]) >= 80]
+lab.read(
+    f"Over a network a rank needs {network_crossing:,.0f} tokens to hide the backward pass, and "
+    f"with 1,024 GPUs that is a sequence of {1024 * network_crossing / 1e6:,.0f} million. "
+    + (
+        "Of the cases in the table, "
+        + ", ".join(f"{row['tokens']:,} tokens on {row['GPUs']:,} GPUs" for row in good)
+        + " keep 80 % of linear scaling or more. "
+        if good
+        else "No case in the table keeps 80 % of linear scaling. "
+    )
+    + "A ring is for few ranks with long parts. With more GPUs one shares heads within a host, "
+    "sends whole parts round a ring of hosts, and gives the rest of the machine other sequences."
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# In a program of several processes a mistake on one rank usually shows as a hang on the others:
+# they wait for a message that never comes. The operators therefore agree before they compute,
+# within the time-out of the process group. We make the three usual mistakes, on the ranks at hand.
+
+# Measuring
+LATE = 6.0  # seconds that a group has patience
+
+
+def attempt(call):
+    """What a call says, and after how many seconds."""
+    begin = time.perf_counter()
+    try:
+        call()
+        said = "returns"
+    except (ValueError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return said, round(time.perf_counter() - begin, 1)
+
+
+def parts_of(length):
+    return torch.randn(3, 1, 2, length, 32, device=runtime.DEVICE).unbind()
+
+
+# %%
+
+
+def another_shape(rank, world):
+    """The last rank passes a longer part."""
+    q, k, v = parts_of(10 if rank == world - 1 else 8)
+    return attempt(lambda: ring.ring_attention(q, k, v))
+
+
+def comes_late(rank, world):
+    """The last rank falls behind, for longer than the others have patience."""
+    q, k, v = parts_of(8)
+    ring.ring_attention(q, k, v)  # which compiles the kernel
+    patient = timedelta(seconds=LATE)
+    group = dist.new_group(list(range(world)), timeout=patient)
+    dist.barrier()
+    ring.ring_attention(q, k, v, group=group)
+    dist.barrier()
+    if rank == world - 1:
+        time.sleep(LATE + 2)
+    return attempt(lambda: ring.ring_attention(q, k, v, group=group))
+
+
+def dies(rank, world):
+    """The last rank ends without a word."""
+    q, k, v = parts_of(8)
+    ring.ring_attention(q, k, v)
+    if rank == world - 1:
+        os._exit(9)
+    return attempt(lambda: ring.ring_attention(q, k, v))
+
+
+# %%
+
+
+# Measuring
+def failures():
+    rows = []
+    for mistake in (another_shape, comes_late, dies):
+        for answer in ranks.ask(mistake, limit=90.0):
+            said, seconds = answer.value or (answer.error.splitlines()[0], None)
+            if answer.rank in (0, ranks.world - 1):
+                rows.append(
+                    {
+                        "mistake": mistake.__name__.replace("_", " "),
+                        "rank": answer.rank,
+                        "seconds": "—" if seconds is None else seconds,
+                        "what it says": said,
+                    }
+                )
+    return rows
+
+
+here = failures()
+lab.table(here, f"Mistakes of the last of {ranks.world} ranks, run here")
+
+# %%
+
+# Folded: The same on the recorded GPUs
+lab.measure("Mistakes of the last rank", lambda: here)
+
+# %%
+
+# Reading
+longest = max(row["seconds"] for row in here if row["seconds"] != "—")
+silent = [row["mistake"] for row in here if "returns" in row["what it says"]]
+lab.read(
+    f"No rank hangs: the longest waits {longest:.1f} s. "
+    + (
+        f"One returns as if nothing had happened: {', '.join(silent)}. "
+        if silent
+        else ""
+    )
+    + "A shape that differs is refused on all "
+    "ranks, and each names the rank that passed it. A rank that is late or dead is an error on the "
+    f"others as soon as their patience, here {LATE:.0f} s for the late one, is over, or at once if "
+    "its connection is closed. The late rank then gets an error as well, because nobody waits for "
+    "it any more."
+)
+
+# %%
+# **Numbers that only differ.** What ranks cannot see is a sequence in another order than the layout
+# says. A contiguous part passed as zig-zag has the right shape, and gives wrong results without a
+# word. Here the ring is right for one layout and wrong for the other:
+
+
+def passed_as(rank, world, q, k, v, layout):
+    """Contiguous parts, passed as a layout; the whole output."""
+    parts = [ring.shard_sequence(x, 2) for x in (q, k, v)]
+    out = ring.ring_attention(
+        *(x.to(runtime.DEVICE) for x in parts), is_causal=True, layout=layout
+    )
+    return ring.unshard_sequence(out, 2).cpu()
+
+
+q, k, v = torch.randn(3, 1, 2, 8 * ranks.world, 32).unbind()
+truth, _ = reference.attention(q, k, v, True)
+for layout in ring.LAYOUTS:
+    out = ranks.run(passed_as, q, k, v, layout)[0]
+    error = (out - truth).abs().max().item()
+    print(f"contiguous parts passed as {layout}: error {error:.1e}")
+
+# %%
+# Exercises
+# ---------
+#
+# **1. Grouped heads.** A model has 64 heads for queries and 8 for keys, and a part of 2,048 tokens
+# per rank. By the formula, which bandwidth hides the forward pass at 600 TFLOP/s? With which does
+# all to all work at all on 16 ranks?
+
+# %%
+
+# Solution: grouped heads
+part, speed_of_one = 2048, 600e12
+needed = 2 * (8 / 64) * speed_of_one / part
+assert abs(part - 2 * (8 / 64) * speed_of_one / needed) < 1e-6
+print(
+    f"{needed / 1e9:.0f} GB/s; all to all would need 16 heads for keys, and there are 8"
+)
+
+# %%
+# **2. How long does the contiguous layout wait?** Count, for a world of :math:`W`, the scores of
+# the busiest rank with each layout, and their ratio for 2, 4, 8 and 64 ranks.
+
+# %%
+
+# Solution: how long does the contiguous layout wait?
+rows = []
+for world in (2, 4, 8, 64):
+    busiest = {}
+    for layout in ring.LAYOUTS:
+        scores = []
+        for step in range(world):
+            work = ring._work(world - 1, (world - 1 - step) % world, True, layout, PART)
+            n_rows, n_keys = (len(range(PART)[piece]) for piece in work[:2])
+            scores.append(n_rows * n_keys / (2 if work[2] else 1))
+        busiest[layout] = sum(scores)
+    ratio = busiest["contiguous"] / busiest["zigzag"]
+    assert abs(ratio - (world - 0.5) / (world / 2)) < 1e-9
+    rows.append({"ranks": world, "contiguous / zig-zag": f"{ratio:.2f}"})
+lab.table(rows, "Scores of the busiest rank")
+
+# %%
+# **3. Why do the gradients travel in 32 bits?** Add 64 numbers near 1 in bfloat16, one after
+# another, as 64 ranks would add their terms, and once in float32.
+
+# %%
+
+# Solution: why do the gradients travel in 32 bits?
+terms = 1 + 0.1 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+short, exact = torch.zeros((), dtype=torch.bfloat16), terms.double().sum()
+for term in terms:
+    short += term.bfloat16()
+errors = [
+    (x.double() - exact).abs().item() / exact.item() for x in (short, terms.sum())
+]
+assert errors[0] > 100 * errors[1]
+print(f"relative error: {errors[0]:.1e} in bfloat16, {errors[1]:.1e} in float32")
+
+# %%
+# References
+# ----------
+#
+# - Liu, Zaharia, Abbeel. *Ring attention with blockwise transformers for near-infinite context.*
+#   arXiv:2310.01889, 2023.
+# - Brandon et al. *Striped attention: faster ring attention for causal transformers.*
+#   arXiv:2311.09431, 2023.
+# - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024. (Pieces from both ends.)
+# - Jacobs et al. *DeepSpeed Ulysses: system optimizations for enabling training of extreme long
+#   sequence transformer models.* arXiv:2309.14509, 2023.
+# - Fang, Zhao. *USP: a unified sequence parallelism approach for long context generative AI.*
+#   arXiv:2405.07719, 2024. (Heads within a host, a ring between hosts.)
+
+# %%
+
+# Closing
+lab.finish(
+    f"{100 * share['Kernel Book']:.0f} % of linear scaling on {WORLD} GPUs, forward and backward, "
+    f"at {length:,} tokens"
+)
