@@ -14,9 +14,9 @@ You will learn
   or on a timeline of the :term:`SM`, who waits for whom;
 - how the kernel compares with the fastest libraries, and where it is behind.
 
-The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100, H200).
-Triton's interpreter cannot run Gluon. So without such a GPU, this page computes the order of the
-loop in PyTorch, and shows the checks and times of a recorded run.
+The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
+H200). Triton's interpreter cannot run Gluon. So without such a GPU, this page computes the order of
+the loop in PyTorch, and shows the checks and times of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -977,13 +977,12 @@ lab.read(
 # -------------
 #
 # If both consumers issue their matmuls at the same time, both wait for them, and then both compute
-# exponentials. To prevent it they take turns, which
-# FlashAttention-3 calls :term:`ping-pong scheduling`.
-# A consumer waits for its turn before it issues, and passes the turn on when both of its matmuls
-# are issued. The other's matmuls then queue behind these, and meanwhile the first has time to
-# weigh. Turns are named barriers of the SM, which
-# :doc:`the chapter before </chapters/warps_with_roles>` explains; Gluon has no function for them,
-# so the package writes them in PTX.
+# exponentials. To prevent it they take turns, which FlashAttention-3 calls :term:`ping-pong
+# scheduling`. A consumer waits for its turn before it issues, and passes the turn on when both of
+# its matmuls are issued. The other's matmuls then queue behind these, and meanwhile the first has
+# time to weigh. Turns are named barriers of the SM, which :doc:`the chapter before
+# </chapters/warps_with_roles>` explains; Gluon has no function for them, so the package writes them
+# in PTX.
 
 # Reading
 lab.read(
@@ -1008,11 +1007,11 @@ lab.read(
 #   has 168 per thread.
 # - **Described on the device**: each program makes its descriptors itself, as a kernel must that
 #   cannot have them from the host. It writes them to memory, and the copy engine reads them there.
-# - :term:`Persistent <persistent>` **or not**: the package's kernel can run as one program per SM, which computes one
-#   tile of queries after another, or as one program per tile. One program alone fits on an SM, so
-#   nothing fills the time in which a program starts, loads its first tiles, and writes its last
-#   ones. A persistent one computes the first scores of a tile beside the last sum of the tile
-#   before.
+# - :term:`Persistent <persistent>` **or not**: the package's kernel can run as one program per SM,
+#   which computes one tile of queries after another, or as one program per tile. One program alone
+#   fits on an SM, so nothing fills the time in which a program starts, loads its first tiles, and
+#   writes its last ones. A persistent one computes the first scores of a tile beside the last sum
+#   of the tile before.
 
 lab.ladder(
     steps,
