@@ -59,6 +59,10 @@ class Config:
     """Whether one consumer issues matmuls while another makes weights, by named barriers."""
     persistent: bool = True
     """Whether each SM has one program, that computes tile after tile, or each tile its own."""
+    paired: bool = True
+    """Whether a persistent program takes a long tile and a short one in turn, where a mask makes
+    tiles differ; otherwise it takes them in the order of one program each, and may get most long
+    ones."""
 
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -100,21 +104,33 @@ def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def turns_of_program(n_tiles, batch_heads):
+def turns_of_program(n_tiles, batch_heads, constants: gl.constexpr):
     """Return how many tiles of queries this program has."""
-    rounds = n_tiles * batch_heads // gl.num_programs(0)
-    return rounds + (_order(rounds) < n_tiles * batch_heads).to(gl.int32)
+    tiles_in_all = n_tiles * batch_heads
+    if constants[9]:
+        pairs = gl.cdiv(tiles_in_all, 2)
+        mine = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0))
+        has_the_last = (pairs - 1) % gl.num_programs(0) == gl.program_id(0)
+        return 2 * mine - ((tiles_in_all % 2 == 1) & has_the_last).to(gl.int32)
+    return gl.cdiv(tiles_in_all - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _order(turn):
-    """Which tile, of all in their order, this program has in a turn: each other turn backwards.
+def order_of_turn(turn, n_tiles, batch_heads, constants: gl.constexpr):
+    """Return which tile this program has in a turn, of all in the order of :func:`place`.
 
-    Tiles are in the order of their lengths, so that programs get equally much.
+    There, the tiles of HEADS_AT_ONCE heads follow each other by their lengths. A pair is one from
+    the beginning of them and one from the end, so that all pairs take equally long. That number of
+    heads is even, so that only the last tile of all can be without another.
     """
-    me = gl.program_id(0)
-    me = gl.where(turn % 2 == 1, gl.num_programs(0) - 1 - me, me)
-    return turn * gl.num_programs(0) + me
+    if constants[9]:
+        pair = turn // 2 * gl.num_programs(0) + gl.program_id(0)
+        of_heads = n_tiles * constants[0]
+        begin = 2 * pair // of_heads * of_heads
+        of_heads = gl.minimum(of_heads, n_tiles * batch_heads - begin)
+        of_pair = pair - begin // 2
+        return begin + gl.where(turn % 2 == 1, of_heads - 1 - of_pair, of_pair)
+    return turn * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
@@ -127,7 +143,7 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
     HEADS_AT_ONCE: gl.constexpr = constants[0]
     BLOCK_M: gl.constexpr = constants[4] * ROWS
     BLOCK_N: gl.constexpr = constants[5]
-    order = _order(turn)
+    order = order_of_turn(turn, n_tiles, batch_heads, constants)
     first_head = order // (n_tiles * HEADS_AT_ONCE) * HEADS_AT_ONCE
     rest = order % (n_tiles * HEADS_AT_ONCE)
     alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
@@ -202,7 +218,7 @@ def load(loading, constants: gl.constexpr):
     # -- keys and values: in the order in which they are read, keys one tile ahead
     i = 0
     v_batch, v_head, v_row = 0, 0, 0
-    for turn in range(turns_of_program(n_tiles, batch_heads)):
+    for turn in range(turns_of_program(n_tiles, batch_heads, constants)):
         batch_head, start_m, first, end = place(turn, heads_and_limits, constants)
         batch, head = batch_head // heads, batch_head % heads
         for tile in range(end - first):
@@ -374,7 +390,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_buffer = out_s.index(ME)
 
     # -- turns: how many tiles of keys this consumer reads in all of them
-    turns = turns_of_program(n_tiles, batch_heads)
+    turns = turns_of_program(n_tiles, batch_heads, constants)
     turn = 0
     start_m, first, whole, cut, tile, unseen = place_of_consumer(
         turn, heads_and_limits, ME, constants
@@ -509,6 +525,7 @@ def attention_hopper_fwd_kernel(
     TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
+    PAIRED: gl.constexpr,  # whether programs take pairs of a long and a short tile of queries
 ):
     # -- shared memory: queries, rings of keys and values, results, and a barrier for each tile
     dtype: gl.constexpr = q_desc.dtype
@@ -543,6 +560,7 @@ def attention_hopper_fwd_kernel(
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
+        PAIRED,
     )  # fmt: skip
     loading = ((q_desc, k_desc, v_desc), buffers, barriers, heads_and_limits)
     computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
@@ -641,8 +659,12 @@ def _launch(
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     programs = batch * heads * runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
+    several = config.persistent and programs > multiprocessors
+    paired = several and config.paired and scope.uneven(left, right)
     if config.persistent:
-        programs = min(programs, multiprocessors)
+        programs = min(runtime.cdiv(programs, 2) if paired else programs, multiprocessors)
+    if paired:
+        heads_at_once = 2  # all pairs are equal; with few heads, keys and values stay in L2
     return Launch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
@@ -657,5 +679,6 @@ def _launch(
         TURNS=config.take_turns,
         CONSUMER_REGISTERS=REGISTERS[config.consumers][0],
         LOADER_REGISTERS=REGISTERS[config.consumers][1],
+        PAIRED=paired,
         num_warps=4,
     )  # fmt: skip
