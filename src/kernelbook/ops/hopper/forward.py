@@ -117,20 +117,23 @@ def turns_of_program(n_tiles, batch_heads, constants: gl.constexpr):
 
 @gluon.jit
 def order_of_turn(turn, n_tiles, batch_heads, constants: gl.constexpr):
-    """Return which tile this program has in a turn, of all in the order of :func:`place`.
+    """Return (first_head, rest): this program's tile in a turn is number ``rest`` of some heads'.
 
-    There, the tiles of HEADS_AT_ONCE heads follow each other by their lengths. A pair is one from
-    the beginning of them and one from the end, so that all pairs take equally long. That number of
-    heads is even, so that only the last tile of all can be without another.
+    The tiles of HEADS_AT_ONCE heads, from first_head on, follow each other by their lengths. A pair
+    is one from the beginning of them and one from the end, so that all pairs take equally long. The
+    heads have an even number of tiles, so that only the last of all can be without another.
     """
+    HEADS_AT_ONCE: gl.constexpr = constants[0]
+    of_heads = n_tiles * HEADS_AT_ONCE
     if constants[9]:
         pair = turn // 2 * gl.num_programs(0) + gl.program_id(0)
-        of_heads = n_tiles * constants[0]
-        begin = 2 * pair // of_heads * of_heads
-        of_heads = gl.minimum(of_heads, n_tiles * batch_heads - begin)
-        of_pair = pair - begin // 2
-        return begin + gl.where(turn % 2 == 1, of_heads - 1 - of_pair, of_pair)
-    return turn * gl.num_programs(0) + gl.program_id(0)
+        group = 2 * pair // of_heads
+        rest = pair - group * of_heads // 2
+        of_heads = gl.minimum(of_heads, n_tiles * (batch_heads - group * HEADS_AT_ONCE))
+        return group * HEADS_AT_ONCE, gl.where(turn % 2 == 1, of_heads - 1 - rest, rest)
+    order = turn * gl.num_programs(0) + gl.program_id(0)
+    group = order // of_heads
+    return group * HEADS_AT_ONCE, order - group * of_heads
 
 
 @gluon.jit
@@ -143,12 +146,13 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
     HEADS_AT_ONCE: gl.constexpr = constants[0]
     BLOCK_M: gl.constexpr = constants[4] * ROWS
     BLOCK_N: gl.constexpr = constants[5]
-    order = order_of_turn(turn, n_tiles, batch_heads, constants)
-    first_head = order // (n_tiles * HEADS_AT_ONCE) * HEADS_AT_ONCE
-    rest = order % (n_tiles * HEADS_AT_ONCE)
-    alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
-    batch_head = first_head + rest % alternating
-    start_m = (n_tiles - 1 - rest // alternating) * BLOCK_M
+    first_head, rest = order_of_turn(turn, n_tiles, batch_heads, constants)
+    batch_head, tile = first_head, rest
+    if HEADS_AT_ONCE > 1:
+        alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
+        batch_head = first_head + rest % alternating
+        tile = rest // alternating
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
     first, _, _, end = key_stages(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, constants[1],
         constants[2], BLOCK_N,
@@ -389,18 +393,12 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     q = q_s.index(ME)
     out_buffer = out_s.index(ME)
 
-    # -- turns: how many tiles of keys this consumer reads in all of them
+    # -- turns: the first one
     turns = turns_of_program(n_tiles, batch_heads, constants)
     turn = 0
     start_m, first, whole, cut, tile, unseen = place_of_consumer(
         turn, heads_and_limits, ME, constants
     )
-    reads = (tile - first) * turns
-    if HAS_LEFT or HAS_RIGHT:
-        reads = tile - first
-        for t in range(1, turns):
-            _, its_first, _, _, its_end, _ = place_of_consumer(t, heads_and_limits, ME, constants)
-            reads += its_end - its_first
     if TURNS and ME == CONSUMERS - 1:
         pass_turn(ME, CONSUMERS)
     give_back(0, unseen, barriers, ME, constants)
@@ -429,8 +427,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     continues = False  # whether there is a sum, to which the weights of before add
 
     # -- attend: from the last key to the first, one tile of weights behind the scores
-    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=reads > 1)
-    for j in range(1, reads):
+    more = (tile > first) | (turns > 1)  # whether there is another tile
+    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
+    while more:
         # -- next: tile of keys, or if that was the first one, tile of queries
         before = i
         i += 1
@@ -481,7 +480,8 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads)
+        more = (tile > first) | (turn + 1 < turns)
+        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(slot_before))
         if begins:
@@ -664,7 +664,8 @@ def _launch(
     if config.persistent:
         programs = min(runtime.cdiv(programs, 2) if paired else programs, multiprocessors)
     if paired:
-        heads_at_once = 2  # all pairs are equal; with few heads, keys and values stay in L2
+        # all pairs are equal, so that few heads suffice, and their keys stay in L2
+        heads_at_once = 1 + runtime.cdiv(seqlen_q, config.consumers * ROWS.value) % 2
     return Launch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
