@@ -1,9 +1,11 @@
 """The forward pass for Hopper in Gluon: one warp loads, and groups of four warps compute.
 
-A program computes a tile of 64 queries for each of its consumers. The loader, one warp, keeps a
-ring of tiles of keys and values filled, by the copy engine (TMA). Each consumer is a warpgroup: the
-four warps that issue one asynchronous matmul (wgmma). It issues the scores of the next tile, then
-the weighted sum of the last one, and makes weights of scores while that sum is computed.
+A program computes a tile of 64 queries for each of its consumers, and then its next tile: there is
+one program for each SM, and what it computes in each of its turns is known before. The loader, one
+warp, keeps a ring of tiles of keys and values filled, by the copy engine (TMA). Each consumer is a
+warpgroup: the four warps that issue one asynchronous matmul (wgmma). It issues the scores of the
+next tile, then the weighted sum of the last one, and makes weights of scores while that sum is
+computed.
 
 Roles talk through barriers in shared memory. ``full`` says that a tile has come, ``empty`` that all
 consumers have read it; use i of a slot of the ring waits for parity i & 1 of ``full``, and the
@@ -62,8 +64,8 @@ class Config:
     """Whether each SM has one program, that computes tile after tile, or each tile its own."""
     paired: bool = True
     """Whether a persistent program takes a long tile and a short one in turn, where a mask makes
-    tiles differ; otherwise it takes them in the order of one program each, and may get most long
-    ones."""
+    tiles differ. Otherwise it takes each tile that is as many tiles after its last as there are
+    programs, and some programs get much longer tiles than others."""
 
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
