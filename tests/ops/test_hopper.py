@@ -41,12 +41,12 @@ def draw(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, dtype=torch.bfloat
     return [torch.randn(batch, *s, head_dim, device=DEVICE).to(dtype) for s in shapes]
 
 
-def check(q, k, v, mask="full", scale=None):
+def check(q, k, v, mask="full", scale=None, config=None):
     """Compare out and lse with the truth, head by head, and with PyTorch's error."""
     is_causal, window = MASKS[mask]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     assert hopper.supported(q, k, v) is None
-    out, lse = hopper.attention_forward(q, k, v, is_causal, scale, window)
+    out, lse = hopper.attention_forward(q, k, v, is_causal, scale, window, config)
     true_out, true_lse = reference.attention(q, k, v, is_causal, scale, window)
     theirs = by_pytorch(q, k, v, is_causal, scale, window)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
@@ -176,6 +176,7 @@ def test_the_same_bits_again(hopper_gpu, head_dim, mask):
     [
         {"take_turns": False},
         {"persistent": False},
+        {"paired": False},
         {"consumers": 2},
         {"block_n": 64, "stages": 4},
         {"block_n": 64, "stages": 5},
@@ -183,12 +184,32 @@ def test_the_same_bits_again(hopper_gpu, head_dim, mask):
     ],
     ids=str,
 )
-def test_every_configuration(hopper_gpu, monkeypatch, head_dim, change):
+def test_every_configuration(hopper_gpu, head_dim, change):
     config = replace(hopper.CONFIGS[head_dim], **change)
-    monkeypatch.setattr(hopper, "CONFIGS", {head_dim: config})
     for mask in MASKS:
-        check(*draw(1, 4, 2, 700, 900, head_dim), mask)
-        check(*draw(9, 8, 2, 700, 400, head_dim), mask)  # several turns of each program
+        check(*draw(1, 4, 2, 700, 900, head_dim), mask, config=config)
+        check(*draw(9, 8, 2, 700, 400, head_dim), mask, config=config)  # turns of each program
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("batch", [27, 28])
+@pytest.mark.parametrize("seqlen_q", [128, 300, 520])
+def test_pairs(hopper_gpu, head_dim, batch, seqlen_q):
+    """Programs take pairs of tiles: heads with an odd number of them, and one tile that is over."""
+    for mask in ("causal", "left"):
+        q, k, v = draw(batch, 5, 5, seqlen_q, 400, head_dim)
+        check(q, k, v, mask, config=hopper.CONFIGS[head_dim])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_each_length_has_a_choice(head_dim, uneven):
+    limits = [limit for limit, _ in hopper.CHOICES[head_dim, uneven]]
+    assert limits == sorted(limits)
+    for limit, config in hopper.CHOICES[head_dim, uneven]:
+        longest = min(limit, 2**40)
+        assert hopper.choose(head_dim, uneven, longest) == config
+    assert hopper.choose(head_dim, uneven, 1) == hopper.CHOICES[head_dim, uneven][0][1]
 
 
 def test_what_is_not_supported_says_why():

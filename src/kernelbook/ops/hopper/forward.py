@@ -1,9 +1,11 @@
 """The forward pass for Hopper in Gluon: one warp loads, and groups of four warps compute.
 
-A program computes a tile of 64 queries for each of its consumers. The loader, one warp, keeps a
-ring of tiles of keys and values filled, by the copy engine (TMA). Each consumer is a warpgroup: the
-four warps that issue one asynchronous matmul (wgmma). It issues the scores of the next tile, then
-the weighted sum of the last one, and makes weights of scores while that sum is computed.
+A program computes a tile of 64 queries for each of its consumers, and then its next tile: there is
+one program for each SM, and what it computes in each of its turns is known before. The loader, one
+warp, keeps a ring of tiles of keys and values filled, by the copy engine (TMA). Each consumer is a
+warpgroup: the four warps that issue one asynchronous matmul (wgmma). It issues the scores of the
+next tile, then the weighted sum of the last one, and makes weights of scores while that sum is
+computed.
 
 Roles talk through barriers in shared memory. ``full`` says that a tile has come, ``empty`` that all
 consumers have read it; use i of a slot of the ring waits for parity i & 1 of ``full``, and the
@@ -12,7 +14,8 @@ loader for the other parity of ``empty``.
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -59,6 +62,10 @@ class Config:
     """Whether one consumer issues matmuls while another makes weights, by named barriers."""
     persistent: bool = True
     """Whether each SM has one program, that computes tile after tile, or each tile its own."""
+    paired: bool = True
+    """Whether a persistent program takes a long tile and a short one in turn, where a mask makes
+    tiles differ. Otherwise it takes each tile that is as many tiles after its last as there are
+    programs, and some programs get much longer tiles than others."""
 
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -66,7 +73,26 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 65,536, and a program starts with equal shares for 4 * (consumers + 1) warps."""
 
 CONFIGS = {64: Config(3, 128, 2, True), 128: Config(2, 128, 2, True)}
-"""The configuration for each head_dim."""
+"""The configuration for each head_dim, where no other was measured to be faster."""
+
+FREE = {head_dim: replace(config, take_turns=False) for head_dim, config in CONFIGS.items()}
+"""The same without turns."""
+
+CHOICES = {
+    (64, False): ((2048, None), (math.inf, FREE[64])),
+    (64, True): ((math.inf, None),),
+    (128, False): ((math.inf, FREE[128]),),
+    (128, True): ((2048, None), (math.inf, CONFIGS[128])),
+}
+"""What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
+up to how many keys, and which configuration, or None for the kernel of ``attention.forward``.
+Measured on an H200 with 16,384 tokens of 2,048 columns in all."""
+
+
+def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
+    """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
+    of_lengths = CHOICES[head_dim, uneven]
+    return next(config for longest, config in of_lengths if seqlen_k <= longest)
 
 
 # -- turns: named barriers, which Gluon has not
@@ -100,21 +126,36 @@ def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def turns_of_program(n_tiles, batch_heads):
+def turns_of_program(n_tiles, batch_heads, constants: gl.constexpr):
     """Return how many tiles of queries this program has."""
-    rounds = n_tiles * batch_heads // gl.num_programs(0)
-    return rounds + (_order(rounds) < n_tiles * batch_heads).to(gl.int32)
+    tiles_in_all = n_tiles * batch_heads
+    if constants[9]:
+        pairs = gl.cdiv(tiles_in_all, 2)
+        mine = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0))
+        has_the_last = (pairs - 1) % gl.num_programs(0) == gl.program_id(0)
+        return 2 * mine - ((tiles_in_all % 2 == 1) & has_the_last).to(gl.int32)
+    return gl.cdiv(tiles_in_all - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _order(turn):
-    """Which tile, of all in their order, this program has in a turn: each other turn backwards.
+def order_of_turn(turn, n_tiles, batch_heads, constants: gl.constexpr):
+    """Return (first_head, rest): this program's tile in a turn is number ``rest`` of some heads'.
 
-    Tiles are in the order of their lengths, so that programs get equally much.
+    The tiles of HEADS_AT_ONCE heads, from first_head on, follow each other by their lengths. A pair
+    is one from the beginning of them and one from the end, so that all pairs take equally long. The
+    heads have an even number of tiles, so that only the last of all can be without another.
     """
-    me = gl.program_id(0)
-    me = gl.where(turn % 2 == 1, gl.num_programs(0) - 1 - me, me)
-    return turn * gl.num_programs(0) + me
+    HEADS_AT_ONCE: gl.constexpr = constants[0]
+    of_heads = n_tiles * HEADS_AT_ONCE
+    if constants[9]:
+        pair = turn // 2 * gl.num_programs(0) + gl.program_id(0)
+        group = 2 * pair // of_heads
+        rest = pair - group * of_heads // 2
+        of_heads = gl.minimum(of_heads, n_tiles * (batch_heads - group * HEADS_AT_ONCE))
+        return group * HEADS_AT_ONCE, gl.where(turn % 2 == 1, of_heads - 1 - rest, rest)
+    order = turn * gl.num_programs(0) + gl.program_id(0)
+    group = order // of_heads
+    return group * HEADS_AT_ONCE, order - group * of_heads
 
 
 @gluon.jit
@@ -127,12 +168,13 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
     HEADS_AT_ONCE: gl.constexpr = constants[0]
     BLOCK_M: gl.constexpr = constants[4] * ROWS
     BLOCK_N: gl.constexpr = constants[5]
-    order = _order(turn)
-    first_head = order // (n_tiles * HEADS_AT_ONCE) * HEADS_AT_ONCE
-    rest = order % (n_tiles * HEADS_AT_ONCE)
-    alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
-    batch_head = first_head + rest % alternating
-    start_m = (n_tiles - 1 - rest // alternating) * BLOCK_M
+    first_head, rest = order_of_turn(turn, n_tiles, batch_heads, constants)
+    batch_head, tile = first_head, rest
+    if HEADS_AT_ONCE > 1:
+        alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
+        batch_head = first_head + rest % alternating
+        tile = rest // alternating
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
     first, _, _, end = key_stages(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, constants[1],
         constants[2], BLOCK_N,
@@ -202,7 +244,7 @@ def load(loading, constants: gl.constexpr):
     # -- keys and values: in the order in which they are read, keys one tile ahead
     i = 0
     v_batch, v_head, v_row = 0, 0, 0
-    for turn in range(turns_of_program(n_tiles, batch_heads)):
+    for turn in range(turns_of_program(n_tiles, batch_heads, constants)):
         batch_head, start_m, first, end = place(turn, heads_and_limits, constants)
         batch, head = batch_head // heads, batch_head % heads
         for tile in range(end - first):
@@ -373,18 +415,12 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     q = q_s.index(ME)
     out_buffer = out_s.index(ME)
 
-    # -- turns: how many tiles of keys this consumer reads in all of them
-    turns = turns_of_program(n_tiles, batch_heads)
+    # -- turns: the first one
+    turns = turns_of_program(n_tiles, batch_heads, constants)
     turn = 0
     start_m, first, whole, cut, tile, unseen = place_of_consumer(
         turn, heads_and_limits, ME, constants
     )
-    reads = (tile - first) * turns
-    if HAS_LEFT or HAS_RIGHT:
-        reads = tile - first
-        for t in range(1, turns):
-            _, its_first, _, _, its_end, _ = place_of_consumer(t, heads_and_limits, ME, constants)
-            reads += its_end - its_first
     if TURNS and ME == CONSUMERS - 1:
         pass_turn(ME, CONSUMERS)
     give_back(0, unseen, barriers, ME, constants)
@@ -413,8 +449,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     continues = False  # whether there is a sum, to which the weights of before add
 
     # -- attend: from the last key to the first, one tile of weights behind the scores
-    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=reads > 1)
-    for j in range(1, reads):
+    more = (tile > first) | (turns > 1)  # whether there is another tile
+    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
+    while more:
         # -- next: tile of keys, or if that was the first one, tile of queries
         before = i
         i += 1
@@ -465,7 +502,8 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=j + 1 < reads)
+        more = (tile > first) | (turn + 1 < turns)
+        mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(slot_before))
         if begins:
@@ -509,6 +547,7 @@ def attention_hopper_fwd_kernel(
     TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
+    PAIRED: gl.constexpr,  # whether programs take pairs of a long and a short tile of queries
 ):
     # -- shared memory: queries, rings of keys and values, results, and a barrier for each tile
     dtype: gl.constexpr = q_desc.dtype
@@ -543,6 +582,7 @@ def attention_hopper_fwd_kernel(
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
+        PAIRED,
     )  # fmt: skip
     loading = ((q_desc, k_desc, v_desc), buffers, barriers, heads_and_limits)
     computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
@@ -618,13 +658,20 @@ def attention_forward(
     is_causal: bool,
     sm_scale: float,
     window: scope.Window | None = None,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) for operands that are checked, and that :func:`supported` allows."""
+    """Return (out, lse) for operands that are checked, and that :func:`supported` allows.
+
+    ``config`` is how the kernel is cut: by default what :func:`choose` returns, or where that is
+    None, what ``CONFIGS`` has. To run the fastest kernel, ask :func:`choose` first.
+    """
     # I/O: read q + read k + read v + write out + write lse
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = CONFIGS[q.shape[3]]
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
+    if config is None:
+        chosen = choose(q.shape[3], scope.uneven(left, right), k.shape[2])
+        config = chosen or CONFIGS[q.shape[3]]
     run = _launch(
         config, runtime.multiprocessors(q.device), q.shape, k.shape, left, right, sm_scale,
         tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
@@ -641,8 +688,13 @@ def _launch(
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     programs = batch * heads * runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
+    several = config.persistent and programs > multiprocessors
+    paired = several and config.paired and scope.uneven(left, right)
     if config.persistent:
-        programs = min(programs, multiprocessors)
+        programs = min(runtime.cdiv(programs, 2) if paired else programs, multiprocessors)
+    if paired:
+        # all pairs are equal, so that few heads suffice, and their keys stay in L2
+        heads_at_once = 1 + runtime.cdiv(seqlen_q, config.consumers * ROWS.value) % 2
     return Launch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
@@ -657,5 +709,6 @@ def _launch(
         TURNS=config.take_turns,
         CONSUMER_REGISTERS=REGISTERS[config.consumers][0],
         LOADER_REGISTERS=REGISTERS[config.consumers][1],
+        PAIRED=paired,
         num_warps=4,
     )  # fmt: skip
