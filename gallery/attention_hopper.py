@@ -912,9 +912,8 @@ lab.read(
     + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum. "
     "No error and no warning reports the difference. If a loop with asynchronous matmuls is slower "
     "than it should be, look for `WARPGROUP.DEPBAR` in its SASS, and count what stands before it. "
-    "Taken back from the last rung instead, the branch is worth "
-    f"{100 * gain('turns', 'full', 'without the branch'):.0f} % without a mask, because turns "
-    "now let one consumer weigh while the other's matmuls run, whatever the order within each."
+    f"From the last rung, taking it back {verdict(gain('without the branch', 'full', 'turns'))} "
+    "without a mask."
 )
 
 # %%
@@ -1362,8 +1361,9 @@ lab.table(
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, so
-# its bound is eight times PyTorch's error in float32. Where there is no Hopper GPU, the loop in
+# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, and
+# may err by 24 times the rounding to float32: where a query sees few keys, it is hardly more than a
+# score, whose products the tensor cores add up with truncation, and four roundings follow. Where there is no Hopper GPU, the loop in
 # PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
@@ -1397,7 +1397,7 @@ def case_of_kernel(sizes, dtype, mask):
     theirs = by_pytorch(q, k, v, is_causal, window)
     what = f"{sizes}, {mask}"
     yield lab.Case(what, "forward", ours, theirs, truth)
-    yield lab.Case(what, "lse", lse, true_lse.float(), true_lse, 8)
+    yield lab.Case(what, "lse", lse, true_lse.float(), true_lse, factor=24)
 
 
 lab.check("The package's kernel", every_case())
