@@ -1363,8 +1363,8 @@ lab.table(
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
 # length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, and
 # may err by 24 times the rounding to float32: where a query sees few keys, it is hardly more than a
-# score, whose products the tensor cores add up with truncation, and four roundings follow. Where there is no Hopper GPU, the loop in
-# PyTorch stands in for the kernel, and its rows say so.
+# score, whose products the tensor cores add up with truncation, and four roundings follow. Where
+# there is no Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
