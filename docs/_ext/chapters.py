@@ -234,6 +234,19 @@ CHAPTERS = {
             "Kernel Book": "transfers behind the work",
         },
     ),
+    "attention_hopper": Facts(
+        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
+        "roles make them overlap, and what is each step to that worth?",
+        "advanced",
+        ("attention_fast", "warps_with_roles"),
+        "ladder",
+        {"mask": "full"},
+        {
+            "plain kernel": "the plain kernel",
+            "two roles": "a loader, two consumers",
+            "Kernel Book": "after all changes",
+        },
+    ),
     "transformer": Facts(
         "Where does the time of a training step go, where does its memory go, and how much of "
         "either do the book's operators save?",
