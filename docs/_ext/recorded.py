@@ -391,6 +391,8 @@ def pictured_input(record):
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
     elif "seqlen_k" in point:
         size = [f"one query, {point['seqlen_k']:,} keys"]
+    elif "n" in point:
+        size = [f"two matrices of {point['n']:,} × {point['n']:,}"]
     elif "context" in point:
         size = [f"a layer of width {point['width']:,}", f"context {point['context']:,}"]
     else:
