@@ -211,6 +211,19 @@ CHAPTERS = {
             "all in FP8": "all in 8 bits",
         },
     ),
+    "warps_with_roles": Facts(
+        "What does a kernel gain if some warps only load and the others only multiply, and what "
+        "can go wrong between them?",
+        "advanced",
+        ("attention_fast",),
+        "ladder",
+        {"n": 8192},
+        {
+            "one buffer": "load, wait, multiply",
+            "ring": "loads ahead, no roles",
+            "roles": "a loader, two consumers",
+        },
+    ),
     "attention_across_gpus": Facts(
         "How do several GPUs share one attention, and how much of their speed is left when they "
         "do?",
@@ -222,6 +235,19 @@ CHAPTERS = {
             "contiguous": "contiguous parts",
             "zig-zag": "parts from both ends",
             "Kernel Book": "transfers behind the work",
+        },
+    ),
+    "attention_hopper": Facts(
+        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
+        "roles make them overlap, and what is each step to that worth?",
+        "advanced",
+        ("attention_fast", "warps_with_roles"),
+        "ladder",
+        {"mask": "full"},
+        {
+            "plain kernel": "the plain kernel",
+            "two roles": "a loader, two consumers",
+            "Kernel Book": "after all changes",
         },
     ),
     "transformer": Facts(
@@ -486,7 +512,8 @@ def fold_label(code):
         return first.removeprefix(ONLY_OUTPUT)
     if label := FOLDED.get(first):
         return label
-    if "@triton.jit" in source or source.startswith("# Solution:") or within(code, MISTAKES):
+    kernel = re.search(r"@(triton|gluon)\.jit", source)
+    if kernel or source.startswith("# Solution:") or within(code, MISTAKES):
         return None
     return next((label for does, label in BOOKKEEPING.items() if re.search(does, source)), None)
 

@@ -194,7 +194,7 @@ class Chapters(SphinxDirective):
 
 # -- what the home page says in numbers ------------------------------------------------------------
 
-LIMITS = {"copy": "a copy", "matmul": "a matrix product", "ideal": "one GPU, times the GPUs"}
+LIMITS = {"copy": "a copy", "matmul": "a matmul", "ideal": "one GPU, times the GPUs"}
 PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)
 LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")
@@ -391,6 +391,8 @@ def pictured_input(record):
         size = [f"{point['rows']:,} rows of {point['columns']:,} columns"]
     elif "seqlen_k" in point:
         size = [f"one query, {point['seqlen_k']:,} keys"]
+    elif "n" in point:
+        size = [f"two matrices of {point['n']:,} × {point['n']:,}"]
     elif "context" in point:
         size = [f"a layer of width {point['width']:,}", f"context {point['context']:,}"]
     else:

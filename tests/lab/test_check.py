@@ -56,6 +56,18 @@ def test_what_the_recorded_gpu_found_stands_first(monkeypatch):
     assert shown.html.split("<details")[1].count("<tr>") == 8
 
 
+def test_kernels_that_cannot_run_here_show_what_was_recorded(monkeypatch):
+    row = {"case": "3", "direction": "forward", "dtype": "float32", "ok": True}
+    row |= {"error": 1e-7, "torch_error": 1e-7, "tolerance": 2e-7}
+    past = {"checks": {"sum": [row] * 5}, "provenance": {"gpu": "A GPU"}}
+    monkeypatch.setattr(chapter, "_running", SimpleNamespace(past=past, live=False))
+    never = (pytest.fail("a case was looked at") for _ in range(1))
+    shown = lab.check("sum", never, here=False)
+    assert shown.plain.startswith("sum: all 5 checks passed on A GPU, the worst at 0.50 of its")
+    assert "interpreter" not in shown.plain
+    assert "Not recorded yet" in lab.check("another", never, here=False).plain
+
+
 @pytest.mark.parametrize(
     "wrong",
     [[0.0, 0.0, 0.0], [1.0, -2.0, 3.1], [1.0, -2.0, float("nan")], [1.0, float("inf"), 3.0]],

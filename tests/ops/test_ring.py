@@ -14,7 +14,8 @@ import torch.multiprocessing as mp
 from conftest import assert_close
 
 from kernelbook import reference, runtime
-from kernelbook.ops.attention import operator, ring
+from kernelbook.ops import ring
+from kernelbook.ops.attention import operator
 
 LARGEST = 4 if runtime.INTERPRETED else min(4, torch.cuda.device_count())
 METHODS = {"ring": ring.ring_attention, "all to all": ring.all_to_all_attention}

@@ -74,13 +74,14 @@ def is_live() -> bool:
     return not runtime.INTERPRETED and mode != "replay"
 
 
-def start(name: str, *modules: str, on_ranks: bool = False) -> Shown:
+def start(name: str, *modules: str, on_ranks: bool = False, here: bool = True) -> Shown:
     """Open a chapter, and say where it runs and where its numbers come from.
 
     ``modules`` are those whose kernels it measures: ``kernelbook.ops.<name>`` unless given. What
     they import of ``kernelbook.ops`` counts as well, and so do the kernels of the script that
     calls this. ``on_ranks`` says that it measures several GPUs together, by :func:`ranks_at_work`:
-    it is live where there are two, and its record names how many.
+    it is live where there are two, and its record names how many. ``here=False`` says that its
+    kernels cannot run on this machine, not even to be checked.
     """
     global _running
     script = Path(sys._getframe(1).f_code.co_filename).resolve()  # the site sets no __file__
@@ -93,12 +94,14 @@ def start(name: str, *modules: str, on_ranks: bool = False) -> Shown:
     if _running.live:
         return note(f"This page was run on {describe(_running.provenance())}.")
     where = _running.here()
+    checks, now = (f"Checks {verb} {where}." for verb in ("were run", "run"))
+    if not here:
+        checks = now = "The kernels of this chapter cannot run here."
     if _running.past is None:
         needs = "two GPUs" if on_ranks else "a GPU"
-        return note(f"Checks run {where}. No speed has been recorded yet: that needs {needs}.")
-    text = (
-        f"Checks were run {where}. Speed was recorded on {describe(_running.past['provenance'])}."
-    )
+        return note(f"{now} No speed has been recorded yet: that needs {needs}.")
+    recorded = "Speed was" if here else "Checks and speed were"
+    text = f"{checks} {recorded} recorded on {describe(_running.past['provenance'])}."
     if marked := mark(_running.past):
         return note(f"{marked} {text}", stale=True)
     return note(text)
@@ -155,18 +158,19 @@ def keep(kind: str, name: str, value) -> None:
         _running.record[kind][name] = value
 
 
-def checked(name: str, rows: list[dict]) -> dict[str, list[dict]]:
+def checked(name: str, rows: list[dict] | None = None) -> dict[str, list[dict]]:
     """Return the rows of a check by where it ran: on the recorded GPU, if it was not here, first.
 
-    ``rows`` are those of this run.
+    ``rows`` are those of this run, or None where it could not run here.
     """
-    if not runtime.INTERPRETED and (_running is None or _running.on_gpus):
+    on_gpus = not runtime.INTERPRETED and (_running is None or _running.on_gpus)
+    if rows is not None and on_gpus:
         made = _running.provenance() if _running else results.provenance()
         return {f"on {made['gpu']}": rows}
     past = _running.past if _running else None
     recorded = past and past["checks"].get(name)
     on_gpu = {f"on {past['provenance']['gpu']}": recorded} if recorded else {}
-    return on_gpu | {"in Triton's interpreter": rows}
+    return on_gpu if rows is None else on_gpu | {"in Triton's interpreter": rows}
 
 
 class Table(Shown):

@@ -97,6 +97,9 @@ class Ranks:
         """Call a function as :meth:`run` does, and return what became of it on each rank."""
         message = pickle.dumps((_carried(function), args))
         begin = time.perf_counter()
+        if self.gpus:  # what a run that is cut off was at
+            name = getattr(function, "__name__", function)
+            print(f"ranks: {name} begins {time.strftime('%H:%M:%S')}", file=sys.stderr, flush=True)
         if not self._processes:
             self._start()
         for channel in self._channels:

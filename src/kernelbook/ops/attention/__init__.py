@@ -11,7 +11,6 @@
     tiles.py      what the kernels share: tensor descriptors
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
-    ring.py       a sequence spread over ranks of torch.distributed
 
 Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficient exact attention
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.

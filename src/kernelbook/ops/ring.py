@@ -28,6 +28,7 @@ sequence: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, 2023.
 
 import zlib
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def ring_attention(
 
     Every rank calls it with its part of the sequence and gets the same part of the result. Memory
     per rank grows with its part: at most two parts of keys and values are there at a time, and
-    float32 sums of its own part of the result.
+    sums of its own part of the result, which are float32 with more than two ranks.
 
     Ranks first tell each other what they pass, through the CPU, so that a mismatch raises on all of
     them. The GPU does not wait for that; the host waits for the slowest rank.
@@ -251,12 +252,12 @@ def _checked(q, k, v, is_causal, scale, enable_gqa, layout, group):
     return q, k, v, is_causal, sm_scale
 
 
-_controls: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_controls: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """For a group of GPUs, the same ranks as a group of CPUs, on which ranks agree."""
 
 
 def _control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if dist.get_backend(group) == "gloo":
+    if torch.device("cpu") in group._device_types:
         return group
     if group not in _controls:
         _controls[group] = dist.new_group(
@@ -283,9 +284,10 @@ def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup)
     # A number for what is said travels faster than the words, which are only needed if two differ.
     number = zlib.crc32(repr(said).encode()) - (1 << 32) * ("refused" in said)
     try:
-        numbers = torch.empty(group.size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(numbers, torch.tensor([number]), group=_control(group))
-        if failure is None and (numbers == number).all():
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MIN, _control(group))
+        smallest, largest = extremes[0].item(), -extremes[1].item()
+        if failure is None and smallest == largest:
             return result
         answers: list = [None] * group.size()
         dist.all_gather_object(answers, said, group=_control(group))
@@ -330,44 +332,49 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """Add attention to more keys: change out and lse, both float32, to those of all keys.
+    """Add attention to more keys: change out and lse to those of all keys, by sums in float32.
 
     out = (1 - w) out + w part, where w = exp(lse_part) / (exp(lse) + exp(lse_part)).
 
     Args:
-        out: attention to some keys, (..., seqlen, head_dim), float32.
+        out: attention to some keys, (..., seqlen, head_dim).
         lse: its logsumexp, (..., seqlen), float32; -inf where a query has seen nothing.
         part: attention to other keys.
         lse_part: its logsumexp.
     """
-    w = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -torch.inf, 0)
-    out.lerp_(part.to(out.dtype), w.unsqueeze(-1))
+    w = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -torch.inf, 0).unsqueeze(-1)
+    torch.addcmul(out * (1 - w), part, w, out=out)
     lse.copy_(torch.logaddexp(lse, lse_part))
+
+
+def _dtype_of_sums(dtype: torch.dtype, world: int) -> torch.dtype:
+    """Return the dtype of a sum with a term from each rank.
+
+    Operations compute in float32 inside, so that a sum of two terms is rounded once either way.
+    """
+    return torch.float32 if world > 2 else dtype
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, sm_scale, layout, group):
         rank, world = group.rank(), group.size()
-        length = q.shape[2]
         out = lse = None
         kv = torch.stack((k, v))
         following = torch.empty_like(kv) if world > 1 else None
         for step in range(world):
             # -- send: what is here goes on while it is computed with
-            last = step == world - 1
-            works = [] if last else _pass_on(kv, group, following)
-            # -- attend: the scores that this mask leaves
-            if work := _work(rank, (rank - step) % world, is_causal, layout, length):
+            works = [] if step == world - 1 else _pass_on(kv, group, following)
+            # -- attend: the scores that this mask leaves; all queries see keys of their own rank
+            if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
                 rows, keys, causal = work
-                part = operator.attention(
-                    q[:, :, rows], *kv[:, :, :, keys], is_causal=causal, scale=sm_scale,
-                    enable_gqa=True, return_lse=True,
-                )  # fmt: skip
-                if out is None:  # the first part is the rank's own, and all its queries see it
-                    out, lse = part[0].float(), part[1]
+                part, lse_part = operator.run(
+                    q[:, :, rows], *kv[:, :, :, keys], causal, None, None, sm_scale, True
+                )
+                if step:
+                    merge(out[:, :, rows], lse[:, :, rows], part, lse_part)
                 else:
-                    merge(out[:, :, rows], lse[:, :, rows], *part)
+                    out, lse = part.to(_dtype_of_sums(q.dtype, world)), lse_part
             _wait(works)
             kv, following = following, kv
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), lse)
@@ -380,38 +387,43 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         is_causal, sm_scale, layout, group = ctx.options
         rank, world = group.rank(), group.size()
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dtype = _dtype_of_sums(q.dtype, world)
         kv = torch.stack((k, v))
-        following = torch.empty_like(kv)
-        dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-        arriving = torch.empty_like(dkv)
+        following = torch.empty_like(kv) if world > 1 else None
+        arriving = torch.empty_like(kv, dtype=dtype) if world > 1 else None
         gradients = []
         for step in range(world):
-            works = [] if step == world - 1 else _pass_on(kv, group, following)
+            last = step == world - 1
+            works = [] if last else _pass_on(kv, group, following)
             # -- differentiate: P comes from the lse of all keys, so these are parts of a sum
-            partial = None
+            terms = None
             if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
                 rows, keys, causal = work
                 of_rows = (x[:, :, rows] for x in (out, lse, do))
-                partial = operator.run_backward(
+                terms = operator.run_backward(
                     q[:, :, rows], *kv[:, :, :, keys], *of_rows, None, causal, None, None,
                     sm_scale, True, [True, True, True],
                 )  # fmt: skip
-                dq[:, :, rows] += partial[0]
             # -- add: to the gradients of these keys, which come from the rank before
             _wait(gradients)
-            if step:
+            if step == 0:
+                dq, dkv = terms[0].to(dtype), torch.stack(terms[1:]).to(dtype)
+            else:
                 dkv, arriving = arriving, dkv
-            if partial:
-                dkv[0, :, :, keys] += partial[1]
-                dkv[1, :, :, keys] += partial[2]
+                if terms:
+                    dkv[0, :, :, keys] += terms[1]
+                    dkv[1, :, :, keys] += terms[2]
+            if last:  # the sum is complete: rounded it is shorter, and no keys arrive any more
+                dkv, arriving = dkv.to(k.dtype), following
             if world > 1:
                 gradients = _pass_on(dkv, group, arriving)
+            if step and terms:
+                dq[:, :, rows] += terms[0]
             _wait(works)
             kv, following = following, kv
         _wait(gradients)
         dk, dv = arriving if world > 1 else dkv
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):

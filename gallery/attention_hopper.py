@@ -1,0 +1,1807 @@
+"""
+Forward at the speed of Hopper
+==============================
+
+In the fast kernel of an earlier chapter, matmuls and exponentials overlap only by chance, because
+nothing keeps them in step. *How do warps with roles make them overlap, and what is each step to
+that worth?*
+
+You will learn
+
+- how much of the work of attention is not matmuls, counted in cycles, and in which order a loop
+  must issue its work so that both parts run at once;
+- what each change from two roles to the finished kernel gains, and how to see in the machine code,
+  or on a timeline of the :term:`SM`, who waits for whom;
+- how the kernel compares with the fastest libraries, and where it is behind.
+
+The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
+H200). Triton's interpreter cannot run Gluon. So without such a GPU, this page computes the order of
+the loop in PyTorch, and shows the checks and times of a recorded run.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from kernelbook import lab, reference, runtime
+from kernelbook.ops.attention import tuned
+from kernelbook.ops.attention.forward import attention_forward as plain_forward
+from kernelbook.ops.attention.tiles import LOG2E, LOWEST, place
+from kernelbook.ops.hopper import forward as hopper
+from kernelbook.ops.hopper.forward import (
+    ROWS,
+    exp2,
+    mask_row_ends,
+    pass_turn,
+    sum_in_thread,
+    wait_for_turn,
+)
+
+HOPPER = runtime.capability(runtime.DEVICE) == (9, 0)
+lab.start("attention_hopper", "kernelbook.ops.hopper.forward")
+
+# %%
+# Where the plain kernel stops
+# ----------------------------
+#
+# The kernel of :doc:`/chapters/attention_fast`, which we call the *plain* kernel here, does two
+# kinds of work. For each score, the matmul units do :math:`4 D` operations for head_dim :math:`D`,
+# :math:`2 D` for the score and :math:`2 D` for the weighted sum, and the units for special
+# functions compute one exponential. A Hopper SM does 4,096 of the former per cycle in 16 bits, and
+# 16 of the latter. A :term:`tile` of 128 queries and 128 keys has 16,384 scores:
+
+MATMUL_RATE, EXPONENTIAL_RATE = 4096, 16  # operations of an SM per cycle
+
+
+def cycles(head_dim, rows=128, keys=128):
+    """Cycles that the matmuls and the exponentials of one tile take at the full rate."""
+    scores = rows * keys
+    return scores * 4 * head_dim / MATMUL_RATE, scores / EXPONENTIAL_RATE
+
+
+# %%
+
+
+# Drawing
+def both_orders(axes):
+    place = 0
+    for head_dim in (128, 64):
+        matmuls, exponentials = cycles(head_dim)
+        for overlap in (False, True):
+            start, height = (0 if overlap else matmuls), (0.38 if overlap else 0.76)
+            axes.barh(place, matmuls, height, align="edge", color=lab.colour("matmul"))
+            axes.barh(
+                place + (0.38 if overlap else 0), exponentials, height, start,
+                align="edge", color=lab.colour("Kernel Book"),
+            )  # fmt: skip
+            end = max(matmuls, start + exponentials)
+            how = "at once" if overlap else "in turn"
+            label = f"head_dim {head_dim}, {how}: {end:,.0f}"
+            axes.text(end + 40, place + 0.38, label, va="center", fontsize=10)
+            place += 1
+    for label, ink in (("matmuls", "matmul"), ("exponentials", "Kernel Book")):
+        axes.barh(0, 0, color=lab.colour(ink), label=label)
+    axes.legend(loc="lower right", fontsize=10)
+    axes.set(xlim=(0, 5200), ylim=(place, -0.2), yticks=[], xlabel="cycles of an SM")
+    axes.spines["left"].set_visible(False)
+
+
+lab.sketch(
+    "A tile of 128 queries and 128 keys",
+    "Bars of cycles. At head_dim 128 the matmuls take 2,048 cycles, in grey, and the exponentials "
+    "1,024, in blue: 3,072 if one waits for the other, 2,048 if both run at once. At head_dim 64 "
+    "both take 1,024: 2,048 in turn, 1,024 at once.",
+    both_orders,
+    height=2.8,
+)
+
+# %%
+# One after the other, the matmuls get two thirds of the time at head_dim 128 and half of it at
+# head_dim 64. And exponentials are not all: each score also takes part in a maximum, a fused
+# multiply-add, a sum and a conversion to 16 bits, and ``acc`` is rescaled for each tile. A table
+# below counts these instructions.
+#
+# The plain kernel puts two :term:`programs <program>` on an SM and hopes that one does matmuls
+# while the other computes exponentials. Nothing makes them do so: they may as well ask for the
+# matmul units at the same time and then leave them idle at the same time. Each thread of it also
+# shares 65,536 registers with 511 others, so a tile has only 64 keys.
+#
+# :doc:`/chapters/warps_with_roles` shows the means to do better: :term:`warps <warp>` of one
+# program with different roles, which talk through barriers. This chapter uses them all: a *loader*
+# warp that fills rings of tiles, two *consumers*, each a warpgroup of four warps with its own 64
+# queries, ``full`` and ``empty`` barriers for each slot of a ring, and registers that the loader
+# hands over to the consumers.
+
+# %%
+# The order of the loop
+# ---------------------
+#
+# Matmuls on Hopper are asynchronous: a warpgroup *issues* one and *waits* for its result later. So
+# even a single consumer can compute exponentials while the matmul units work for it, if there is a
+# matmul that does not need these exponentials. There is one. The scores of tile :math:`i` become
+# weights :math:`p_i`, and the weighted sum with :math:`p_i` needs them; but the sum with
+# :math:`p_{i-1}` does not. So iteration :math:`i`
+#
+# 1. issues the scores :math:`s_i = q k_i^T`, and behind them the sum
+#    :math:`acc \mathrel{+}= p_{i-1} v_{i-1}`,
+# 2. waits for the scores only, and computes :math:`m_i`, :math:`\alpha = e^{m_{i-1} - m_i}` and
+#    :math:`p_i = e^{s_i - m_i}`, while the sum is computed,
+# 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
+#
+# The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum: both
+# ``acc`` and what is added to it are in units of :math:`e^{m_{i-1}}` until then. In PyTorch:
+
+
+def one_tile_behind(q, k, v, scale, is_causal=False, block_n=32, mistake=None):
+    """Attention in the order of the kernel's loop, from the last tile of keys to the first."""
+    n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
+    seen = seen.tril(n_k - n_q) if is_causal else seen
+    m_i = torch.full_like(q[..., :1], torch.finfo(q.dtype).min)
+    l_i, acc = torch.zeros_like(m_i), torch.zeros_like(q)
+    p = v_before = None
+    for start in reversed(range(0, n_k, block_n)):
+        tile = slice(start, start + block_n)
+        # -- issue: the scores of this tile, and the sum of the one before
+        s = q @ k[:, :, tile].mT * scale
+        s = s.masked_fill(~seen[:, tile], -torch.inf)
+        m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
+        alpha = (m_i - m_new).exp()
+        if mistake == "rescale first":
+            acc = acc * alpha
+        if p is not None:
+            acc = acc + p @ v_before
+        # -- weigh: while the sum is computed
+        p, v_before = (s - m_new).exp(), v[:, :, tile]
+        l_i, m_i = l_i * alpha + p.sum(-1, keepdim=True), m_new
+        # -- rescale: the sum, when it is there
+        if mistake != "rescale first":
+            acc = acc * alpha
+    if mistake != "forget the end":
+        acc = acc + p @ v_before
+    return acc / l_i.clamp_min(torch.finfo(q.dtype).tiny)
+
+
+# %%
+# The check compares it with float64. As in the chapters before, the error may be up to eight times
+# PyTorch's, because each multiplication by :math:`\alpha` adds a rounding.
+
+
+# Measuring
+def draw(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, dtype):
+    shapes = ((heads, seqlen_q), (heads_k, seqlen_k), (heads_k, seqlen_k))
+    return [
+        torch.randn(batch, *s, head_dim, device=runtime.DEVICE).to(dtype)
+        for s in shapes
+    ]
+
+
+def by_pytorch(q, k, v, is_causal, window=None):
+    """PyTorch's attention in the dtype of q, with the mask that the book's truth has."""
+    n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    at = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q
+    j = torch.arange(n_k, device=q.device)
+    mask = (j <= at) if is_causal else torch.ones_like(j <= at)
+    if window is not None:
+        mask = mask & (j >= at - window[0]) & (j <= at + window[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num(0.0)
+
+
+def cases_in_pytorch():
+    for sizes in (
+        (1, 2, 2, 100, 100, 64),
+        (1, 4, 2, 65, 127, 128),
+        (1, 2, 1, 1, 300, 64),
+    ):
+        for is_causal in (False, True):
+            q, k, v = draw(*sizes, torch.float32)
+            ours = one_tile_behind(q, k, v, sizes[-1] ** -0.5, is_causal)
+            truth, _ = reference.attention(q, k, v, is_causal)
+            theirs = by_pytorch(q, k, v, is_causal)
+            what = f"{sizes}{', causal' * is_causal}"
+            yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
+
+
+lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
+
+# %%
+# One kernel, many switches
+# -------------------------
+#
+# As in the chapter on the plain kernel, one kernel can do all rungs, and each rung turns one switch
+# on. It takes less than the package's kernel: head_dim 128, and lengths that 128 divides. Each rung
+# shows its piece of it; the kernel as a whole is in the next box. ``_stamp`` notes the time for a
+# timeline later and is compiled away unless ``TRACE`` is set.
+
+# Whole
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+EVENTS = gl.constexpr(6)
+
+
+@gluon.jit
+def _stamp(trace_ptr, role, i, event, n, TRACE: gl.constexpr):
+    """Note the cycle of the SM at which a role of program 0 came to an event."""
+    if TRACE:
+        now = gl.inline_asm_elementwise(
+            "mov.u32 $0, %clock;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        first = gl.program_id(0) == 0
+        gl.store(trace_ptr + (role * n + i) * EVENTS + event, now, mask=first)
+
+
+@gluon.jit
+def _loader(
+    loading, n, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr
+):
+    descs, buffers, barriers, of_head, start_m, trace_ptr = loading
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    for g in gl.static_range(2):
+        mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
+        _load(q_desc, [of_head + start_m + g * ROWS, 0], q_full.index(g), q_s.index(g))
+    for i in range(n + 1):  # keys one tile ahead of values
+        if i < n:
+            slot, parity = i % STAGES, (i // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), parity ^ 1)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            start_n = of_head + (n - 1 - i) * BLOCK_N
+            _load(k_desc, [start_n, 0], k_full.index(slot), k_s.index(slot))
+            _stamp(trace_ptr, 2, i, 0, n, TRACE)
+        if i > 0:
+            slot, parity = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
+            mbarrier.wait(v_empty.index(slot), parity ^ 1)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            start_n = of_head + (n - i) * BLOCK_N
+            _load(v_desc, [start_n, 0], v_full.index(slot), v_s.index(slot))
+            _stamp(trace_ptr, 2, i - 1, 1, n, TRACE)
+
+
+@gluon.jit
+def _weigh(s, l_i, m_i, scale_log2, IN_THREAD: gl.constexpr):
+    m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
+    alpha = exp2(m_i - m_new)
+    p = exp2(s * scale_log2 - m_new[:, None])
+    if IN_THREAD:
+        part = sum_in_thread(p)
+        of_part: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+        l_i = l_i * gl.convert_layout(alpha, of_part)[:, None] + part
+    else:
+        l_i = l_i * alpha + gl.sum(p, 1)
+    return p, alpha, l_i, m_new
+
+
+@gluon.jit
+def _masked(s, start_m, start_n):
+    """Make -inf of the scores of the keys after each query."""
+    queries = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    return mask_row_ends(s, queries, queries + 1 - start_n, True, False)
+
+
+@gluon.jit
+def _in_order(
+    acc, l_i, m_i, q, buffers, barriers, start_m, first, end, n, scale_log2, trace_ptr,
+    ME: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    IN_THREAD: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    k_s, v_s = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_N, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for i in range(first, end):
+        slot, parity = i % STAGES, (i // STAGES) & 1
+        # -- score: issue, and wait
+        _stamp(trace_ptr, ME, i, 0, n, TRACE)
+        mbarrier.wait(k_full.index(slot), parity)
+        _stamp(trace_ptr, ME, i, 1, n, TRACE)
+        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        k = k_s.index(slot).permute([1, 0])
+        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+        _stamp(trace_ptr, ME, i, 2, n, TRACE)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(slot))
+        _stamp(trace_ptr, ME, i, 3, n, TRACE)
+        # -- weigh: this consumer has no matmul under way
+        if MASKED:
+            s = _masked(s, start_m, (n - 1 - i) * BLOCK_N)
+        weights, alpha, l_i, m_i = _weigh(s, l_i, m_i, scale_log2, IN_THREAD)
+        acc = acc * gl.convert_layout(alpha, row)[:, None]
+        p = gl.convert_layout(weights.to(q.dtype), operand)
+        # -- sum: issue, and wait
+        mbarrier.wait(v_full.index(slot), parity)
+        _stamp(trace_ptr, ME, i, 4, n, TRACE)
+        acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(slot))
+        _stamp(trace_ptr, ME, i, 5, n, TRACE)
+    return acc, l_i, m_i
+
+
+@gluon.jit
+def _ahead(
+    acc, l_i, m_i, p, q, buffers, barriers, start_m, first, end, n, scale_log2, trace_ptr,
+    ME: gl.constexpr, MASKED: gl.constexpr, MASK_BY_BRANCH: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BRANCH: gl.constexpr,
+    IN_THREAD: gl.constexpr, TURNS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    k_s, v_s = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_N, 16]
+    )
+    row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for i in range(first, end):
+        slot, before, after = i % STAGES, (i - 1) % STAGES, (i + 1) % STAGES
+        start_n = (n - 1 - i) * BLOCK_N
+        # -- issue: the scores of this tile, then the sum of the one before
+        if not BRANCH:
+            mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
+        _stamp(trace_ptr, ME, i, 0, n, TRACE)
+        if TURNS:
+            wait_for_turn(ME)
+        _stamp(trace_ptr, ME, i, 1, n, TRACE)
+        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+        k = k_s.index(slot).permute([1, 0])
+        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+        if TURNS:
+            pass_turn(ME, 2)
+        _stamp(trace_ptr, ME, i, 2, n, TRACE)
+        # -- weigh: as soon as the scores are there, while the sum is computed
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(slot))
+        _stamp(trace_ptr, ME, i, 3, n, TRACE)
+        if MASKED:
+            s = _masked(s, start_m, start_n)
+        if MASK_BY_BRANCH:  # noqa: SIM102 (only the second is asked on the GPU)
+            if start_n + BLOCK_N > start_m + 1:
+                s = _masked(s, start_m, start_n)
+        weights, alpha, l_i, m_i = _weigh(s, l_i, m_i, scale_log2, IN_THREAD)
+        # -- rescale: the sum, when it is there
+        if BRANCH:
+            mbarrier.wait(k_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
+        _stamp(trace_ptr, ME, i, 4, n, TRACE)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(before))
+        _stamp(trace_ptr, ME, i, 5, n, TRACE)
+        acc = acc * gl.convert_layout(alpha, row)[:, None]
+        p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
+    return acc, l_i, m_i, p
+
+
+@gluon.jit
+def _consumer(
+    computing, n, scale_log2,
+    ME: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BRANCH: gl.constexpr, ONE_LOOP: gl.constexpr, IN_THREAD: gl.constexpr,
+    TURNS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    out_desc, buffers, barriers, of_head, start_m, trace_ptr = computing
+    q_s, k_s, v_s = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    rings, bars = (k_s, v_s), (k_full, k_empty, v_full, v_empty)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_N, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, HEAD_DIM, 16]
+    )
+    row: gl.constexpr = gl.SliceLayout(1, score_layout)
+
+    # -- divide: tiles before this one hold a key that some query does not see
+    start_m += ME * ROWS
+    n_masked = 0
+    if IS_CAUSAL:
+        n_masked = gl.maximum(n - (start_m + 1) // BLOCK_N, 1)
+    q = q_s.index(ME)
+    m_i = gl.full([ROWS], LOWEST, gl.float32, row)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    l_i = sum_in_thread(zeros) if IN_THREAD else gl.sum(zeros, 1)
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    mbarrier.wait(q_full.index(ME), 0)
+
+    if not AHEAD:
+        if IS_CAUSAL:
+            acc, l_i, m_i = _in_order(
+                acc, l_i, m_i, q, rings, bars, start_m, 0, n_masked, n, scale_log2,
+                trace_ptr, ME, True, BLOCK_N, STAGES, IN_THREAD, TRACE,
+            )  # fmt: skip
+        acc, l_i, m_i = _in_order(
+            acc, l_i, m_i, q, rings, bars, start_m, n_masked, n, n, scale_log2,
+            trace_ptr, ME, False, BLOCK_N, STAGES, IN_THREAD, TRACE,
+        )  # fmt: skip
+    else:
+        # -- begin: the tile that has none before it
+        mbarrier.wait(k_full.index(0), 0)
+        s = warpgroup_mma(
+            q, k_s.index(0).permute([1, 0]), zeros, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(0))
+        if IS_CAUSAL:
+            s = _masked(s, start_m, (n - 1) * BLOCK_N)
+        weights, _, l_i, m_i = _weigh(s, l_i, m_i, scale_log2, IN_THREAD)
+        operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+        p = gl.convert_layout(weights.to(q.dtype), operand)
+        if BRANCH:
+            mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=n > 1)
+        if TURNS and ME == 1:
+            pass_turn(ME, 2)
+        # -- loop: over all tiles, or over those with a mask and then over the others
+        if IS_CAUSAL and not ONE_LOOP:
+            acc, l_i, m_i, p = _ahead(
+                acc, l_i, m_i, p, q, rings, bars, start_m, 1, n_masked, n, scale_log2,
+                trace_ptr, ME, True, False, BLOCK_N, STAGES, BRANCH, IN_THREAD, TURNS,
+                TRACE,
+            )  # fmt: skip
+            acc, l_i, m_i, p = _ahead(
+                acc, l_i, m_i, p, q, rings, bars, start_m, n_masked, n, n, scale_log2,
+                trace_ptr, ME, False, False, BLOCK_N, STAGES, BRANCH, IN_THREAD, TURNS,
+                TRACE,
+            )  # fmt: skip
+        else:
+            acc, l_i, m_i, p = _ahead(
+                acc, l_i, m_i, p, q, rings, bars, start_m, 1, n, n, scale_log2,
+                trace_ptr, ME, False, IS_CAUSAL, BLOCK_N, STAGES, BRANCH, IN_THREAD,
+                TURNS, TRACE,
+            )  # fmt: skip
+        # -- end: the sum of the last tile
+        slot = (n - 1) % STAGES
+        mbarrier.wait(v_full.index(slot), ((n - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+    # -- write: where the queries were
+    total = gl.convert_layout(gl.sum(l_i, 1), row) if IN_THREAD else l_i
+    inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, acc_layout))
+    q.store((acc * inverse[:, None]).to(q.dtype))
+    fence_async_shared()
+    _store(out_desc, [of_head + start_m, 0], q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads_at_once"])
+def _roles_kernel(
+    q, k, v, out, trace_ptr, heads, seqlen, scale_log2, heads_at_once,
+    IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BRANCH: gl.constexpr, ONE_LOOP: gl.constexpr, IN_THREAD: gl.constexpr,
+    TURNS: gl.constexpr, ON_DEVICE: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    # -- place: the last queries see the most keys and come first
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    n_tiles = seqlen // BLOCK_M
+    tile, head = place(n_tiles, heads, heads_at_once)
+    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    n = seqlen // BLOCK_N
+    if IS_CAUSAL:
+        n = gl.cdiv(start_m + BLOCK_M, BLOCK_N)
+
+    # -- describe: on the device, unless the host has done so
+    if ON_DEVICE:
+        dtype: gl.constexpr = q.dtype.element_ty
+        of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [ROWS, HEAD_DIM], dtype
+        )
+        of_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [BLOCK_N, HEAD_DIM], dtype
+        )
+        rows = heads * seqlen
+        row: gl.constexpr = HEAD_DIM
+        q_desc = tma.make_tensor_descriptor(q, [rows, row], [row, 1], [ROWS, row], of_q)
+        k_desc = tma.make_tensor_descriptor(
+            k, [rows, row], [row, 1], [BLOCK_N, row], of_k
+        )
+        v_desc = tma.make_tensor_descriptor(
+            v, [rows, row], [row, 1], [BLOCK_N, row], of_k
+        )
+        out_desc = tma.make_tensor_descriptor(
+            out, [rows, row], [row, 1], [ROWS, row], of_q
+        )
+    else:
+        dtype: gl.constexpr = q.dtype
+        q_desc, k_desc, v_desc, out_desc = q, k, v, out
+
+    # -- share: queries, a ring of keys and one of values, and their barriers
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for g in gl.static_range(2):
+        mbarrier.init(q_full.index(g), count=1)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(v_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=2)
+        mbarrier.init(v_empty.index(b), count=2)
+
+    # -- roles: two consumers and a loader
+    buffers = (q_s, k_s, v_s)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    loading = (
+        (q_desc, k_desc, v_desc),
+        buffers,
+        barriers,
+        head * seqlen,
+        start_m,
+        trace_ptr,
+    )
+    computing = (out_desc, buffers, barriers, head * seqlen, start_m, trace_ptr)
+    ME_0: gl.constexpr = 0
+    ME_1: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    computing, n, scale_log2, ME_0, IS_CAUSAL, HEAD_DIM, BLOCK_N, STAGES,
+                    AHEAD, BRANCH, ONE_LOOP, IN_THREAD, TURNS, TRACE,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    computing, n, scale_log2, ME_1, IS_CAUSAL, HEAD_DIM, BLOCK_N, STAGES,
+                    AHEAD, BRANCH, ONE_LOOP, IN_THREAD, TURNS, TRACE,
+                ),
+            ),
+            (_loader, (loading, n, BLOCK_N, STAGES, TRACE)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+# %%
+# Each change adds its switch to those before it. The last four take one thing back from the
+# finished rung, or change it. They are timed in one run at length 4,096 and head_dim 128, beside a
+# :term:`cuBLAS` matmul, the plain kernel, and the package's kernel in three forms.
+
+LADDER = {
+    "two roles": {
+        "STAGES": 2, "REGISTERS": 240, "LOADER_REGISTERS": 24, "ON_DEVICE": False,
+        "AHEAD": False, "BRANCH": False, "ONE_LOOP": False, "IN_THREAD": False,
+        "TURNS": False,
+    },
+    "scores ahead": {"AHEAD": True},
+    "a branch": {"BRANCH": True},
+    "one loop": {"ONE_LOOP": True},
+    "sums in threads": {"IN_THREAD": True},
+    "turns": {"TURNS": True},
+}  # fmt: skip
+CHANGED = {
+    "without the branch": {"BRANCH": False},
+    "three stages": {"STAGES": 3},
+    "equal registers": {"REGISTERS": 168, "LOADER_REGISTERS": 168},
+    "described on the device": {"ON_DEVICE": True},
+}
+
+# %%
+
+
+# Measuring
+nan = float("nan")
+MATMUL = 8192
+A, B = None, None
+if not runtime.INTERPRETED:
+    A, B = torch.randn(2, MATMUL, MATMUL, device=runtime.DEVICE, dtype=torch.bfloat16)
+RUNGS, so_far = {}, {}
+for name, change in LADDER.items():
+    RUNGS[name] = so_far = so_far | change
+VERSIONS = RUNGS | {name: so_far | change for name, change in CHANGED.items()}
+LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
+units = {"limit": "matmul", "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
+units["work"] = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
+NEEDS_HOPPER = lab.Absent("the kernel needs a GPU of compute capability 9.0")
+
+
+def described(x, rows):
+    """A descriptor of all heads, one below the other, in tiles of so many rows."""
+    shape = [rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), shape, layout)
+
+
+def scratch(size, alignment, stream):
+    """Memory in which programs may write their descriptors."""
+    return torch.empty(size, device=runtime.DEVICE, dtype=torch.int8)
+
+
+def run(q, k, v, is_causal, trace=None, **options):
+    batch, n_heads, seqlen, head_dim = q.shape
+    heads, out = batch * n_heads, torch.empty_like(q)
+    tensors = (q, k, v, out)
+    if options["ON_DEVICE"]:
+        triton.set_allocator(scratch)
+    else:
+        tensors = [described(*x) for x in zip(tensors, (64, 128, 128, 64), strict=True)]
+    if not is_causal:  # nothing is masked, so there is one loop anyway
+        options = options | {"ONE_LOOP": False}
+    at_once = tuned.forward_heads_at_once(k, 1, is_causal)
+    _roles_kernel[(heads * seqlen // 128,)](
+        *tensors, out if trace is None else trace, heads, seqlen,
+        head_dim**-0.5 * LOG2E.value, at_once, IS_CAUSAL=is_causal, HEAD_DIM=head_dim,
+        BLOCK_N=128, TRACE=trace is not None, num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def on_hopper(experiment):
+    """The experiment, or on another GPU one that finds nothing."""
+    return experiment if HOPPER else list
+
+
+def configured(head_dim, is_causal, length):
+    """How the package cuts its Gluon kernel, also where it would prefer the plain one."""
+    return hopper.choose(head_dim, is_causal, length) or hopper.CONFIGS[head_dim]
+
+
+def new_kernel(q, k, v, is_causal, **change):
+    """The package's Gluon kernel, in another configuration if there is a change."""
+    head_dim = q.shape[3]
+    config = replace(configured(head_dim, is_causal, k.shape[2]), **change)
+    scale = head_dim**-0.5
+    return hopper.attention_forward(q, k, v, is_causal, scale, None, config)[0]
+
+
+def points(lengths, head_dims):
+    return [
+        {
+            "seqlen": length, "batch": 16384 // length, "heads": 2048 // head_dim,
+            "head_dim": head_dim, "mask": mask, "causal": part, "dtype": torch.bfloat16,
+        }
+        for head_dim in head_dims
+        for mask, part in (("full", 1), ("causal", 0.5))
+        for length in lengths
+    ]  # fmt: skip
+
+
+def inputs_at(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    return *draw(batch, heads, heads, seqlen, seqlen, head_dim, dtype), mask == "causal"
+
+
+def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    inputs = inputs_at(seqlen, batch, heads, head_dim, mask, causal, dtype)
+    ours = {
+        name: partial(run, *inputs, **options) for name, options in VERSIONS.items()
+    }
+    ours["a program per tile"] = partial(new_kernel, *inputs, persistent=False)
+    ours["persistent"] = partial(new_kernel, *inputs, paired=False)
+    ours["Kernel Book"] = partial(new_kernel, *inputs)
+    if not HOPPER:
+        ours = dict.fromkeys(ours, NEEDS_HOPPER)
+    plain = partial(plain_forward, *inputs, head_dim**-0.5)
+    return {"matmul": lambda: A @ B, "plain kernel": plain} | ours
+
+
+steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **units)
+
+
+# %%
+
+
+# Measuring
+def cases_of_rungs():
+    for name, options in VERSIONS.items():
+        for is_causal in (False, True):
+            for length in (128, 384, 1152):
+                q, k, v = draw(1, 16, 16, length, length, 128, torch.bfloat16)
+                truth, _ = reference.attention(q, k, v, is_causal)
+                theirs = by_pytorch(q, k, v, is_causal)
+                ours = run(q, k, v, is_causal, **options)
+                what = f"{name}, {length}{', causal' * is_causal}"
+                yield lab.Case(what, "forward", ours, theirs, truth)
+
+
+def worst_of(cases):
+    """One row for all cases of a name, of which each has to pass."""
+    rows = [case.row() for case in cases]
+    if failed := [row for row in rows if not row["ok"]]:
+        raise lab.CheckFailed(f"{len(failed)} of {len(rows)} failed: {failed[0]}")
+    worst = max(rows, key=lambda row: row["error"] / row["tolerance"])
+    found = {"cases": len(rows), "the worst": worst["case"]}
+    numbers = {"error": "error", "PyTorch's": "torch_error", "tolerance": "tolerance"}
+    return [found | {label: worst[key] for label, key in numbers.items()}]
+
+
+lab.measure(
+    "All rungs and changed versions, bfloat16, against float64",
+    on_hopper(lambda: worst_of(cases_of_rungs())),
+)
+
+# %%
+
+
+# Measuring
+def machine_code(compiled):
+    """All of a kernel's SASS; what Triton keeps of it ends after 64 KiB of code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+
+
+def between_waits(sass):
+    """The code of a loop from its wait for the scores to its end, as (weighing, rescaling)."""
+    loop = r"gsb0, 0x1\s*;(.*?)gsb0, 0x0\s*;(.*?)\bBRA\b"
+    found = re.search(loop, sass, re.DOTALL)
+    return found.groups() if found else ("", "")
+
+
+def as_compiled():
+    rows = []
+    for name, options in VERSIONS.items():
+        inputs = (*draw(1, 16, 16, 1024, 1024, 128, torch.bfloat16), True)
+        ((_, compiled),) = lab.compiled_by(partial(run, *inputs, **options))
+        sass = machine_code(compiled)
+        row = {"version": name, "spills": compiled.n_spills}
+        row["shared memory, KiB"] = round(compiled.metadata.shared / 1024)
+        row["matmul instructions"] = len(re.findall(r"\bHGMMA\b", sass))
+        row["waits for them"] = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
+        row["exponentials before the sum is waited for"] = len(
+            re.findall(r"MUFU\.EX2", between_waits(sass)[0])
+        )
+        row["permutations"] = len(re.findall(r"\bPRMT\b", sass))
+        row["shuffles"] = len(re.findall(r"\bSHFL\b", sass))
+        rows.append(row)
+    return rows
+
+
+compiled = lab.measure("The versions as compiled, causal", on_hopper(as_compiled))
+made = {row["version"]: row for row in compiled.rows}
+
+
+def compiled_to(name, what):
+    return made.get(name, {}).get(what, nan)
+
+
+def gain(name, mask, before=None):
+    names = ["plain kernel", *LADDER]
+    before = before or names[names.index(name) - 1]
+    return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
+
+
+def verdict(change):
+    if change != change:
+        return "is not recorded"
+    if abs(change) < 0.01:
+        return "changes next to nothing"
+    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
+
+
+def told(name, before=None):
+    """What a version gains over the one before, in words."""
+    names = ["plain kernel", *LADDER]
+    before = before or names[names.index(name) - 1]
+    both = [
+        f"{how} it {verdict(gain(name, mask, before))} "
+        f"({steps.rate(before, mask=mask):.0f} → {steps.rate(name, mask=mask):.0f} TFLOP/s)"
+        for mask, how in (("full", "without a mask"), ("causal", "with a causal one"))
+    ]
+    return f"**Measured:** {', '.join(both)}. "
+
+
+# %%
+
+# Reading
+share = steps.share("plain kernel", mask="full")
+in_turn = cycles(128)[0] / sum(cycles(128))
+lab.read(
+    f"**Where we start:** the plain kernel reaches {100 * share:.0f} % of the matmul without a "
+    f"mask. A kernel that did matmuls and exponentials strictly in turn could reach "
+    f"{100 * in_turn:.0f} %"
+    + (
+        ", so some of its work does overlap, but far from all."
+        if share > in_turn
+        else ", so what overlaps of its work does not even make up for its other instructions."
+    )
+)
+
+# %%
+# Rung 1: a loader and two consumers
+# ----------------------------------
+#
+# The loader asks for tiles as soon as their slots are empty. A consumer waits for keys, computes
+# their scores, weighs them, waits for values, computes their sum, and never issues a load:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _in_order
+#    :start-at: # -- score
+#    :end-before: return acc
+#    :dedent:
+#
+# Each consumer does one thing after the other. But there are two of them, and while one weighs, the
+# other may use the matmul units.
+
+# Reading
+ahead = gain("two roles", "full") > 0.01
+lab.read(
+    told("two roles")
+    + (
+        "The roles alone are worth that: tiles of 128 keys instead of 64, and no consumer ever "
+        "waits for an address."
+        if ahead
+        else "So roles alone make nothing faster. They replace two programs per SM by two "
+        "consumers, which fall into step as badly as those did; but only now can we say in which "
+        "order things happen."
+    )
+)
+
+# %%
+# Rung 2: scores one tile ahead
+# -----------------------------
+#
+# Now the loop takes the order that we wrote in PyTorch. ``warpgroup_mma_wait(1)`` waits until only
+# one of the matmuls that were issued is under way. They end in the order of their issue, so then
+# the scores are there.
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _ahead
+#    :start-at: s = gl.zeros
+#    :end-before: return acc
+#    :dedent:
+
+# Reading
+beside = "exponentials before the sum is waited for"
+lab.read(
+    told("scores ahead")
+    + "The machine code shows what became of the plan. Between the wait for the scores and the "
+    f"wait for the sum stand {compiled_to('scores ahead', beside):.0f} exponentials"
+    + (
+        ". The assembler has moved the wait for the sum up, above all of them, so the consumer "
+        "waits for both matmuls and computes its exponentials afterwards, as before."
+        if compiled_to("scores ahead", beside) == 0
+        else ", as planned."
+    )
+)
+
+# %%
+# Rung 3: a branch before the wait
+# --------------------------------
+#
+# For the assembler, a wait is an instruction that it may move among others, as long as every result
+# is used after its wait. It cannot know that a wait costs hundreds of cycles, so it moves this one
+# to a place that suits its registers. What it does not do is move an instruction across a branch.
+# So we put one there. The next iteration needs its keys anyway, and waiting for a barrier is a loop
+# that tries and branches back. If that wait stands *between* the exponentials and the wait for the
+# sum, and not at the top of the loop, the exponentials have to stay above it. That is what the
+# switch ``BRANCH`` does in the piece above.
+
+# Reading
+lab.read(
+    told("a branch")
+    + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum. "
+    "No error and no warning reports the difference. If a loop with asynchronous matmuls is slower "
+    "than it should be, look for `WARPGROUP.DEPBAR` in its SASS, and count what stands before it. "
+    f"From the last rung, taking it back {verdict(gain('without the branch', 'full', 'turns'))} "
+    "without a mask."
+)
+
+# %%
+# Rung 4: one loop, with the mask in a branch
+# -------------------------------------------
+#
+# The plain kernel has two loops, one for tiles that need a mask and one for those that do not. Here
+# that costs more, because the loops hand over the weights ``p`` of the last tile. Triton passes a
+# tile from one loop to the next number by number. These weights are pairs of 16-bit numbers in
+# 32-bit registers, so the compiler takes each pair apart at the end of every iteration and puts it
+# together again at the start of the next, although it never needs one alone.
+#
+# With ``ONE_LOOP`` there is a single loop, and a branch inside asks whether the tile needs a mask.
+# ``p`` then never leaves its registers. The mask itself compares *constants* with a bound of the
+# row: which keys of a tile a thread holds is known at compile time, but for an offset that depends
+# on the thread, and the package's function moves this offset to the side of the bound. Otherwise
+# the numbers of the keys would take registers that a consumer does not have.
+
+# %%
+# .. dropdown:: The mask
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
+#       :pyobject: mask_row_ends
+
+# %%
+
+# Reading
+lab.read(
+    told("one loop")
+    + "Without a mask there is one loop in either case. With a causal one, the code of two loops "
+    f"has {compiled_to('a branch', 'permutations')} permutations of bytes (`PRMT`), and that of "
+    f"one has {compiled_to('one loop', 'permutations')}."
+)
+
+# %%
+# Rung 5: sums that stay in their threads
+# ---------------------------------------
+#
+# Four threads share a row of scores. Its maximum must be known to all four before the first
+# exponential, and they exchange theirs by :term:`shuffles <shuffle>`. Its *sum* is not needed
+# before the end. So each thread keeps a sum of its own part, rescales it like ``acc``, and the four
+# are added once, after the last tile. ``sum_in_thread`` adds only what lies in one thread:
+
+lab.source(sum_in_thread)
+
+# %%
+
+# Reading
+lab.read(
+    told("sums in threads")
+    + f"The code has {compiled_to('sums in threads', 'shuffles')} shuffles instead of "
+    f"{compiled_to('one loop', 'shuffles')}: in the loop, only those for the maximum are left. A "
+    "consumer waits for the result of each, and has little else to do meanwhile."
+)
+
+# %%
+# Rung 6: turns
+# -------------
+#
+# If both consumers issue their matmuls at the same time, both wait for them, and then both compute
+# exponentials. To prevent it they take turns, which FlashAttention-3 calls :term:`ping-pong
+# scheduling`. A consumer waits for its turn before it issues, and passes the turn on when both of
+# its matmuls are issued. The other's matmuls then queue behind these, and meanwhile the first has
+# time to weigh. Turns are named barriers of the SM, which :doc:`the chapter before
+# </chapters/warps_with_roles>` explains; Gluon has no function for them, so the package writes them
+# in PTX.
+
+# Reading
+lab.read(told("turns") + "The timelines below show what they change.")
+
+# %%
+# The ladder as a whole
+# ---------------------
+#
+# Four more versions change one thing of the last rung.
+#
+# - **Three stages** instead of two: a ring of three tiles needs more shared memory, and helps only
+#   if the loader is ever late.
+# - **Equal registers**: nobody hands any over, so each of the 12 warps that the hardware reserves
+#   has 168 per thread.
+# - **Described on the device**: each program makes its descriptors itself, as a kernel must that
+#   cannot have them from the host. It writes them to memory, and the copy engine reads them there.
+# - :term:`Persistent <persistent>` **or not**: the package's kernel can run as one program per SM,
+#   which computes one tile of queries after another, or as one program per tile. One program alone
+#   fits on an SM, so nothing fills the time in which a program starts, loads its first tiles, and
+#   writes its last ones. A persistent one computes the first scores of a tile beside the last sum
+#   of the tile before.
+# - **Paired**: with a causal mask, tiles of queries take unequal time. If the persistent programs
+#   are dealt tiles in order, some get longer ones than others, and all wait for the last. So each
+#   takes its tiles in pairs, a long one and a short one that together are as long as any other
+#   pair. Without a mask there is nothing to pair.
+
+lab.ladder(
+    steps,
+    "From the plain kernel to the package's",
+    ["plain kernel", *RUNGS, "a program per tile", "persistent", "Kernel Book"],
+    by="mask",
+    where={"seqlen": 4096},
+)
+
+# %%
+
+# Folded: The versions as compiled
+compiled
+
+# %%
+
+
+# Measuring
+def changed_by(name, before):
+    row = {"change": name}
+    for mask in ("full", "causal"):
+        percent = 100 * gain(name, mask, before)
+        row[f"{mask}, %"] = f"{percent:+.0f}".replace("-", "−")
+    return row
+
+
+last = list(LADDER)[-1]
+changes = [changed_by(name, last) for name in CHANGED]
+changes.append(changed_by("persistent", "a program per tile"))
+changes.append(changed_by("Kernel Book", "persistent") | {"change": "paired"})
+lab.table(
+    changes if made else [],
+    "One change to the last rung, and persistence in the package's kernel",
+)
+
+# %%
+
+# Reading
+third = max(gain("three stages", mask, last) for mask in ("full", "causal"))
+lab.read(
+    f"A third stage {verdict(third)} at most"
+    + (", so the loader is not late with two. " if third < 0.02 else ". ")
+    + f"With equal registers the kernel has {compiled_to('equal registers', 'spills')} spills, and "
+    "the assembler, short of registers, waits after every matmul instruction "
+    f"({compiled_to('equal registers', 'waits for them')} waits for "
+    f"{compiled_to('equal registers', 'matmul instructions')}; its message C7512 is not shown by "
+    "Triton). The package's kernel, which also writes lse and takes windows, grouped heads and any "
+    f"length, is at {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a "
+    f"mask and at {100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. "
+    f"Persistence {verdict(gain('persistent', 'full', 'a program per tile'))} without a mask and "
+    f"{verdict(gain('persistent', 'causal', 'a program per tile'))} with a causal one; in pairs it "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there."
+)
+
+# %%
+# Who waits for whom
+# ------------------
+#
+# A profiler sees a kernel from outside. To see inside, the roles of program 0 write down when they
+# come to certain points: ``_stamp`` reads ``%clock``, the cycle counter of the SM. All warps of a
+# program run on one SM, so their stamps can be compared to the cycle. (The other clock,
+# ``%globaltimer``, is the same on all SMs, but on many GPUs it moves in steps of a microsecond,
+# which is half an iteration.)
+
+
+# Measuring
+TRACED = {
+    "two roles": RUNGS["two roles"],
+    "no turns": RUNGS["sums in threads"],
+    "turns": RUNGS["turns"],
+}
+SPAN = range(8, 20)  # iterations, from the middle of 32
+POINTS = ("asks", "begins", "issued", "scores", "weighed", "sum")
+
+
+def stamps():
+    inputs = (*draw(4, 16, 16, 4096, 4096, 128, torch.bfloat16), False)
+    rows, n = [], 4096 // 128
+    for version, options in TRACED.items():
+        trace = torch.zeros(3, n, len(POINTS), device=runtime.DEVICE, dtype=torch.int32)
+        for _ in range(3):
+            run(*inputs, trace, **options)
+        found = trace.tolist()
+        start = found[0][SPAN[0]][0]
+        for role in range(3):
+            for i in SPAN:
+                # the counter has 32 bits, and may have begun anew
+                at = [(x - start + 2**31) % 2**32 - 2**31 for x in found[role][i]]
+                if role == 2:
+                    at = [*at[:2], *[None] * 4]  # keys and values, asked for
+                who = ("consumer 0", "consumer 1", "loader")[role]
+                row = {"version": version, "role": who, "tile": i}
+                rows.append(row | dict(zip(POINTS, at, strict=True)))
+    return rows
+
+
+traced = lab.measure("Stamps of program 0, in cycles of its SM", on_hopper(stamps))
+
+# %%
+
+
+# Drawing
+SHADES = {  # from one point to another
+    ("asks", "begins"): ("waits for its turn, or keys", "PyTorch"),
+    ("issued", "scores"): ("waits for scores", "SDPA flash"),
+    ("scores", "weighed"): ("weighs", "Kernel Book"),
+    ("weighed", "sum"): ("waits for the sum", "Liger"),
+}
+
+
+def timelines(axes, rows):
+    names, place, window = set(), 0, 9000
+    ticks, labels = [], []
+    for version in TRACED:
+        for role in ("loader", "consumer 0", "consumer 1"):
+            own = [r for r in rows if (r["version"], r["role"]) == (version, role)]
+            for row in own:
+                if role == "loader":
+                    for at, mark in ((row["asks"], "^"), (row["begins"], "v")):
+                        if 0 <= at <= window:
+                            ink = lab.colour("matmul")
+                            axes.plot(at, place, mark, markersize=5, color=ink)
+                    continue
+                for (a, b), (label, ink) in SHADES.items():
+                    begin, end = max(row[a], 0), min(row[b], window)
+                    if end > begin:
+                        label = label if label not in names else None
+                        names.add(label)
+                        axes.barh(
+                            place,
+                            end - begin,
+                            0.7,
+                            begin,
+                            label=label,
+                            color=lab.colour(ink),
+                        )
+            ticks.append(place)
+            labels.append(f"{version}: {role}")
+            place += 1
+        place += 0.6
+    axes.set(xlim=(0, window), xlabel="cycles of the SM")
+    axes.set_yticks(ticks, labels, fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="x", visible=True)
+
+
+def cycles_a_tile(rows, version):
+    """Cycles from one issue to the next of a consumer, over the span that was traced."""
+    own = [r for r in rows if (r["version"], r["role"]) == (version, "consumer 0")]
+    return (own[-1]["issued"] - own[0]["issued"]) / (len(own) - 1) if own else nan
+
+
+def part_of(rows, version, a, b):
+    """Which share of their time the consumers spend between two points."""
+    own = [
+        r for r in rows if r["version"] == version and r["role"].startswith("consumer")
+    ]
+    spent = sum(r[b] - r[a] for r in own)
+    return spent / len(own) / cycles_a_tile(rows, version) if own else nan
+
+
+def apart(rows, version):
+    """How far the consumers are apart when they issue, as a share of the time of a tile."""
+    issued = {
+        (r["role"], r["tile"]): r["issued"] for r in rows if r["version"] == version
+    }
+    shares = [
+        (issued["consumer 1", i] - issued["consumer 0", i])
+        / cycles_a_tile(rows, version)
+        % 1
+        for i in SPAN
+        if issued
+    ]
+    return sum(min(x, 1 - x) for x in shares) / len(shares) if shares else nan
+
+
+def in_words(rows):
+    return "Timelines of a loader and two consumers in three versions. " + " ".join(
+        f"{version}: {cycles_a_tile(rows, version):,.0f} cycles a tile, of which "
+        f"{100 * part_of(rows, version, 'scores', 'weighed'):.0f} % weighing, "
+        f"{100 * part_of(rows, version, 'issued', 'scores'):.0f} % waiting for scores, "
+        f"{100 * part_of(rows, version, 'weighed', 'sum'):.0f} % waiting for the sum."
+        for version in TRACED
+    )
+
+
+lab.draw(traced, "Three roles of one program", in_words, timelines)
+
+# %%
+# Each bar is what a consumer does. In the gaps it issues matmuls, rescales ``acc``, and converts
+# the weights. The marks of the loader are the moments at which it asks for keys (upward) and for
+# values (downward), that is when the slot is empty again.
+
+# Reading
+by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
+ideal = cycles(128)[0]
+if not traced.rows:
+    steps.rate("turns", mask="full")  # says why numbers are missing
+lab.read(
+    f"A tile takes {by_version['two roles']:,.0f} cycles with two roles in order, "
+    f"{by_version['no turns']:,.0f} with scores ahead and without turns, and "
+    f"{by_version['turns']:,.0f} with turns; its matmuls alone take {ideal:,.0f}. Without turns a "
+    f"consumer waits {100 * part_of(traced.rows, 'no turns', 'issued', 'scores'):.0f} % of its "
+    "time for scores and "
+    f"{100 * part_of(traced.rows, 'no turns', 'weighed', 'sum'):.0f} % for sums, and the two issue "
+    f"{100 * apart(traced.rows, 'no turns'):.0f} % of a tile's time apart, where 50 % would be "
+    f"perfect alternation. With turns they are {100 * apart(traced.rows, 'turns'):.0f} % apart. A "
+    "consumer then waits "
+    f"{100 * part_of(traced.rows, 'turns', 'asks', 'begins'):.0f} % for its turn, "
+    f"{100 * part_of(traced.rows, 'turns', 'issued', 'scores'):.0f} % for scores and "
+    f"{100 * part_of(traced.rows, 'turns', 'weighed', 'sum'):.0f} % for sums. A consumer that "
+    "waits is no loss as long as the matmul units work: of each tile, these idle for "
+    f"{by_version['turns'] - ideal:,.0f} cycles, "
+    f"{100 * (1 - ideal / by_version['turns']):.0f} % of the time, in the last version."
+)
+
+# %%
+# What fills the time of a consumer while it weighs? The table counts the instructions of one thread
+# in one iteration, as compiled for the last rung, and divides by the rate at which an SM executes
+# each kind.
+
+
+# Measuring
+RATES = {  # per SM and cycle, and the instruction
+    "exponential": (16, "MUFU"), "maximum": (64, "FMNMX"), "conversion": (64, "F2FP"),
+    "multiply-add": (128, "FFMA"), "sum": (128, "FADD"), "multiplication": (128, "FMUL"),
+}  # fmt: skip
+
+
+def instructions():
+    inputs = (*draw(1, 16, 16, 1024, 1024, 128, torch.bfloat16), False)
+    ((_, compiled),) = lab.compiled_by(lambda: run(*inputs, **so_far))
+    code = " ".join(between_waits(machine_code(compiled)))
+    rows = []
+    for what, (rate, word) in RATES.items():
+        count = len(re.findall(rf"\b{word}\b", code))
+        row = {"instruction": what, "SASS": word, "of a thread": count, "rate": rate}
+        rows.append(row | {"cycles of an SM": round(256 * count / rate)})
+    return rows
+
+
+work = lab.measure("One iteration of both consumers", on_hopper(instructions))
+work
+
+# %%
+
+# Reading
+busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
+exponentials, others = busy.get("exponential", nan), sum(busy.values())
+lab.read(
+    f"The exponentials keep their units busy for {exponentials:,.0f} cycles of a tile, and all "
+    f"these instructions together would take {others:,.0f} if no two kinds overlapped, nearly as "
+    f"long as the {ideal:,.0f} of the matmuls. So at head_dim 128 there is room for all of them "
+    "beside the matmuls, but not much. At head_dim 64 the matmuls are half as long and these "
+    "instructions nearly the same, so there it is they that set the pace, and each one that is "
+    "saved counts."
+)
+
+# %%
+# The kernel of the package
+# -------------------------
+#
+# The package's kernel is the last rung for any length, windows and grouped heads. At head_dim 64,
+# ``acc`` is half as large, so that a thread needs fewer registers, and more consumers may share an
+# SM. Where the plain kernel was measured to be faster, it stays.
+
+# %%
+
+
+# Folded: Tiles and roles, by head_dim, mask and length
+def configuration(head_dim, uneven, longest, config):
+    row = {"head_dim": head_dim, "mask": "causal" if uneven else "none, or a window"}
+    row["keys up to"] = "any" if longest == float("inf") else f"{longest:,}"
+    if config is None:
+        return row | {"kernel": "plain"}
+    row |= {"kernel": "in Gluon", "consumers": config.consumers, "keys": config.block_n}
+    row |= {"stages": config.stages, "turns": "yes" if config.take_turns else "no"}
+    row["persistent"] = "yes" if config.persistent else "no"
+    registers, of_loader = hopper.REGISTERS[config.consumers]
+    return row | {"registers": f"{registers}, loader {of_loader}"}
+
+
+# the longest row first, so that the table has all columns
+choices = [
+    configuration(*key, *choice)
+    for key, of_lengths in hopper.CHOICES.items()
+    for choice in of_lengths
+]
+lab.table(
+    sorted(choices, key=len, reverse=True),
+    "What the package chooses, and its tiles and roles",
+)
+
+# %%
+# Its loop has the same steps: issue, weigh, rescale. New is what comes first, where a program goes
+# on from one tile of queries to the next without a stop.
+
+lab.source(hopper.consume, "next")
+
+# %%
+# .. dropdown:: The kernel whole
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
+#       :pyobject: load
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
+#       :pyobject: weigh
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
+#       :pyobject: consume
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
+#       :pyobject: attention_hopper_fwd_kernel
+
+# %%
+# **What runs where.** ``supported`` says whether this kernel can take some operands; the plain one
+# takes all others. The table asks it for devices and versions that are made up.
+
+
+# Measuring
+def asked(gpu, capability, version="3.7.1", head_dim=128, dtype=torch.bfloat16):
+    x = torch.zeros(1, 1, 128, head_dim, dtype=dtype)
+    made_up = mock.patch.object(runtime, "capability", return_value=capability)
+    with made_up, mock.patch.object(hopper.triton, "__version__", version):
+        reason = hopper.supported(x, x, x)
+    row = {"GPU": gpu, "Triton": version, "head_dim": head_dim}
+    row["dtype"] = str(dtype).removeprefix("torch.")
+    return row | {"kernel": f"plain: {reason}" if reason else "this one"}
+
+
+lab.table(
+    [
+        *[
+            asked("H100, H200", (9, 0), version)
+            for version in ("3.6.0", "3.7.1", "3.9.0")
+        ],
+        asked("H100, H200", (9, 0), head_dim=64, dtype=torch.float16),
+        asked("H100, H200", (9, 0), head_dim=256),
+        asked("H100, H200", (9, 0), dtype=torch.float32),
+        asked("H100, H200", (9, 0), "3.5.0"),
+        asked("A100", (8, 0)),
+        asked("RTX 4090", (8, 9)),
+        asked("B200", (10, 0)),
+    ],
+    "What runs where",
+)
+
+# %%
+# Blackwell has no wgmma: its matmul instructions read and write another memory, and a fast kernel
+# for it looks different.
+
+# %%
+# Is it right?
+# ------------
+#
+# The check compares both head sizes with float64, over odd lengths, queries and keys of different
+# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, and
+# may err by 24 times the rounding to float32: where a query sees few keys, it is hardly more than a
+# score, whose products the tensor cores add up with truncation, and four roundings follow. Where
+# there is no Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
+
+# Measuring
+MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
+
+
+def every_case():
+    for head_dim in (64, 128):
+        for mask, (is_causal, window) in MASKS.items():
+            for n_q, n_k in ((1, 127), (65, 193), (777, 1001)):
+                dtypes = (torch.bfloat16, torch.float16)
+                for dtype in dtypes[: 1 + (mask == "causal")]:
+                    sizes = (2, 6, 2, n_q, n_k, head_dim)
+                    if HOPPER:
+                        yield from case_of_kernel(sizes, dtype, mask)
+                    elif dtype == dtypes[0] and n_q < 777 and window is None:
+                        q, k, v = draw(*sizes, torch.float32)
+                        ours = one_tile_behind(q, k, v, head_dim**-0.5, is_causal)
+                        truth, _ = reference.attention(q, k, v, is_causal)
+                        theirs = by_pytorch(q, k, v, is_causal)
+                        what = f"{sizes}, {mask}, the loop in PyTorch"
+                        yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
+
+
+def case_of_kernel(sizes, dtype, mask):
+    is_causal, window = MASKS[mask]
+    q, k, v = draw(*sizes, dtype)
+    scale = sizes[-1] ** -0.5
+    ours, lse = hopper.attention_forward(q, k, v, is_causal, scale, window)
+    truth, true_lse = reference.attention(q, k, v, is_causal, scale, window)
+    theirs = by_pytorch(q, k, v, is_causal, window)
+    what = f"{sizes}, {mask}"
+    yield lab.Case(what, "forward", ours, theirs, truth)
+    yield lab.Case(what, "lse", lse, true_lse.float(), true_lse, factor=24)
+
+
+lab.check("The package's kernel", every_case())
+
+# %%
+# Roles that run side by side can be right a thousand times and wrong once, if a barrier is missing.
+# So three more experiments look for what a comparison with the truth may miss: whether the result
+# agrees with the plain kernel's, which has no roles; whether repeated launches give the same bits,
+# because a race would show there first; and whether a long series of random shapes comes to its
+# end, because a role that waits for a barrier which nobody arrives at waits for ever.
+
+
+# Measuring
+def again_and_beside():
+    rows = []
+    for head_dim in (64, 128):
+        for mask in ("full", "causal"):
+            is_causal, window = MASKS[mask]
+            q, k, v = draw(2, 6, 2, 1501, 1501, head_dim, torch.bfloat16)
+            scale, launches = head_dim**-0.5, 200
+            out, lse = hopper.attention_forward(q, k, v, is_causal, scale)
+            plain, plain_lse = plain_forward(q, k, v, is_causal, scale)
+            differ = 0
+            for _ in range(launches):
+                repeated, _ = hopper.attention_forward(q, k, v, is_causal, scale)
+                differ += not torch.equal(out, repeated)
+            truth, _ = reference.attention(q, k, v, is_causal)
+            case = lab.Case("", "forward", out, plain, truth)
+            if differ or not case.row()["ok"]:
+                raise lab.CheckFailed(
+                    f"{head_dim}, {mask}: {differ} differ; {case.row()}"
+                )
+            row = {"head_dim": head_dim, "mask": mask, "error": case.row()["error"]}
+            row["the plain kernel's"] = case.row()["torch_error"]
+            row["lse apart"] = (lse - plain_lse).abs().max().item()
+            rows.append(row | {"launches": launches, "with other bits": differ})
+    return rows
+
+
+beside_plain = lab.measure(
+    "Beside the plain kernel, length 1,501, and repeated", on_hopper(again_and_beside)
+)
+beside_plain
+
+# %%
+
+
+# Measuring
+def soak(launches=1000):
+    generator = torch.Generator().manual_seed(0)
+    begin, shapes, wrong, most = time.time(), set(), 0, 0
+    for number in range(launches):
+        # odd, so that few kernels are compiled; all else is drawn
+        n_q, n_k = (2 * torch.randint(1, 900, (2,), generator=generator) + 1).tolist()
+        head_dim = (64, 128)[number % 2]
+        is_causal = bool(torch.randint(2, (1,), generator=generator))
+        q, k, v = draw(2, 6, 2, n_q, n_k, head_dim, torch.bfloat16)
+        out, _ = hopper.attention_forward(q, k, v, is_causal, head_dim**-0.5)
+        shapes.add((n_q, n_k, head_dim, is_causal))
+        if number % 10 == 0:
+            truth, _ = plain_forward(q, k, v, is_causal, head_dim**-0.5)
+            apart = (out.float() - truth.float()).norm() / truth.float().norm()
+            wrong += not apart < 0.01
+            most = max(most, n_q, n_k)
+    torch.cuda.synchronize()
+    if wrong:
+        raise lab.CheckFailed(
+            f"{wrong} launches of the soak test differ from the plain kernel."
+        )
+    row = {"launches": launches, "shapes": len(shapes), "longest": most}
+    return [
+        row
+        | {"that came to their end": launches, "seconds": round(time.time() - begin, 1)}
+    ]
+
+
+endured = lab.measure("Launches of random shapes", on_hopper(soak))
+endured
+
+# %%
+# How fast is it?
+# ---------------
+#
+# We compare with the plain kernel and with the libraries, at 16,384 tokens in all: 16 heads at
+# head_dim 128, and 32 at head_dim 64. FlashAttention is version 4 of that library. It, too, has a
+# loader and consumers with turns on Hopper, written in CuTe.
+
+# Measuring
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def sdpa(backend, q, k, v, is_causal):
+    def forced():
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return lab.peer("torch.nn.attention", lambda _: forced)
+
+
+def flex(q, k, v, is_causal):
+    def use(library):
+        mask, length = None, q.shape[2]
+        if is_causal:
+            sizes = (None, None, length, length)
+            mask = library.create_block_mask(
+                lambda b, h, i, j: i >= j, *sizes, device=q.device
+            )
+        compiled = torch.compile(library.flex_attention, dynamic=False)
+        return lambda: compiled(q, k, v, block_mask=mask)
+
+    return lab.peer("torch.nn.attention.flex_attention", use)
+
+
+def flash(q, k, v, is_causal):
+    # It wants (batch, seqlen, heads, head_dim).
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return lab.peer(
+        "flash_attn.cute.interface",
+        lambda library: lambda: library.flash_attn_func(q, k, v, causal=is_causal),
+    )
+
+
+# %%
+
+
+# Measuring
+def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    inputs = inputs_at(seqlen, batch, heads, head_dim, mask, causal, dtype)
+    return {
+        "matmul": lambda: A @ B,
+        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, *inputs),
+        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, *inputs),
+        "FlexAttention": flex(*inputs),
+        "FlashAttention": flash(*inputs),
+        "plain kernel": partial(plain_forward, *inputs, head_dim**-0.5),
+        "Kernel Book": partial(new_kernel, *inputs) if HOPPER else NEEDS_HOPPER,
+    }
+
+
+LENGTHS = [1024, 4096, 16384]
+speed = lab.bench("forward", points(LENGTHS, [64, 128]), providers, **units)
+lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
+
+# %%
+
+lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+
+# %%
+
+# Folded: The same at head_dim 64, full
+lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+
+# %%
+
+# Folded: The same at head_dim 64, causal
+lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
+
+# %%
+# We had set ourselves floors before we measured: 95 % of the fastest library at every point, and
+# 98 % at head_dim 128 from length 4,096. The last column is a count, not a measurement: how many of
+# the scores that the kernel computes are needed. The others belong to rows past the end of a tile
+# of 128 or 192 queries, or to keys of a diagonal tile that the mask hides.
+
+# Measuring
+PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
+
+
+def needed(seqlen, head_dim, mask):
+    """Which share of the scores that the Gluon kernel computes is needed."""
+    config = configured(head_dim, mask == "causal", seqlen)
+    block_m, tiles = 64 * config.consumers, 0
+    for start in range(0, -(-seqlen // block_m) * block_m, 64):  # of one consumer
+        end = seqlen if mask == "full" else min(start + 64, seqlen)
+        tiles += -(-end // config.block_n)
+    useful = seqlen**2 if mask == "full" else seqlen * (seqlen + 1) / 2
+    return useful / (tiles * 64 * config.block_n)
+
+
+at_points = []
+for point in points(LENGTHS, [128, 64]):
+    where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
+    rates = {name: speed.rate(name, **where) for name in PEERS}
+    rates = {name: rate for name, rate in rates.items() if rate == rate}
+    best = max(rates, key=rates.get, default=None)
+    size = (point["head_dim"], point["mask"] == "causal", point["seqlen"])
+    chosen = "plain kernel" if hopper.choose(*size) is None else "Kernel Book"
+    own = speed.rate(chosen, **where)
+    floor = 0.98 if point["head_dim"] == 128 and point["seqlen"] >= 4096 else 0.95
+    at_points.append(
+        {
+            "head_dim": point["head_dim"],
+            "mask": point["mask"],
+            "length": point["seqlen"],
+            "plain": speed.rate("plain kernel", **where),
+            "in Gluon": speed.rate("Kernel Book", **where),
+            "package takes": "plain" if chosen == "plain kernel" else "in Gluon",
+            "of the matmul": speed.share(chosen, **where),
+            "the fastest library": f"{best} {rates[best]:.0f}" if best else "",
+            "ours of it": own / rates[best] if best else nan,
+            "floor": floor,
+            "scores needed": needed(point["seqlen"], point["head_dim"], point["mask"]),
+        }
+    )
+whole = {"plain", "in Gluon"}
+percent = {"of the matmul", "ours of it", "floor", "scores needed"}
+lab.table(
+    [
+        {
+            key: f"{value:.0f}"
+            if key in whole
+            else f"{100 * value:.0f} %"
+            if key in percent
+            else value
+            for key, value in row.items()
+        }
+        for row in at_points
+        if row["ours of it"] == row["ours of it"]
+    ],
+    "TFLOP/s of both kernels and of the fastest library, and how the package's choice compares",
+)
+
+# %%
+
+
+# Reading
+def named(rows):
+    return "; ".join(
+        f"head_dim {row['head_dim']}, {row['mask']}, {row['length']:,} "
+        f"({100 * row['ours of it']:.1f} %)"
+        for row in rows
+    )
+
+
+recorded = [row for row in at_points if row["ours of it"] == row["ours of it"]]
+met = [row for row in recorded if row["ours of it"] >= row["floor"]]
+missed = [row for row in recorded if row not in met]
+faster = [row for row in recorded if row["ours of it"] >= 1]
+better = [row for row in recorded if row["in Gluon"] > row["plain"]]
+wasteful = [row for row in missed if row["scores needed"] < 0.92]
+absent = [name for name in PEERS if name in speed.skipped]
+lab.read(
+    (
+        f"The floors are met at {len(met)} of {len(recorded)} points"
+        if recorded
+        else f"{nan}"
+    )
+    + (f", and missed at these: {named(missed)}. " if missed else ". ")
+    + (
+        f"At {len(wasteful)} of the points missed, more than 8 % of the scores that the kernel in "
+        "Gluon computes are not needed, which smaller tiles at the edge would save. "
+        if wasteful
+        else ""
+    )
+    + f"At {len(faster)} points no library is faster than what the package takes. The kernel in "
+    f"Gluon is faster than the plain one at {len(better)} points. "
+    + (
+        f"Absent from this run, and so not part of “the fastest”: {', '.join(absent)}. "
+        if absent
+        else ""
+    )
+)
+
+# %%
+# **What a start costs.** At short lengths each tile of queries has few tiles of keys, so whatever
+# happens once per tile of queries weighs more: its queries are loaded, its place is computed, its
+# output is written. Without a mask, the time of a tile of queries is such a constant plus a time
+# for each tile of keys. Two lengths give both.
+
+# Reading
+times = {
+    n: speed.milliseconds_at("Kernel Book", head_dim=128, mask="full", seqlen=n)
+    for n in (1024, 16384)
+}
+# 2,048 tiles of 128 queries at either length; of keys, each has 8 or 128 tiles
+per_key_tile = (times[16384] - times[1024]) / (128 - 8)
+constant = (times[1024] - 8 * per_key_tile) / per_key_tile
+lab.read(
+    f"At head_dim 128, what happens once per tile of queries takes as long as {constant:.1f} tiles "
+    f"of keys. At length 1,024, with 8 tiles of keys, that is "
+    f"{100 * constant / (8 + constant):.0f} % of the time; at 16,384, with 128, it is "
+    f"{100 * constant / (128 + constant):.1f} %."
+    if not constant < 0.05
+    else "At head_dim 128 the constant is too small to be told from the noise: the short lengths "
+    "take as long for a tile of keys as the long ones."
+)
+
+# %%
+# What breaks it
+# --------------
+#
+# **To rescale too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
+# and to add to it when the sum arrives. But what arrives was weighed with the old maximum.
+# **To forget the end.** The loop runs one tile behind, so after it one sum is still to be computed.
+# Both mistakes leave results that look like attention.
+
+rows = []
+q, k, v = draw(1, 2, 2, 64, 256, 64, torch.float32)
+truth, _ = reference.attention(q, k, v)
+for mistake in (None, "rescale first", "forget the end"):
+    out = one_tile_behind(q, k, v, 64**-0.5, mistake=mistake)
+    error = ((out - truth).norm() / truth.norm()).item()
+    rows.append({"mistake": mistake or "none", "error": f"{error:.1e}"})
+assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
+lab.table(rows, "Error of the whole, relative to its size")
+
+# %%
+# **To trust the order of the source.** Rung 3 is the mistake to know: the source says "issue,
+# weigh, wait", and the machine code says "issue, wait, weigh". The result is right either way, and
+# only the machine code or a timeline tells.
+#
+# **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
+# take part: 256, those of one consumer that waits and one that arrives. With 128, each turn would
+# be free for whoever comes. With 384, two consumers would wait for a third for ever.
+
+# %%
+# Exercises
+# ---------
+#
+# **1. Head size 64.** Which share of the speed of the matmul units can a kernel reach at head_dim
+# 64, 128 and 256, if its exponentials overlap with matmuls fully, and if not at all?
+
+# %%
+
+# Solution: head sizes
+rows = []
+for head_dim in (64, 128, 256):
+    matmuls, exponentials = cycles(head_dim)
+    apart, at_once = matmuls + exponentials, max(matmuls, exponentials)
+    row = {"head_dim": head_dim, "in turn": f"{100 * matmuls / apart:.0f} %"}
+    rows.append(row | {"at once": f"{100 * matmuls / at_once:.0f} %"})
+assert [row["in turn"] for row in rows] == ["50 %", "67 %", "80 %"]
+lab.table(rows, "Share of the matmul units at work")
+
+# %%
+# **2. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
+# bits, if a program keeps 64 queries for each consumer and, with them, a buffer of the same size
+# for its output?
+
+# %%
+
+# Solution: does it fit
+rows = []
+for consumers, keys, stages in ((2, 128, 2), (2, 128, 3), (2, 176, 2), (3, 128, 2)):
+    kib = (2 * 64 * consumers + 2 * stages * keys) * 128 * 2 / 1024
+    row = {"consumers": consumers, "keys": keys, "stages": stages}
+    rows.append(row | {"KiB": kib, "fits": "yes" if kib <= 227 else "no"})
+assert [row["fits"] for row in rows] == ["yes", "no", "no", "yes"]
+lab.table(rows, "Shared memory of a program")
+
+# %%
+# The third does not fit with a buffer of its own for the output, which is what persistence costs:
+# a kernel with one program per tile may write its output where its queries were.
+#
+# **3. A model of turns.** Two consumers share the matmul units. In each iteration a consumer needs
+# them for 1,024 cycles (two matmuls of 64 rows), and then computes for :math:`w` cycles without
+# them, in the order of rung 1, where the first matmul takes half of that and the weighing stands
+# between both. Simulate the two for :math:`w` of 512 and 1,024. When are the matmul units always at
+# work?
+
+# %%
+
+
+# Solution: a model of turns
+def utilisation(weigh, iterations=200):
+    """Share of the time for which the matmul units work, with two consumers in order."""
+    free, ready, done, work = 0, [0, 0], [0, 0], 512
+    steps = [("scores", "sum")[i % 2] for i in range(2 * iterations)]
+    while min(done) < len(steps):
+        me = min((0, 1), key=lambda c: (done[c] >= len(steps), ready[c]))
+        begin = max(free, ready[me])
+        free = begin + work
+        ready[me] = free + (weigh if steps[done[me]] == "scores" else 0)
+        done[me] += 1
+    return 4 * iterations * work / free
+
+
+rows = [
+    {"w": w, "matmul units at work": f"{100 * utilisation(w):.0f} %"}
+    for w in (512, 1024, 1536)
+]
+assert rows[0]["matmul units at work"] == "100 %"
+assert utilisation(1536) < 0.85
+lab.table(rows, "Two consumers in the order of rung 1")
+
+# %%
+# So two consumers in order would be enough, if weighing took no longer than the other's matmuls and
+# nothing else took time. The scores ahead are for what this model leaves out.
+
+# %%
+# References
+# ----------
+#
+# - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
+#   with asynchrony and low-precision.* NeurIPS 2024.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+#   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
+# - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions.
+# - NVIDIA. *Parallel thread execution*, the instructions ``wgmma``, ``mbarrier``, ``bar`` and
+#   ``setmaxnreg``.
+
+# %%
+
+# Closing
+reached = [row["ours of it"] for row in at_points]
+lab.finish(
+    f"{min(reached):.0%} to {max(reached):.0%} of the speed of the fastest library, forward"
+)

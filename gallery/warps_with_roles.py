@@ -1,0 +1,1562 @@
+"""
+Warps with roles
+================
+
+In a Triton kernel every warp does the same work: it loads, multiplies, stores. On a Hopper GPU the
+loads and the matmuls run in units of their own, and a warp mostly waits for one or the other. *What
+does a kernel gain if some warps only load and the others only multiply, and what can go wrong
+between them?*
+
+You will learn
+
+- what Hopper does without its threads: the copy engine (:term:`TMA`) moves tiles, and
+  :term:`wgmma` multiplies them;
+- how roles agree on whose turn it is with an :term:`mbarrier`, and why each waiter must know a
+  parity;
+- how a matmul with a loader and two consumers compares with a loop without roles, with ``tl.dot``
+  and with :term:`cuBLAS`;
+- what a deadlock and a race look like, and how to find out who waits for whom.
+
+The kernels are written in Gluon, the language below Triton's, in which we decide what each warp
+does and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200),
+because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
+page shows a recorded run, and only the models in Python are computed anew.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from matplotlib.patches import Rectangle
+
+from kernelbook import lab, runtime  # before Triton: it says where kernels run
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
+
+from kernelbook.ops.hopper.parts import (
+    clock,
+    named_barrier,
+    pause,
+    tma_load,
+    tma_store,
+)
+
+HOPPER = not runtime.INTERPRETED and runtime.capability(runtime.DEVICE) == (9, 0)
+REPLAYED = runtime.INTERPRETED or os.environ.get("KERNELBOOK_MODE") == "replay"
+if not HOPPER and not REPLAYED:
+    raise RuntimeError(
+        "The kernels of this chapter need a Hopper GPU (compute capability 9.0), and this is "
+        f"{torch.cuda.get_device_name()}. Set KERNELBOOK_MODE=replay to read the recorded run."
+    )
+
+lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
+
+# %%
+# The problem in PyTorch
+# ----------------------
+#
+# We multiply two square matrices, ``c = a @ b``, in bfloat16. A matmul of size :math:`n` does
+# :math:`2 n^3` operations. One :term:`program` computes a tile of 128 × 256 numbers of ``c``. Its
+# loop takes 64 columns of ``a`` and 64 rows of ``b`` in each step.
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+
+step_flops = 2 * BLOCK_M * BLOCK_N * BLOCK_K
+step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
+step_cycles = step_flops / 4096  # what the tensor cores of an SM do per cycle
+
+# %%
+
+# Reading
+lab.read(
+    f"A step does {step_flops / 1e6:.1f} MFLOP on {step_bytes / 1024:.0f} KiB. The tensor cores of "
+    f"an SM do 4,096 operations per cycle in 16 bits, so a step keeps them busy for "
+    f"{step_cycles:,.0f} cycles. In the same time the loads of the next step must arrive, "
+    f"{step_bytes / step_cycles:.0f} bytes per cycle, and nobody should wait for either."
+)
+
+# %%
+# A loop that loads, waits, multiplies and waits leaves the tensor cores idle during every load. A
+# loop that loads ahead is better, but the warps that issue the matmuls must still stop, check
+# barriers and ask for loads in between. With roles each warp does one thing only:
+#
+# - **The loader**, one :term:`warp`, asks the copy engine for tiles.
+# - **The consumers**, two :term:`warpgroups <warpgroup>`, issue matmuls and hold the sums.
+#
+# A warpgroup is four warps whose number starts at a multiple of four. Hopper's matmul instruction,
+# ``wgmma``, is issued by all 128 threads of a warpgroup together, and by no fewer, because each of
+# the SM's four tensor cores works with the registers of one of these warps. So a consumer is always
+# four warps. A loader needs a single thread.
+
+
+# Drawing
+def drawn_roles(axes):
+    box = {"facecolor": "#eaf2fb", "edgecolor": "#59636e"}
+    store = {"facecolor": "#fff4e5", "edgecolor": "#59636e"}
+    unit = {"facecolor": "#f6f8fa", "edgecolor": "#59636e"}
+
+    def rectangle(x, y, width, height, text, style):
+        axes.add_patch(Rectangle((x, y), width, height, **style))
+        axes.text(
+            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9
+        )
+
+    def arrow(start, end, text, at):
+        axes.annotate(
+            "",
+            xy=end,
+            xytext=start,
+            arrowprops={"arrowstyle": "->", "color": "#59636e"},
+        )
+        axes.text(*at, text, fontsize=8, ha="center", color="#59636e")
+
+    rectangle(0, 6, 2.6, 1.4, "loader\n1 warp", box)
+    rectangle(0, 2.6, 2.6, 1.4, "copy engine\n(TMA)", unit)
+    rectangle(0, 0, 10, 1, "global memory: a, b", store)
+    for slot in range(3):
+        rectangle(4 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
+    rectangle(7.4, 2.6, 2.6, 1.4, "tensor cores", unit)
+    for me in range(2):
+        rectangle(4.3 + 3 * me, 6, 2.7, 1.4, f"consumer {me}\n4 warps", box)
+    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.1, 4.9))
+    arrow((1.3, 1), (1.3, 2.55), "", (0, 0))
+    arrow((2.65, 3.3), (3.95, 3.3), "writes", (3.3, 3.45))
+    arrow((6.65, 3.3), (7.35, 3.3), "reads", (7.0, 3.45))
+    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.9, 5.2))
+    arrow((8.8, 6), (8.8, 4.05), "", (0, 0))
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.6))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Who does what in a program with roles",
+    "Boxes: a loader of one warp names tiles to the copy engine, which moves them from global "
+    "memory into three slots of shared memory. Two consumers of four warps each issue matmuls to "
+    "the tensor cores, which read the slots.",
+    drawn_roles,
+)
+
+# %%
+# A tile by the copy engine
+# -------------------------
+#
+# A thread that loads a tile in the usual way computes an address for each of its numbers. The copy
+# engine needs no addresses: a thread names a tile by its first row and column, and the engine
+# fetches it into :term:`shared memory`. The host has described the tensor before the launch, in a
+# *descriptor*: address, sizes, :term:`strides <stride>`, the shape of a tile, and how its rows are
+# laid out in shared memory. That layout is swizzled, which means that the 16-byte pieces of each
+# row are permuted so that later reads use all banks of the memory.
+#
+# The copy is *asynchronous*: the thread goes on at once, and needs to be told when the tile is
+# there. This is what a barrier in shared memory is for.
+
+
+@gluon.jit
+def copy_kernel(x_desc, y_desc):
+    # -- shared memory: one tile, and one barrier
+    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    # -- load: name the tile, and wait until its bytes are there
+    row = gl.program_id(0) * x_desc.block_shape[0]
+    mbarrier.expect(loaded, x_desc.block_type.nbytes)
+    tma_load(x_desc, [row, 0], loaded, tile)
+    mbarrier.wait(loaded, 0)
+    # -- store: the same way back
+    tma_store(y_desc, [row, 0], tile)
+    tma.store_wait(0)
+
+
+# %%
+
+# Measuring
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def describe(x, *block):
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[x.dtype])
+    return TensorDescriptor.from_tensor(x, list(block), layout)
+
+
+# %%
+# A barrier and its phases
+# ------------------------
+#
+# An mbarrier is eight bytes of shared memory that count. Its *phase* ends when the expected number
+# of threads has arrived **and** the expected number of bytes has been written. ``expect`` is both:
+# it arrives once and announces the bytes that the copy engine will count off. Then the next phase
+# begins by itself, with the counts that ``init`` has set, so that one barrier serves a whole loop.
+#
+# Because phases repeat, a waiter must say which one it means. It has one bit for that, the
+# *parity*: phases are numbered 0, 1, 2, …, and ``wait(parity)`` lets a thread pass when the last
+# phase that has ended has this parity. A model in Python says it exactly:
+
+
+class Barrier:
+    def __init__(self, count):
+        self.count = self.missing = count
+        self.phase = 0  # the phase that has not ended yet
+
+    def arrive(self):
+        self.missing -= 1
+        if self.missing == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+
+    def lets_pass(self, parity):
+        return (self.phase - 1) % 2 == parity % 2
+
+
+# %%
+# A new barrier is in phase 0. ``wait(0)`` blocks, because phase 0 has not ended. ``wait(1)`` passes
+# at once, as if a phase −1 had ended before: this looks like a trap, and becomes a tool below. The
+# figure shows who may pass while the phases end one after the other. It also shows the danger. A
+# waiter that is a whole phase late, or early, finds the parity of another phase, and the barrier
+# cannot tell it from the right one.
+
+
+# Drawing
+def drawn_phases(axes):
+    barrier, ends = Barrier(1), (1.0, 2.5, 3.5, 5.0)
+    edges = (0.0, *ends)
+    for number, (begin, end) in enumerate(zip(edges, ends, strict=False)):
+        for parity in (0, 1):
+            passes = barrier.lets_pass(parity)
+            axes.barh(
+                1 - parity, end - begin, left=begin, height=0.62, edgecolor="#59636e",
+                color="#eaf2fb" if passes else "#fff4e5",
+            )  # fmt: skip
+            word = "passes" if passes else "blocks"
+            axes.text(
+                (begin + end) / 2,
+                1 - parity,
+                word,
+                ha="center",
+                va="center",
+                fontsize=9,
+            )
+        axes.text((begin + end) / 2, 1.48, f"phase {number}", ha="center", fontsize=9)
+        barrier.arrive()
+    for end in ends[:-1]:
+        axes.axvline(end, color="#59636e", linestyle="--", linewidth=1)
+    axes.set_yticks([1, 0], ["wait(0)", "wait(1)"])
+    axes.set(
+        xticks=[], xlabel="time; at each dashed line the phase flips", ylim=(-0.5, 1.8)
+    )
+    axes.grid(False)
+
+
+lab.sketch(
+    "Which waiter a barrier lets pass, by parity",
+    "Two bars over four phases. In phase 0 wait(0) blocks and wait(1) passes; in phase 1 wait(0) "
+    "passes and wait(1) blocks; and so on in turn.",
+    drawn_phases,
+    height=2.4,
+)
+
+# %%
+# A ring of buffers
+# -----------------
+#
+# With one buffer, loader and consumer would take turns. A *ring* of several lets the loader run
+# ahead: tile ``i`` goes to slot ``i % STAGES``. Each slot has two barriers. ``full`` tells the
+# consumer that the tile is there, and ``empty`` tells the loader that the tile has been read. Use
+# number ``i // STAGES`` of a slot ends phase ``i // STAGES`` of both, so its parity is
+# ``(i // STAGES) & 1``.
+#
+# The consumer waits for the parity of the use it is in. The loader waits until the use *before* has
+# ended, which is the other parity: ``((i // STAGES) & 1) ^ 1``. In the first round there was no use
+# before, so the loader asks a new barrier for parity 1 and passes at once. Here are both roles as
+# Python generators, which stop wherever they wait.
+
+
+def loader(full, empty, n, stages, first_parity=1):
+    for i in range(n):
+        slot, parity = i % stages, (i // stages) & 1
+        yield "empty", slot, empty[slot], parity ^ first_parity
+        full[slot].arrive()  # the copy engine does, when the tile has arrived
+
+
+def consumer(full, empty, n, stages, releases=True):
+    for i in range(n):
+        slot, parity = i % stages, (i // stages) & 1
+        yield "full", slot, full[slot], parity
+        if releases:
+            empty[slot].arrive()
+
+
+# %%
+
+
+# Measuring
+def play(n, stages, first_parity=1, releases=True):
+    """Let the roles run as far as they come: what each did last, and None where it ended."""
+    full, empty = ([Barrier(1) for _ in range(stages)] for _ in range(2))
+    roles = {
+        "loader": loader(full, empty, n, stages, first_parity),
+        "consumer": consumer(full, empty, n, stages, releases),
+    }
+    waiting = {name: next(role) for name, role in roles.items()}
+    moved = True
+    while moved:
+        moved = False
+        for name, role in roles.items():
+            if waiting[name] and waiting[name][2].lets_pass(waiting[name][3]):
+                waiting[name], moved = next(role, None), True
+    return waiting
+
+
+# %%
+
+rows = []
+for what, options in {
+    "as above": {},
+    "loader begins with parity 0": {"first_parity": 0},
+    "consumer never releases": {"releases": False},
+}.items():
+    ended = play(6, 2, **options)
+    rows.append(
+        {"change": what}
+        | {
+            name: "ends" if at is None else f"waits for {at[0]}[{at[1]}]"
+            for name, at in ended.items()
+        }
+    )
+assert [row["loader"] for row in rows] == [
+    "ends",
+    "waits for empty[0]",
+    "waits for empty[0]",
+]
+lab.table(rows, "Six tiles, two slots, in the model")
+
+# %%
+# The last two rows are deadlocks: each role waits for the other, and nobody will ever move. Below
+# we provoke both on the GPU.
+#
+# The ring in Gluon
+# -----------------
+#
+# The same two roles, as kernels. The consumer adds up tiles of 32 × 32 numbers. ``pause`` lets its
+# threads sleep for some microseconds, as if they had to compute exponentials; it makes the consumer
+# slow enough that mistakes will show. ``FIRST``, ``MISTAKE`` and what is written to ``log_ptr``
+# belong to the section on what breaks.
+
+
+@gluon.jit
+def note_progress(log_ptr, value):
+    gl.store(log_ptr, value, cache_modifier=".wt")  # through all caches, to the host
+
+
+@gluon.jit
+def load_tiles(
+    x_desc, ring, full, empty, n, log_ptr, STAGES: gl.constexpr, FIRST: gl.constexpr
+):
+    for i in range(n):
+        slot, parity = i % STAGES, (i // STAGES) & 1
+        note_progress(log_ptr, 2 * i + 1)
+        mbarrier.wait(empty.index(slot), parity ^ FIRST)
+        note_progress(log_ptr, 2 * i + 2)
+        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)
+        row = i * x_desc.block_shape[0]
+        tma_load(x_desc, [row, 0], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def add_tiles(
+    out_ptr, ring, full, empty, n, log_ptr, STAGES: gl.constexpr, MISTAKE: gl.constexpr
+):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    total = gl.zeros([32, 32], gl.float32, layout)
+    for i in range(n):
+        slot, parity = i % STAGES, (i // STAGES) & 1
+        note_progress(log_ptr + 1, 2 * i + 1)
+        if MISTAKE == "always waits for parity 0":
+            mbarrier.wait(full.index(slot), 0)
+        elif MISTAKE != "does not wait for the tile":
+            mbarrier.wait(full.index(slot), parity)
+        note_progress(log_ptr + 1, 2 * i + 2)
+        if MISTAKE == "releases before it reads":
+            mbarrier.arrive(empty.index(slot))
+        pause(5000)
+        total += ring.index(slot).load(layout)
+        if MISTAKE != "never releases" and MISTAKE != "releases before it reads":
+            mbarrier.arrive(empty.index(slot))
+    rows = gl.arange(0, 32, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    gl.store(out_ptr + rows[:, None] * 32 + columns[None, :], total)
+
+
+# %%
+# ``warp_specialize`` starts the roles. The first function is the *default partition*: it runs in
+# the warps that the launch has asked for, here four. Each of the others gets warps of its own, here
+# one. When all have ended, the kernel goes on.
+
+
+@gluon.jit
+def sum_kernel(
+    x_desc, out_ptr, n, log_ptr,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, MISTAKE: gl.constexpr,
+):  # fmt: skip
+    ring = gl.allocate_shared_memory(gl.float32, [STAGES, 32, 32], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    gl.warp_specialize(
+        [
+            (add_tiles, (out_ptr, ring, full, empty, n, log_ptr, STAGES, MISTAKE)),
+            (load_tiles, (x_desc, ring, full, empty, n, log_ptr, STAGES, FIRST)),
+        ],
+        [1],
+        [24],
+    )
+
+
+# %%
+# An arrival must mean that *all* threads of the consumer have read the slot. Gluon's ``arrive``
+# counts once for the whole role, and Triton puts a barrier of the role's own threads before it.
+#
+# A matmul that does not block
+# ----------------------------
+#
+# ``wgmma`` is asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)``
+# waits until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can
+# compute something else, as attention does with its exponentials.
+#
+# The accumulators live in registers, in a *layout* that the hardware prescribes. Its second operand
+# always lies in shared memory, and its first may lie in registers. The figure shows which thread of
+# a warp holds which number of 16 rows and 16 columns of the accumulators. The first operand of the
+# *next* matmul must have exactly the same distribution, so the result of one matmul can be the
+# operand of another where it lies, without a :term:`shuffle` and without shared memory.
+
+
+def holder(row, column):
+    """The thread of a warp that holds an accumulator, and which of its registers."""
+    thread = row % 8 * 4 + column % 8 // 2
+    register = column // 8 * 4 + row // 8 * 2 + column % 2
+    return thread, register
+
+
+# %%
+
+
+# Drawing
+def drawn_accumulators(axes):
+    for row in range(16):
+        for column in range(16):
+            thread, register = holder(row, column)
+            fill = "#eaf2fb" if thread // 4 % 2 == 0 else "#ffffff"
+            fill = "#fff4e5" if thread == 5 else fill
+            box = {"facecolor": fill, "edgecolor": "#d1d9e0"}
+            axes.add_patch(Rectangle((column, row), 1, 1, **box))
+            text = f"{thread}" if thread != 5 else f"5:{register}"
+            axes.text(
+                column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7
+            )
+    axes.set(xlim=(0, 16), ylim=(16, 0), xlabel="column", ylabel="row", aspect="equal")
+    axes.set(xticks=range(0, 17, 8), yticks=range(0, 17, 8))
+    axes.grid(False)
+
+
+lab.sketch(
+    "The thread that holds each accumulator",
+    "A grid of 16 × 16 numbers. Four neighbouring threads share a row, and each holds pairs of "
+    "neighbouring columns; thread 5 holds registers 0 to 7 at rows 1 and 9, columns 2, 3, 10, 11.",
+    drawn_accumulators,
+    height=4.6,
+)
+
+# %%
+# The kernel multiplies twice: ``c = relu(a b) v``. ``assert_trivial`` makes the compiler fail if
+# the change of layout would move a number to another thread.
+
+
+@gluon.jit
+def chain_kernel(a_desc, b_desc, v_desc, c_desc):
+    # -- load: three tiles, and one barrier for all of them
+    a_s = gl.allocate_shared_memory(a_desc.dtype, a_desc.block_shape, a_desc.layout)
+    b_s = gl.allocate_shared_memory(b_desc.dtype, b_desc.block_shape, b_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_shape, v_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    mbarrier.expect(loaded, 3 * a_desc.block_type.nbytes)
+    tma_load(a_desc, [0, 0], loaded, a_s)
+    tma_load(b_desc, [0, 0], loaded, b_s)
+    tma_load(v_desc, [0, 0], loaded, v_s)
+    mbarrier.wait(loaded, 0)
+    # -- multiply: both operands in shared memory
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zeros = gl.zeros([64, 64], gl.float32, layout)
+    s = warpgroup_mma(a_s, b_s, zeros, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    # -- multiply again: the first operand where it lies, in registers
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    p = gl.maximum(s, 0.0).to(a_desc.dtype)
+    p = gl.convert_layout(p, operand, assert_trivial=True)
+    c = warpgroup_mma(p, v_s, zeros, is_async=True)
+    c = warpgroup_mma_wait(0, deps=[c])
+    # -- store
+    a_s.store(c.to(a_desc.dtype))
+    fence_async_shared()
+    tma_store(c_desc, [0, 0], a_s)
+    tma.store_wait(0)
+
+
+# %%
+# The fence between threads and engines
+# -------------------------------------
+#
+# The last kernel calls ``fence_async_shared`` before it stores. Threads and asynchronous units
+# reach shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier
+# does not order one path with the other. What a thread has written may not be visible to the copy
+# engine until the writer executes this fence. In the next kernel one role doubles a tile and
+# another asks the engine to store it.
+
+
+@gluon.jit
+def double_role(tile, loaded, doubled, FENCE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    mbarrier.wait(loaded, 0)
+    tile.store(2 * tile.load(layout))
+    if FENCE:
+        fence_async_shared()
+    mbarrier.arrive(doubled)
+
+
+@gluon.jit
+def copy_role(x_desc, y_desc, tile, loaded, doubled):
+    row = gl.program_id(0) * x_desc.block_shape[0]
+    mbarrier.expect(loaded, x_desc.block_type.nbytes)
+    tma_load(x_desc, [row, 0], loaded, tile)
+    mbarrier.wait(doubled, 0)
+    tma_store(y_desc, [row, 0], tile)
+    tma.store_wait(0)
+
+
+# %%
+
+
+# Whole
+@gluon.jit
+def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
+    tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    doubled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    mbarrier.init(doubled, count=1)
+    gl.warp_specialize(
+        [
+            (double_role, (tile, loaded, doubled, FENCE)),
+            (copy_role, (x_desc, y_desc, tile, loaded, doubled)),
+        ],
+        [1],
+        [24],
+    )
+
+
+# %%
+# Here is what the compiler makes of the kernels so far, and how many numbers of ``double_kernel``
+# are wrong with and without our line, in twenty launches of 4,096 programs.
+
+
+# Measuring
+def through_shared(kernel, x, **options):
+    y = torch.empty_like(x)
+    kernel[(x.shape[0] // 32,)](describe(x, 32, 32), describe(y, 32, 32), **options)
+    return y
+
+
+def add_up(x, log, first=1, mistake=""):
+    out = torch.zeros(32, 32, device=x.device)
+    sum_kernel[(1,)](
+        describe(x, 32, 32), out, x.shape[0] // 32, log,
+        STAGES=2, FIRST=first, MISTAKE=mistake, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def chain(a, b, v):
+    c = torch.empty_like(a)
+    chain_kernel[(1,)](*(describe(x, 64, 64) for x in (a, b, v, c)))
+    return c
+
+
+def emitted():
+    x = torch.randn(2**17, 32, device=runtime.DEVICE)
+    a, b, v = torch.randn(3, 64, 64, device=runtime.DEVICE, dtype=torch.bfloat16)
+    log = torch.zeros(2, device=runtime.DEVICE, dtype=torch.int32)
+    launches = {
+        "copy": lambda: through_shared(copy_kernel, x),
+        "sum": lambda: add_up(tiles_of_powers(), log),
+        "chain": lambda: chain(a, b, v),
+        "double": lambda: through_shared(double_kernel, x, FENCE=True),
+        "double, no fence": lambda: through_shared(double_kernel, x, FENCE=False),
+    }
+    rows = []
+    for name, launch in launches.items():
+        [(_, compiled)] = lab.compiled_by(launch)
+        ptx = compiled.asm["ptx"]
+        wrong = "-"
+        if name.startswith("double"):
+            wrong = sum(int((launch() != 2 * x).sum()) for _ in range(20))
+        rows.append(
+            {
+                "kernel": name,
+                "copies by TMA": ptx.count("cp.async.bulk.tensor"),
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "fences": ptx.count("fence.proxy.async"),
+                "shuffles": ptx.count("shfl.sync"),
+                "wrong numbers": wrong,
+            }
+        )
+    return rows
+
+
+def tiles_of_powers(n=6):
+    """Tile i is full of 10 to the power i: a digit of a sum counts how often the tile came."""
+    powers = 10.0 ** torch.arange(n, device=runtime.DEVICE)
+    return powers.repeat_interleave(32)[:, None].expand(-1, 32).float().contiguous()
+
+
+instructions = lab.measure("Instructions of the kernels", emitted)
+instructions
+
+# %%
+
+# Reading
+of = {row["kernel"]: row for row in instructions.rows}
+nan = float("nan")
+
+
+def count(kernel, column):
+    return of[kernel][column] if of else nan
+
+
+written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
+wrong = count("double, no fence", "wrong numbers")
+lab.read(
+    f"`chain` needs {count('chain', 'shuffles'):.0f} shuffles between its "
+    f"{count('chain', 'wgmma'):.0f} instructions of wgmma; in the kernels with roles a warp learns "
+    "its number from one. "
+    f"With our fence `double` has "
+    f"{written:.0f} in its PTX and without it {left_out:.0f}. "
+    + (
+        "Triton inserts the fence itself where it sees both sides in one kernel, so leaving out "
+        "our line changes nothing here. It is right to write it all the same, because a compiler "
+        "may see less in another kernel, and a fence that is missing shows by chance only."
+        if left_out >= written
+        else f"Without it {wrong:,.0f} numbers were wrong."
+        + (
+            " That none was is luck: nothing orders the two paths, and a program that is right by "
+            "luck is wrong on another day."
+            if wrong == 0
+            else ""
+        )
+    )
+)
+
+# %%
+# Registers change hands
+# ----------------------
+#
+# An SM has 65,536 :term:`registers <register>`. A program of two consumers and a loader runs in 12
+# warps: four and four and, because a role's warps come in groups of four, four for the loader, of
+# which three sleep. These are 384 threads, and 65,536 / 384 is 170, rounded down to a multiple of
+# 8: each thread starts with 168.
+#
+# A consumer needs more, because it holds 64 × 256 sums, which are 128 registers per thread, and
+# attention needs a tile of scores beside them. The loader needs hardly any. The instruction
+# ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With ``[240, 24]`` as the
+# last argument of ``warp_specialize``, the workers get 240 and 24, and what is left goes to the
+# default partition.
+
+given = 3 * 168
+assert given == 2 * 240 + 24  # in threads of a warpgroup: 504 of the SM's 512
+registers_left = given - 240 - 24
+
+# %%
+# Taking turns
+# ------------
+#
+# Two consumers that start together do the same things at the same time: both multiply, and then
+# both compute exponentials while the tensor cores are idle. Attention wants them to alternate,
+# which is called *ping-pong*. The tool is a :term:`named barrier`, one of 16 counters of each
+# program: ``bar.sync`` waits until a number of threads has come, and ``bar.arrive`` counts without
+# waiting. Gluon has no function for it, so the package writes the instruction as inline assembly.
+# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued arrives at the
+# other's.
+
+
+@gluon.jit
+def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
+    for i in range(n):
+        if TURNS:
+            named_barrier("sync", 9 + ME, 256)
+        begin = clock()
+        pause(1000)  # stands for the matmuls
+        gl.store(log_ptr + (ME * n + i) * 2, begin)
+        gl.store(log_ptr + (ME * n + i) * 2 + 1, clock())
+        if TURNS:
+            named_barrier("arrive", 10 - ME, 256)
+        pause(1000)  # stands for the exponentials
+
+
+# %%
+
+
+# Whole
+@gluon.jit
+def begins(log_ptr, n, TURNS: gl.constexpr):
+    work_in_turns(log_ptr, n, 0, TURNS)
+    if TURNS:
+        named_barrier("sync", 9, 256)  # the last arrival of the other
+
+
+@gluon.jit
+def follows(log_ptr, n, TURNS: gl.constexpr):
+    if TURNS:
+        named_barrier("arrive", 9, 256)  # the first turn is the other's
+    work_in_turns(log_ptr, n, 1, TURNS)
+
+
+@gluon.jit
+def turns_kernel(log_ptr, n, TURNS: gl.constexpr):
+    gl.warp_specialize(
+        [(begins, (log_ptr, n, TURNS)), (follows, (log_ptr, n, TURNS))],
+        [4],
+        [24],
+    )
+
+
+# %%
+
+
+# Measuring
+def turns():
+    rows = []
+    for name, taken in (("free", False), ("in turns", True)):
+        for _ in range(2):  # the first is slow: its code is not in a cache yet
+            log = torch.zeros(2, 6, 2, device=runtime.DEVICE, dtype=torch.int64)
+            turns_kernel[(1,)](log, 6, taken, num_warps=4)
+        stamps = (log - log.min()).tolist()
+        for me, spans in enumerate(stamps):
+            for number, (begin, end) in enumerate(spans):
+                rows.append(
+                    {"run": name, "consumer": me, "number": number}
+                    | {"begins, cycles": begin, "ends, cycles": end}
+                )
+    return rows
+
+
+alternated = lab.measure("Two consumers, free and in turns", turns)
+
+
+def overlap(rows, run):
+    """The share of consumer 0's work during which consumer 1 works, too."""
+    of_run = [row for row in rows if row["run"] == run]
+    first, second = (
+        [
+            (r["begins, cycles"], r["ends, cycles"])
+            for r in of_run
+            if r["consumer"] == me
+        ]
+        for me in (0, 1)
+    )
+    both = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    return both / sum(b - a for a, b in first)
+
+
+# %%
+
+
+# Drawing
+def drawn_turns(axes, rows):
+    lanes = [("free", 0), ("free", 1), ("in turns", 0), ("in turns", 1)]
+    for r in rows:
+        axes.barh(
+            lanes.index((r["run"], r["consumer"])),
+            (r["ends, cycles"] - r["begins, cycles"]) / 1000,
+            left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
+            color=lab.colour(f"consumer {r['consumer']}"),
+        )  # fmt: skip
+    axes.set_yticks(range(4), [f"{run}: consumer {me}" for run, me in lanes])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="thousand cycles")
+
+
+lab.draw(
+    alternated,
+    "When each consumer has its turn",
+    lambda rows: (
+        f"Bars over cycles: free, {100 * overlap(rows, 'free'):.0f} % of consumer 0's work "
+        f"overlaps with consumer 1's; in turns {100 * overlap(rows, 'in turns'):.0f} %."
+    ),
+    drawn_turns,
+)
+
+# %%
+
+# Reading
+free, taken = (
+    100 * overlap(alternated.rows, run) if alternated.rows else nan
+    for run in ("free", "in turns")
+)
+lab.read(
+    f"Free, the two work at the same time for {free:.0f} % of the first one's work, and in turns "
+    f"for {taken:.0f} %."
+)
+
+# %%
+# A matmul, rung by rung
+# ----------------------
+#
+# **One buffer, then a ring, without roles.** All eight warps do the same. The kernel below has two
+# options. ``STAGES`` is the number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul
+# unfinished while it waits for the next tile, and refills the slot of the one before. There are no
+# ``empty`` barriers, because the same warps read and refill. Triton puts barriers of all
+# threads between the two.
+
+
+# Whole
+@gluon.jit
+def stamp(log_ptr, role, step, which, TRACED: gl.constexpr):
+    # store the SM's clock, if this launch is traced
+    if TRACED:
+        at = log_ptr + (role * TRACED + step) * 4 + which
+        gl.store(at, clock(), mask=(gl.program_id(0) == 0) & (step < TRACED))
+
+
+@gluon.jit
+def tile_of(n_m, n_n, GROUP: gl.constexpr):
+    # groups of rows of tiles: programs that run together share tiles in L2
+    program = gl.program_id(0)
+    first = program // (GROUP * n_n) * GROUP
+    height = gl.minimum(n_m - first, GROUP)
+    in_group = program % (GROUP * n_n)
+    return first + in_group % height, in_group // height
+
+
+@gluon.jit
+def fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, pred):
+    # announce the bytes of both tiles of step i, and ask for them
+    here = full.index(slot)
+    mbarrier.expect(
+        here, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=pred
+    )
+    k = i * a_desc.block_shape[1]
+    tma_load(a_desc, [row, k], here, a_s.index(slot), pred=pred)
+    tma_load(b_desc, [k, column], here, b_s.index(slot), pred=pred)
+
+
+# %%
+
+
+# Whole
+@gluon.jit
+def loop_kernel(
+    a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
+    STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr, TRACED: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = a_desc.dtype
+    BLOCK_M: gl.constexpr = a_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = a_desc.block_shape[1]
+    a_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+    tile_m, tile_n = tile_of(n_m, n_n, 8)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    # -- begin: fill the ring
+    for s in gl.static_range(STAGES):
+        fetch(a_desc, b_desc, a_s, b_s, full, row, column, s, s, s < steps)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    for i in range(steps):
+        slot = i % STAGES
+        stamp(log_ptr, 0, i, 0, TRACED)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        stamp(log_ptr, 0, i, 1, TRACED)
+        acc = warpgroup_mma(a_s.index(slot), b_s.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(IN_FLIGHT, deps=[acc])
+        stamp(log_ptr, 0, i, 2, TRACED)
+        # -- refill: the slot whose matmul has ended
+        ended = i - IN_FLIGHT
+        after = ended + STAGES
+        some = (ended >= 0) & (after < steps)
+        fetch(a_desc, b_desc, a_s, b_s, full, row, column, after, after % STAGES, some)
+        stamp(log_ptr, 0, i, 3, TRACED)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    # -- store
+    c_s = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
+    c_s.store(acc.to(dtype))
+    fence_async_shared()
+    tma_store(c_desc, [row, column], c_s)
+    tma.store_wait(0)
+
+
+# %%
+# **Roles.** The loop falls into two, and each is shorter than the one it came from. The loader:
+
+
+@gluon.jit
+def load_role(work, log_ptr, STAGES: gl.constexpr, TRACED: gl.constexpr):
+    a_desc, b_desc, a_s, b_s, full, empty, row, column, steps = work
+    for i in range(steps):
+        slot = i % STAGES
+        stamp(log_ptr, 0, i, 0, TRACED)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        stamp(log_ptr, 0, i, 1, TRACED)
+        fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, True)
+        stamp(log_ptr, 0, i, 2, TRACED)
+
+
+# %%
+# A consumer multiplies its 64 rows of the tile of ``a`` with all of the tile of ``b``. It always
+# has one matmul in flight, and releases the slot of the one before. ``empty`` counts two arrivals,
+# one from each consumer.
+
+
+@gluon.jit
+def multiply_role(
+    work, log_ptr, ME: gl.constexpr, STAGES: gl.constexpr, TRACED: gl.constexpr
+):
+    c_desc, a_s, b_s, c_s, full, empty, row, column, steps = work
+    BLOCK_N: gl.constexpr = c_desc.block_shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    for i in range(steps):
+        slot = i % STAGES
+        stamp(log_ptr, 1 + ME, i, 0, TRACED)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        stamp(log_ptr, 1 + ME, i, 1, TRACED)
+        mine = a_s.index(slot).slice(64 * ME, 64)
+        acc = warpgroup_mma(mine, b_s.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        stamp(log_ptr, 1 + ME, i, 2, TRACED)
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    c_s.index(ME).store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    tma_store(c_desc, [row + 64 * ME, column], c_s.index(ME))
+    tma.store_wait(0)
+
+
+# %%
+
+
+# Whole
+@gluon.jit
+def roles_kernel(
+    a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
+    STAGES: gl.constexpr, TRACED: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = a_desc.dtype
+    BLOCK_M: gl.constexpr = a_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = a_desc.block_shape[1]
+    a_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    c_s = gl.allocate_shared_memory(dtype, [2, 64, BLOCK_N], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    tile_m, tile_n = tile_of(n_m, n_n, 8)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    loads = (a_desc, b_desc, a_s, b_s, full, empty, row, column, steps)
+    sums = (c_desc, a_s, b_s, c_s, full, empty, row, column, steps)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (multiply_role, (sums, log_ptr, FIRST, STAGES, TRACED)),
+            (multiply_role, (sums, log_ptr, SECOND, STAGES, TRACED)),
+            (load_role, (loads, log_ptr, STAGES, TRACED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# %%
+# **Triton's** ``tl.dot``, with the same tiles, 8 warps and as many stages, for comparison. Here the
+# compiler makes the ring and the waits, and there are no roles.
+
+
+# Whole
+@triton.jit
+def dot_kernel(
+    a_desc, b_desc, c_desc, n_m, n_n, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = program // (8 * n_n) * 8
+    height = tl.minimum(n_m - first, 8)
+    row = (first + program % (8 * n_n) % height) * BLOCK_M
+    column = program % (8 * n_n) // height * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(steps):
+        k = i * BLOCK_K
+        acc = tl.dot(a_desc.load([row, k]), b_desc.load([k, column]), acc)
+    c_desc.store([row, column], acc.to(c_desc.dtype))
+
+
+# %%
+
+# Measuring
+TILES = {"a": (BLOCK_M, BLOCK_K), "b": (BLOCK_K, BLOCK_N), "c": (BLOCK_M, BLOCK_N)}
+RUNGS = {
+    "one buffer": {"kernel": loop_kernel, "STAGES": 1, "IN_FLIGHT": 0, "num_warps": 8},
+    "ring": {"kernel": loop_kernel, "STAGES": 3, "IN_FLIGHT": 0, "num_warps": 8},
+    "one in flight": {
+        "kernel": loop_kernel,
+        "STAGES": 3,
+        "IN_FLIGHT": 1,
+        "num_warps": 8,
+    },
+    "roles": {"kernel": roles_kernel, "STAGES": 3, "num_warps": 4},
+}
+TRACE = 16  # steps
+
+
+def multiply(a, b, kernel, log=None, **options):
+    c = torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=a.dtype)
+    n_m, n_n = a.shape[0] // BLOCK_M, b.shape[1] // BLOCK_N
+    of_c = (64, BLOCK_N) if kernel is roles_kernel else TILES["c"]
+    descs = (describe(a, *TILES["a"]), describe(b, *TILES["b"]), describe(c, *of_c))
+    traced = 0 if log is None else TRACE
+    log = c if log is None else log
+    grid = (n_m * n_n,)
+    steps = a.shape[1] // BLOCK_K
+    kernel[grid](*descs, n_m, n_n, steps, log, TRACED=traced, **options)
+    return c
+
+
+def dot(a, b):
+    c = torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=a.dtype)
+    n_m, n_n = a.shape[0] // BLOCK_M, b.shape[1] // BLOCK_N
+    descs = [
+        PlainDescriptor.from_tensor(x, list(TILES[name]))
+        for name, x in zip("abc", (a, b, c), strict=True)
+    ]
+    blocks, steps = (BLOCK_M, BLOCK_N, BLOCK_K), a.shape[1] // BLOCK_K
+    dot_kernel[(n_m * n_n,)](
+        *descs, n_m, n_n, steps, *blocks, num_warps=8, num_stages=3
+    )
+    return c
+
+
+def cases():
+    x = torch.randn(4096, 32, device=runtime.DEVICE)
+    yield lab.Case("copy", "forward", through_shared(copy_kernel, x), x, x.double())
+    doubled = through_shared(double_kernel, x, FENCE=True)
+    yield lab.Case("double", "forward", doubled, 2 * x, 2 * x.double())
+    log = torch.zeros(2, device=runtime.DEVICE, dtype=torch.int32)
+    tiles = tiles_of_powers()
+    truth = tiles.double().view(6, 32, 32).sum(0)
+    added = tiles.view(6, 32, 32).sum(0)
+    yield lab.Case("sum of six tiles", "forward", add_up(tiles, log), added, truth)
+    a, b, v = torch.randn(3, 64, 64, device=runtime.DEVICE, dtype=torch.bfloat16)
+    truth = (a.double() @ b.double()).relu() @ v.double()
+    yield lab.Case("chain", "forward", chain(a, b, v), (a @ b).relu() @ v, truth)
+    for m, n, k in ((128, 256, 128), (256, 512, 640), (1280, 768, 1088)):
+        a = torch.randn(m, k, device=runtime.DEVICE, dtype=torch.bfloat16)
+        b = torch.randn(k, n, device=runtime.DEVICE, dtype=torch.bfloat16)
+        truth, what = a.double() @ b.double(), f"{m} × {k} by {k} × {n}"
+        for name, options in RUNGS.items():
+            ours = multiply(a, b, **options)
+            yield lab.Case(f"{name}, {what}", "forward", ours, a @ b, truth)
+        yield lab.Case(f"tl.dot, {what}", "forward", dot(a, b), a @ b, truth)
+
+
+# %%
+# Every kernel of this chapter is compared with float64, on the GPU. The matmuls include one of two
+# steps, fewer than the ring has slots.
+
+lab.check("The kernels", cases(), here=HOPPER)
+
+# %%
+
+
+# Measuring
+def resources():
+    a = torch.randn(1024, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
+    rows = []
+    for name, options in RUNGS.items():
+        [(_, compiled)] = lab.compiled_by(lambda: multiply(a, a, **options))  # noqa: B023
+        asked = re.findall(r"setmaxnreg\S+\s+(\d+)", compiled.asm["ptx"])
+        rows.append(
+            {
+                "rung": name,
+                "registers": compiled.n_regs,
+                "spills": compiled.n_spills,
+                "shared memory, KiB": round(compiled.metadata.shared / 1024, 1),
+                "setmaxnreg": ", ".join(map(str, sorted({int(n) for n in asked})))
+                or "none",
+            }
+        )
+    return rows
+
+
+needed = lab.measure("What the rungs need", resources)
+needed
+
+# %%
+
+# Reading
+registers = {row["rung"]: row["registers"] for row in needed.rows}
+spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
+lab.read(
+    f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread. "
+    "Its instructions ask for the 24 and 240 of the section above, and for others before the "
+    f"roles begin and after they end. {spills:.0f} values spill."
+)
+
+# %%
+# Who waits for whom
+# ------------------
+#
+# Tracing shows what a loop does with its time. We let one program of a matmul of size 4,096 stamp
+# the clock before and after each wait, for sixteen steps, once in the ring without roles and once
+# with them.
+
+
+# Measuring
+def traced():
+    a, b = torch.randn(2, 4096, 4096, device=runtime.DEVICE, dtype=torch.bfloat16)
+    lanes = {"ring": ["all warps"], "roles": ["loader", "consumer 0", "consumer 1"]}
+    rows = []
+    for name, who in lanes.items():
+        for _ in range(3):  # the last counts: code and descriptors are in caches then
+            log = torch.zeros(3, TRACE, 4, device=a.device, dtype=torch.int64)
+            multiply(a, b, log=log, **RUNGS[name])
+        begin = log[log > 0].min()
+        for lane, steps in zip(who, (log - begin).tolist(), strict=False):
+            for step, (waits, works, ends, asked) in enumerate(steps):
+                rows.append(
+                    {"kernel": name, "lane": lane, "step": step, "waits": waits}
+                    | {"works": works, "ends": ends, "asked": max(asked, ends)}
+                )
+    return rows
+
+
+trace = lab.measure("Clocks of sixteen steps, in cycles", traced)
+
+# %%
+
+
+# Drawing
+def in_lanes(rows):
+    return list(dict.fromkeys((row["kernel"], row["lane"]) for row in rows))
+
+
+def waiting(rows, kernel, lane, skip=4):
+    """The share of its time that a lane waits at a barrier, and its cycles a step."""
+    rows = [r for r in rows if (r["kernel"], r["lane"]) == (kernel, lane)][skip:]
+    span = rows[-1]["asked"] - rows[0]["waits"]
+    return sum(r["works"] - r["waits"] for r in rows) / span, span / len(rows)
+
+
+def said(rows):
+    found = (
+        f"{kernel}, {lane}: {100 * waiting(rows, kernel, lane)[0]:.0f} % of the time waiting, "
+        f"{waiting(rows, kernel, lane)[1]:.0f} cycles a step"
+        for kernel, lane in in_lanes(rows)
+    )
+    return f"Bars over cycles. {'; '.join(found)}."
+
+
+def drawn_trace(axes, rows):
+    lanes = in_lanes(rows)
+    for row in rows:
+        at = lanes.index((row["kernel"], row["lane"]))
+        work = "loads" if row["lane"] == "loader" else "multiplies"
+        parts = (
+            ("waits at a barrier", row["waits"], row["works"]),
+            (work, row["works"], row["ends"]),
+            ("loads", row["ends"], row["asked"]),
+        )
+        for label, begin, end in parts:
+            shade = "#fff4e5" if label.startswith("waits") else lab.colour(label)
+            axes.barh(
+                at, (end - begin) / 1000, left=begin / 1000, height=0.66, color=shade,
+                edgecolor="#59636e", linewidth=0.3,
+            )  # fmt: skip
+    for label in ("waits at a barrier", "multiplies", "loads"):
+        shade = "#fff4e5" if label.startswith("waits") else lab.colour(label)
+        axes.barh(
+            [0], [0], color=shade, edgecolor="#59636e", linewidth=0.3, label=label
+        )
+    axes.set_yticks(range(len(lanes)), [f"{kernel}: {lane}" for kernel, lane in lanes])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="thousand cycles of the SM")
+
+
+lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace)
+
+# %%
+
+# Reading
+share, cycles = {}, {}
+for kernel, lane in (
+    ("ring", "all warps"),
+    ("roles", "loader"),
+    ("roles", "consumer 0"),
+    ("roles", "consumer 1"),
+):
+    here = waiting(trace.rows, kernel, lane) if trace.rows else (nan, nan)
+    share[lane], cycles[lane] = 100 * here[0], here[1]
+lab.read(
+    f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring "
+    f"without roles takes {cycles['all warps']:,.0f}, of which its warps spend "
+    f"{share['all warps']:.0f} % waiting for a tile. With roles a step takes "
+    f"{cycles['consumer 0']:,.0f}: the loader waits for an empty slot for {share['loader']:.0f} % "
+    f"of its time, which costs nothing, and the consumers wait for a full one for "
+    f"{share['consumer 0']:.0f} and {share['consumer 1']:.0f} %."
+)
+
+# %%
+# A bar that says "multiplies" begins when a matmul is issued and ends when the wait for matmuls
+# lets the warps go on. With roles this wait is for the matmul *before*, so the tensor cores have
+# the next one in their queue when they finish one.
+#
+# The ladder
+# ----------
+#
+# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is
+# ``torch.matmul``, which calls cuBLAS.
+
+
+# Measuring
+def rungs(n):
+    a, b = torch.randn(2, n, n, device=runtime.DEVICE, dtype=torch.bfloat16)
+    runs = {
+        name: (lambda options=options: multiply(a, b, **options))
+        for name, options in RUNGS.items()
+    }
+    return {"matmul": lambda: a @ b} | runs | {"tl.dot": lambda: dot(a, b)}
+
+
+climbed = lab.bench(
+    "ladder",
+    [{"n": n} for n in (2048, 4096, 8192)],
+    rungs,
+    limit="matmul",
+    work="2 * n * n * n",
+    unit="TFLOP/s",
+)
+NAMES = [*RUNGS, "tl.dot"]
+
+# %%
+
+lab.ladder(climbed, "A matmul of n × n, by rung", NAMES, by="n", where={})
+
+# %%
+
+# Reading
+speed = {
+    name: climbed.rate(name, n=8192) if climbed.rows else nan
+    for name in (*NAMES, "matmul")
+}
+against = 100 * speed["roles"] / speed["matmul"]
+beside = speed["roles"] / speed["tl.dot"]
+lab.read(
+    f"At size 8,192 the rungs reach {speed['one buffer']:.0f}, {speed['ring']:.0f}, "
+    f"{speed['one in flight']:.0f} and, with roles, {speed['roles']:.0f} TFLOP/s. `tl.dot` reaches "
+    f"{speed['tl.dot']:.0f} and cuBLAS {speed['matmul']:.0f}, so roles stand at {against:.0f} % of "
+    f"cuBLAS and at {beside:.2f} times `tl.dot`."
+)
+
+# %%
+# A plain matmul is the easiest case for a loop without roles, because it has nothing to do between
+# two matmuls. Attention has: while one consumer computes exponentials, the other can keep the
+# tensor cores busy, and the loader works for both.
+#
+# What breaks it
+# --------------
+#
+# A kernel that waits for something that never comes does not fail; it runs for ever, and takes the
+# GPU with it. So we run each mistake in a process of its own and kill it if its kernel has not
+# ended after two seconds, which frees the GPU. While they run, the roles of ``sum_kernel`` write
+# into memory of the host how far they are, so that we can read where they stopped. Tile ``i`` is
+# full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles
+# give 111111.
+
+MISTAKES = {
+    "none": (1, ""),
+    "the loader begins with parity 0": (0, ""),
+    "never releases": (1, "never releases"),
+    "releases before it reads": (1, "releases before it reads"),
+    "does not wait for the tile": (1, "does not wait for the tile"),
+    "always waits for parity 0": (1, "always waits for parity 0"),
+}
+
+# %%
+
+
+# Measuring
+IMPORTS = """
+import json, os, sys, time
+import torch
+from kernelbook import runtime
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from kernelbook.ops.hopper.parts import pause, tma_load
+GLUON_DTYPES = {torch.float32: gl.float32}
+"""
+WATCH = """
+log = torch.zeros(2, dtype=torch.int32, pin_memory=True)  # which the GPU and the host can see
+out = add_up(tiles_of_powers(), log, int(sys.argv[1]), sys.argv[2])
+done = torch.cuda.Event()
+done.record()
+end = time.perf_counter() + 2
+while not done.query() and time.perf_counter() < end:
+    time.sleep(0.01)
+ended = done.query()
+sums = out.unique().tolist() if ended else []
+print(json.dumps({"ended": ended, "log": log.tolist(), "sums": sums}), flush=True)
+os._exit(0)  # without waiting for the kernel
+"""
+
+
+def script():
+    """The kernel and what launches it, as a program of its own."""
+    parts = (
+        note_progress,
+        load_tiles,
+        add_tiles,
+        sum_kernel,
+        describe,
+        tiles_of_powers,
+        add_up,
+    )
+    sources = [inspect.getsource(getattr(part, "fn", part)) for part in parts]
+    return "\n\n".join([IMPORTS, *sources, WATCH])
+
+
+def watched(process):
+    """What a process has printed. One that does not end is killed."""
+    try:
+        printed, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, errors = process.communicate(timeout=30)
+    found = [line for line in printed.splitlines() if line.startswith("{")]
+    if not found:
+        raise RuntimeError(f"a process printed nothing: {errors[-2000:]}")
+    return json.loads(found[-1])
+
+
+def where(value, barrier):
+    if value == 0:
+        return "has not begun"
+    tile, past = (value - 1) // 2, value % 2 == 0
+    return (
+        f"tile {tile}: past {barrier}"
+        if past
+        else f"tile {tile}: waits for {barrier}[{tile % 2}]"
+    )
+
+
+def provoked():
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "mistakes.py")
+        file.write_text(script(), encoding="utf-8")
+        processes = {
+            name: subprocess.Popen(
+                [sys.executable, file, *map(str, arguments)],
+                env=os.environ | path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name, arguments in MISTAKES.items()
+        }
+        try:
+            found = {name: watched(process) for name, process in processes.items()}
+        finally:
+            for process in processes.values():
+                process.kill()
+    assert found["none"]["sums"] == [111111.0], "the kernel without a mistake is wrong"
+    rows = []
+    for name, run in found.items():
+        sums = run["sums"]
+        result = "none: killed" if not run["ended"] else f"{sums[0]:.7g}"
+        if len(sums) > 1:
+            result = f"{len(sums)} different, first {result}"
+        loads, adds = run["log"]
+        rows.append(
+            {"mistake": name, "sum": result}
+            | {"loader": "ended" if run["ended"] else where(loads, "empty")}
+            | {"consumer": "ended" if run["ended"] else where(adds, "full")}
+        )
+    return rows
+
+
+# %%
+
+broken = lab.measure("Six tiles, two slots, and one mistake at a time", provoked)
+broken
+
+# %%
+
+# Reading
+outcome = {row["mistake"]: row["sum"] for row in broken.rows}
+hung = [name for name, result in outcome.items() if result.startswith("none")]
+wrong = [
+    name for name, result in outcome.items() if name not in hung and result != "111111"
+]
+lab.read(
+    f"{nan} mistakes"
+    if not outcome
+    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: "
+    f"{'; '.join(hung) or 'none'}. {len(wrong)} give a wrong sum: "
+    f"{'; '.join(f'{name} ({outcome[name]})' for name in wrong) or 'none'}. "
+    + (
+        "The model predicted the first two: they stop where it stopped. "
+        if set(list(MISTAKES)[1:3]) <= set(hung)
+        else ""
+    )
+    + (
+        "The others were right by luck, as a race can be."
+        if len(hung) + len(wrong) < len(outcome) - 1
+        else "A deadlock is the kinder mistake, because nobody can overlook it."
+    )
+)
+
+# %%
+# How to find such a mistake in a kernel of your own:
+#
+# - **It hangs.** Let every role write a number before and after each wait, into memory that the
+#   host can read, as above. The first role that waits for what another should have done names the
+#   barrier. Check its ``count`` against the arrivals of one phase, and the parity of the first
+#   round.
+# - **It is wrong, and differently each time.** Make each side slow in turn, with a pause: after
+#   each release, before each read. A right kernel stays right however slow a role is.
+# - **It is wrong from the second round on.** A wait passes with the parity of an older phase. Test
+#   with at least twice as many tiles as slots, or no parity ever flips back.
+#
+# Exercises
+# ---------
+#
+# **1. Does it hang?** The loader of a ring has ``STAGES`` slots, but the consumer releases a slot
+# one step late: it releases slot ``i - 1`` after it has read tile ``i``, as the consumers of our
+# matmul do. For which numbers of slots does the ring work? Use the model.
+
+# %%
+
+
+# Solution: does it hang?
+def late_consumer(full, empty, n, stages):
+    for i in range(n):
+        yield "full", i % stages, full[i % stages], (i // stages) & 1
+        if i > 0:
+            empty[(i - 1) % stages].arrive()
+
+
+def hangs(stages, n=12):
+    full, empty = ([Barrier(1) for _ in range(stages)] for _ in range(2))
+    roles = [loader(full, empty, n, stages), late_consumer(full, empty, n, stages)]
+    at = [next(role) for role in roles]
+    while any(w and w[2].lets_pass(w[3]) for w in at):
+        for i, role in enumerate(roles):
+            if at[i] and at[i][2].lets_pass(at[i][3]):
+                at[i] = next(role, None)
+    return any(at)
+
+
+found = {stages: hangs(stages) for stages in (1, 2, 3, 4)}
+assert found == {1: True, 2: False, 3: False, 4: False}
+lab.read(
+    "It hangs with one slot, because the consumer would release the only slot after the next tile, "
+    "which cannot come. With two it works, but the loader can run ahead by one tile only."
+)
+
+# %%
+# **2. A third consumer.** Attention at head_dim 64 uses three consumers of 64 queries each. How
+# many registers does a thread start with, and may consumers have 160 and the loader 32?
+
+# %%
+
+# Solution: a third consumer
+threads = 4 * 128
+start = 65536 // threads // 8 * 8
+assert start == 128
+assert 4 * start == 3 * 160 + 32
+lab.read(
+    f"16 warps are {threads} threads, so each starts with {start} registers. Three warpgroups of "
+    f"160 and one of 32 need {3 * 160 + 32} per thread of a warpgroup, which is all of 4 × {start}."
+)
+
+# %%
+# **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
+# Why can it not have four with these tiles, on an SM with 227 KiB of shared memory for a program?
+
+
+# %%
+
+
+# Solution: how deep must the ring be?
+def depths():
+    a, b = torch.randn(2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)
+    rows = []
+    for stages in (2, 3):
+        run = lambda: multiply(a, b, **RUNGS["roles"] | {"STAGES": stages})  # noqa: B023, E731
+        took = sorted(lab.event_times(run))[10]
+        rows.append({"slots": stages, "TFLOP/s": round(2 * 8192**3 / took / 1e9)})
+    return rows
+
+
+kib = (
+    4 * step_bytes / 1024 + 2 * BLOCK_M * BLOCK_N / 1024
+)  # four slots, and the tile of c
+assert kib == 256
+lab.measure("The matmul with roles, by slots", depths)
+
+# %%
+# References
+# ----------
+#
+# - NVIDIA. *Parallel thread execution ISA*: ``mbarrier``, ``cp.async.bulk.tensor``, ``wgmma``,
+#   ``setmaxnreg``, ``bar``, and the chapter on proxies of the memory consistency model. - NVIDIA.
+#   *Hopper tuning guide*, and the whitepaper *NVIDIA H100 Tensor Core GPU architecture*. - Triton.
+#   *Gluon tutorials*: TMA, wgmma, and warp specialisation. - Bauer, Cook, Khailany. *CudaDMA:
+#   optimizing GPU memory bandwidth via warp specialization.* SC 2011. The idea of warps that only
+#   load. - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate
+#   attention with asynchrony and low-precision.* NeurIPS 2024. Roles and ping-pong in attention.
+
+# %%
+
+# Closing
+lab.finish(
+    f"A matmul with a loader and two consumers reaches {speed['roles']:.0f} TFLOP/s at size 8,192, "
+    f"{against:.0f} % of cuBLAS"
+)

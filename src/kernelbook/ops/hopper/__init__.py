@@ -1,0 +1,1 @@
+"""Attention for Hopper GPUs in Gluon, the language below Triton's: warps have roles."""
