@@ -236,7 +236,7 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    So :math:`D = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
+#    :math:`D = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
 #    neither :math:`P` nor :math:`dP`.
 #
 # The kernels call it :term:`delta`.

@@ -1644,7 +1644,7 @@ lab.read(
     f"with PyTorch's fused attention for {idle['SDPA']:.0f}: a call of our operators costs the "
     "host more, because what it runs is Python and not C++. "
     + (
-        f"This host was unsteady, too: the middle 60 % of the steps of *{unsteady}* lie "
+        f"This host was unsteady, too: the middle 60 % of the steps of “{unsteady}” lie "
         f"{spreads[unsteady]:.0f} ms apart. On another host the steps would differ, and only "
         "what happens to the kernels would stay. "
         if spreads[unsteady] > 5
