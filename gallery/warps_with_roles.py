@@ -1438,7 +1438,7 @@ lab.read(
     f"{nan} mistakes"
     if not outcome
     else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: "
-    f"{'; '.join(hung) or 'none'}. {len(wrong)} give a wrong sum: "
+    f"{'; '.join(hung) or 'none'}. {len(wrong)} {'gives' if len(wrong) == 1 else 'give'} a wrong sum: "
     f"{'; '.join(f'{name} ({outcome[name]})' for name in wrong) or 'none'}. "
     + (
         "The model predicted the first two: they stop where it stopped. "
