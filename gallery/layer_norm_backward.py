@@ -12,9 +12,6 @@ You will learn
 - what a lock has to order besides its own variable, and what it costs in time and in
   reproducibility;
 - how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
-
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -780,8 +777,8 @@ def faster_peers(sweep):
 lab.read(" ".join((*summary(backward), faster_peers(backward))))
 
 # %%
-# The compiler's report helps to explain these plots. A value that finds no register :term:`spills
-# <spill>`: it is written to memory and read back, in these kernels once per row.
+# In these kernels, a value that finds no register :term:`spills <spill>`: it is written to memory
+# and read back once per row.
 
 # Measuring
 
@@ -817,7 +814,7 @@ registers, warps, spills = (
 lab.read(
     f"At 16,384 columns in bfloat16, a program of the packed kernel has {32 * warps:.0f} threads "
     f"of {registers:.0f} registers, which is {100 * 32 * warps * registers / 65536:.0f} % of the "
-    f"registers of an SM, so a second program does not fit, and {spills:.0f} values spill. This may "
+    f"registers of an SM, so no second program fits, and {spills:.0f} values spill. This may "
     "explain why the plot falls there: no other program loads while this one computes."
 )
 
@@ -936,8 +933,8 @@ if halves == ["barriers alone"]:
     why = (
         "So barriers cannot replace acquire and release, because they order the threads of one "
         "program and not what another program sees. Without our barriers the lock worked, but "
-        "nothing guarantees it: the barrier after the swap is the compiler's own, and no barrier "
-        "made the stores of the other threads come before the release."
+        "nothing guarantees it, because no barrier made the stores of the other threads come "
+        "before the release."
     )
 lab.read(
     f"With both protections {wrong['both']:.0f} of 100 runs are wrong, and with neither "
