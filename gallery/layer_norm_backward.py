@@ -226,7 +226,7 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    f"All agree with automatic differentiation: the largest difference is {worst:.0e}."
+    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
 )
 
 # %%
