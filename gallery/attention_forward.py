@@ -3,7 +3,7 @@ Attention, tile by tile
 =======================
 
 Attention compares every query with every key, so its table of scores grows with the square of the
-length. *Must that table ever exist?*
+length. *Must that table ever exist in memory?*
 
 You will learn
 
@@ -111,9 +111,10 @@ nan = float("nan")
 needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOP / byte"] / needed
 lab.read(
-    f"This machine needs {needed:.0f} operations per byte to be limited by arithmetic. Standard "
-    f"attention does at most {rows[-1]['FLOP / byte']}, about half of head_dim, so it waits for "
-    f"memory at any length. At length 4,096 it could reach "
+    f"On this machine, memory limits a kernel that does fewer than {needed:.0f} operations per "
+    f"byte. Standard attention does at most "
+    f"{rows[-1]['FLOP / byte']}, about half of head_dim, so it waits for memory at any length. At "
+    f"length 4,096 it can reach at most "
     f"{rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
     f"a matmul. Without the table of scores "
     f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
@@ -158,7 +159,8 @@ memory = lab.measure("Peak memory beyond q, k, v and out", memory_experiment)
 
 # Drawing
 def ends(rows):
-    return f"Two lines over the length. At the last, {rows[-1]}."
+    found = (f"{name} {value}" for name, value in rows[-1].items())
+    return f"Two lines over the length. At the last: {', '.join(found)}."
 
 
 def two_lines(axes, rows):
@@ -305,7 +307,8 @@ assert all(row["right"] for row in rows)
 lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 
 # %%
-# **One division, at the end.** The division by ``l`` can wait until the last tile.
+# **One division, at the end.** The division by ``l`` can wait until the last tile, because
+# ``alpha`` rescales ``l`` and ``acc`` alike.
 #
 # .. dropdown:: Why not divide in every step?
 #
@@ -363,7 +366,7 @@ lab.table(rows, "l in the end")
 # weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the maximum and the
 # sum are never needed apart. The forward pass stores :math:`lse_i = m_i + \log l_i`, the
 # :term:`logsumexp` of the scores, in 4 bytes per query, and the scores and lse give the weights
-# back. We confirm it with the package's kernel, which writes lse.
+# back, as a run of the package's kernel confirms.
 
 # Reading
 
@@ -414,7 +417,7 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Before any kernel, here is the whole algorithm in PyTorch. A tile of queries begins with the
+# Before any kernel, we write the whole algorithm in PyTorch. A tile of queries begins with the
 # triple of the empty set.
 
 lab.source(tiled_forward, "begin")
@@ -455,8 +458,7 @@ lab.source(tiled_forward, "end")
 #       :pyobject: key_tiles
 #
 # We check the result against float64. The error may be up to four times PyTorch's in the same
-# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding. (No
-# tolerance is less than this factor times half a unit in the last place of the dtype.)
+# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding.
 
 
 def tiled_cases():
@@ -480,9 +482,10 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now we write the same loop in Triton, as simply as possible: with an address for every element, a
-# mask for every tile, and a counter that we use later. The kernels of this page write out and not
-# lse. The update of the triple comes first, and three of its details need a word.
+# Now we write the same loop in Triton, as simply as possible: with an address for every element and
+# a mask for every tile. The kernels of this page write out and not lse. The update of the triple
+# comes first. ``m_exp`` replaces :math:`-\infty` by zero, as ``_finite`` did, and three more
+# details are new.
 #
 # **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
 # Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we keep all scores, and the maximum, multiplied
@@ -490,8 +493,8 @@ lab.check("Tiled PyTorch", tiled_cases())
 # multiplies every score anyway. The kernels call their product ``scale_log2``.
 #
 # **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
-# because the tensor cores, the GPU's matmul units, take both operands in one format. Their sum
-# ``l_i`` is taken before, in float32.
+# because a :term:`matrix unit` takes both operands in one format. Their sum ``l_i`` is taken
+# before, in float32.
 #
 # **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
 # 16-bit inputs.
@@ -499,9 +502,9 @@ lab.check("Tiled PyTorch", tiled_cases())
 # .. dropdown:: What the other choices do to float32
 #
 #    By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, the 19-bit format in which the
-#    tensor cores take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
+#    matrix units take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
 #    operand may be off by a thousandth of its value, and a matmul in float32 would be about as
-#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the tensor cores, which it
+#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the matrix units, which it
 #    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
 
 import triton
@@ -594,7 +597,7 @@ def _first_kernel(
 
 # %%
 # A launch names its *grid*, the number of programs along each axis: here one program per tile of
-# queries and one row of programs per head.
+# queries and one row of programs per head. The long constant is :math:`\log_2 e`.
 
 ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
 of_ramp = torch.empty_like(ramp)
@@ -786,7 +789,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
 # %%
-# **Queries and keys of different length.** If the lengths differ, the position of the diagonal is a
+# **Queries and keys of different length.** If the lengths differ, where the diagonal lies is a
 # convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
 # 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
 # *bottom right*: query :math:`i` sees key :math:`j` if :math:`j \le i + \text{seqlen}_k -
@@ -887,7 +890,7 @@ lab.measure("Attention recognised by torch.compile", recognised)
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and three *pipeline stages* (not the causal ones): ``num_stages`` says how
+# :term:`warps <warp>`, and ``num_stages=3``. These are not the causal stages: the number says how
 # many tiles of keys and of values are on their way, or in use, at a time.
 
 # Measuring
@@ -962,11 +965,13 @@ lab.read(
     f"Standard attention waits for the table of scores and reaches "
     f"{percent('PyTorch', 'full')} of the matmul without a mask, although the count of the first "
     f"section allows {100 * rate_of_table:.0f} %; no run here measures which step takes the rest. "
-    f"With the mask, `masked_fill_` reads and writes the table once more. Compiled, the code is "
+    f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
+    f"longer counts, and `masked_fill_` reads and writes the table once more. "
+    f"Compiled, the code is "
     f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
     f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
-    f"still goes through memory. Tiles in plain PyTorch are about "
-    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as slow as standard "
+    f"still goes through memory. Without a mask, tiles in plain PyTorch take "
+    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
     f"attention, because every tile goes through memory, and `acc` with it in each iteration."
 )
 
@@ -975,11 +980,11 @@ lab.read(
 # Reading
 lab.read(
     f"The first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f} "
-    f"TFLOP/s ({percent('first kernel', 'full')} of the matmul), but "
-    f"{at('first kernel', 'causal'):.0f} with the causal mask, where it computes twice what is "
-    f"needed. Stages raise the causal case to {at('in stages', 'causal'):.0f} "
-    f"({percent('in stages', 'causal')}), and lift the full case to "
-    f"{at('in stages', 'full'):.0f} because it needs no mask."
+    f"TFLOP/s ({percent('first kernel', 'full')} of the matmul), but only "
+    f"{at('first kernel', 'causal'):.0f} with the causal mask, because it computes nearly twice as "
+    f"many tiles as needed. With stages it reaches {at('in stages', 'causal'):.0f} "
+    f"({percent('in stages', 'causal')}) there, and {at('in stages', 'full'):.0f} without a mask, "
+    f"because whole tiles skip the code of the mask."
 )
 
 # %%
@@ -995,8 +1000,7 @@ lab.read(
 # What breaks it
 # --------------
 #
-# A kernel for 64 queries of one head can make five mistakes, of which one is on at a time. Each
-# runs beside the right version.
+# The kernel below, for 64 queries of one head, can make five mistakes, one at a time.
 
 
 # Whole
@@ -1058,15 +1062,14 @@ def compare(mistake, row, q, k, v, scale=0.25, mask_value=float("-inf")):
 q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 
 # %%
-# **No maximum subtracted.** On paper the maximum cancels. In float32 :math:`e^{89}` is infinite, so
-# scores around a hundred are enough to make the result infinity divided by infinity.
+# **No maximum subtracted.** On paper the maximum cancels, but in float32 :math:`e^{89}` is
+# infinite, so scores around a hundred are enough to make the result infinity divided by infinity.
 
 compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
 # **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
-# sees nothing at all and becomes NaN. The second should average two values, and returns one of
-# them.
+# sees nothing and its result is NaN; the second should average two values, and returns the first.
 
 compare("> for >=", 1, q, k, v)
 
@@ -1088,22 +1091,21 @@ compare("acc not rescaled", 40, q.abs(), k + rising, v)
 # %%
 # **-1e6 in place of minus infinity.** The finite number avoids a NaN: when a whole row of a tile is
 # masked, :math:`-\infty - (-\infty)` is NaN, and the difference of two finite numbers is 0. It
-# works as long as every true score is above it. Lower scores are rare, but nothing forbids them.
-# Then the *masked* keys win, and a query sees nothing but the future.
+# works as long as every true score is above it. Lower scores are rare, but nothing forbids them,
+# and then the *masked* keys win, so that a query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
-# With minus infinity a masked key can never win. The first and the staged kernel avoid the NaN
-# because they replace the maximum by 0 while it is :math:`-\infty`.
+# With minus infinity a masked key can never win, and ``m_exp`` avoids the NaN.
 
 # %%
 # In short
 # --------
 #
-# The table of scores need not exist, because a maximum, a sum and a weighted sum per query hold all
-# that later tiles must know. A causal mask decides by tiles: most that are computed need no mask,
-# and nearly half are never computed. :doc:`/chapters/attention_fast` makes this kernel fast.
+# The table of scores need not exist, because a maximum, a sum and a weighted sum per query are all
+# that later tiles need. A causal mask sorts the tiles: nearly half are never computed, and of the
+# others most need no mask.
 #
 # Exercises
 # ---------

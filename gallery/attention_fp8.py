@@ -3,7 +3,7 @@ Attention in eight bits
 =======================
 
 A matrix unit multiplies 8-bit numbers up to twice as fast as 16-bit numbers, and only half the
-bytes have to move. But there are very few different 8-bit numbers. *What is lost, and what must a
+bytes have to move. But eight bits can tell only 256 numbers apart. *What is lost, and what must a
 kernel do to lose no more than it has to?*
 
 You will learn
@@ -13,8 +13,7 @@ You will learn
 - where the error comes from: the operands, the weights, and the accumulators;
 - what it costs to quantise q, k and v, and from which length FP8 pays for that.
 
-The chapter needs a GPU with 8-bit matmuls: compute capability 8.9 or above. Without one, its checks
-run in Triton's :term:`interpreter`, and its speeds are those of a recorded run.
+On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -90,7 +89,7 @@ nan = float("nan")
 lab.read(f"With 8 bits the matmul is {fast / slow:.2f} times as fast.")
 
 # %%
-# Eight bits also halve the bytes. These are the bytes of one head, whose result keeps 16 bits.
+# Eight bits also halve the bytes of the operands; the result keeps 16 bits.
 
 rows = []
 for length in (1024, 16384):
@@ -113,8 +112,8 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 
 # %%
 # The last column, a tile of 128 keys and one of 128 values, matters most, because more of the
-# smaller tiles can be on their way to the chip at a time. There are as many exponentials as before,
-# in float32.
+# smaller tiles can be on their way to the chip at a time. The exponentials stay as they are, in
+# float32.
 #
 # Two formats
 # -----------
@@ -129,7 +128,7 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# There are only 256 bit patterns, so we can look at all of them.
+# We count all 256 bit patterns.
 
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
@@ -213,8 +212,8 @@ lab.table(rows, "Conversion by PyTorch")
 #
 #    \text{value} = \text{stored} \cdot \text{descale}
 #
-# We choose the descale so that the largest element becomes the largest number of the format:
-# nothing is too large, and the elements use the range below as far as it goes.
+# We choose the descale so that the largest element becomes the largest number of the format: then
+# nothing is too large, and as few small elements as possible fall below the range.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -246,8 +245,8 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
 # prevents this and costs four bytes per head. The first head gains nothing, because a scale helps
 # only at the ends of the range. The package's ``quantize`` does the same in two kernels, which we
-# see below. It returns a pair, ``Quantized(stored, descale)``, and also takes care of heads that
-# are zero or hold NaN.
+# see below. It returns a pair, ``Quantized(stored, descale)``, and handles heads that are zero or
+# hold NaN.
 
 x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
@@ -455,11 +454,11 @@ straight, turned = (
     found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "the other")
 )
 lab.read(
-    f"With 16 bits the instructions are the same but for one bit. With 8 bits the compiler "
-    f"transposes every tile in registers, with {turned.get('prmt', nan)} permutations and "
-    f"{turned.get('bytes stored one by one', nan)} stores of single bytes per thread and tile, "
-    f"against {straight.get('bytes stored one by one', nan)}. The matmul takes "
-    f"{turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long."
+    f"With 16 bits, the two layouts differ in one bit of the instruction. With 8 bits and the "
+    f"wrong layout, the compiler transposes every tile in registers, with "
+    f"{turned.get('prmt', nan)} permutations and "
+    f"{turned.get('bytes stored one by one', nan)} stores of single bytes per thread and tile, so "
+    f"the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long."
 )
 
 # %%
@@ -488,7 +487,7 @@ lab.table(rows, "V as quantize returns it")
 # %%
 # Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
 # bytes. For the same number of tokens, the copy takes the same time at every length of a sequence,
-# while attention takes longer.
+# while attention takes longer in longer ones, so the copy matters only in short ones.
 
 # Folded: What a transposed copy adds to the attention that follows
 
@@ -615,11 +614,11 @@ lab.sketch(
 
 # %%
 # Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero. The
-# factor moves the weights to the right by eight powers of two.
+# factor moves the weights eight powers of two to the right.
 #
-# **Why does l sum the weights before they are rounded?** One might expect that numerator and
-# denominator should see the same numbers. We try both, with values around 0 and around 1, and look
-# at lse, the logarithm of the sum (:term:`logsumexp`).
+# **Why does l sum the weights before they are rounded?** One might expect numerator and denominator
+# to need the same numbers. We try both, with values around 0 and around 1, and also compare lse,
+# the logarithm of the sum (:term:`logsumexp`).
 
 s = 2 * torch.randn(64, 4096, dtype=torch.float64)
 m, lse = s.amax(-1, keepdim=True), s.logsumexp(-1)
@@ -638,9 +637,9 @@ lab.table(rows, "Two ways to sum")
 
 # %%
 # For the result there is hardly a difference, because rounding errors go up and down. For values
-# that share a mean, the rounded sum would even be better, because the error of the mean cancels.
-# But lse would be wrong, and lse is what merges this result with those of other keys. So the kernel
-# sums :math:`p` itself.
+# that share a mean, the rounded sum is even better, because the error of the mean cancels. But it
+# makes lse wrong, by which this result is merged with those of other keys. So the kernel sums
+# :math:`p` itself.
 #
 # The kernel
 # ----------
@@ -667,8 +666,8 @@ lab.source(weigh, "rescale")
 lab.source(fp8.attend_fp8, "accumulate")
 
 # %%
-# Then comes the second matmul. The weights become e4m3 even where V is e5m2, because they need
-# precision and not range. ``PROMOTED`` is explained in the next section.
+# ``add_values`` does the second matmul. The weights become e4m3 even where V is e5m2, because they
+# need precision and not range. The next section explains ``PROMOTED``.
 
 lab.source(fp8.add_values)
 
@@ -750,9 +749,9 @@ lab.sketch(
 
 # %%
 # Grey is what the sum can hold; bits of the next term outside it, in orange, are lost. To see
-# whether this matters, we run both kernels with 16 heads and 128 queries, and take the worst head,
-# against float64 of the stored values. *Rounding alone* is the error that rounding the weights
-# makes by itself, in float64.
+# whether this matters, we run the kernel both ways with 16 heads and 128 queries, and compare the
+# worst head with float64 of the stored values. *Rounding alone* is the error of rounding the
+# weights in float64.
 
 
 # Measuring
@@ -964,7 +963,8 @@ lab.table(rows, "One NaN in the values of head 1")
 # values we see the whole error, which is what a model sees.
 #
 # The data are normal, or have *outliers*, as the activations of language models do: one number in a
-# thousand is ten times as large. The table compares which operands have 8 bits, in which format.
+# thousand is ten times as large. We compare which operands have 8 bits, in which format, first in a
+# small case.
 
 
 # Measuring
@@ -1010,6 +1010,10 @@ def error_of_choices(heads, seqlen, head_dim):
 
 
 small = error_of_choices(4, 64, 32)
+
+# %%
+
+# Folded: The errors of all choices, 4 heads and 64 keys
 lab.table(small, "Worst of 4 heads, 64 keys, head_dim 32: root mean square error")
 
 # %%
@@ -1026,9 +1030,9 @@ def choice(rows, data, operands, per="head"):
 lab.read(
     f"On normal data bf16 errs by {choice(small, 'normal', 'bf16'):.2f} %, V alone in e4m3 by "
     f"{choice(small, 'normal', 'V only, e4m3'):.1f} %, and all in e4m3 by "
-    f"{choice(small, 'normal', 'all, e4m3'):.1f} %. e5m2 errs by "
+    f"{choice(small, 'normal', 'all, e4m3'):.1f} %. In e5m2 the last two become "
     f"{choice(small, 'normal', 'V only, e5m2'):.1f} and {choice(small, 'normal', 'all, e5m2'):.1f} "
-    f"%, because it has one bit less."
+    f"%, because its mantissa has one bit less."
 )
 
 # %%
@@ -1041,8 +1045,8 @@ lab.read(
 #    error. An error in q or k moves a score, and the exponential turns that into a factor of the
 #    weight.
 #
-# If scores of 20 are wrong by two hundredths of themselves, the weights are wrong by half. So we
-# let the scores grow.
+# If a score of 20 is wrong by 2 %, its weight is wrong by half, because :math:`e^{0.4}` is about
+# 1.5. So we let the scores grow.
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -1166,8 +1170,18 @@ for head_dim in (128, 64):
 lab.table(rows, "TFLOP/s at length 16,384")
 
 # %%
-# FP8 is not twice as fast as bfloat16, and a count of cycles for one score says why, as in
-# :doc:`/chapters/attention_fast`. With 8 bits an SM does 8,192 operations of a matmul in a cycle,
+
+# Reading
+first = rows[0]
+lab.read(
+    f"With head_dim {first['head_dim']} and a {first['mask']} mask, FP8 is "
+    f"{first['FP8 / bf16']:.2f} times as fast as bfloat16, and V alone "
+    f"{first['V in FP8'] / first['bf16']:.2f} times."
+)
+
+# %%
+# A count of cycles for one score says why FP8 is not twice as fast, as in
+# :doc:`/chapters/attention_fast`: with 8 bits an SM does 8,192 operations of a matmul in a cycle,
 # but still only 16 exponentials.
 
 rows = []
@@ -1225,7 +1239,7 @@ lab.source(amax_kernel, "reduce")
 
 # %%
 # The maximum is that of integers, because the bits of a float32 without its sign have the order of
-# the numbers, with infinity and NaN above them all. So it finds a NaN as well, and it does not
+# the numbers, with infinity and NaN above them all. So it also finds a NaN, and it does not
 # depend on the order in which programs finish.
 #
 # **The second kernel scales and rounds.**
@@ -1265,7 +1279,7 @@ lab.source(round_kernel, "round")
 #       :language: python
 #       :pyobject: divide
 #
-# We time both layouts beside a copy that moves as many bytes, and beside PyTorch operations.
+# We time both layouts beside a copy of as many bytes, and beside PyTorch operations.
 
 
 # Measuring
@@ -1419,6 +1433,8 @@ lab.draw(whole, "Speed relative to bf16 attention", describe_relative, draw_rela
 
 # %%
 
+# Folded: The same in milliseconds
+
 
 def gain(mask, seqlen):
     """Return how many times as fast FP8 is where quantising counts."""
@@ -1466,7 +1482,8 @@ in_operations = max(
 lab.read(
     f"FP8 with `quantize` begins to pay {in_words('full')} with a full mask and "
     f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected. With "
-    f"PyTorch operations it is {in_operations:.2f} times as fast at best. A model avoids part of "
+    f"PyTorch operations it reaches {in_operations:.2f} times the speed of bfloat16 at best"
+    f"{', so it never pays' if in_operations < 1 else ''}. A model avoids part of "
     f"the cost if the kernel that computes q, k and v also takes their amax, and nearly all of it "
     f"for keys and values of earlier tokens that it keeps in 8 bits."
 )
@@ -1479,10 +1496,9 @@ lab.read(
 # times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as *one*
 # matrix of head_dim rows and heads · length columns, whose rows are one length apart, and selects
 # the tile of a head by its column. The address is right, but the hardware that copies tiles also
-# checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, column :math:`h
-# D N` of head
-# :math:`h` lies beyond the last column as soon as :math:`h \ge H / D`, and reads as zero. A few
-# lines show it, with the weights given.
+# checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, head :math:`h`
+# begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h \ge H / D`.
+# Such a head reads as zero. A few lines show it, with the weights given.
 
 
 @triton.jit
@@ -1521,9 +1537,8 @@ def average(p, v_t, flat):
 
 
 # %%
-# The kernel passed its test because that allowed an absolute error of 3, "because eight bits are
-# coarse", and an average of normal numbers is smaller than 3. So we give the same test a result of
-# zeros.
+# The kernel passed its test, which allowed an absolute error of 3 "because eight bits are coarse",
+# since an average of normal numbers is smaller than 3. So we give the same test a result of zeros.
 
 
 # Measuring
@@ -1555,8 +1570,8 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
 # error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
-# **A forgotten descale** changes the result by much, as we saw above, and nothing warns, because a
-# missing one means 1. The pair that ``quantize`` returns keeps both together.
+# **A forgotten descale** changes the result a lot, as we saw above, and nothing warns, because a
+# missing one means 1. The pair that ``quantize`` returns keeps stored numbers and descale together.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
@@ -1602,7 +1617,7 @@ lab.table([{"what the package says": line} for line in lines], "Compute capabili
 # --------
 #
 # Eight bits pay in long sequences, and most safely in V alone. They need one descale per head, a
-# transposed V, weights shifted to the middle of the format, and accumulators that are emptied after
+# transposed V, weights scaled up to where the format has numbers, and accumulators emptied after
 # every tile.
 #
 # Exercises

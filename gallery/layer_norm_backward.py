@@ -12,9 +12,6 @@ You will learn
 - what a lock has to order besides its own variable, and what it costs in time and in
   reproducibility;
 - how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
-
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -59,9 +56,9 @@ def simple_backward(x, w, mean, rstd, dy):
 
 
 # %%
-# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read 16 times
-# :math:`N` from memory and write 9 times :math:`N`, where it would do to read ``x`` and ``dy`` and
-# to write ``dx``.
+# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read :math:`16
+# N` elements from memory and write :math:`9 N`, although it is enough to read ``x`` and ``dy`` and
+# to write ``dx``, :math:`3 N` in all.
 #
 # The forward pass has stored the mean and ``rstd``, the reciprocal of the standard deviation,
 # because they are only 8 bytes per row, while computing them again would take two sums over the row
@@ -70,19 +67,19 @@ def simple_backward(x, w, mean, rstd, dy):
 # The idea
 # --------
 #
-# The gradient sums in two directions, and the second one is hard to parallelise. ``c1`` and ``c2``
+# The backward pass sums in two directions, and the second is hard to parallelise. ``c1`` and ``c2``
 # are means *along a row*, so the :term:`program` that owns the row computes them alone. The
 # gradient of the weight is a sum *down the columns*: every row contributes to it, and the rows
 # belong to different programs, which run at the same time and in no fixed order.
 #
-# There are two ways out. Programs can add to one shared buffer, one program at a time, under a
-# *lock*. The picture shows the other way.
+# Programs can add to one shared buffer, one at a time, under a *lock*. The picture shows the other
+# way.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    Each program sums its own rows and stores a *partial sum*, and a second kernel adds the
-#    partial sums: nobody waits, and the order is always the same.
+#    partial sums. No program waits for another, and the order of additions never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
@@ -170,8 +167,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #    \end{aligned}
 #
 # The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
-# per element. Here are the six steps in numbers. Epsilon is about as large as the variance, so that
-# a step that dropped it would stand out.
+# per element. We compute steps 2 to 6 in numbers, with an epsilon about as large as the variance,
+# so that a step that dropped it would stand out.
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -228,7 +225,9 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
-lab.read(f"Steps 2 to 6 agree with automatic differentiation, to {worst:.0e}.")
+lab.read(
+    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
+)
 
 # %%
 # Epsilon is easy to lose in the backward pass, for example by dividing by the plain standard
@@ -260,8 +259,9 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # How many programs should there be? One program per row would leave two rows of float32 partial
 # sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
 # launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at
-# once, and each loops over many rows. Its partial sums for ``dw`` and ``db`` stay in
-# :term:`registers <register>`, in float32, for the whole loop.
+# once, and each loops over many rows, ``BLOCK_ROWS`` at a time: one or, if rows are short, two. Its
+# partial sums for ``dw`` and ``db`` stay in :term:`registers <register>`, in float32, for the whole
+# loop.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -323,8 +323,8 @@ lab.source(sum_of_buffers)
 # take turns adding to them. The lock is an integer: 0 means free and 1 means taken. A
 # compare-and-swap is an :term:`atomic` operation, so it reads the lock, and writes 1 only if it
 # read 0, in one indivisible step. Only one program can succeed, and the others try again. This
-# cannot hang: a program holds the lock only while it runs and never waits while holding it, so the
-# waiting ones always get their turn.
+# cannot hang, because the program that holds the lock is running and waits for nothing, so it
+# always frees the lock.
 
 lab.source(hand_over, "acquire")
 
@@ -356,7 +356,8 @@ lab.source(hand_over, "acquire")
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program.
+# Without the barriers, this holds for only one thread of each program. Between them, the program
+# adds its sums to the buffer:
 
 lab.source(hand_over, "add")
 
@@ -380,9 +381,9 @@ lab.source(gradient)
 # ---------------------
 #
 # Three versions compute the same gradients. "One tile a program" launches one program per tile,
-# which takes the lock for it, as in Triton's own layer norm tutorial; a tile is one row or, if rows
-# are short, two. "Lock, looping" first sums its rows in registers and takes the lock once. "Partial
-# sums" has no lock.
+# of ``BLOCK_ROWS`` rows, which takes the lock for it, as in Triton's own layer norm tutorial.
+# "Lock, looping" first sums its rows in registers and takes the lock once. "Partial sums" has no
+# lock.
 
 
 # Measuring
@@ -429,21 +430,22 @@ share = {
 slower = race.milliseconds_at("one tile a program", columns=4096)
 slower /= race.milliseconds_at("partial sums", columns=4096)
 lab.read(
-    f"Both versions with a lock share {tuned.LOCK_BUFFERS} buffers. "
-    f"Taking the lock after every tile reaches {share['one tile a program', 1024]:.0f} % of the "
-    f"speed of a copy at 1,024 columns and {share['one tile a program', 4096]:.0f} % at 4,096, "
-    f"where it takes {slower:.1f} times as long as partial sums. Taking it once per program "
-    f"reaches {share['lock, looping', 1024]:.0f} % and {share['lock, looping', 4096]:.0f} %, and "
-    f"partial sums {share['partial sums', 1024]:.0f} % and {share['partial sums', 4096]:.0f} %."
+    f"With a lock, the programs share {tuned.LOCK_BUFFERS} buffers. At 1,024 columns, a lock for "
+    f"every tile reaches {share['one tile a program', 1024]:.0f} % of the speed of a copy, a lock "
+    f"once per program {share['lock, looping', 1024]:.0f} %, and partial sums "
+    f"{share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
+    f"{share['one tile a program', 4096]:.0f}, {share['lock, looping', 4096]:.0f} and "
+    f"{share['partial sums', 4096]:.0f} %, so a lock for every tile takes {slower:.1f} times as "
+    f"long as partial sums."
 )
 
 # %%
-# Most of the cost thus comes from taking the lock once per tile. Probably there are two reasons,
-# which this experiment does not separate. Programs wait for each other; and each time, a program
+# Most of the cost thus comes from taking the lock once per tile. There are probably two reasons,
+# which this experiment does not separate: programs wait for each other, and each time a program
 # reads and writes a row of both buffers, which is 16 bytes per column, beside 6 bytes per element
 # of ``x``, ``dy`` and ``dx`` in bfloat16.
 #
-# The second criterion is whether two runs agree. Each version runs a hundred times on the same
+# The second criterion is whether two runs agree, so each version runs a hundred times on the same
 # input.
 
 
@@ -513,9 +515,8 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By their size, the partial sums should stay in L2. To see whether buffers do, we add up buffers of
-# growing size, once right after writing them and once after other data has passed through the
-# cache.
+# By their size, they could stay. To see whether buffers do, we add up buffers of growing size, once
+# right after writing them and once after other data has passed through the cache.
 
 
 def cache_experiment():
@@ -543,7 +544,7 @@ cache
 # Reading
 nan = float("nan")
 rates = {row["MiB"]: row for row in cache.rows}
-largest = max((row["MiB"] for row in sizes.rows), default=nan)
+traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
 l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
 
 
@@ -551,12 +552,16 @@ def rate(mib, name):
     return rates.get(mib, {}).get(f"GB/s, {name}", nan)
 
 
+def gain(mib):
+    return rate(mib, "just written") / rate(mib, "after other data")
+
+
 lab.read(
-    f"The largest buffers of the first table take {largest:.1f} MiB, and the L2 of this GPU holds "
-    f"{l2:.0f}. Buffers of 8 MiB are read at {rate(8, 'just written'):,.0f} GB/s right after they "
-    f"are written, and at {rate(8, 'after other data'):,.0f} after other data has pushed them out, "
-    "so at least a part of them was still in the cache. At 256 MiB, more than L2 holds, the two "
-    f"rates are {rate(256, 'just written'):,.0f} and {rate(256, 'after other data'):,.0f}."
+    f"Right after they are written, buffers of 8 MiB are read {gain(8):.1f} times as fast as after "
+    f"other data, so at least a part of them was still in L2, which holds {l2:.0f} MiB here. At "
+    f"256 MiB the factor is {gain(256):.1f}. Even through main memory, writing and reading the "
+    f"partial sums of the first table would add at most {2 * traffic:.0f} % to the traffic of x, "
+    "dy and dx."
 )
 
 # %%
@@ -572,7 +577,8 @@ lab.read(
 # For wider rows, several programs share a row. These programs are a *group*, and each takes one
 # part of every row of the group. They exchange what each part adds to ``c1`` and ``c2`` through the
 # :term:`exchange` that the chapter on :doc:`softmax </chapters/softmax>` explains. Each part of a
-# row has a *slot* in memory, 64 bits that are written at once, and two float32 numbers fit in it.
+# row has a *slot* in memory, 64 bits that are written at once, into which ``to_slot`` packs two
+# float32 numbers. ``terms`` computes xhat and wdy.
 
 lab.source(split_bwd_kernel, "publish")
 
@@ -602,8 +608,8 @@ lab.source(split_bwd_kernel)
 # The gradients are checked against float64 in parts of at most 64 rows and 1,024 columns, as in
 # :doc:`the chapter before </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In
 # float32 it may be four times for ``dx``, because the hardware's reciprocal square root may be
-# wrong by two units in the last place, and eight times for ``dw`` and ``db``, because the error of
-# a sum over many rows depends on its order.
+# wrong by two units in the last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because
+# the error of a sum over many rows depends on its order.
 
 
 # Measuring
@@ -667,7 +673,7 @@ lab.check("Both reductions", lock_cases())
 # backward pass reads two tensors, ``x`` and ``dy``, for the one that it writes. Reads and writes do
 # not cost the same, so 100 % is a reference and not a limit. The libraries are called through
 # autograd, except quack, whose backward kernels are called directly, with a float32 weight. What
-# was not installed is named under the figure.
+# could not run is named under the figure.
 
 
 # Measuring
@@ -771,8 +777,10 @@ def faster_peers(sweep):
 lab.read(" ".join((*summary(backward), faster_peers(backward))))
 
 # %%
-# The compiler's report helps to read these plots. A value that finds no register :term:`spills
-# <spill>`: it is written to memory and read back, in these kernels once per row.
+# In these kernels, a value that finds no register :term:`spills <spill>`: it is written to memory
+# and read back once per row.
+
+# Measuring
 
 
 def launch(columns, dtype):
@@ -781,6 +789,9 @@ def launch(columns, dtype):
     _backward(x, x[0].clone(), mean, rstd, torch.ones_like(x), dtype, dtype)
 
 
+# %%
+
+# Folded: What the compiler made of the kernels
 report = lab.facts(
     "What the compiler made of the kernels",
     {
@@ -801,10 +812,10 @@ registers, warps, spills = (
     packed[0][what] if packed else nan for what in ("registers", "warps", "spills")
 )
 lab.read(
-    f"At 16,384 columns in bfloat16 the packed kernel takes {32 * warps:.0f} threads of "
-    f"{registers:.0f} registers, {32 * warps * registers:,.0f} of the 65,536 of an SM, so only one "
-    f"program fits on it, and {spills:.0f} values spill. This may explain why the plot falls "
-    "there: no other program loads while this one computes."
+    f"At 16,384 columns in bfloat16, a program of the packed kernel has {32 * warps:.0f} threads "
+    f"of {registers:.0f} registers, which is {100 * 32 * warps * registers / 65536:.0f} % of the "
+    f"registers of an SM, so no second program fits, and {spills:.0f} values spill. This may "
+    "explain why the plot falls there: no other program loads while this one computes."
 )
 
 # %%
@@ -922,8 +933,8 @@ if halves == ["barriers alone"]:
     why = (
         "So barriers cannot replace acquire and release, because they order the threads of one "
         "program and not what another program sees. Without our barriers the lock worked, but "
-        "nothing guarantees it: the barrier after the swap is the compiler's own, and the stores "
-        "of the other threads only happened to come before the release."
+        "nothing guarantees it, because no barrier made the stores of the other threads come "
+        "before the release."
     )
 lab.read(
     f"With both protections {wrong['both']:.0f} of 100 runs are wrong, and with neither "
@@ -936,8 +947,8 @@ lab.read(
 # memory or wait. A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the
 # result of the swap to all threads of the program.
 #
-# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: once it is large
-# enough, adding the next term no longer changes it.
+# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
+# significant bits and bfloat16 8, so a sum of ones stops at :math:`2^{11}` and :math:`2^8`.
 
 # Measuring
 ones = torch.ones(5000, 4, device=runtime.DEVICE)
@@ -959,8 +970,8 @@ lab.table(rows, "db of 5,000 rows with dy = 1")
 # --------
 #
 # A gradient that sums over rows needs no lock: few programs with many rows each, and partial sums
-# that a second kernel adds, are faster and give the same bits in every run. A lock that is right
-# needs barriers and ``acquire`` and ``release`` besides.
+# that a second kernel adds, are faster and give the same bits in every run. A correct lock needs
+# barriers as well as ``acquire`` and ``release``.
 #
 # Exercises
 # ---------

@@ -77,8 +77,9 @@ placeholder="none">
 <td data-count="never">$never</td><td data-where="never">$saved of the work saved</td></tr>
 </tbody>
 </table>
-<p class="kb-map-note">The stages are those of the kernel above. The package’s kernel, further down,
-takes the last tile out of its loops, and computes one tile even for queries that see no key.</p>
+<p class="kb-map-note">The stages are those of the kernel above. The package’s kernel, of the next
+chapter, takes the last tile out of its loops, and computes one tile even for queries that see no
+key.</p>
 </form>
 """)
 
