@@ -1438,8 +1438,8 @@ lab.read(
     f"{nan} mistakes"
     if not outcome
     else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: "
-    f"{'; '.join(hung) or 'none'}. {len(wrong)} {'gives' if len(wrong) == 1 else 'give'} a wrong sum: "
-    f"{'; '.join(f'{name} ({outcome[name]})' for name in wrong) or 'none'}. "
+    f"{'; '.join(hung) or 'none'}. {len(wrong)} {'gives' if len(wrong) == 1 else 'give'} a wrong "
+    f"sum: {'; '.join(f'{name} ({outcome[name]})' for name in wrong) or 'none'}. "
     + (
         "The model predicted the first two: they stop where it stopped. "
         if set(list(MISTAKES)[1:3]) <= set(hung)
