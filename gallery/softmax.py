@@ -262,9 +262,9 @@ lab.source(three_pass_fwd_kernel)
 
 # %%
 # **Online.** The recurrence joins the first two loops into one. Here it advances by a whole block
-# at a time, and ``alpha`` rescales the old sum to the new maximum. A second loop reads the row
-# again to write the result, so the load says ``evict_last``, which asks the cache to keep this data
-# longer than other data.
+# at a time, and ``alpha`` rescales the old sum to the new maximum. The load says ``evict_last``,
+# which asks the cache to keep this data longer than other data, because a second loop reads the row
+# again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -602,15 +602,22 @@ keeps_up = "".join(
     if other.rate("copy", columns=32768) < ladder.rate("copy", columns=32768)
     and 100 * other.share("one program", columns=32768) > one
 )
+lab.read(
+    f"**Two or three reads.** While a row is short, a further read finds it in a cache, and costs "
+    f"less than a read from memory: at {short:,} columns three passes reach "
+    f"{share['three_pass', short]:.0f} % and the online kernel {share['online', short]:.0f} %. At "
+    f"{long:,} they fall to {share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, "
+    f"because the further reads now go to memory. {faster}"
+)
+
+# %%
+
+# Reading
 on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
 lab.read(
-    f"While a row is short, a second or third read finds it in a cache, and costs less than a read "
-    f"from memory: at {short:,} columns three passes reach {share['three_pass', short]:.0f} % and "
-    f"the online kernel {share['online', short]:.0f} %. At {long:,} they fall to "
-    f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, because the further "
-    f"reads now go to memory. {faster}One program per row reads once, and "
-    f"{'still does no better' if one <= two else 'does better'} at 32,768 columns{on_gpu}: "
-    f"{one:.0f} %, beside {two:.0f} % for two reads, because it fills its SM.{keeps_up} "
+    f"**One read.** A program that keeps its row on chip reads it once. At 32,768 columns{on_gpu} "
+    f"it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
+    f"{two:.0f} % for two reads, because one such program fills its SM.{keeps_up} "
     f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
     f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
     f"and {share['Kernel Book', long]:.0f} % at {long:,}."
@@ -686,8 +693,8 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# The prediction is rough, because the cache also holds what is being written, but it shows where
-# the edge is.
+# The prediction is rough, because the cache also holds what is being written. Still, the bars that
+# leave the box are the lengths at which the online kernel loses speed.
 
 # %%
 
@@ -768,6 +775,29 @@ gap = max(
     for n in COLUMNS
     for ours in [forward.share("Kernel Book", dtype="bfloat16", columns=n)]
 )
+
+
+def faster_peers(sweep, dtypes=("bfloat16", "float32")):
+    found = []
+    for dtype in dtypes:
+        for n in COLUMNS:
+            ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
+            name, peer = sweep.best_peer(dtype=dtype, columns=n)
+            if peer > 1.01 * ours:
+                found.append(
+                    f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against "
+                    f"{100 * ours:.0f} %"
+                )
+    faster = "; ".join(found) or "none"
+    return f"Faster than ours by more than 1 % are: {faster}."
+
+
+lab.read(" ".join((*sentences, faster_peers(forward))))
+
+# %%
+
+# Reading
+sentences = []
 sentences.append(
     "The ladder above timed the same rows of bfloat16 in another sweep, and the two differ by up "
     f"to {100 * gap:.1f} percentage points."
@@ -786,9 +816,10 @@ sentences.append(
 lab.read(" ".join(sentences))
 
 # %%
-# At the widest rows, waiting costs speed: a program waits for the slowest of its neighbours while
-# its registers are occupied and nothing new is loaded into them. Its pair travels to a slot in L2
-# and from there to the other SMs. quack takes a shorter path: the hardware groups some SMs in a
+# At the widest rows, waiting probably costs the missing speed, though we did not measure it alone: a
+# program waits for the slowest of its neighbours while its registers are occupied and nothing new
+# is loaded into them. Its pair travels to a slot in L2 and from there to the other SMs. quack takes
+# a shorter path: the hardware groups some SMs in a
 # *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
 # reduce across a cluster. 3.9 can, but the book supports 3.6 as well, and so does without.
 #
@@ -838,7 +869,8 @@ ours = [
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
     f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
-    "one write load the memory less than a copy's even mix of reads and writes."
+    "one write load the memory less than a copy's even mix of reads and writes. "
+    f"{faster_peers(backward, ['bfloat16'])}"
 )
 
 # %%
@@ -869,10 +901,16 @@ plain = registers.get(("4,096 columns, bfloat16", "row_fwd_kernel"), float("nan"
 packed = registers.get(
     ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
 )
+threads = 32 * next(
+    (r["warps"] for r in facts.rows if r["kernel"] == "packed_row_fwd_kernel"), 0
+)
+# a thread is given registers by the eight
+fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else nan
 lab.read(
     f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
     f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
-    f"{packed:.0f}, all its other values included."
+    f"{packed:.0f}, all its other values included, so {fitting} programs of {threads} threads fit "
+    "into the 65,536 registers of an SM."
 )
 
 # %%
