@@ -596,7 +596,7 @@ if ahead:
         "measured reason for that. "
     )
 keeps_up = "".join(
-    f" On {other.provenance['gpu']}, whose memory is slower, a lone program keeps up better: it "
+    f" On {other.provenance['gpu']}, whose memory is slower, the lone program keeps up better: it "
     f"reaches {100 * other.share('one program', columns=32768):.0f} %."
     for other in ladder.elsewhere
     if other.rate("copy", columns=32768) < ladder.rate("copy", columns=32768)
@@ -617,10 +617,10 @@ on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
 lab.read(
     f"**One read.** A program that keeps its row on chip reads it once. At 32,768 columns{on_gpu} "
     f"it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
-    f"{two:.0f} % for two reads, because one such program fills its SM.{keeps_up} "
+    f"{two:.0f} % for two reads{', because one such program fills its SM' * (one <= two)}. "
     f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
     f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
-    f"and {share['Kernel Book', long]:.0f} % at {long:,}."
+    f"and {share['Kernel Book', long]:.0f} % at {long:,}.{keeps_up}"
 )
 
 # %%
@@ -778,18 +778,25 @@ gap = max(
 
 
 def faster_peers(sweep, dtypes=("bfloat16", "float32")):
-    found = []
+    """Say where the fastest library is ahead of ours by more than 1 %."""
+    found = {}
     for dtype in dtypes:
         for n in COLUMNS:
             ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
             name, peer = sweep.best_peer(dtype=dtype, columns=n)
             if peer > 1.01 * ours:
-                found.append(
-                    f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against "
-                    f"{100 * ours:.0f} %"
-                )
-    faster = "; ".join(found) or "none"
-    return f"Faster than ours by more than 1 % are: {faster}."
+                found.setdefault((name, dtype), {})[f"{n:,}"] = 100 * (peer - ours)
+    ahead = []
+    for (name, dtype), gaps in found.items():
+        *others, last = gaps
+        columns = f"{', '.join(others)} and {last}" if others else last
+        ahead.append(
+            f"{name} in {dtype} at {columns} columns, by "
+            f"{'up to ' * bool(others)}{max(gaps.values()):.1f} percentage points"
+        )
+    if not ahead:
+        return "No library is ahead of ours by more than 1 %."
+    return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
 
 
 lab.read(" ".join((*sentences, faster_peers(forward))))
@@ -816,8 +823,8 @@ sentences.append(
 lab.read(" ".join(sentences))
 
 # %%
-# At the widest rows, waiting probably costs the missing speed, though we did not measure it alone: a
-# program waits for the slowest of its neighbours while its registers are occupied and nothing new
+# At the widest rows, waiting probably costs the missing speed, though we did not measure it alone:
+# a program waits for the slowest of its neighbours while its registers are occupied and nothing new
 # is loaded into them. Its pair travels to a slot in L2 and from there to the other SMs. quack takes
 # a shorter path: the hardware groups some SMs in a
 # *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
@@ -901,11 +908,10 @@ plain = registers.get(("4,096 columns, bfloat16", "row_fwd_kernel"), float("nan"
 packed = registers.get(
     ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
 )
-threads = 32 * next(
-    (r["warps"] for r in facts.rows if r["kernel"] == "packed_row_fwd_kernel"), 0
-)
+warps = {(r["case"], r["kernel"]): r["warps"] for r in facts.rows}
+threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 0)
 # a thread is given registers by the eight
-fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else nan
+fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
     f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
     f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
