@@ -196,18 +196,17 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is run by 128 threads (more on them below), and each thread keeps its elements of the
-# block in :term:`registers <register>`, the fastest memory. Which thread and which register hold an
-# element is read off the binary digits of its index, so the size of a block has to be a power of
-# two. It must also be known when the kernel is compiled, because an instruction names its registers
-# and cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
+# A program is run by 128 threads, and each thread keeps its elements of the block in
+# :term:`registers <register>`, the fastest memory. Which thread and which register hold an element
+# is read off the binary digits of its index, so the size of a block has to be a power of two. It
+# must also be known when the kernel is compiled, because an instruction names its registers and
+# cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
 # another compiled kernel.
 #
 # Triton also inspects ordinary integers such as ``n``, because two kinds of values allow faster
 # code. If 16 divides ``n``, neighbouring elements are inside or outside together, so one wide load
 # can serve them; if an integer is 1, a multiplication by it can be left out. Triton compiles
-# separate kernels for such values. In the table each launch changes one thing of the first, and
-# equal numbers mean that two launches share a kernel.
+# separate kernels for such values.
 
 
 def variants():
@@ -419,8 +418,7 @@ lab.read(
 #
 # The next section needs a sum over rows that belong to different programs. If each program loads
 # the sum so far, adds its own rows and stores the result, two programs may load the same value, and
-# one of the two additions is lost. The interpreter hides this mistake, because there one program
-# ends before the next begins. There are two right ways. An atomic addition, ``tl.atomic_add``,
+# one of the two additions is lost. There are two right ways. An atomic addition, ``tl.atomic_add``,
 # loads, adds and stores in one step. With :term:`partial sums`, each program stores the sums of its
 # own rows in memory of its own, and a second kernel adds these up.
 
@@ -672,8 +670,7 @@ if runtime.INTERPRETED:
     talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
 
 # %%
-# On a GPU, ``tl.device_print`` prints a line per element. The interpreter cannot show how long a
-# kernel takes, or what happens when programs run at once.
+# On a GPU, ``tl.device_print`` prints a line per element.
 #
 # Programs, warps, threads
 # ------------------------
@@ -919,9 +916,8 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. A kernel may be
-# faster than this copy, because it hardly writes, and reads cost the memory less than writes do.
-# "One row a program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul.
+# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. "One row a
+# program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul.
 # :doc:`/reading-figures` explains how they are timed.
 
 
@@ -1105,9 +1101,7 @@ theirs, ours = (
     backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
 per_byte = (
-    ", because its kernels are slower per byte as well, as they are forward"
-    if theirs > 2.2 * ours
-    else ""
+    ", because its kernels are slower per byte, too" if theirs > 2.2 * ours else ""
 )
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
@@ -1146,8 +1140,8 @@ verdict = "slower" if our_step > their_step else "faster"
 lab.read(
     "Where calls follow each other, the slower of host and GPU sets the pace. For 4,096 rows both "
     f"passes of our operator take the host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and "
-    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there. The host needs "
-    "longer for ours because our backward pass is Python that autograd calls, and PyTorch's is C++."
+    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there. Our "
+    "backward pass is Python that autograd calls, and PyTorch's is C++."
 )
 
 # %%

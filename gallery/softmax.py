@@ -454,8 +454,7 @@ lab.source(split_row_fwd_kernel)
 # We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
 # do not. In float32 we allow four times PyTorch's error, because multiplying by the reciprocal
 # rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits. In
-# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both. A GPU
-# checks rows of three lengths, and the interpreter, which is slow, rows of two.
+# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both.
 
 
 def cases():
@@ -571,10 +570,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one, but "
-    "PyTorch's source shows where three of them do more than a copy: the maximum also finds its "
-    "own position, and the subtraction and the division, whose operands differ in shape, load "
-    "element by element."
+    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one; "
+    "PyTorch's source shows that three of them do more than a copy: the maximum also finds its "
+    "position, and the subtraction and the division load element by element."
 )
 
 # %%
@@ -708,9 +706,8 @@ lab.read(
 # %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
 # the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
-# does not take rows of 131,072 columns, as the remark under the figures says in Liger's own words.
-# quack is a collection of kernels by the authors of FlashAttention, written in CuTe DSL, NVIDIA's
-# own language for kernels in Python.
+# does not take rows of 131,072 columns. quack is a collection of kernels by the authors of
+# FlashAttention, written in CuTe DSL, NVIDIA's own language for kernels in Python.
 
 
 def liger(x):
@@ -770,11 +767,6 @@ for dtype in ("bfloat16", "float32"):
         f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
         f"{100 * peer:.0f} %."
     )
-gap = max(
-    abs(ladder.share("Kernel Book", columns=n) - ours)
-    for n in COLUMNS
-    for ours in [forward.share("Kernel Book", dtype="bfloat16", columns=n)]
-)
 
 
 def faster_peers(sweep, dtypes=("bfloat16", "float32")):
@@ -804,31 +796,24 @@ lab.read(" ".join((*sentences, faster_peers(forward))))
 # %%
 
 # Reading
-sentences = []
-sentences.append(
-    "The ladder above timed the same rows of bfloat16 in another sweep, and the two differ by up "
-    f"to {100 * gap:.1f} percentage points."
-)
 theirs = [100 * forward.share("PyTorch", dtype="bfloat16", columns=n) for n in COLUMNS]
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
 drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
-sentences.append(
+lab.read(
     f"In bfloat16 PyTorch is slowest at {COLUMNS[theirs.index(min(theirs))]:,} columns, with "
     f"{min(theirs):.0f} %, and `torch.compile` goes from {compiled[drop - 1]:.0f} to "
     f"{compiled[drop]:.0f} % between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}; we did not look "
     "into why."
 )
-lab.read(" ".join(sentences))
 
 # %%
-# At the widest rows, waiting probably costs the missing speed, though we did not measure it alone:
-# a program waits for the slowest of its neighbours while its registers are occupied and nothing new
-# is loaded into them. Its pair travels to a slot in L2 and from there to the other SMs. quack takes
-# a shorter path: the hardware groups some SMs in a
-# *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
-# reduce across a cluster. 3.9 can, but the book supports 3.6 as well, and so does without.
+# At the widest rows, waiting probably costs the missing speed: a program waits for the slowest of
+# its neighbours while its registers are occupied and nothing new is loaded into them. Its pair
+# travels to a slot in L2 and from there to the other SMs. quack takes a shorter path: the hardware
+# groups some SMs in a *cluster*, in which they read each other's shared memory directly. Triton
+# 3.6, which the book supports, cannot reduce across a cluster.
 #
 # The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
@@ -1030,7 +1015,7 @@ lab.table(
 # each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
 # accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
 # exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
-# That is the core of FlashAttention, and the reason why this recurrence matters far beyond softmax.
+# That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
