@@ -613,8 +613,8 @@ lab.read(
 # Reading
 on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
 lab.read(
-    f'**One read.** "one program" keeps its row on chip and reads it once. At 32,768 columns{on_gpu} '
-    f"it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
+    f'**One read.** "one program" keeps its row on chip and reads it once. At 32,768 columns'
+    f"{on_gpu} it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
     f"{two:.0f} % for two reads{', because one such program fills its SM' * (one <= two)}. "
     f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
     f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
