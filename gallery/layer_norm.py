@@ -511,7 +511,7 @@ lab.read(
 # each of these causes explains, we did not measure.
 #
 # Next come the libraries. They get weight and bias in the dtype of ``x``, except quack, which takes
-# them in float32 only. The remark under a figure names a library that did not run, and why.
+# them in float32 only. A library that could not run is named under the figure.
 
 
 # Measuring
