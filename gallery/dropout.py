@@ -2,8 +2,8 @@
 Low-memory dropout
 ==================
 
-Dropout tosses a coin for every element in the forward pass, and needs the same results again in
-the backward pass. *Does it have to store them?*
+Dropout tosses a coin for every element in the forward pass, and the backward pass needs the same
+tosses again. *Does dropout have to store them?*
 
 You will learn
 
@@ -250,18 +250,20 @@ lab.source(rand_dropout_kernel)
 # %%
 # This kernel reads no mask, which saves one byte per element. It wastes most of its random numbers,
 # however, because ``tl.rand`` calls Philox with the element's index, gets four numbers, and
-# discards three of them.
+# discards three of them. ``do_not_specialize`` keeps Triton from compiling the kernel again for a
+# seed that is 1 or that 16 divides.
 #
 # The third kernel uses all four. Its first piece computes the offsets as before and loads ``x``
-# early, so that the random numbers are computed while the load is under way.
+# early, so that the random numbers can be computed while the load is under way.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
 # The second piece draws the random numbers. A block of ``BLOCK_SIZE`` elements needs only a quarter
 # as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``. Element 0
-# must meet number 0 of counter 0, element 1 number 1, and so on. ``tl.interleave(a, b)`` alternates
-# between the elements of two blocks, so two inner calls and an outer one restore this order.
+# needs number 0 of counter 0, element 1 needs number 1 of the same counter, and so on.
+# ``tl.interleave(a, b)`` alternates between the elements of two blocks, so two inner calls and an
+# outer one put the numbers into this order.
 
 lab.source(seeded_dropout_kernel, "draw")
 
@@ -545,8 +547,8 @@ lab.table(rows, "Do both runs use the same mask?")
 # %%
 # Without the state restored, the two operators that draw from the generator use another mask in the
 # second run, and the gradient is silently wrong. A seed that is passed by hand is the same in both
-# runs. Draw it anew for every step, though, outside the checkpointed function, or the same elements
-# are dropped for the whole training.
+# runs. It must be drawn anew for every step, though, outside the checkpointed function, because
+# otherwise the same elements are dropped for the whole training.
 #
 # How fast is it?
 # ---------------
@@ -621,7 +623,7 @@ lab.read(
     "because the mask is a fifth byte beside four. PyTorch's own kernel writes such a mask and "
     f"moves the same 5 bytes, and it reaches {half['PyTorch']:.0f} %. Part of the reason is "
     "arithmetic, because it also draws the numbers, with ten rounds and four numbers per call, and "
-    "converts each to a float; we did not measure what takes the rest."
+    "converts each to a float; we did not measure what causes the rest."
 )
 
 # %%
@@ -629,17 +631,19 @@ lab.read(
 # Reading
 lab.read(
     "**Too much arithmetic.** Drawing one number per call moves the fewest bytes and yet reaches "
-    f"only {half['one a call']:.0f} %, because arithmetic is now the limit. The kernel that "
-    f"`torch.compile` writes ({half['torch.compile']:.0f} %) draws one number per call too."
+    f"only {half['one a call']:.0f} %, because arithmetic is now the limit, as the next section "
+    f"shows. The kernel that `torch.compile` writes ({half['torch.compile']:.0f} %) draws one "
+    "number per call too."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"Using all four numbers of a call raises this to {half['four a call']:.0f} %, and running "
-    f"seven rounds instead of ten to {half['seven rounds']:.0f} %. The public function, which also "
-    f"draws the seed, reaches {half['Kernel Book']:.0f} % at this size. In float32 there are twice "
+    "**Four numbers, seven rounds.** Using all four numbers of a call raises this to "
+    f"{half['four a call']:.0f} %, and running seven rounds instead of ten raises it to "
+    f"{half['seven rounds']:.0f} %. The public function, which also draws the seed, reaches "
+    f"{half['Kernel Book']:.0f} % at this size. In float32 there are twice "
     f"as many bytes to hide the same arithmetic behind, and it reaches {single:.0f} %."
 )
 
@@ -850,7 +854,8 @@ middle = {
 times = {name: microseconds(sizes.rows, name) for name in ("Kernel Book", "PyTorch")}
 behind = [n for n, t in times["Kernel Book"].items() if t > times["PyTorch"][n]]
 one_launch = (
-    f"PyTorch needs one launch, and up to {max(behind):,} elements less of the GPU's time. "
+    "PyTorch's operator is a single launch, and for that reason takes less of the GPU's time up to "
+    f"{max(behind):,} elements. "
     if behind
     else ""
 )
@@ -859,10 +864,10 @@ lab.read(
     f"full speed would take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, "
     f"one that draws the seed and one of the kernel. {one_launch}A seed that you pass yourself "
     f"saves the first launch: the kernel then takes {given:.1f} µs, where a copy takes "
-    f"{copied:.1f} µs. Below that only fusing dropout with its neighbours helps, because one "
-    "launch then does the work of several. At 16Mi elements, nearer to a real activation, drawing "
-    f"the seed still counts: with it the speed is {middle['Kernel Book']:.0f} % of a copy's, and "
-    f"without it {middle['seven rounds']:.0f} %."
+    f"{copied:.1f} µs. Only fusing dropout with its neighbours could save more, because one launch "
+    "then does the work of several. At 16Mi elements, nearer to a real activation, drawing the "
+    f"seed still counts: with it the operator reaches {middle['Kernel Book']:.0f} % of a copy's "
+    f"speed, and without it {middle['seven rounds']:.0f} %."
 )
 
 # %%
@@ -907,8 +912,8 @@ rows = [
 lab.table(rows, "Copies of one block")
 
 # %%
-# **Two layers share a seed.** If their shapes agree, the second layer drops nothing that the first
-# has kept. Draw a new seed for every call, as ``dropout`` does.
+# **Two layers share a seed.** If their shapes agree, the second layer keeps every element that the
+# first has kept, and so drops nothing. Draw a new seed for every call, as ``dropout`` does.
 
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
@@ -948,8 +953,8 @@ lab.table(
 
 # %%
 # **The offset has 32 bits.** If a program's number is multiplied by the block size in int32, the
-# offset is negative past element :math:`2^{31}`. On a GPU the kernel then crashes at best, and at
-# worst touches memory that belongs to something else.
+# offset is negative past element :math:`2^{31}`, and the mask ``offsets < n`` lets it pass. On a
+# GPU the kernel then crashes at best, and at worst overwrites memory of something else.
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 starts = {"int32": program * block, "int64": program.long() * block}

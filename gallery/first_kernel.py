@@ -196,17 +196,17 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is run by 128 threads (more on them below), and each thread keeps its elements of the
-# block in :term:`registers <register>`, the fastest memory. Which thread and which register hold an
-# element is read off the binary digits of its index, so the size of a block has to be a power of
-# two. It must also be known when the kernel is compiled, because an instruction names its registers
-# and cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
+# A program is run by 128 threads, and each thread keeps its elements of the block in
+# :term:`registers <register>`, the fastest memory. Which thread and which register hold an element
+# is read off the binary digits of its index, so the size of a block has to be a power of two. It
+# must also be known when the kernel is compiled, because an instruction names its registers and
+# cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
 # another compiled kernel.
 #
-# Triton also inspects ordinary integers such as ``n``, because some values allow faster code. If 16
-# divides ``n``, neighbouring elements are inside or outside together, so one wide load can serve
-# them; and multiplying by 1 can be left out. Triton compiles separate kernels for such values. In
-# the table, each launch changes one thing of the first.
+# Triton also inspects ordinary integers such as ``n``, because two kinds of values allow faster
+# code. If 16 divides ``n``, neighbouring elements are inside or outside together, so one wide load
+# can serve them; if an integer is 1, a multiplication by it can be left out. Triton compiles
+# separate kernels for such values.
 
 
 def variants():
@@ -321,9 +321,10 @@ lab.table(
 # A row of a million elements does not fit into a program: a block is kept in registers, and a
 # million float32 numbers are 4 MB, while an :term:`SM`, the part of a GPU that runs a program, has
 # 256 KB of registers. The kernel of this book's operator therefore loops over blocks of columns.
-# Its grid has two dimensions, one for blocks of rows and one for parts of the columns, because a
-# matrix of few rows would otherwise leave most of the GPU idle. Row numbers are int64, because past
-# :math:`2^{31}` elements an offset does not fit into 32 bits.
+# Its grid has two dimensions, because a matrix of few rows would otherwise leave most of the GPU
+# idle: ``tl.program_id(0)`` counts blocks of rows, and ``tl.program_id(1)`` counts parts of a row,
+# of ``part_cols`` columns each. Row numbers are int64, because past :math:`2^{31}` elements an
+# offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
@@ -417,8 +418,7 @@ lab.read(
 #
 # The next section needs a sum over rows that belong to different programs. If each program loads
 # the sum so far, adds its own rows and stores the result, two programs may load the same value, and
-# one of the two additions is lost. The interpreter hides this mistake, because there one program
-# ends before the next begins. There are two right ways. An atomic addition, ``tl.atomic_add``,
+# one of the two additions is lost. There are two right ways. An atomic addition, ``tl.atomic_add``,
 # loads, adds and stores in one step. With :term:`partial sums`, each program stores the sums of its
 # own rows in memory of its own, and a second kernel adds these up.
 
@@ -501,12 +501,12 @@ def repeated(name):
 lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 took = [of_way(name, "µs") for name in ("atomic addition", "partial sums")]
 lab.read(
-    f"Load, add, store is wrong by up to {100 * lost:.0f} % of the sum, atomics by {atomic:.0e} of "
-    f"it and partial sums by {rounded:.0e}. The rounding of a floating-point sum depends on the "
-    "order of its additions, and with atomics that is the order in which programs arrive: of 19 "
-    f"repetitions, {repeated('atomic addition')} had the bits of the first run with atomics, and "
-    f"{repeated('partial sums')} with partial sums. Atomics take {took[0]:,.0f} µs, and partial "
-    f"sums, with both launches, {took[1]:,.0f}."
+    f"Load, add, store loses up to {100 * lost:.0f} % of the sum, while atomics and partial sums "
+    f"are off by {1e6 * atomic:.1f} and {1e6 * rounded:.1f} millionths of it, which is rounding. "
+    "That rounding depends on the order of the additions, and with atomics this is the order in "
+    f"which programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the "
+    f"first run with atomics, and {repeated('partial sums')} with partial sums. Atomics take "
+    f"{took[0]:,.0f} µs, and partial sums, with both launches, {took[1]:,.0f}."
 )
 
 # %%
@@ -541,9 +541,10 @@ lab.read(
 lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
-# Several programs have the same columns and share the rows. In each iteration a program takes
-# ``BLOCK_ROWS`` of them, and then moves ``step`` rows ahead, past those of the others. A pointer is
-# ``None`` where its gradient is not wanted, and the compiler then drops the branch that uses it.
+# Several programs have the same columns and share the rows; ``tl.num_programs(1)`` says how many.
+# In each iteration a program takes ``BLOCK_ROWS`` rows, and then moves ``step`` rows ahead, past
+# those of the others. A pointer is ``None`` where its gradient is not wanted, and the compiler then
+# drops the branch that uses it.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 
@@ -563,8 +564,8 @@ lab.source(part_sum_kernel)
 # ------------
 #
 # A ``torch.autograd.Function`` tells autograd how to compute a result, and how to compute the
-# gradients of the inputs from that of the result. ``save_for_backward`` keeps what the second
-# needs of the first.
+# gradients of the inputs from that of the result. ``save_for_backward`` keeps the tensors that the
+# backward pass needs again.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -669,8 +670,7 @@ if runtime.INTERPRETED:
     talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
 
 # %%
-# On a GPU, ``tl.device_print`` prints a line per element. The interpreter cannot show how long a
-# kernel takes, or what happens when programs run at once.
+# On a GPU, ``tl.device_print`` prints a line per element.
 #
 # Programs, warps, threads
 # ------------------------
@@ -737,8 +737,9 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 
 # %%
 # A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
-# The 32 threads of a warp then read 512 consecutive bytes together, which the memory serves with
-# few transactions: this is called :term:`coalescing`.
+# With 32 bits that is four elements, so 128 threads cover half of the block at a time and each
+# holds a second run of four in the other half. The 32 threads of a warp read 512 consecutive bytes
+# together, which the memory serves with few transactions: this is called :term:`coalescing`.
 #
 # How far away memory is
 # ----------------------
@@ -915,9 +916,8 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. A kernel may be
-# faster than this copy, because it hardly writes, and reads cost the memory less than writes do.
-# "One row a program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul.
+# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. "One row a
+# program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul.
 # :doc:`/reading-figures` explains how they are timed.
 
 
@@ -971,21 +971,26 @@ apart = (
 
 
 def ahead(sweep, provider, other="Kernel Book"):
-    """Say at which points a provider is faster than another by more than 1 %."""
+    """Say at which points a provider is faster than another, if it is by more than 1 %."""
     one, two = (
         sweep.at(provider=name).set_index(sweep.axis)["ms"]
         for name in (provider, other)
     )
     points = [int(point) for point in one.index[1.01 * one < two]]
-    return f"at {listed(points)}" if points else "at no number of"
+    return (
+        f"faster by more than 1 % at {listed(points)}"
+        if points
+        else "faster by more than 1 % at no number of"
+    )
 
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
     f"Three times the bytes explain a factor of 3; {apart}. With one row per program, "
-    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed; the operator "
-    f"reaches {largest['Kernel Book']:.0f} %, `x @ w` {largest['x @ w']:.0f} %, and the kernel "
-    f"that `torch.compile` writes {largest['torch.compile']:.0f} %."
+    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed. The "
+    f"operator, which takes rows of any length, reaches {largest['Kernel Book']:.0f} %, `x @ w` "
+    f"{largest['x @ w']:.0f} %, and the kernel that `torch.compile` writes "
+    f"{largest['torch.compile']:.0f} %."
 )
 
 # %%
@@ -996,7 +1001,7 @@ few, of_copy = (
 )
 megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
-    "By more than 1 %, `torch.compile` is faster than the operator "
+    "Beside the operator, `torch.compile` is "
     f"{ahead(forward, 'torch.compile')} rows. For 16 rows HBM needs {megabytes / hbm:.2f} µs, but "
     f"the operator takes {few:.1f} and a copy {of_copy:.1f}, because starting and timing a kernel "
     "takes microseconds, however little it does."
@@ -1035,10 +1040,12 @@ least = min(found, key=found.get)
 long = [share for columns, share in found.items() if columns >= 256] or [nan]
 alike = 100 * forward.share("Kernel Book", rows=2**14)
 lab.read(
-    f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy; "
-    f"16,384 rows of 4,096, as many elements, reached {alike:.0f} % in the figure before. Its "
-    f"lowest point is {min(found.values()):.0f} %, at rows of {least:,} numbers. `torch.compile` "
-    f"is faster {ahead(shapes, 'torch.compile')} columns."
+    f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy. "
+    f"That is less than its best above because the input is smaller: {2**14:,} rows of 4,096, as "
+    f"many elements, reached {alike:.0f} % there. Its lowest point is {min(found.values()):.0f} %, "
+    f"at rows of {least:,} numbers, where the results, which the count of bytes leaves out, are "
+    f"{100 / (1 + least):.0f} % of all it moves. `torch.compile` is "
+    f"{ahead(shapes, 'torch.compile')} columns."
 )
 
 # %%
@@ -1093,17 +1100,20 @@ large, medium = (
 theirs, ours = (
     backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
+per_byte = (
+    ", because its kernels are slower per byte, too" if theirs > 2.2 * ours else ""
+)
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
-    f"rows {medium['Kernel Book']:.0f} %, where the partial sums are a larger part of the bytes. "
-    f"`torch.compile` reaches {large['torch.compile']:.0f} and {medium['torch.compile']:.0f} %, "
-    f"and is faster than ours {ahead(backward, 'torch.compile')} rows. PyTorch moves "
-    "twice our bytes, because it also writes `dy * x` and reads it again, and takes "
-    f"{theirs / ours:.1f} times as long at 65,536 rows."
+    f"rows {medium['Kernel Book']:.0f} %, where the partial sums and their second launch are a "
+    f"larger part of the work. `torch.compile` reaches {large['torch.compile']:.0f} and "
+    f"{medium['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile')} rows. PyTorch "
+    "moves twice our bytes, because it also writes `dy * x` and reads it again; at 65,536 rows it "
+    f"takes {theirs / ours:.1f} times as long{per_byte}."
 )
 
 # %%
-# The figures leave out the time that the host needs for each call.
+# The figures leave out the time that the :term:`host`, the CPU, needs for each call.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1130,7 +1140,7 @@ verdict = "slower" if our_step > their_step else "faster"
 lab.read(
     "Where calls follow each other, the slower of host and GPU sets the pace. For 4,096 rows both "
     f"passes of our operator take the host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and "
-    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict}. Our "
+    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there. Our "
     "backward pass is Python that autograd calls, and PyTorch's is C++."
 )
 

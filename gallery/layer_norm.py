@@ -83,9 +83,6 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    <span id="the-backward-kernel"></span><span id="the-price-of-the-lock"></span>
 #    <span id="partial-sums-stay-in-l2"></span>
 #
-# The gradients and their kernels are the subject of the next chapter,
-# :doc:`/chapters/layer_norm_backward`.
-#
 # The mathematics
 # ---------------
 #
@@ -132,11 +129,9 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 # -------------------
 #
 # **Whole rows on chip.** The first kernel gives each :term:`program` a few rows, and the program
-# loads them whole. The mask keeps the load from reading past the end of a row, and ``other=0.0``
-# fills the masked elements with zeros; without ``other`` their value would be undefined. ``.cg`` is
-# a cache hint: it keeps ``x``, which is read once, out of L1 and leaves that cache to the weight
-# and the bias, which every row needs. L1 is the small cache in each :term:`SM` (streaming
-# multiprocessor), the part of the GPU that runs programs.
+# loads them whole, with zeros past the end of a row (``other=0.0``). ``.cg`` is a cache hint: it
+# keeps ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, and so
+# leaves that cache to the weight and the bias, which every row needs.
 
 lab.source(row_fwd_kernel, "load")
 
@@ -150,8 +145,8 @@ lab.source(row_fwd_kernel, "statistics")
 # %%
 # The obvious way to the mean is to sum the row and divide by :math:`N`. But floating-point addition
 # rounds, and a mean computed from a rounded sum is wrong in its last digits. The most extreme case
-# is a row of 1,000 equal numbers: it has no deviation at all, so its result has to be 0. A small
-# kernel sums the row as the GPU does, without a correction.
+# is a row of 1,000 equal numbers: no element deviates from the mean, so the result has to be 0.
+# This small kernel sums the row without a correction.
 
 import triton
 import triton.language as tl
@@ -184,14 +179,18 @@ lab.table(
 )
 
 # %%
-# In numbers that lie around zero, the error of the mean is small compared with their spread. In
-# numbers that are nearly equal and far from zero, it is as large as the deviations themselves.
-# Deviations from the true mean sum to zero; if ours do not, the mean was wrong by their sum divided
-# by :math:`N`. Adding that to the mean corrects it. The sum of squares has to be reduced by
-# :math:`N` times the square of the correction, because the deviations were measured from the
-# uncorrected mean.
+# Where numbers lie around zero, the error of the mean is small compared with their spread. Where
+# they are nearly equal and far from zero, it is as large as the deviations themselves.
 #
-# ``moments`` does this, in a function of its own because the kernel for wide rows needs it as well.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Deviations from the true mean sum to zero. If ours do not, their sum divided by :math:`N` is
+#    the error of the mean, so adding it corrects the mean.
+#
+# The sum of squares has to be reduced by :math:`N` times the square of the correction, because the
+# deviations were measured from the uncorrected mean. ``moments`` does all this, in a function of
+# its own because the kernel for wide rows needs it as well.
 
 lab.source(moments)
 
@@ -231,8 +230,9 @@ lab.source(square)
 # The elements past the end were loaded as zeros, which do not change the sum for the mean. Their
 # *deviation*, however, is not zero but minus the mean; a section below shows what comes of it.
 #
-# The next piece writes the result. Weight and bias may be absent. In that case their pointer is
-# ``None``, which is a constant for the compiler, so it leaves their lines out.
+# The next piece writes the result. ``scale_and_shift`` multiplies by the weight and adds the bias.
+# Either may be absent; its pointer is then ``None``, which is a constant for the compiler, so it
+# leaves the load and the arithmetic out.
 
 lab.source(row_fwd_kernel, "write")
 
@@ -279,17 +279,19 @@ lab.source(loop_fwd_kernel)
 #    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
 #          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
 #
-# ``load_pairs`` loads a piece as 32-bit integers of two numbers each, and ``widen`` turns them into
-# float32. ``FULL`` says that the four pieces cover the row exactly, so that nothing is masked.
+# ``load_pairs`` loads a piece as 32-bit integers of two numbers each. ``tl.static_range`` makes a
+# loop that the compiler unrolls, so the tuple ``x`` can grow by a piece in each iteration. ``FULL``
+# says that the four pieces cover the row exactly, so that nothing is masked.
 
 lab.source(packed_row_fwd_kernel, "load")
 
 # %%
 # Weight and bias together would take twice as many registers as the packed row. The last step
 # therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
-# ``where_piece`` gives the positions of a piece and says which of them lie inside the row.
-# ``afresh`` adds a zero that the compiler does not know to be zero: it would otherwise keep the
-# numbers that the step before has widened.
+# ``where_piece`` gives the positions of a piece and says which of them lie inside the row,
+# ``load_parameter`` loads the same piece of the weight or bias, and ``widen`` and ``narrow`` turn
+# pairs into float32 and back. ``afresh`` adds a zero that the compiler does not know to be zero: it
+# would otherwise keep the numbers that the step before has widened.
 
 lab.source(packed_row_fwd_kernel, "write")
 
@@ -326,7 +328,8 @@ lab.source(merge_moments)
 # The programs of a row share their means and sums through the :term:`exchange` that the chapter on
 # :doc:`softmax </chapters/softmax>` explains: publish, wait, collect. Each program has a *slot* in
 # memory for every row, 64 bits that hold its mean and its sum of squares together. A program that
-# waits in vain for its neighbours computes their numbers itself, which is slow but just as correct.
+# waits in vain for its neighbours computes their numbers itself with ``moments_of_part``, which is
+# slow but just as correct.
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row in four parts, one in the registers of each of four programs. Each publishes
@@ -380,12 +383,10 @@ lab.table(
 #
 # The output is checked against float64, with weight and bias of the same dtype as ``x``. Each
 # result is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
-# largest difference from the truth, divided by its largest true number. The table shows the part
-# that comes nearest to its tolerance, which is twice PyTorch's own error: the one in this part or
-# its typical one, whichever is larger. The tolerance is never less than twice half a unit in the
-# last place of the dtype, because no rounded result can promise less than half a unit. In float32
-# both factors are four instead of two, because the hardware's reciprocal square root may be wrong
-# by two units in the last place.
+# largest difference from the truth, divided by its largest true number. It may be at most twice
+# PyTorch's own error, in this part or typically, or one unit in the last place (:term:`ulp`),
+# whichever is larger, because rounding the result can alone cost half of that. In float32 it may be
+# twice as much, because the hardware's reciprocal square root may be wrong by two units.
 
 
 # Measuring
@@ -421,13 +422,12 @@ lab.check(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy, because it, too, reads one byte for each that it writes. A good kernel
-# can hardly move the bytes faster; points slightly above 100 % are kernels that beat PyTorch's
-# copy. We begin with the ladder of kernels. "loop" loads the row three times. "one program" takes
-# the kernel for whole rows at any length, with one row per program. "Kernel Book" is the public
-# function, which in bfloat16 takes whole rows up to 8,192 columns and packed ones from 16,384. The
-# baseline is PyTorch's single operations. Up to 4,096 columns there are 32,768 rows, and beyond
-# as many as make :math:`2^{27}` elements.
+# The yardstick is a copy, because it, too, reads one byte for each that it writes. Points slightly
+# above 100 % are kernels that beat PyTorch's copy. In the ladder, "loop" loads the row three times.
+# "one program" takes the kernel for whole rows at any length, with one row per program. "Kernel
+# Book" is the public function, which in bfloat16 takes whole rows up to 8,192 columns and packed
+# ones from 16,384. The baseline is PyTorch's single operations. Up to 4,096 columns there are
+# 32,768 rows, and beyond as many as make :math:`2^{27}` elements.
 
 
 # Measuring
@@ -481,20 +481,28 @@ share = {
     for n in COLUMNS
 }
 lab.read(
-    f"At 4,096 columns PyTorch's single operations reach {share['simple_layer_norm', 4096]:.0f} % "
-    f"of a copy, the loop {share['loop', 4096]:.0f} % and the public function, with whole rows, "
-    f"{share['Kernel Book', 4096]:.0f} %. By their 7 reads and 5 writes the single operations "
-    f"should reach {100 * 2 / 12:.0f} %; why they stay below it, no run here shows. At 32,768 "
-    f"columns the loop reaches {share['loop', 32768]:.0f} %, "
-    f"a widened row {share['one program', 32768]:.0f} %, and a packed one "
+    f"**Whole rows.** At 4,096 columns PyTorch's single operations reach "
+    f"{share['simple_layer_norm', 4096]:.0f} % of a copy, the loop {share['loop', 4096]:.0f} % and "
+    f"the public function, which keeps whole rows, {share['Kernel Book', 4096]:.0f} %. By their "
+    f"bytes alone the single operations should reach {100 * 2 / 12:.0f} %; why they stay below it, "
+    "no run here shows."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**Packed rows.** At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %, a row that "
+    f"one program keeps widened {share['one program', 32768]:.0f} %, and a packed one "
     f"{share['Kernel Book', 32768]:.0f} %. At 65,536 the packed row reaches "
     f"{share['Kernel Book', 65536]:.0f} %, and the loop {share['loop', 65536]:.0f} %."
 )
 
 # %%
-# The loop is slow at both ends of the plot, probably for different reasons. It always uses eight
-# warps, so at 1,024 columns a thread has only four elements of a row and little to do between the
-# sums across warps. The longest rows are too large to stay in a cache between the passes.
+# The loop is slow at both ends of the plot, probably for different reasons. The longest rows are
+# too large to stay in a cache between the passes. With short rows the sums across warps cost much:
+# the loop always uses eight warps, so at 1,024 columns a thread has only four elements of a row to
+# work on between two such sums.
 #
 # At 65,536 columns the packed kernel is well below its own speed on shorter rows. It uses 1,024
 # threads of 64 registers, which is every register of an SM. Only one program then fits, and nothing
@@ -568,28 +576,55 @@ def summary(sweep):
         )
 
 
-def faster_peers(sweep):
-    found = []
-    for dtype in ("bfloat16", "float32"):
+def faster_peers(sweep, dtypes=("bfloat16", "float32")):
+    """Say where the fastest library is ahead of ours by more than 1 %."""
+    found = {}
+    for dtype in dtypes:
         for n in COLUMNS:
             ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
             name, peer = sweep.best_peer(dtype=dtype, columns=n)
             if peer > 1.01 * ours:
-                found.append(
-                    f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against "
-                    f"{100 * ours:.0f} %"
-                )
-    faster = "; ".join(found) or "none"
-    return f"Faster than ours by more than 1 % are: {faster}."
+                found.setdefault((name, dtype), {})[f"{n:,}"] = 100 * (peer - ours)
+    ahead = []
+    for (name, dtype), gaps in found.items():
+        *others, last = gaps
+        columns = f"{', '.join(others)} and {last}" if others else last
+        ahead.append(
+            f"{name} in {dtype} at {columns} columns, by "
+            f"{'up to ' * bool(others)}{max(gaps.values()):.1f} percentage points"
+        )
+    if not ahead:
+        return "No library is ahead of ours by more than 1 %."
+    return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
 
 
-lab.read(" ".join((*summary(forward), faster_peers(forward))))
+def quack_elsewhere(sweep):
+    """Where quack did not run here, say so, and what it reaches on another GPU."""
+    if "quack" not in sweep.skipped:
+        return ""
+    said = "quack did not run here."
+    for other in sweep.elsewhere:
+        if "quack" not in other.skipped:
+            ours, theirs = (
+                [100 * other.share(name, dtype="bfloat16", columns=n) for n in COLUMNS]
+                for name in ("Kernel Book", "quack")
+            )
+            said += (
+                f" On {other.provenance['gpu']} it reaches {min(theirs):.0f} to {max(theirs):.0f} "
+                f"% in bfloat16, the least at {COLUMNS[theirs.index(min(theirs))]:,} columns, and "
+                f"ours {min(ours):.0f} to {max(ours):.0f} %."
+            )
+            break
+    return said
+
+
+lab.read(" ".join((*summary(forward), faster_peers(forward), quack_elsewhere(forward))))
 
 # %%
 # The compiler's report shows the registers that limit wide rows. A value that finds no register
 # :term:`spills <spill>`: it is written to memory and read back, in these kernels once per row.
-# Multiply the registers by the threads, 32 per warp: an SM has 65,536 registers, so the quotient
-# says how many programs fit on it at most.
+# A program takes the registers in the table once for each of its threads, 32 per warp. An SM has
+# 65,536 of them, and the quotient says how many programs fit on it at most.
 
 
 def launch(columns, dtype):
@@ -615,11 +650,11 @@ lab.facts(
 # Small inputs
 # ------------
 #
-# In a small network, this kernel is slower than PyTorch's although its plots above are better,
-# because the host has to *start* every kernel. A forward and a backward pass are three
+# In a small network, this operator is slower than PyTorch's although its plots above are better,
+# because the :term:`host` has to *start* every kernel. A forward and a backward pass are three
 # :term:`launches <launch>` from Python, two of them of the next chapter's kernels. Around them the
 # host checks the arguments, allocates the results and runs autograd, and none of this work depends
-# on the size of the input. A CUDA graph records the launches once and replays them
+# on the size of the input. A :term:`CUDA graph` records the launches once and replays them
 # without that work. For small inputs, where the GPU waits for the host, the difference between the
 # two measurements is nearly all host time; for large ones host and GPU work at the same time, and
 # the difference understates it.

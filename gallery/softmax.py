@@ -262,9 +262,9 @@ lab.source(three_pass_fwd_kernel)
 
 # %%
 # **Online.** The recurrence joins the first two loops into one. Here it advances by a whole block
-# at a time, and ``alpha`` rescales the old sum to the new maximum. A second loop reads the row
-# again to write the result, so the load says ``evict_last``, which asks the cache to keep this data
-# longer than other data.
+# at a time, and ``alpha`` rescales the old sum to the new maximum. The load says ``evict_last``,
+# which asks the cache to keep this data longer than other data, because a second loop reads the row
+# again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -454,8 +454,7 @@ lab.source(split_row_fwd_kernel)
 # We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
 # do not. In float32 we allow four times PyTorch's error, because multiplying by the reciprocal
 # rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits. In
-# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both. A GPU
-# checks rows of three lengths, and the interpreter, which is slow, rows of two.
+# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both.
 
 
 def cases():
@@ -571,10 +570,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one, but "
-    "PyTorch's source shows where three of them do more than a copy: the maximum also finds its "
-    "own position, and the subtraction and the division, whose operands differ in shape, load "
-    "element by element."
+    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one; "
+    "PyTorch's source shows that three of them do more than a copy: the maximum also finds its "
+    "position, and the subtraction and the division load element by element."
 )
 
 # %%
@@ -596,24 +594,31 @@ if ahead:
         "measured reason for that. "
     )
 keeps_up = "".join(
-    f" On {other.provenance['gpu']}, whose memory is slower, a lone program keeps up better: it "
+    f" On {other.provenance['gpu']}, whose memory is slower, the lone program keeps up better: it "
     f"reaches {100 * other.share('one program', columns=32768):.0f} %."
     for other in ladder.elsewhere
     if other.rate("copy", columns=32768) < ladder.rate("copy", columns=32768)
     and 100 * other.share("one program", columns=32768) > one
 )
+lab.read(
+    f"**Two or three reads.** While a row is short, a further read finds it in a cache, and costs "
+    f"less than a read from memory: at {short:,} columns three passes reach "
+    f"{share['three_pass', short]:.0f} % and the online kernel {share['online', short]:.0f} %. At "
+    f"{long:,} they fall to {share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, "
+    f"because the further reads now go to memory. {faster}"
+)
+
+# %%
+
+# Reading
 on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
 lab.read(
-    f"While a row is short, a second or third read finds it in a cache, and costs less than a read "
-    f"from memory: at {short:,} columns three passes reach {share['three_pass', short]:.0f} % and "
-    f"the online kernel {share['online', short]:.0f} %. At {long:,} they fall to "
-    f"{share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, because the further "
-    f"reads now go to memory. {faster}One program per row reads once, and "
-    f"{'still does no better' if one <= two else 'does better'} at 32,768 columns{on_gpu}: "
-    f"{one:.0f} %, beside {two:.0f} % for two reads, because it fills its SM.{keeps_up} "
+    f'**One read.** "one program" keeps its row on chip and reads it once. At 32,768 columns'
+    f"{on_gpu} it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
+    f"{two:.0f} % for two reads{', because one such program fills its SM' * (one <= two)}. "
     f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
     f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
-    f"and {share['Kernel Book', long]:.0f} % at {long:,}."
+    f"and {share['Kernel Book', long]:.0f} % at {long:,}.{keeps_up}"
 )
 
 # %%
@@ -686,8 +691,8 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# The prediction is rough, because the cache also holds what is being written, but it shows where
-# the edge is.
+# The prediction is rough, because the cache also holds what is being written. Still, the bars that
+# leave the box are the lengths at which the online kernel loses speed.
 
 # %%
 
@@ -701,9 +706,8 @@ lab.read(
 # %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
 # the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
-# does not take rows of 131,072 columns, as the remark under the figures says in Liger's own words.
-# quack is a collection of kernels by the authors of FlashAttention, written in CuTe DSL, NVIDIA's
-# own language for kernels in Python.
+# does not take rows of 131,072 columns. quack is a collection of kernels by the authors of
+# FlashAttention, written in CuTe DSL, NVIDIA's own language for kernels in Python.
 
 
 def liger(x):
@@ -763,34 +767,53 @@ for dtype in ("bfloat16", "float32"):
         f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
         f"{100 * peer:.0f} %."
     )
-gap = max(
-    abs(ladder.share("Kernel Book", columns=n) - ours)
-    for n in COLUMNS
-    for ours in [forward.share("Kernel Book", dtype="bfloat16", columns=n)]
-)
-sentences.append(
-    "The ladder above timed the same rows of bfloat16 in another sweep, and the two differ by up "
-    f"to {100 * gap:.1f} percentage points."
-)
+
+
+def faster_peers(sweep, dtypes=("bfloat16", "float32")):
+    """Say where the fastest library is ahead of ours by more than 1 %."""
+    found = {}
+    for dtype in dtypes:
+        for n in COLUMNS:
+            ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
+            name, peer = sweep.best_peer(dtype=dtype, columns=n)
+            if peer > 1.01 * ours:
+                found.setdefault((name, dtype), {})[f"{n:,}"] = 100 * (peer - ours)
+    ahead = []
+    for (name, dtype), gaps in found.items():
+        *others, last = gaps
+        columns = f"{', '.join(others)} and {last}" if others else last
+        ahead.append(
+            f"{name} in {dtype} at {columns} columns, by "
+            f"{'up to ' * bool(others)}{max(gaps.values()):.1f} percentage points"
+        )
+    if not ahead:
+        return "No library is ahead of ours by more than 1 %."
+    return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
+
+
+lab.read(" ".join((*sentences, faster_peers(forward))))
+
+# %%
+
+# Reading
 theirs = [100 * forward.share("PyTorch", dtype="bfloat16", columns=n) for n in COLUMNS]
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
 drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
-sentences.append(
+lab.read(
     f"In bfloat16 PyTorch is slowest at {COLUMNS[theirs.index(min(theirs))]:,} columns, with "
     f"{min(theirs):.0f} %, and `torch.compile` goes from {compiled[drop - 1]:.0f} to "
     f"{compiled[drop]:.0f} % between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}; we did not look "
     "into why."
 )
-lab.read(" ".join(sentences))
 
 # %%
-# At the widest rows, waiting costs speed: a program waits for the slowest of its neighbours while
-# its registers are occupied and nothing new is loaded into them. Its pair travels to a slot in L2
-# and from there to the other SMs. quack takes a shorter path: the hardware groups some SMs in a
-# *cluster*, in which they read each other's shared memory directly. Triton 3.6 and 3.7 cannot
-# reduce across a cluster. 3.9 can, but the book supports 3.6 as well, and so does without.
+# At the widest rows, waiting probably costs the missing speed: a program waits for the slowest of
+# its neighbours while its registers are occupied and nothing new is loaded into them. Its pair
+# travels to a slot in L2 and from there to the other SMs. quack takes a shorter path: the hardware
+# groups some SMs in a *cluster*, in which they read each other's shared memory directly. Triton
+# 3.6, which the book supports, cannot reduce across a cluster.
 #
 # The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
@@ -838,7 +861,8 @@ ours = [
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
     f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
-    "one write load the memory less than a copy's even mix of reads and writes."
+    "one write load the memory less than a copy's even mix of reads and writes. "
+    f"{faster_peers(backward, ['bfloat16'])}"
 )
 
 # %%
@@ -869,10 +893,15 @@ plain = registers.get(("4,096 columns, bfloat16", "row_fwd_kernel"), float("nan"
 packed = registers.get(
     ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
 )
+warps = {(r["case"], r["kernel"]): r["warps"] for r in facts.rows}
+threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 0)
+# a thread is given registers by the eight
+fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
     f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
     f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
-    f"{packed:.0f}, all its other values included."
+    f"{packed:.0f}, all its other values included, so {fitting} programs of {threads} threads fit "
+    "into the 65,536 registers of an SM."
 )
 
 # %%
@@ -986,7 +1015,7 @@ lab.table(
 # each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
 # accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
 # exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
-# That is the core of FlashAttention, and the reason why this recurrence matters far beyond softmax.
+# That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
