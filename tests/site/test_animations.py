@@ -11,7 +11,10 @@ import nbformat
 import pytest
 from test_site import SITE, address, browser  # noqa: F401 (fixtures)
 
-NAMES = sorted(animations.ANIMATIONS)
+DRAFTS = "".join(
+    p.read_text(encoding="utf-8") for p in SITE.parents[1].joinpath("gallery").glob("_*.py")
+)
+NAMES = sorted(n for n in animations.ANIMATIONS if f".. animation:: {n}\n" not in DRAFTS)
 PAGE_OF = {
     found.replace("-", "_"): path
     for path in sorted(SITE.glob("chapters/*.html"))
