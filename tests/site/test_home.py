@@ -36,6 +36,8 @@ def work(chapter, name, point):
         tokens, width = point["batch"] * point["context"], point["width"]
         weights = 4 * width**2 + 2 * width * point["ff"]
         return 6 * tokens * weights + 7 * tokens * point["context"] * width  # causal attention
+    if chapter == "warps_with_roles":
+        return 2 * point["n"] ** 3
     if chapter == "first_kernel":
         return (2 if name == "backward" else 1) * size(point)
     if name == "decoding":
