@@ -44,6 +44,7 @@ from kernelbook.ops.hopper.forward import (
     sum_in_thread,
     wait_for_turn,
 )
+from kernelbook.ops.hopper.parts import tma_load, tma_store
 
 HOPPER = runtime.capability(runtime.DEVICE) == (9, 0)
 lab.start("attention_hopper", "kernelbook.ops.hopper.forward")
@@ -236,8 +237,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 EVENTS = gl.constexpr(6)
 
 
@@ -263,21 +262,23 @@ def _loader(
     q_full, k_full, k_empty, v_full, v_empty = barriers
     for g in gl.static_range(2):
         mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-        _load(q_desc, [of_head + start_m + g * ROWS, 0], q_full.index(g), q_s.index(g))
+        tma_load(
+            q_desc, [of_head + start_m + g * ROWS, 0], q_full.index(g), q_s.index(g)
+        )
     for i in range(n + 1):  # keys one tile ahead of values
         if i < n:
             slot, parity = i % STAGES, (i // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), parity ^ 1)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             start_n = of_head + (n - 1 - i) * BLOCK_N
-            _load(k_desc, [start_n, 0], k_full.index(slot), k_s.index(slot))
+            tma_load(k_desc, [start_n, 0], k_full.index(slot), k_s.index(slot))
             _stamp(trace_ptr, 2, i, 0, n, TRACE)
         if i > 0:
             slot, parity = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
             mbarrier.wait(v_empty.index(slot), parity ^ 1)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             start_n = of_head + (n - i) * BLOCK_N
-            _load(v_desc, [start_n, 0], v_full.index(slot), v_s.index(slot))
+            tma_load(v_desc, [start_n, 0], v_full.index(slot), v_s.index(slot))
             _stamp(trace_ptr, 2, i - 1, 1, n, TRACE)
 
 
@@ -485,7 +486,7 @@ def _consumer(
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, acc_layout))
     q.store((acc * inverse[:, None]).to(q.dtype))
     fence_async_shared()
-    _store(out_desc, [of_head + start_m, 0], q)
+    tma_store(out_desc, [of_head + start_m, 0], q)
     tma.store_wait(0)
 
 

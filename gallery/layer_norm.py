@@ -563,41 +563,6 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 
 # Reading
-def summary(sweep):
-    for dtype in ("bfloat16", "float32"):
-        ours = [sweep.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
-        worst = min(ours)
-        at = COLUMNS[ours.index(worst)]
-        name, peer = sweep.best_peer(dtype=dtype, columns=at)
-        yield (
-            f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a "
-            f"copy. It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
-            f"{100 * peer:.0f} %."
-        )
-
-
-def faster_peers(sweep, dtypes=("bfloat16", "float32")):
-    """Say where the fastest library is ahead of ours by more than 1 %."""
-    found = {}
-    for dtype in dtypes:
-        for n in COLUMNS:
-            ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
-            name, peer = sweep.best_peer(dtype=dtype, columns=n)
-            if peer > 1.01 * ours:
-                found.setdefault((name, dtype), {})[f"{n:,}"] = 100 * (peer - ours)
-    ahead = []
-    for (name, dtype), gaps in found.items():
-        *others, last = gaps
-        columns = f"{', '.join(others)} and {last}" if others else last
-        ahead.append(
-            f"{name} in {dtype} at {columns} columns, by "
-            f"{'up to ' * bool(others)}{max(gaps.values()):.1f} percentage points"
-        )
-    if not ahead:
-        return "No library is ahead of ours by more than 1 %."
-    return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
-
-
 def quack_elsewhere(sweep):
     """Where quack did not run here, say so, and what it reaches on another GPU."""
     if "quack" not in sweep.skipped:
@@ -618,7 +583,12 @@ def quack_elsewhere(sweep):
     return said
 
 
-lab.read(" ".join((*summary(forward), faster_peers(forward), quack_elsewhere(forward))))
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
+sentences = [
+    *(forward.summary(**d) for d in in_dtypes),
+    forward.faster_peers(*in_dtypes),
+]
+lab.read(" ".join([*sentences, quack_elsewhere(forward)]))
 
 # %%
 # The compiler's report shows the registers that limit wide rows. A value that finds no register

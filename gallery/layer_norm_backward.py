@@ -743,38 +743,13 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
-
 # Reading
-def summary(sweep):
-    for dtype in ("bfloat16", "float32"):
-        ours = [sweep.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
-        worst = min(ours)
-        at = COLUMNS[ours.index(worst)]
-        name, peer = sweep.best_peer(dtype=dtype, columns=at)
-        yield (
-            f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a "
-            f"copy. It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
-            f"{100 * peer:.0f} %."
-        )
-
-
-def faster_peers(sweep):
-    found = []
-    for dtype in ("bfloat16", "float32"):
-        for n in COLUMNS:
-            ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
-            name, peer = sweep.best_peer(dtype=dtype, columns=n)
-            if peer > 1.01 * ours:
-                found.append(
-                    f"{name} at {n:,} columns of {dtype}, {100 * peer:.0f} % against "
-                    f"{100 * ours:.0f} %"
-                )
-    if not found:
-        return "No library in the figures is faster at any of these sizes."
-    return f"Libraries are faster here: {'; '.join(found)}."
-
-
-lab.read(" ".join((*summary(backward), faster_peers(backward))))
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
+lab.read(
+    " ".join(
+        [*(backward.summary(**d) for d in in_dtypes), backward.faster_peers(*in_dtypes)]
+    )
+)
 
 # %%
 # In these kernels, a value that finds no register :term:`spills <spill>`: it is written to memory

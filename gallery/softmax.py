@@ -751,47 +751,12 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 # %%
 
 # Reading
-sentences = []
-for dtype in ("bfloat16", "float32"):
-    ours = [forward.share("Kernel Book", dtype=dtype, columns=n) for n in COLUMNS]
-    worst = min(ours)
-    at = COLUMNS[ours.index(worst)]
-    name, peer = forward.best_peer(dtype=dtype, columns=at)
-    if max(ours) - worst < 0.02:
-        sentences.append(
-            f"In {dtype} all widths lie at {100 * worst:.0f} to {100 * max(ours):.0f} %."
-        )
-        continue
-    sentences.append(
-        f"In {dtype} the kernel reaches {100 * worst:.0f} % to {100 * max(ours):.0f} % of a copy. "
-        f"It is slowest at {at:,} columns, where the fastest library, {name}, reaches "
-        f"{100 * peer:.0f} %."
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
+lab.read(
+    " ".join(
+        [*(forward.summary(**d) for d in in_dtypes), forward.faster_peers(*in_dtypes)]
     )
-
-
-def faster_peers(sweep, dtypes=("bfloat16", "float32")):
-    """Say where the fastest library is ahead of ours by more than 1 %."""
-    found = {}
-    for dtype in dtypes:
-        for n in COLUMNS:
-            ours = sweep.share("Kernel Book", dtype=dtype, columns=n)
-            name, peer = sweep.best_peer(dtype=dtype, columns=n)
-            if peer > 1.01 * ours:
-                found.setdefault((name, dtype), {})[f"{n:,}"] = 100 * (peer - ours)
-    ahead = []
-    for (name, dtype), gaps in found.items():
-        *others, last = gaps
-        columns = f"{', '.join(others)} and {last}" if others else last
-        ahead.append(
-            f"{name} in {dtype} at {columns} columns, by "
-            f"{'up to ' * bool(others)}{max(gaps.values()):.1f} percentage points"
-        )
-    if not ahead:
-        return "No library is ahead of ours by more than 1 %."
-    return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
-
-
-lab.read(" ".join((*sentences, faster_peers(forward))))
+)
 
 # %%
 
@@ -862,7 +827,7 @@ lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
     f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
     "one write load the memory less than a copy's even mix of reads and writes. "
-    f"{faster_peers(backward, ['bfloat16'])}"
+    f"{backward.faster_peers(in_dtypes[0])}"
 )
 
 # %%

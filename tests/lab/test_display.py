@@ -1,5 +1,6 @@
 """What a chapter shows: pieces of kernels, prose, tables and figures."""
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -95,6 +96,22 @@ def test_the_best_peer_is_neither_the_book_nor_the_limit(replayed):
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
     assert sweep.best_peer(elements=1000) == ("ours", 0.5)  # where the peer is absent
     assert sweep.best_peer(elements=2000) == ("ours", pytest.approx(0.8))
+
+
+def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    times = sweep.milliseconds
+    times = {"copy": times["copy"], "Kernel Book": times["ours"], "peer": [[], [1.5, 2.0, 2.5]]}
+    sweep = dataclasses.replace(sweep, providers=list(times), milliseconds=times)
+    in_float16 = {"dtype": "float16"}
+    assert "In float16 the kernel reaches 50 % to 80 % of a copy" in sweep.summary(**in_float16)
+    assert "slowest at 1,000 elements" in sweep.summary(**in_float16)
+    assert sweep.faster_peers(in_float16).endswith(
+        "peer in float16 at 2,000 elements, by 20.0 percentage points."
+    )
+    times["peer"] = [[], [2.48] * 3]  # ahead by 1 % and no more
+    sweep = dataclasses.replace(sweep, milliseconds=times)
+    assert sweep.faster_peers(in_float16).startswith("No library")
 
 
 def test_providers_keep_their_colour(replayed):

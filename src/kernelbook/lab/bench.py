@@ -173,6 +173,48 @@ class Sweep:
         found = {name: share for name, share in found.items() if not math.isnan(share)}
         return max(found.items(), key=lambda item: item[1], default=("none", math.nan))
 
+    def summary(self, **where) -> str:
+        """Return a sentence: which shares of the limit the book's kernel reaches along the axis."""
+        ours = {
+            at: self.share("Kernel Book", **where, **{self.axis: at}) for at in self._along(where)
+        }
+        slowest, fastest = min(ours, key=ours.get), max(ours, key=ours.get)
+        least, most = 100 * ours[slowest], 100 * ours[fastest]
+        inputs = f"In {', '.join(map(str, where.values()))}"
+        if most - least < 2:
+            return f"{inputs} the kernel reaches {least:.0f} to {most:.0f} % of a {self.limit}."
+        name, peer = self.best_peer(**where, **{self.axis: slowest})
+        return (
+            f"{inputs} the kernel reaches {least:.0f} % to {most:.0f} % of a {self.limit}. It is "
+            f"slowest at {slowest:,} {self.axis}, where the fastest library, {name}, reaches "
+            f"{100 * peer:.0f} %."
+        )
+
+    def faster_peers(self, *wheres: dict) -> str:
+        """Return a sentence: where on the axis a library is ahead of the book by more than 1 %."""
+        ahead = []
+        for where in wheres:
+            found = {}
+            for at in self._along(where):
+                ours = self.share("Kernel Book", **where, **{self.axis: at})
+                name, peer = self.best_peer(**where, **{self.axis: at})
+                if peer > 1.01 * ours:
+                    found.setdefault(name, {})[f"{at:,}"] = 100 * (peer - ours)
+            for name, gaps in found.items():
+                *others, last = gaps
+                ahead.append(
+                    f"{name} in {', '.join(map(str, where.values()))} at "
+                    f"{', '.join(others) + ' and ' if others else ''}{last} {self.axis}, by "
+                    f"{'up to ' if others else ''}{max(gaps.values()):.1f} percentage points"
+                )
+        if not ahead:
+            return "No library in the figures is ahead of ours by more than 1 %."
+        return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
+
+    def _along(self, where: dict) -> list:
+        """Return the values of the axis at the points that fit, in their order."""
+        return [point[self.axis] for point in self.points if where.items() <= point.items()]
+
     def rate(self, provider: str, **where) -> float:
         """Return the provider's speed in the sweep's unit, at one point."""
         return self._one("rate", provider, where)

@@ -35,16 +35,13 @@ from kernelbook import runtime
 from kernelbook.ops.attention import scope, tiles, tuned
 from kernelbook.ops.attention.scope import key_stages, seen_keys
 from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
+from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.ops.launch import Launch, planned
-
-# Triton 3.8 gave the copies of the copy engine other names.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 ROWS = gl.constexpr(64)
 """Queries of a consumer: the rows of one wgmma."""
 
-FIRST_BARRIER = 9
+FIRST_BARRIER = gl.constexpr(9)
 """The first of the named barriers by which consumers take turns; Triton uses low ones."""
 
 
@@ -86,7 +83,8 @@ CHOICES = {
 }
 """What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
 up to how many keys, and which configuration, or None for the kernel of ``attention.forward``.
-Measured on an H200 with 16,384 tokens of 2,048 columns in all."""
+A first choice: made on an H200, with 16,384 tokens of 2,048 columns in all, before tiles came in
+pairs, which were not timed yet."""
 
 
 def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
@@ -95,31 +93,19 @@ def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
     return next(config for longest, config in of_lengths if seqlen_k <= longest)
 
 
-# -- turns: named barriers, which Gluon has not
-
-
-@gluon.jit
-def _turn_asm(CODE: gl.constexpr):
-    gl.inline_asm_elementwise(
-        CODE, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.constexpr_function
-def _barrier_code(verb, of):
-    return f"bar.{verb} {9 + of}, 256; mov.u32 $0, $1;"
+# -- turns
 
 
 @gluon.jit
 def wait_for_turn(ME: gl.constexpr):
     """Wait until it is the turn of this consumer to issue matmuls."""
-    _turn_asm(_barrier_code("sync", ME))
+    named_barrier("sync", FIRST_BARRIER + ME, 256)
 
 
 @gluon.jit
 def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the next consumer issue."""
-    _turn_asm(_barrier_code("arrive", (ME + 1) % CONSUMERS))
+    named_barrier("arrive", FIRST_BARRIER + (ME + 1) % CONSUMERS, 256)
 
 
 # -- which tiles
@@ -227,7 +213,7 @@ def fetch(
     slot = i % STAGES
     mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    _load(desc, [batch, head, row, 0], full.index(slot), ring.index(slot))
+    tma_load(desc, [batch, head, row, 0], full.index(slot), ring.index(slot))
 
 
 @gluon.jit
@@ -257,7 +243,7 @@ def load(loading, constants: gl.constexpr):
                 for g in gl.static_range(CONSUMERS):
                     mbarrier.wait(q_empty.index(g), (turn & 1) ^ 1)
                     mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                    _load(
+                    tma_load(
                         q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g)
                     )
             v_batch = batch
@@ -368,7 +354,7 @@ def write(acc, inverse, out_desc, buffer, turn, heads_and_limits, ME, constants:
     buffer.store(acc.to(out_desc.dtype))
     fence_async_shared()
     where = [batch_head // heads, batch_head % heads, start_m + ME * ROWS, 0]
-    _store(out_desc, where, buffer)
+    tma_store(out_desc, where, buffer)
 
 
 @gluon.jit
