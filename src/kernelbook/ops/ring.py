@@ -373,8 +373,9 @@ class _Ring(torch.autograd.Function):
             if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
                 rows, keys, causal = work
                 part, lse_part = operator.run(
-                    q[:, :, rows], *(x[:, :, keys] for x in kv), causal, None, None, sm_scale, True
-                )
+                    q[:, :, rows], *(x[:, :, keys] for x in kv), causal, None, None, sm_scale, True,
+                    "auto",
+                )  # fmt: skip
                 if step:
                     merge(out[:, :, rows], lse[:, :, rows], part, lse_part)
                 else:
