@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 import triton
-from packaging.version import Version
 
 from kernelbook import runtime
 from kernelbook.ops import checks
@@ -66,15 +65,15 @@ CHOICES = {
     (128, True): ((2048, None), (math.inf, CONFIGS[128])),
 }
 """What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
-up to how many keys, and which configuration, or None for the kernel of ``attention.forward``.
+up to how many keys that a query may see, and which configuration, or None for the kernel of
+``attention.forward``.
 A first choice: made on an H200, with 16,384 tokens of 2,048 columns in all, before tiles came in
 pairs, which were not timed yet."""
 
 
-def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
+def choose(head_dim: int, uneven: bool, keys: int) -> Config | None:
     """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
-    of_lengths = CHOICES[head_dim, uneven]
-    return next(config for longest, config in of_lengths if seqlen_k <= longest)
+    return next(config for most, config in CHOICES[head_dim, uneven] if keys <= most)
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ class Choice:
     """Which kernel runs, and why not the other."""
 
     backend: str
-    """ "triton" or "gluon"."""
+    """Which one runs, "triton" or "gluon"."""
     config: Config | None
     """How the Gluon kernel is cut, where it runs."""
     reason: str
-    """Why it is this one."""
+    """Why it is this one: what was measured, or what the other cannot do."""
 
 
 @planned
@@ -126,12 +125,13 @@ def forward_choice(
         if backend == "gluon":
             refuse(why_not)
         return Choice("triton", None, why_not)
-    uneven = scope.uneven(*scope.bounds(is_causal, window, q_shape[2], seqlen_k))
-    config = choose(head_dim, uneven, seqlen_k)
+    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
+    uneven, keys = scope.uneven(*bounds), min(seqlen_k, scope.most_seen(*bounds))
+    config = choose(head_dim, uneven, keys)
     if backend == "gluon":
         return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
     mask = "under a mask that cuts a triangle" if uneven else "with no such mask"
-    reason = f"measured to be faster at head_dim {head_dim}, {seqlen_k:,} keys, {mask}"
+    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
     return Choice("gluon" if config else "triton", config, reason)
 
 
@@ -147,17 +147,13 @@ def unsupported(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) 
     if capability != (9, 0):
         major, minor = capability
         return f"compute capability {major}.{minor} is not 9.0, which is Hopper"
-    if _older_than_gluon(triton.__version__):
+    if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 6]:
         return f"Triton {triton.__version__} is older than 3.6"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the dtype is {checks.spell(dtype)}, and not float16 or bfloat16"
     if not any(head_dim == known for known in CONFIGS):
         return f"head_dim is {head_dim}, and not 64 or 128"
     return None
-
-
-def _older_than_gluon(version: str) -> bool:
-    return Version(version) < Version("3.6")
 
 
 def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

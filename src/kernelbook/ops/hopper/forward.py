@@ -37,6 +37,7 @@ from kernelbook.ops.hopper.choice import (  # noqa: F401  (what says whether and
     REGISTERS,
     Config,
     choose,
+    forward_choice,
     supported,
 )
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
@@ -586,16 +587,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked, and that :func:`supported` allows.
 
-    ``config`` is how the kernel is cut: by default what :func:`choose` returns, or where that is
-    None, what ``CONFIGS`` has. To run the fastest kernel, ask :func:`choose` first.
+    ``config`` is how the kernel is cut: by default as :func:`kernelbook.attention` has it with the
+    backend "gluon". To run the fastest kernel, ask :func:`forward_choice` first.
     """
     # I/O: read q + read k + read v + write out + write lse
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     if config is None:
-        chosen = choose(q.shape[3], scope.uneven(left, right), k.shape[2])
-        config = chosen or CONFIGS[q.shape[3]]
+        chosen = forward_choice((9, 0), q.dtype, q.shape, k.shape, is_causal, window, "gluon")
+        config = chosen.config
     run = _launch(
         config, runtime.multiprocessors(q.device), q.shape, k.shape, left, right, sm_scale,
         tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
