@@ -315,9 +315,9 @@ lab.source(packed_row_fwd_kernel)
 #          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
 #
 # How do four pairs become one? The mean of the row is the mean of the four means. The row's
-# :math:`M` is more than the sum of the four, because each part also deviates as a whole: the numbers
-# 1 and 3 lie around 2, while the row lies around 3. The last column adds these deviations, squared,
-# once for each number of the part.
+# :math:`M` is more than the sum of the four, because each part also deviates as a whole: the
+# numbers 1 and 3 lie around 2, while the row lies around 3. The last column adds these deviations,
+# squared, once for each number of the part.
 
 # Measuring
 parts = torch.tensor([[1.0, 3.0], [2.0, 6.0], [5.0, 5.0], [0.0, 2.0]])
@@ -343,7 +343,8 @@ lab.table(
 )
 
 # %%
-# In general, let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x
+# In general, let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum
+# (x
 # - m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the elements of one part give
 #
 # .. math::
@@ -366,9 +367,9 @@ lab.source(merge_moments)
 #
 # The programs pass on their moments by the :term:`exchange` that the chapter on :doc:`softmax
 # </chapters/softmax>` explains: publish, wait, collect. Each part of a row has a *slot* in memory,
-# 64 bits that hold its two numbers. A program reads ``LOOKS`` slots of a row at once, one per thread
-# of a warp. If the row has fewer parts, it reads them several times over, hence ``% N_PARTS``, and
-# the merge counts only the first ``N_PARTS``.
+# 64 bits that hold its two numbers. A program reads ``LOOKS`` slots of a row at once, one per
+# thread of a warp. If the row has fewer parts, it reads them several times over, hence ``%
+# N_PARTS``, and the merge counts only the first ``N_PARTS``.
 
 lab.source(split_fwd_kernel, "collect")
 
@@ -535,8 +536,9 @@ share = {
 lab.read(
     f"**Whole rows.** At 4,096 columns PyTorch's single operations reach "
     f"{share['simple_layer_norm', 4096]:.0f} % of a copy, the loop {share['loop', 4096]:.0f} % and "
-    f"the public function, which keeps whole rows, {share['Kernel Book', 4096]:.0f} %. By their bytes alone, 12 where a copy has "
-    f"2, the single operations should reach {100 * 2 / 12:.0f} %. So we time them one by one."
+    f"the public function, which keeps whole rows, {share['Kernel Book', 4096]:.0f} %. By "
+    f"their bytes alone, 12 where a copy has 2, the single operations should reach "
+    f"{100 * 2 / 12:.0f} %, so we time them one by one."
 )
 
 # %%
@@ -611,9 +613,9 @@ lab.read(
 
 # %%
 # The loop is slow at both ends of the plot. The longest rows of all running programs do not fit in
-# L2 together, so each comes from main memory three times. With the write, that is twice the bytes of
-# a copy, so 50 % at best. At 1,024 columns the reason is a different one: the loop always uses eight
-# warps, so a thread has only four elements of a row to work on between two sums across warps.
+# L2 together, so each comes from main memory three times. With the write, that is twice the bytes
+# of a copy, so 50 % at best. At 1,024 columns the reason is a different one: the loop always uses
+# eight warps, so a thread has only four elements of a row to work on between two sums across warps.
 
 
 # Measuring
@@ -625,7 +627,7 @@ def warps_of_the_loop():
     rows = []
     for warps in (8, 2):
         took = milliseconds(
-            lambda w=warps: loop_fwd_kernel[(32768,)](*tensors, *numbers, num_warps=w)
+            lambda warps=warps: loop_fwd_kernel[(32768,)](*tensors, *numbers, num_warps=warps)
         )
         row = {"warps": warps, "elements per thread": 1024 // (32 * warps)}
         rows.append(row | {"% of a copy": round(100 * copy / took)})
@@ -666,8 +668,8 @@ lab.read(loop_said(fewer.rows))
 # from L2, and the packing, because :doc:`softmax </chapters/softmax>` splits rows of this length.
 #
 # An experiment tells them apart. It runs the packed kernel on rows of 32,768 columns twice, the
-# second time with so many registers per thread that only one program fits there, too. It also splits
-# the long row, and does everything with and without weight and bias.
+# second time with so many registers per thread that only one program fits there, too. It also
+# splits the long row, and does everything with and without weight and bias.
 
 
 # Measuring
