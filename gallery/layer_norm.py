@@ -627,7 +627,9 @@ def warps_of_the_loop():
     rows = []
     for warps in (8, 2):
         took = milliseconds(
-            lambda warps=warps: loop_fwd_kernel[(32768,)](*tensors, *numbers, num_warps=warps)
+            lambda warps=warps: loop_fwd_kernel[(32768,)](
+                *tensors, *numbers, num_warps=warps
+            )
         )
         row = {"warps": warps, "elements per thread": 1024 // (32 * warps)}
         rows.append(row | {"% of a copy": round(100 * copy / took)})
