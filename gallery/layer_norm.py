@@ -198,13 +198,15 @@ lab.table(
 lab.source(moments)
 
 # %%
-# Rows of 16-bit numbers seldom need the correction. float16 has 11 significant bits, bfloat16 has 8
-# and float32 has 24, so in float16 the sum of up to 8,192 equal numbers is exact (this is the
-# constant ``EXACT``), and in bfloat16 that of up to 65,536, more than this kernel is given. The
-# variance of a *far row*, which is explained below, comes out infinite here.
+# Rows of 16-bit numbers seldom need the correction, because the sum of equal ones is exact, up to
+# ``EXACT`` of them in float16. The variance of a *far row*, explained below, comes out infinite
+# here.
 #
-# .. dropdown:: The five helpers of ``moments``
+# .. dropdown:: What ``moments`` calls, and ``EXACT``
 #
+#    - ``EXACT``: float16 has 11 significant bits, bfloat16 has 8 and float32 has 24. So in float16
+#      the sum of up to 8,192 equal numbers is exact, and in bfloat16 that of up to 65,536, more
+#      than this kernel is given.
 #    - ``mean_of`` multiplies by ``SMALL``, which is :math:`2^{-16}`, before it sums, so that the
 #      sum of a row of large numbers does not overflow. Scaling by a power of two costs no digit
 #      unless the result is subnormal, and then epsilon outweighs it.
@@ -263,10 +265,10 @@ lab.source(far_rstd)
 lab.source(row_fwd_kernel)
 
 # %%
-# **In a loop.** A row of any length can be read in blocks. This kernel cannot keep the row on the
-# chip, so it loads the row three times: its three loops are those of the formulas. Short rows are
-# still in :term:`L2`, the cache that all SMs share, the second and third time, so only long rows
-# cost three reads of main memory.
+# **In a loop.** A row of any length can be read in blocks, three times, because this kernel cannot
+# keep it on the chip: its three loops are those of the formulas. Short rows are still in
+# :term:`L2`, the cache that all SMs share, the second and third time, so only long rows cost three
+# reads of main memory.
 
 # Folded: The looping kernel whole
 lab.source(loop_fwd_kernel)
@@ -429,12 +431,12 @@ lab.table(
 # Is it right?
 # ------------
 #
-# The output is checked against float64, with weight and bias of the same dtype as ``x``. Each
-# result is cut into *parts* of at most 64 rows and 1,024 columns. The *error* of a part is its
-# largest difference from the truth, divided by its largest true number. It may be at most twice
-# PyTorch's own error, in this part or typically, or one unit in the last place (:term:`ulp`),
-# whichever is larger, because rounding the result can alone cost half of that. In float32 it may be
-# twice as much, because the hardware's reciprocal square root may be wrong by two units.
+# The output is checked against float64, with weight and bias of the same dtype as ``x``, in *parts*
+# of at most 64 rows and 1,024 columns. The *error* of a part is its largest difference from the
+# truth, divided by its largest true number. It may be at most twice PyTorch's own error, or one
+# unit in the last place (:term:`ulp`), because rounding the result can alone cost half of that. In
+# float32 it may be twice as much, because the hardware's reciprocal square root may be wrong by two
+# units.
 
 
 # Measuring
@@ -471,11 +473,11 @@ lab.check(
 # ---------------
 #
 # The yardstick is a copy, because it, too, reads one byte for each that it writes. Points slightly
-# above 100 % are kernels that beat PyTorch's copy. In the ladder, "loop" loads the row three times.
-# "one program" takes the kernel for whole rows at any length, with one row per program. "Kernel
-# Book" is the public function, which in bfloat16 takes whole rows up to 8,192 columns and packed
-# ones from 16,384. The baseline is PyTorch's single operations. Up to 4,096 columns there are
-# 32,768 rows, and beyond as many as make :math:`2^{27}` elements.
+# above 100 % are kernels that beat PyTorch's copy. The baseline is PyTorch's single operations, and
+# "loop" loads the row three times. "one program" takes the kernel for whole rows at any length,
+# with one row per program. "Kernel Book" is the public function, which in bfloat16 takes whole rows
+# up to 8,192 columns and packed ones from 16,384. Up to 4,096 columns there are 32,768 rows, and
+# beyond as many as make :math:`2^{27}` elements.
 
 
 # Measuring
@@ -917,10 +919,10 @@ lab.facts(
 #
 # In a small network, this operator is slower than PyTorch's although its plots above are better,
 # because the :term:`host` has to *start* every kernel. A forward and a backward pass are three
-# :term:`launches <launch>` from Python, two of them of the next chapter's kernels. Around them the
-# host checks the arguments, allocates the results and runs autograd, and none of this work depends
-# on the size of the input. A :term:`CUDA graph` records the launches once and replays them without
-# that work, so where the GPU waits for the host, the graph shows what the host costs.
+# :term:`launches <launch>` from Python, and around them the host checks the arguments, allocates
+# the results and runs autograd, whatever the size of the input. A :term:`CUDA graph` records the
+# launches once and replays them without that work, so where the GPU waits for the host, the graph
+# shows what the host costs.
 
 
 # Measuring
@@ -1016,9 +1018,9 @@ def small_said(rows):
 lab.read(small_said(small.rows))
 
 # %%
-# A CUDA graph helps, and so does doing more work per launch. The last table shows how long the host
-# is busy with one call, which :doc:`/hardware` explains. It takes the fastest of 60 rounds, while
-# the table above averages 200 calls with whatever slowed down the host in between.
+# The last table shows how long the host is busy with one call, which :doc:`/hardware` explains. It
+# takes the fastest of 60 rounds, while the table above averages 200 calls with whatever slowed down
+# the host in between.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE)
 lab.host_times(
@@ -1055,6 +1057,7 @@ def variance_kernel(
 
 # %%
 
+# Measuring
 v = torch.empty(1, device=runtime.DEVICE)
 rows = []
 for n_cols in (1024, 1000, 520):
@@ -1070,13 +1073,13 @@ for n_cols in (1024, 1000, 520):
 lab.table(rows, "The variance of a row with mean 3")
 
 # %%
-# With 1,024 columns both versions are right, because no element is past the end; this is how the
-# mistake survives a careless test. It also hides when the mean is zero, as it is in most random
-# tests.
+# With 1,024 columns both versions are right, because no element is past the end. The mistake also
+# hides when the mean is zero, as it is in most random tests.
 #
 # **The variance is divided by N - 1.** This is what ``torch.var`` does by default. In long rows the
 # difference is too small to notice; in short rows it changes the result.
 
+# Measuring
 x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=runtime.DEVICE)
 deviation = x - x.mean()
 

@@ -66,8 +66,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # to write ``dx``, :math:`3 N` in all.
 #
 # The forward pass has stored the mean and ``rstd``, the reciprocal of the standard deviation,
-# because they are only 8 bytes per row, while computing them again would take two sums over the row
-# before any other work could start.
+# because they are only 8 bytes per row and would take two sums over the row to compute again.
 #
 # The idea
 # --------
@@ -261,12 +260,11 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One program per row would leave two rows of float32 partial
-# sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
-# launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at
-# once, and each loops over many rows, ``BLOCK_ROWS`` at a time: one or, if rows are short, two. Its
-# partial sums for ``dw`` and ``db`` stay in :term:`registers <register>`, in float32, for the whole
-# loop.
+# How many programs should there be? One per row would leave two rows of float32 partial sums for
+# each row of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many
+# programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over
+# many rows, ``BLOCK_ROWS`` at a time, one or, if rows are short, two, and keeps its partial sums
+# for ``dw`` and ``db`` in :term:`registers <register>`, in float32, for the whole loop.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -442,9 +440,8 @@ def race_said(race):
     )
     waiting = 100 * (locked - stored) / (locked - best)
     said = (
-        f"With a lock, the programs share {tuned.LOCK_BUFFERS} buffers. At 1,024 columns, a lock "
-        f"per tile reaches {share['lock per tile', 1024]:.0f} % of the speed of a copy, a lock per "
-        f"program {share['lock per program', 1024]:.0f} %, and partial sums "
+        f"At 1,024 columns, a lock per tile reaches {share['lock per tile', 1024]:.0f} % of the "
+        f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial sums "
         f"{share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
         f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
         f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes {locked / best:.1f} times "
@@ -501,7 +498,7 @@ lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 # Even a correct lock does not give reproducible results, because the programs add in the order in
 # which they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
 # always added in the same order, which depends only on the number of programs and thus on the GPU.
-# ``layer_norm`` uses them because they are faster *and* reproducible.
+# So ``layer_norm`` uses partial sums: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -618,20 +615,18 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 # numbers fits beside them if it stays packed in pairs, as in the forward pass, with one program per
 # SM.
 #
-# For wider rows, several programs share a row. These programs are a *group*, and each takes one
-# part of every row of the group. They exchange what each part adds to ``c1`` and ``c2`` through the
-# :term:`exchange` that the chapter on :doc:`softmax </chapters/softmax>` explains. Each part of a
-# row has a *slot* in memory, 64 bits that are written at once, into which ``to_slot`` packs two
-# float32 numbers. ``terms`` computes xhat and wdy.
+# For wider rows, several programs share a row. They are a *group*, each takes one part of every row
+# of the group, and they exchange what each part adds to ``c1`` and ``c2``, as in the forward pass:
+# each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
+# numbers. ``terms`` computes xhat and wdy.
 
 lab.source(split_bwd_kernel, "publish")
 
 # %%
 # The program would now have to wait for its neighbours' numbers. Instead it requests its part of
 # the next row, and then finishes the row *before*, whose numbers have usually arrived because all
-# parts had a whole iteration to publish them. Three rows are in progress at any time: one being
-# loaded, one published and one finished. The price is registers, because ``x`` and ``dy`` of a row
-# stay there for one iteration longer.
+# parts had a whole iteration to publish them. The price is registers, because ``x`` and ``dy`` of a
+# row stay there for one iteration longer.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -649,11 +644,11 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# The gradients are checked against float64 in parts of at most 64 rows and 1,024 columns, as in
-# :doc:`the chapter before </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In
-# float32 it may be four times for ``dx``, because the hardware's reciprocal square root may be
-# wrong by two units in the last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because
-# the error of a sum over many rows depends on its order.
+# The gradients are checked against float64 in parts, as in :doc:`the chapter before
+# </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In float32 it may be four
+# times for ``dx``, because the hardware's reciprocal square root may be wrong by two units in the
+# last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because the error of a sum over
+# many rows depends on its order.
 
 
 # Measuring
@@ -887,6 +882,8 @@ lab.read(ahead_said(ahead.rows))
 
 
 # %%
+
+
 # Measuring
 def launch(columns, dtype):
     x = torch.randn(512, columns, device=runtime.DEVICE, dtype=dtype)
@@ -1019,6 +1016,7 @@ def lost_additions():
 
 # %%
 
+# Measuring
 lost = lab.measure("A sum of 500 rows, with and without protection", lost_additions)
 lost
 
@@ -1048,9 +1046,11 @@ lab.read(
 )
 
 # %%
-# :term:`PTX`, NVIDIA's assembly language, shows what accesses memory or waits in between. A
-# ``bar.sync`` in a row without our barriers is the compiler's own: it hands the result of the swap
-# to all threads of the program.
+# .. dropdown:: What the compiler makes of it
+#
+#    The next fold lists what accesses memory or waits, in :term:`PTX`, NVIDIA's assembly language.
+#    A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the result of the
+#    swap to all threads of the program.
 
 # Folded: From taking the lock to giving it back, in PTX
 lab.measure("From taking the lock to giving it back", in_ptx)
