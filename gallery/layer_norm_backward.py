@@ -441,8 +441,8 @@ def race_said(race):
     waiting = 100 * (locked - stored) / (locked - best)
     said = (
         f"At 1,024 columns, a lock per tile reaches {share['lock per tile', 1024]:.0f} % of the "
-        f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial sums "
-        f"{share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
+        f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial "
+        f"sums {share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
         f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
         f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes {locked / best:.1f} times "
         f"as long as partial sums. Partial sums per tile take {stored / best:.1f} times as long"
