@@ -894,7 +894,7 @@ def launch(columns, dtype):
 # %%
 
 # Folded: What the compiler made of the kernels
-report = lab.facts(
+lab.facts(
     "What the compiler made of the kernels",
     {
         f"{columns:,} columns, {str(dtype).removeprefix('torch.')}": (
@@ -903,19 +903,6 @@ report = lab.facts(
         for columns in (1024, 16384, 65536)
         for dtype in DTYPES
     },
-)
-report
-
-# %%
-
-# Reading
-wide = [row for row in report.rows if row["kernel"] != "buffer_sum_kernel"]
-registers, spills = (
-    max((row[what] for row in wide), default=nan) for what in ("registers", "spills")
-)
-lab.read(
-    f"The compiler gives a thread of these kernels up to {registers:.0f} registers, and at most "
-    f"{spills:.0f} values of a thread find none and are written to memory and read back."
 )
 
 # %%
