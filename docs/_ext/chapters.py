@@ -142,8 +142,8 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
-            "one tile a program": "a lock for every tile",
-            "lock, looping": "a lock for many tiles",
+            "lock per tile": "a lock for every tile",
+            "lock per program": "a lock for many tiles",
             "partial sums": "partial sums, no lock",
         },
     ),
