@@ -15,6 +15,9 @@ You will learn
 """
 
 # sphinx_gallery_thumbnail_number = 2
+import re
+import statistics
+from functools import partial
 from unittest import mock
 
 import torch
@@ -57,8 +60,8 @@ def standard_attention(q, k, v, is_causal=False):
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
 # memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
-# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOP /
-# byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
+# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOPs
+# per byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -70,8 +73,8 @@ for length in (1024, 4096, 16384, 65536):
             "length": length,
             "GFLOP": round(flops / 1e9, 2),
             "scores, GiB": round(table / 2**30, 3),
-            "others, GiB": round(least / 2**30, 4),
-            "FLOP / byte": round(flops / (table + least)),
+            "the rest, GiB": round(least / 2**30, 4),
+            "FLOPs per byte": round(flops / (table + least)),
             "at best": round(flops / least),
         }
     )
@@ -98,24 +101,23 @@ def balance():
     flops = 2 * MATMUL**3 / do_bench(lambda: a @ b) * 1e3
     moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
     row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOP a byte": round(flops / moved)}]
+    return [row | {"FLOPs per byte": round(flops / moved)}]
 
 
-machine = lab.measure("What the machine can do, bfloat16", balance)
+machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 machine
 
 # %%
 
 # Reading
 nan = float("nan")
-needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
-rate_of_table = rows[1]["FLOP / byte"] / needed
+needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
+rate_of_table = rows[1]["FLOPs per byte"] / needed
 lab.read(
     f"On this machine, memory limits a kernel that does fewer than {needed:.0f} operations per "
-    f"byte. Standard attention does at most "
-    f"{rows[-1]['FLOP / byte']}, about half of head_dim, so it waits for memory at any length. At "
-    f"length 4,096 it can reach at most "
-    f"{rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
+    f"byte. Standard attention does at most {rows[-1]['FLOPs per byte']}, about half of head_dim, "
+    f"so it waits for memory at any length. At length 4,096 it can reach at most "
+    f"{rows[1]['FLOPs per byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
     f"a matmul. Without the table of scores "
     f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
     f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
@@ -125,7 +127,9 @@ lab.read(
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
 # growing lengths, we measure the memory that it allocates beyond inputs and output, until it no
-# longer fits. "Kernel Book" is the package's kernel, which the next chapter builds.
+# longer fits. "Kernel Book" is the package's Triton kernel, which the next chapter builds.
+
+package = partial(attention, backend="triton")
 
 
 def peak_memory(run, *inputs):
@@ -147,7 +151,7 @@ def memory_experiment():
         inputs = torch.randn(size, device=runtime.DEVICE).bfloat16()
         row = {"length": length}
         row["PyTorch, MiB"] = peak_memory(standard_attention, *inputs)
-        row["Kernel Book, MiB"] = peak_memory(attention, *inputs)
+        row["Kernel Book, MiB"] = peak_memory(package, *inputs)
         table.append(row)
     return table
 
@@ -523,37 +527,6 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# ``_meet`` loops over a range of keys, one tile per iteration. ``n_visible`` says how many keys
-# each query sees. Keys beyond the end are loaded as zeros by ``other=0.0``, because a masked
-# ``tl.load`` without ``other`` leaves those elements undefined. If ``visits_ptr`` is given, the
-# kernel records each tile that it computes with an :term:`atomic` addition; we count these records
-# later.
-
-
-@triton.jit
-def _meet(
-    acc, l_i, m_i, q, k_ptr, v_ptr, visits_ptr, start, end, n_visible, seqlen_k,
-    scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for start_n in range(start, end, BLOCK_N):
-        keys = start_n + tl.arange(0, BLOCK_N)
-        offsets = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        if MASKED:
-            inside = keys[:, None] < seqlen_k
-            k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        else:
-            k, v = tl.load(k_ptr + offsets), tl.load(v_ptr + offsets)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if MASKED:
-            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
-        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
-        if visits_ptr is not None:
-            tl.atomic_add(visits_ptr + start_n // BLOCK_N, 2 if MASKED else 1)
-    return acc, l_i, m_i
-
-
-# %%
 # Each program loads its tile of queries once, and begins with the triple of the empty set.
 
 
@@ -571,26 +544,39 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# The first kernel treats all keys as one range and masks every tile.
+# The first kernel loops over all keys, one tile per iteration, and masks every tile. ``n_visible``
+# says how many keys each query sees. Keys past the end are loaded as zeros by ``other=0.0``,
+# because a masked ``tl.load`` without ``other`` leaves those elements undefined.
 
 
 @triton.jit
 def _first_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, visits_ptr, seqlen_q, seqlen_k, scale_log2,
+    q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    # -- begin: a tile of queries, and the keys and values of its head
     queries, offsets, exist, q, m_i, l_i, acc = _begin(
         q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
     )
     first = tl.program_id(1).to(tl.int64) * seqlen_k * HEAD_DIM
+    k_ptr += first
+    v_ptr += first
     n_visible = tl.zeros((BLOCK_M,), tl.int32) + seqlen_k
     if IS_CAUSAL:
         n_visible = tl.minimum(queries + 1 + seqlen_k - seqlen_q, seqlen_k)
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, 0, seqlen_k,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=True,
-    )  # fmt: skip
+
+    # -- loop: load a tile of keys and values, compute its scores, update the triple
+    for start_n in range(0, seqlen_k, BLOCK_N):
+        keys = start_n + tl.arange(0, BLOCK_N)
+        at = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+        v = tl.load(v_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+
+    # -- end: divide once; a query that saw no key gets zeros
     out = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     tl.store(out_ptr + offsets, out, mask=exist)
 
@@ -603,7 +589,7 @@ ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100
 of_ramp = torch.empty_like(ramp)
 two_heads = (triton.cdiv(100, 32), 2)
 _first_kernel[two_heads](
-    ramp, ramp, ramp, of_ramp, None, 100, 100, 32**-0.5 * 1.4426950408889634,
+    ramp, ramp, ramp, of_ramp, 100, 100, 32**-0.5 * 1.4426950408889634,
     HEAD_DIM=32, BLOCK_M=32, BLOCK_N=16, IS_CAUSAL=False,
 )  # fmt: skip
 assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
@@ -615,14 +601,14 @@ assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
 
-def run(kernel, q, k, v, is_causal, visits=None, **options):
+def run(kernel, q, k, v, is_causal, **options):
     seqlen_q, head_dim = q.shape[-2:]
     out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
     options = BLOCKS | options
     grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]), q.shape[0] * q.shape[1])
     sizes = (seqlen_q, k.shape[-2], scale_log2)
     constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal}
-    kernel[grid](q, k, v, out, visits, *sizes, **constants, **options)
+    kernel[grid](q, k, v, out, *sizes, **constants, **options)
     return out
 
 
@@ -671,14 +657,19 @@ lab.check("The first kernel", first_cases(_first_kernel))
 
 @triton.jit
 def _staged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, visits_ptr, seqlen_q, seqlen_k, scale_log2,
+    q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, visits_ptr=None,
 ):  # fmt: skip
+    # -- begin: as before
     queries, offsets, exist, q, m_i, l_i, acc = _begin(
         q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
     )
     first = tl.program_id(1).to(tl.int64) * seqlen_k * HEAD_DIM
+    k_ptr += first
+    v_ptr += first
+
+    # -- stages: which keys all queries of the tile see, and which only some
     n_visible = tl.zeros((BLOCK_M,), tl.int32) + seqlen_k
     seen_by_all, seen_by_some = seqlen_k, seqlen_k
     if IS_CAUSAL:
@@ -686,16 +677,30 @@ def _staged_kernel(
         seen_by_all = tl.maximum(tl.min(n_visible, axis=0), 0)
         seen_by_some = tl.max(n_visible, axis=0)
     whole = seen_by_all // BLOCK_N * BLOCK_N
-    if visits_ptr is not None:
-        visits_ptr += tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N)
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, 0, whole,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=False,
-    )  # fmt: skip
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, whole, seen_by_some,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=True,
-    )  # fmt: skip
+
+    # -- loop: first over whole tiles, then over cut ones, which alone are masked
+    for CUT in tl.static_range(2):
+        start = whole if CUT else 0
+        end = seen_by_some if CUT else whole
+        for start_n in range(start, end, BLOCK_N):
+            keys = start_n + tl.arange(0, BLOCK_N)
+            at = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            if CUT:
+                k = tl.load(k_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+                v = tl.load(v_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+            else:
+                k, v = tl.load(k_ptr + at), tl.load(v_ptr + at)
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            if CUT:
+                qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+            acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+            if visits_ptr is not None:
+                tile = (
+                    tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N) + start_n // BLOCK_N
+                )
+                tl.atomic_add(visits_ptr + tile, 1 + CUT)
+
+    # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
 
@@ -719,9 +724,6 @@ lab.check("With stages", first_cases(_staged_kernel))
 #       :pyobject: _update
 #
 #    .. literalinclude:: attention_forward.py
-#       :pyobject: _meet
-#
-#    .. literalinclude:: attention_forward.py
 #       :pyobject: _begin
 #
 #    .. literalinclude:: attention_forward.py
@@ -737,16 +739,16 @@ def trace(seqlen_q, seqlen_k, is_causal):
     k, v = torch.randn(2, 1, 1, seqlen_k, 16, device=runtime.DEVICE)
     tiles = triton.cdiv(seqlen_q, 32), triton.cdiv(seqlen_k, 16)
     visits = torch.zeros(tiles, dtype=torch.int32, device=runtime.DEVICE)
-    run(_staged_kernel, q, k, v, is_causal, visits)
+    run(_staged_kernel, q, k, v, is_causal, visits_ptr=visits)
     return visits
 
 
-marks = {0: "·", 1: "whole", 2: "cut"}
+marks = {0: "·", 1: "■", 2: "◪"}
 rows = []
 for number, line in enumerate(trace(128, 128, True).tolist()):
     row = {"queries": f"tile {number}"}
     rows.append(row | {f"k {n}": marks[visits] for n, visits in enumerate(line)})
-lab.table(rows, "Tiles that the kernel computed: 128 queries, 128 keys")
+lab.table(rows, "128 queries, 128 keys: ■ whole, ◪ cut, · never computed")
 
 # %%
 # The count agrees with the formula at other lengths, too.
@@ -877,15 +879,15 @@ def recognised():
             torch.compile(standard_attention)(q, k, v, is_causal)
         found = counters["inductor"]["fuse_attention"]
         rows.append(
-            {"mask": "causal" if is_causal else "full", "patterns recognised": found}
+            {"mask": "causal" if is_causal else "full", "patterns that match": found}
         )
     return rows
 
 
 # %%
 
-# Folded: Patterns that torch.compile recognised
-lab.measure("Attention recognised by torch.compile", recognised)
+# Folded: How many patterns match
+lab.measure("Patterns of torch.compile that match standard attention", recognised)
 
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
@@ -962,10 +964,8 @@ def percent(name, mask):
 
 
 lab.read(
-    f"Standard attention waits for the table of scores and reaches "
-    f"{percent('PyTorch', 'full')} of the matmul without a mask, although the count of the first "
-    f"section allows {100 * rate_of_table:.0f} %; no run here measures which step takes the rest. "
-    f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
+    f"Standard attention reaches {percent('PyTorch', 'full')} of the matmul without a mask. With "
+    f"the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
     f"longer counts, and `masked_fill_` reads and writes the table once more. "
     f"Compiled, the code is "
     f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
@@ -973,6 +973,92 @@ lab.read(
     f"still goes through memory. Without a mask, tiles in plain PyTorch take "
     f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
     f"attention, because every tile goes through memory, and `acc` with it in each iteration."
+)
+
+# %%
+# **Where the time of standard attention goes.** The count of the first section allows it more than
+# it reaches. So we run each step by itself, and divide the bytes that it moves by its time.
+
+
+# Measuring
+def kernel_of(run):
+    """The kernel that takes the most time of a run, by the name that the profiler gives it."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        row for row in profiler.key_averages() if row.device_type == DeviceType.CUDA
+    ]
+    longest = max(found, key=lambda row: row.self_device_time_total, default=None)
+    return "not seen" if longest is None else short_name(longest.key)
+
+
+def short_name(kernel):
+    """A kernel's name without its return type, its namespaces and its arguments."""
+    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|<.*|\(.*", "", kernel)
+    return (name or kernel)[:48]
+
+
+def step_by_step(seqlen=4096):
+    q, k, v = torch.randn(3, 4, 16, seqlen, 128, device=runtime.DEVICE).bfloat16()
+    scores = q @ k.mT
+    weights = torch.softmax(scores, dim=-1)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    table, matrix = (x.numel() * x.itemsize / 1e9 for x in (scores, q))
+    rows = []
+    for step, run, gigabytes in (
+        ("q @ k.mT", lambda: q @ k.mT, table + 2 * matrix),
+        ("softmax", lambda: torch.softmax(scores, dim=-1), 2 * table),
+        ("weights @ v", lambda: weights @ v, table + 2 * matrix),
+        ("masked_fill_", lambda: scores.masked_fill_(hidden, -torch.inf), 2 * table),
+    ):
+        took = statistics.median(lab.event_times(run))
+        row = {"step": step, "ms": round(took, 2), "GB moved": round(gigabytes, 2)}
+        row |= {"GB/s": round(gigabytes / took * 1e3)}
+        rows.append(row | {"kernel": kernel_of(run)})
+    return rows
+
+
+# %%
+
+# Folded: Which kernel PyTorch runs in each step
+one_by_one = lab.measure("Standard attention, one step at a time", step_by_step)
+one_by_one
+
+# %%
+
+columns = ("step", "ms", "GB moved", "GB/s")
+lab.table(
+    [{column: row[column] for column in columns} for row in one_by_one.rows],
+    "Standard attention at length 4,096, one step at a time",
+)
+
+# %%
+
+# Reading
+by_step = {row["step"]: row for row in one_by_one.rows}
+masking = by_step.pop("masked_fill_", {"ms": nan})
+total = sum(row["ms"] for row in by_step.values()) if by_step else nan
+copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
+at_best = sum(row["GB moved"] for row in by_step.values()) / copied * 1e3
+of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
+slowest = max(by_step, key=lambda step: by_step[step]["ms"], default="none")
+fewest = (
+    "none of them" if max(of_copy.values(), default=nan) < 95 else "not each of them"
+)
+lab.read(
+    f"Without a mask the three steps take {total:.1f} ms one by one, and the whole "
+    f"{steps.milliseconds_at('PyTorch', mask='full'):.1f}. A copy of as many bytes would take "
+    f"{at_best:.1f} ms, which is what the first section allows; the steps take "
+    f"{total / at_best:.1f} times as long, because {fewest} moves its bytes as fast as a copy: "
+    f"`softmax` reaches {of_copy.get('softmax', nan):.0f} %, the first matmul "
+    f"{of_copy.get('q @ k.mT', nan):.0f} % and the second {of_copy.get('weights @ v', nan):.0f} %. "
+    f"The longest step is `{slowest}`, with "
+    f"{100 * by_step.get(slowest, masking)['ms'] / total:.0f} % of the time. A causal mask adds "
+    f"{masking['ms']:.1f} ms for `masked_fill_`."
 )
 
 # %%
