@@ -1284,7 +1284,7 @@ lab.read(
     f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
     f"than every library measured at {ahead or 'none'}"
     + (
-        f". Elsewhere the fastest library is up to {max(ratios):.2f} times as fast, "
+        f". {'Elsewhere the' if ahead else 'The'} fastest library is up to {max(ratios):.2f} times as fast, "
         f"{seven_for_five}"
         if ahead < len(everywhere)
         else ""
@@ -1324,9 +1324,9 @@ lab.read(
     f"head_dim 128 and {score[64]:.2f} µs at 64"
     + (
         f", which is more than half. So b is {rest:.2f} µs, {100 * rest / score[128]:.0f} % of the "
-        f"time at 128 and {100 * rest / score[64]:.0f} % at 64. Without it, the seven matmuls would "
-        f"run at {100 * in_matmuls / limit:.0f} % of the speed of the large matmul. (This assumes "
-        f"that the tiles of both head_dims, which differ, are equally good.)"
+        f"time at 128 and {100 * rest / score[64]:.0f} % at 64. Without it, the seven matmuls "
+        f"would run at {100 * in_matmuls / limit:.0f} % of the speed of the large matmul. (This "
+        f"assumes that the tiles of both head_dims, which differ, are equally good.)"
         if rest > 0
         else ", which is no more than half, so the matmuls hide all of the other work."
     )
