@@ -1284,8 +1284,8 @@ lab.read(
     f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
     f"than every library measured at {ahead or 'none'}"
     + (
-        f". {'Elsewhere the' if ahead else 'The'} fastest library is up to {max(ratios):.2f} times as fast, "
-        f"{seven_for_five}"
+        f". {'Elsewhere the' if ahead else 'The'} fastest library is up to {max(ratios):.2f} times "
+        f"as fast, {seven_for_five}"
         if ahead < len(everywhere)
         else ""
     )
