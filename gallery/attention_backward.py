@@ -804,7 +804,8 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes and both versions, and their errors
+# All three gradients of the public operator, whose forward pass takes the kernel that ``attention``
+# chooses, are checked against float64, in all dtypes and both versions, and their errors are
 # compared with those of the formula above in PyTorch. In float32 we allow eight times that error,
 # because tiles are summed in another order and the exponent is rounded once more.
 
@@ -1644,7 +1645,8 @@ lab.read(
 # ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
 # same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6.
 #
-# A call also costs time on the host: see :doc:`/hardware`.
+# A call also costs time on the host: see :doc:`/hardware`. The times are those of the public
+# operator, forward and backward, with the forward kernel that it chooses.
 
 # Folded: What a call costs the host
 

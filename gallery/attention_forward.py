@@ -528,6 +528,8 @@ def _update(acc, l_i, m_i, qk, v):
 
 # %%
 # Each program loads its tile of queries once, and begins with the triple of the empty set.
+# ``offsets`` says where the tile lies, and ``exist`` which of its rows do, because the last tile
+# may be only partly filled.
 
 
 @triton.jit
@@ -653,6 +655,11 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
 # one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
 # :math:`\lceil n / B \rceil` are computed.
+#
+# In the kernel, ``tl.static_range`` repeats the loop for the two stages. It is unrolled when the
+# kernel is compiled, so ``CUT`` is a constant in each copy, and the copy for whole tiles has no
+# mask. If ``visits_ptr`` is given, the kernel records each tile that it computes with an
+# :term:`atomic` addition; we count these records below.
 
 
 @triton.jit
