@@ -103,9 +103,8 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (Programs read more "
-    f"than these bytes, because each of them loads tiles that others load, too; such repeated "
-    f"loads can be served by the L2 cache.)"
+    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (What several "
+    f"programs load can come from L2 after the first.)"
 )
 
 # %%
@@ -374,8 +373,8 @@ lab.source(tiled.tiled_backward, "begin")
 lab.source(tiled.tiled_backward, "meet")
 
 # %%
-# PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result
-# with and without a causal mask, for as many keys as queries, for more, and for fewer.
+# PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result,
+# with and without a causal mask, for equal and for different lengths.
 
 # %%
 
@@ -567,6 +566,7 @@ def _dv_kernel(
 # %%
 
 
+# Measuring
 def relative(x, truth):
     return ((x.double() - truth).abs().max() / truth.abs().max()).item()
 
@@ -582,11 +582,14 @@ def dv_of(q, k, do, transposed, block):
     return dv, s.softmax(-1).T @ do.double(), compiled
 
 
-# Folded: The check of dv from the transpose of S
 size = (64, 32) if runtime.INTERPRETED else (1024, 128)
 q, k, do = torch.randn(3, *size, device=runtime.DEVICE, dtype=torch.float16).unbind()
 theirs = (q @ k.T * size[1] ** -0.5).softmax(-1).T @ do
 dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
+
+# %%
+
+# Folded: The check of dv from the transpose of S
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
@@ -804,10 +807,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients of the public operator, whose forward pass takes the kernel that ``attention``
-# chooses, are checked against float64, in all dtypes and both versions, and their errors are
-# compared with those of the formula above in PyTorch. In float32 we allow eight times that error,
-# because tiles are summed in another order and the exponent is rounded once more.
+# The gradients of the public operator, which chooses its forward kernel by itself, are checked
+# against float64, and their errors compared with those of the formula above in PyTorch. In float32
+# we allow eight times that error, because tiles are summed in another order and the exponent is
+# rounded once more.
 
 
 # Measuring
@@ -978,8 +981,8 @@ lab.read(
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
 # All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
 # sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them. Only the backward pass is timed, and it is the same whichever kernel ran forward,
-# because it needs nothing of it but ``out`` and ``lse``.
+# skipping them. Only backward is timed: it needs nothing of the forward pass but ``out`` and
+# ``lse``, whichever kernel computed them.
 
 
 # Measuring
@@ -1115,10 +1118,10 @@ full, causal = (
 )
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
-    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P` from the "
-    f"forward pass: its backward pass takes four matmuls and is credited with five, while two "
-    f"sweeps take seven. By the work that is really executed, it runs at {4 / 5 * full[0]:.0f} % "
-    f"of a matmul, and two sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
+    f"pass takes four matmuls and is credited with five, while two sweeps take seven. The matmuls "
+    f"that it executes run at {4 / 5 * full[0]:.0f} % of the large one, and those of two sweeps at "
+    f"{7 / 5 * full[1]:.0f} %. With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
@@ -1304,10 +1307,9 @@ lab.read(
 
 # %%
 # **Where the rest of two sweeps goes.** Each score also costs work that is no matmul: a
-# multiply-and-add, an ``exp2``, a subtraction, a product and two conversions. At head_dim 64 a
-# score takes half of the matmul operations, and as much of this other work. So if a score takes the
-# time :math:`a d + b`, where :math:`b` is what the matmuls do not hide, the times of two head_dims
-# give :math:`b`.
+# multiply-and-add, an ``exp2``, a subtraction, a product, two conversions. At head_dim 64 a score
+# takes half of the matmul operations and as much of this work. So if a score takes the time
+# :math:`a d + b`, where :math:`b` is what matmuls do not hide, two head_dims give :math:`b`.
 
 # Reading
 score = {  # microseconds for a million scores of a head
@@ -1324,10 +1326,10 @@ lab.read(
     f"At 16,384 tokens without a mask, a million scores of a head take {score[128]:.2f} µs at "
     f"head_dim 128 and {score[64]:.2f} µs at 64"
     + (
-        f", which is more than half. So b is {rest:.2f} µs, {100 * rest / score[128]:.0f} % of the "
-        f"time at 128 and {100 * rest / score[64]:.0f} % at 64. Without it, the seven matmuls "
-        f"would run at {100 * in_matmuls / limit:.0f} % of the speed of the large matmul. (This "
-        f"assumes that the tiles of both head_dims, which differ, are equally good.)"
+        f", which is more than half. So b is {rest:.2f} µs: {100 * rest / score[128]:.0f} % of the "
+        f"time at 128, and {100 * rest / score[64]:.0f} % at 64, if the tiles of both are equally "
+        f"good. Without it, the seven matmuls would run at {100 * in_matmuls / limit:.0f} % of the "
+        f"speed of the large one."
         if rest > 0
         else ", which is no more than half, so the matmuls hide all of the other work."
     )
@@ -1337,13 +1339,13 @@ lab.read(
 # Why one sweep loses here
 # ------------------------
 #
-# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time the
-# parts: the first of two sweeps computes ``dk`` and ``dv`` with four matmuls, the second computes
-# ``dq`` with three, and one sweep computes all of them with five. Each kernel has tiles that were
-# tuned for it, so we also run the first and the last in the tiles of the other. "TFLOP/s" counts
-# the matmuls that are executed.
+# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time its
+# parts: ``dk`` and ``dv`` take four matmuls, ``dq`` by itself three, and all of them together five.
+# Tiles were tuned for each kernel, so we also run the first and the last in the tiles of the other.
+# "TFLOP/s" counts the matmuls that are executed.
 
 
+# Measuring
 def as_of(sweep):
     """Run what follows with the tiles that are tuned for a sweep."""
     choose = tuned.backward_config
@@ -1415,24 +1417,21 @@ small = took.get(("dk, dv, dq", "dkdv"), nan)
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 lab.read(
-    f"One sweep takes {whole:.1f} ms, and the two sweeps {two + saved:.1f} together. It loses in "
-    f"two places. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. The "
-    f"fifth matmul and the additions to `dq` then take {adding:.1f} ms, and save a second sweep of "
-    f"only {saved:.1f}. The tiles of the first sweep do not help: in them, one sweep takes "
-    f"{small:.1f} ms."
-    if whole > two + saved and adding > saved and one > two and small > whole
-    else f"One sweep takes {whole:.1f} ms, and the two sweeps {two + saved:.1f} together. In the "
-    f"tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}. The fifth matmul "
-    f"and the additions to `dq` take {adding:.1f} ms more, and save a second sweep of {saved:.1f}. "
-    f"In the tiles of the first of two sweeps, one sweep takes {small:.1f} ms."
+    f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice: in its "
+    f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with "
+    f"the additions to `dq` takes {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of "
+    f"the first of two sweeps, it takes {small:.1f} ms."
+    if whole > two + saved and adding > saved and one > two
+    else f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. In the tiles of one "
+    f"sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with the "
+    f"additions to `dq` {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of the first "
+    f"of two sweeps, one sweep takes {small:.1f} ms."
 )
 
 # %%
-# What makes one sweep slow? We test three possible reasons.
-#
-# *Atomic additions may be slow by themselves.* Other libraries add to ``dq``, too. Whoever adds in
-# any order gives other bits in every run, so we compare the bits of 20 runs. FlashAttention also
-# has a deterministic mode, in which programs wait for their turn to add.
+# We test three possible reasons. *Atomic additions may be slow by themselves.* Whoever adds to
+# ``dq`` in any order gives other bits in every run, so we compare 20 runs of each library. In
+# FlashAttention's deterministic mode, programs wait for their turn to add.
 
 
 # Measuring
@@ -1645,8 +1644,8 @@ lab.read(
 # ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
 # same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6.
 #
-# A call also costs time on the host: see :doc:`/hardware`. The times are those of the public
-# operator, forward and backward, with the forward kernel that it chooses.
+# A call of the public operator, with the forward kernel that it chooses, also costs time on the
+# host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 

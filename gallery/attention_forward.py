@@ -528,8 +528,7 @@ def _update(acc, l_i, m_i, qk, v):
 
 # %%
 # Each program loads its tile of queries once, and begins with the triple of the empty set.
-# ``offsets`` says where the tile lies, and ``exist`` which of its rows do, because the last tile
-# may be only partly filled.
+# ``exist`` marks the rows of the tile that exist, because the last tile may be only partly filled.
 
 
 @triton.jit
@@ -656,10 +655,9 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
 # :math:`\lceil n / B \rceil` are computed.
 #
-# In the kernel, ``tl.static_range`` repeats the loop for the two stages. It is unrolled when the
-# kernel is compiled, so ``CUT`` is a constant in each copy, and the copy for whole tiles has no
-# mask. If ``visits_ptr`` is given, the kernel records each tile that it computes with an
-# :term:`atomic` addition; we count these records below.
+# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
+# the two loops, and the loop over whole tiles has no mask. If ``visits_ptr`` is given, an
+# :term:`atomic` addition records each tile that the kernel computes; we count them below.
 
 
 @triton.jit
@@ -983,8 +981,8 @@ lab.read(
 )
 
 # %%
-# **Where the time of standard attention goes.** The count of the first section allows it more than
-# it reaches. So we run each step by itself, and divide the bytes that it moves by its time.
+# **Where the time of standard attention goes.** The first section allows it more speed than it
+# reaches. So we time each step by itself, and divide the bytes that it moves by its time.
 
 
 # Measuring
@@ -1057,15 +1055,13 @@ fewest = (
     "none of them" if max(of_copy.values(), default=nan) < 95 else "not each of them"
 )
 lab.read(
-    f"Without a mask the three steps take {total:.1f} ms one by one, and the whole "
-    f"{steps.milliseconds_at('PyTorch', mask='full'):.1f}. A copy of as many bytes would take "
-    f"{at_best:.1f} ms, which is what the first section allows; the steps take "
-    f"{total / at_best:.1f} times as long, because {fewest} moves its bytes as fast as a copy: "
-    f"`softmax` reaches {of_copy.get('softmax', nan):.0f} %, the first matmul "
-    f"{of_copy.get('q @ k.mT', nan):.0f} % and the second {of_copy.get('weights @ v', nan):.0f} %. "
-    f"The longest step is `{slowest}`, with "
-    f"{100 * by_step.get(slowest, masking)['ms'] / total:.0f} % of the time. A causal mask adds "
-    f"{masking['ms']:.1f} ms for `masked_fill_`."
+    f"Without a mask the three steps take {total:.1f} ms (the whole takes "
+    f"{steps.milliseconds_at('PyTorch', mask='full'):.1f}). The first section allows "
+    f"{at_best:.1f} ms, the time of a copy of as many bytes. They take {total / at_best:.1f} times "
+    f"as long, because {fewest} moves its bytes as fast as a copy: `softmax` reaches "
+    f"{of_copy.get('softmax', nan):.0f} %, the two matmuls {of_copy.get('q @ k.mT', nan):.0f} and "
+    f"{of_copy.get('weights @ v', nan):.0f} %. The longest step is `{slowest}`, with "
+    f"{100 * by_step.get(slowest, masking)['ms'] / total:.0f} % of the time."
 )
 
 # %%
