@@ -53,6 +53,7 @@ def standard_attention(q, k, v, is_causal=False):
     s = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
         sees = visible(*s.shape[-2:])
+        # finite, so that a query that sees no key gets zeros below, and not NaN
         s = s.masked_fill(~sees, torch.finfo(s.dtype).min)
         return (torch.softmax(s, dim=-1) @ v) * sees.any(-1)[:, None]
     return torch.softmax(s, dim=-1) @ v
@@ -291,14 +292,17 @@ lab.read(
 #
 #    This amounts to one subtraction from ``delta``, before anything else begins.
 #
-# Here are the steps in numbers:
+# Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``:
 
+# Measuring
 from torch.autograd.functional import jacobian
 
 q = torch.randn(4, 3, dtype=torch.float64)
 k, v = torch.randn(2, 6, 3, dtype=torch.float64)
 do, dlse = torch.randn_like(q), torch.randn(4, dtype=torch.float64)
 sigma = 3**-0.5
+
+# %%
 
 s = sigma * q @ k.T
 p = s.softmax(-1)
@@ -429,7 +433,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
 # the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
-# in a separate buffer. Which version is faster, we shall measure.
+# in a separate buffer.
 #
 # The kernels
 # -----------
@@ -1306,12 +1310,8 @@ lab.read(
 )
 
 # %%
-# **Where the rest of two sweeps goes.** Each score also costs work that is no matmul: a
-# multiply-and-add, an ``exp2``, a subtraction, a product, two conversions. At head_dim 64 a score
-# takes half of the matmul operations and as much of this work. So if a score takes the time
-# :math:`a d + b`, where :math:`b` is what matmuls do not hide, two head_dims give :math:`b`.
 
-# Reading
+# Folded: Where the rest of two sweeps goes
 score = {  # microseconds for a million scores of a head
     point["head_dim"]: 1e9
     * backward.milliseconds_at("Kernel Book", **point)
@@ -1323,8 +1323,11 @@ rest = 2 * score[64] - score[128]
 in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
 limit = backward.rate("matmul", **points(16384, head_dims=(128,))[0])
 lab.read(
-    f"At 16,384 tokens without a mask, a million scores of a head take {score[128]:.2f} µs at "
-    f"head_dim 128 and {score[64]:.2f} µs at 64"
+    f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
+    f"a product, two conversions. At head_dim 64 a score takes half of the matmul operations and "
+    f"as much of this work. So if a score takes the time a d + b, where d is head_dim and b what "
+    f"matmuls do not hide, two head_dims give b. At 16,384 tokens without a mask, a million scores "
+    f"of a head take {score[128]:.2f} µs at head_dim 128 and {score[64]:.2f} µs at 64"
     + (
         f", which is more than half. So b is {rest:.2f} µs: {100 * rest / score[128]:.0f} % of the "
         f"time at 128, and {100 * rest / score[64]:.0f} % at 64, if the tiles of both are equally "
@@ -1754,7 +1757,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and
 # the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
 # matmuls and loses here all the same, probably because it leaves no room for a second program on an
-# SM, which could compute while the first one transposes and adds.
+# SM.
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises
@@ -1965,7 +1968,6 @@ lab.table(
 #   with asynchrony and low-precision.* NeurIPS 2024.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.
 # - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head

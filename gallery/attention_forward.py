@@ -279,8 +279,8 @@ lab.read(
 # is 1.
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and if it is right before a tile, the merge makes it right after. To
-# test the merge, we cut 300 keys into pieces and merge their triples in a random order.
+# -\infty` and both sums are 0, and the merge keeps it right. To test the merge, we cut 300 keys
+# into pieces and merge their triples in a random order.
 
 
 def triple(s, v):
@@ -711,10 +711,9 @@ def _staged_kernel(
 
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
-# head_dim 2. In each iteration the loop loads a tile of ``k`` and of ``v`` and computes a tile of
-# scores; where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled before
-# the new terms are added. Only the last tile, on the diagonal, is masked. The animation computes
-# ``exp`` where the kernel computes ``exp2``.
+# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled
+# before the new terms are added. Only the last tile, on the diagonal, is masked. The animation
+# computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -756,11 +755,8 @@ for number, line in enumerate(trace(128, 128, True).tolist()):
 lab.table(rows, "128 queries, 128 keys: ■ whole, ◪ cut, · never computed")
 
 # %%
-# The count agrees with the formula at other lengths, too.
 
-# %%
-
-# Folded: The tiles computed at other lengths, counted by the kernel
+# Folded: The same at other lengths, counted by the kernel
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
     (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
@@ -800,8 +796,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 # convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
 # 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
 # *bottom right*: query :math:`i` sees key :math:`j` if :math:`j \le i + \text{seqlen}_k -
-# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left. The table shows which keys
-# each query sees.
+# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left.
 
 
 def who_sees(operator, seqlen_q, seqlen_k):
@@ -957,33 +952,6 @@ lab.ladder(
 
 # %%
 
-# Reading
-
-
-def at(name, mask):
-    return steps.rate(name, mask=mask)
-
-
-def percent(name, mask):
-    return f"{100 * steps.share(name, mask=mask):.0f} %"
-
-
-lab.read(
-    f"Standard attention reaches {percent('PyTorch', 'full')} of the matmul without a mask. With "
-    f"the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
-    f"longer counts, and `masked_fill_` reads and writes the table once more. "
-    f"Compiled, the code is "
-    f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
-    f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
-    f"still goes through memory. Without a mask, tiles in plain PyTorch take "
-    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
-    f"attention, because every tile goes through memory, and `acc` with it in each iteration."
-)
-
-# %%
-# **Where the time of standard attention goes.** The first section allows it more speed than it
-# reaches. So we time each step by itself, and divide the bytes that it moves by its time.
-
 
 # Measuring
 def kernel_of(run):
@@ -1029,39 +997,44 @@ def step_by_step(seqlen=4096):
 
 # %%
 
-# Folded: Which kernel PyTorch runs in each step
+# Folded: Each step of standard attention, timed by itself
 one_by_one = lab.measure("Standard attention, one step at a time", step_by_step)
 one_by_one
 
 # %%
 
-columns = ("step", "ms", "GB moved", "GB/s")
-lab.table(
-    [{column: row[column] for column in columns} for row in one_by_one.rows],
-    "Standard attention at length 4,096, one step at a time",
-)
-
-# %%
-
 # Reading
-by_step = {row["step"]: row for row in one_by_one.rows}
-masking = by_step.pop("masked_fill_", {"ms": nan})
-total = sum(row["ms"] for row in by_step.values()) if by_step else nan
+
+
+def at(name, mask):
+    return steps.rate(name, mask=mask)
+
+
+def percent(name, mask):
+    return f"{100 * steps.share(name, mask=mask):.0f} %"
+
+
+by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked_fill_"}
+together = sum(row["ms"] for row in by_step.values()) if by_step else nan
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 at_best = sum(row["GB moved"] for row in by_step.values()) / copied * 1e3
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
-slowest = max(by_step, key=lambda step: by_step[step]["ms"], default="none")
-fewest = (
-    "none of them" if max(of_copy.values(), default=nan) < 95 else "not each of them"
-)
+few = "none" if max(of_copy.values(), default=nan) < 95 else "not each"
 lab.read(
-    f"Without a mask the three steps take {total:.1f} ms (the whole takes "
-    f"{steps.milliseconds_at('PyTorch', mask='full'):.1f}). The first section allows "
-    f"{at_best:.1f} ms, the time of a copy of as many bytes. They take {total / at_best:.1f} times "
-    f"as long, because {fewest} moves its bytes as fast as a copy: `softmax` reaches "
-    f"{of_copy.get('softmax', nan):.0f} %, the two matmuls {of_copy.get('q @ k.mT', nan):.0f} and "
-    f"{of_copy.get('weights @ v', nan):.0f} %. The longest step is `{slowest}`, with "
-    f"{100 * by_step.get(slowest, masking)['ms'] / total:.0f} % of the time."
+    f"Standard attention reaches {percent('PyTorch', 'full')} of the matmul without a mask, and "
+    f"not the {100 * rate_of_table:.0f} % that its bytes allow: its steps take "
+    f"{together / at_best:.1f} times as long as a copy of these bytes, because {few} of them moves "
+    f"its bytes as fast as a copy. Softmax reaches {of_copy.get('softmax', nan):.0f} % of it, the "
+    f"two matmuls {of_copy.get('q @ k.mT', nan):.0f} and "
+    f"{of_copy.get('weights @ v', nan):.0f} %. With the mask "
+    f"it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
+    f"longer counts, and `masked_fill_` reads and writes the table once more. "
+    f"Compiled, the code is "
+    f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
+    f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
+    f"still goes through memory. Without a mask, tiles in plain PyTorch take "
+    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
+    f"attention, because every tile goes through memory, and `acc` with it in each iteration."
 )
 
 # %%
@@ -1201,7 +1174,7 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
 # tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
-# above do most of the work. (The package has it: ``attention(..., window=(W - 1, 0))``.)
+# above do most of the work.
 
 # %%
 
