@@ -104,8 +104,8 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (What several "
-    f"programs load can come from L2 after the first.)"
+    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (Repeated reads can "
+    f"come from L2.)"
 )
 
 # %%
@@ -214,8 +214,7 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step. A run in
-# float64 then checks every step against automatic differentiation.
+# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step.
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -457,7 +456,7 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :dedent:
 #
 # **The sweep over queries.** Each program takes a tile of keys and begins at the first tile of
-# queries that sees any of them. Tiles that need a mask come first, and those that need none follow.
+# queries that sees any of them.
 #
 # .. dropdown:: The tile that a program takes, and the queries that it visits
 #
@@ -1765,8 +1764,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 #
 # **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
 # key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
-# gradient? Write a kernel that stores no matrix and gives the same result in every run. For float32
-# matmuls pass ``input_precision="ieee"`` to ``tl.dot``, which would round to TF32 otherwise.
+# gradient? Write a kernel that stores no matrix and gives the same result in every run.
 
 # %%
 

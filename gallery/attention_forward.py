@@ -275,8 +275,7 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# The factor ``alpha`` rescales the old sums to the new maximum. If the maximum did not change, it
-# is 1.
+# The factor ``alpha`` rescales the old sums to the new maximum.
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
 # -\infty` and both sums are 0, and the merge keeps it right. To test the merge, we cut 300 keys
@@ -584,7 +583,7 @@ def _first_kernel(
 
 # %%
 # A launch names its *grid*, the number of programs along each axis: here one program per tile of
-# queries and one row of programs per head. The long constant is :math:`\log_2 e`.
+# queries and one row of programs per head.
 
 ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
 of_ramp = torch.empty_like(ramp)
@@ -645,8 +644,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 #
 # There are three kinds of tiles:
 #
-# - *whole*: every query of the tile sees every key, so no mask is needed.
-# - *cut*: the diagonal passes through, and the mask sets some scores to :math:`-\infty`.
+# - *whole*: every query sees every key, so no mask is needed.
+# - *cut*: the diagonal passes through, so some scores become :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first and the cut ones next, so the loop can stop after the cut
@@ -892,8 +891,8 @@ lab.measure("Patterns of torch.compile that match standard attention", recognise
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and ``num_stages=3``. These are not the causal stages: the number says how
-# many tiles of keys and of values are on their way, or in use, at a time.
+# :term:`warps <warp>`, and ``num_stages=3``: the number of tiles of keys that are on their way, or
+# in use, at a time, and not that of the causal stages.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -927,15 +926,6 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
-# Reading
-size = POINTS[0]
-lab.read(
-    f"We compare the versions of this page at length {size['seqlen']:,}, with a batch of "
-    f"{size['batch']}, {size['heads']} heads and head_dim {size['head_dim']}."
-)
-
-# %%
-
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
@@ -944,7 +934,7 @@ RUNGS = ["PyTorch", "torch.compile", "tiled PyTorch", "first kernel", "in stages
 where = {"seqlen": 4096}
 lab.ladder(
     steps,
-    "From standard attention to a kernel in stages",
+    "Forward, batch 4, 16 heads, 4,096 tokens, head_dim 128",
     RUNGS,
     by="mask",
     where=where,
@@ -1173,8 +1163,7 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 # ---------
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
-# tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
-# above do most of the work.
+# tiles remain? Write the kernel so that it computes no others.
 
 # %%
 
