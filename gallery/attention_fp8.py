@@ -16,7 +16,7 @@ You will learn
 On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 4
 import math
 import re
 import textwrap
@@ -73,47 +73,21 @@ products = lab.bench(
     limit_work=LIMIT_WORK,
     unit="TFLOP/s",
 )
-slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
-lab.table(
-    [
-        {"operands": "bfloat16", "TFLOP/s": slow},
-        {"operands": "float8_e4m3fn", "TFLOP/s": fast},
-    ],
-    "A matmul of size 8,192 by cuBLAS",
-)
 
 # %%
 
 # Reading
 nan = float("nan")
-lab.read(f"With 8 bits the matmul is {fast / slow:.2f} times as fast.")
+slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
+lab.read(
+    f"The matmul runs at {slow:,.0f} TFLOP/s in bfloat16 and at {fast:,.0f} in FP8, "
+    f"{fast / slow:.2f} times as fast. That is the most that attention can gain."
+)
 
 # %%
-# Eight bits also halve the bytes of the operands; the result keeps 16 bits.
-
-rows = []
-for length in (1024, 16384):
-    tensor = length * 128
-    for name, each in {
-        "bf16": (2, 2, 2),
-        "v in FP8": (2, 2, 1),
-        "all": (1, 1, 1),
-    }.items():
-        rows.append(
-            {
-                "length": length,
-                "operands": name,
-                "q, k and v, KiB": sum(each) * tensor / 1024,
-                "out, KiB": 2 * tensor / 1024,
-                "tiles of k and v, KiB": sum(each[1:]) * 128 * 128 / 1024,
-            }
-        )
-lab.table(rows, "Bytes of one head with head_dim 128")
-
-# %%
-# The last column, a tile of 128 keys and one of 128 values, matters most, because more of the
-# smaller tiles can be on their way to the chip at a time. The exponentials stay as they are, in
-# float32.
+# Eight bits also halve the bytes. A tile of 128 keys and one of 128 values with head_dim 128 take
+# :math:`2 \cdot 128 \cdot 128` bytes, which is 32 KiB instead of 64, so more tiles can be on their
+# way to the chip at a time. The exponentials do not change: they stay in float32.
 #
 # Two formats
 # -----------
@@ -128,8 +102,10 @@ lab.table(rows, "Bytes of one head with head_dim 128")
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# We count all 256 bit patterns.
+# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: e4m3 has no infinity,
+# and uses those patterns for numbers.
 
+# Folded: All 256 patterns counted, in both formats
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
 for dtype in (E4M3, E5M2):
@@ -151,8 +127,6 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# The letters *fn* in e4m3fn mean *finite, with NaN*: the format has no infinity, and uses those
-# patterns for numbers.
 
 # Folded: All positive numbers of e4m3
 x = bits[:128].view(E4M3).double().reshape(16, 8)
@@ -165,42 +139,59 @@ lab.table(rows, "e4m3: exponent and bits after the leading one")
 # %%
 # Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}` in e4m3 and
 # :math:`2^{-3}` in e5m2, unless the number is too small: the lowest numbers have no leading one,
-# and the steps between them no longer shrink. We round numbers of many sizes to see where.
+# and the steps between them no longer shrink. We round numbers of all sizes to see where.
 
 
+# Drawing
 def relative_error(x, dtype):
     return ((x.to(dtype).double() - x).abs() / x).max().item()
 
 
-rows = []
-for power in (-18, -14, -10, -6, 0, 8):
-    x = 2.0**power * torch.linspace(1, 1.7, 4001, dtype=torch.float64)
-    row = {"size": f"2^{power}"}
-    row |= {
-        name: f"{relative_error(x, d):.1%}"
-        for name, d in (("e4m3", E4M3), ("e5m2", E5M2))
-    }
-    rows.append(row)
-lab.table(rows, "Largest relative error of rounding")
+def rounding_errors(axes):
+    for name, dtype, last, ink in (
+        ("e4m3", E4M3, 8, "Kernel Book"),
+        ("e5m2", E5M2, 15, "PyTorch"),
+    ):
+        powers = range(-19, last + 1)
+        mantissas = torch.linspace(1, 1.7, 4001, dtype=torch.float64)
+        errors = [100 * relative_error(2.0**n * mantissas, dtype) for n in powers]
+        axes.plot(powers, errors, "-o", ms=3.5, color=lab.colour(ink), label=name)
+    axes.set_yscale("log", base=2)
+    axes.set_yticks((6.25, 12.5, 25, 50, 100), ("6", "12", "25", "50", "100"))
+    axes.set_xticks((-16, -9, -6, 0, 8, 15))
+    axes.set_xticklabels(["2⁻¹⁶", "2⁻⁹", "2⁻⁶", "1", "2⁸", "2¹⁵"])
+    axes.set(xlabel="size of the number", ylabel="largest error, %")
+    axes.legend(loc="upper right")
+
+
+lab.sketch(
+    "Error of rounding, by the size of the number",
+    "Two curves, flat on the right and rising to the left. e4m3 stays near 6 % from 2 to the -6 to "
+    "448, and loses everything below 2 to the -10. e5m2 stays near 11 % from 2 to the -14 to "
+    "57,344, and loses everything below 2 to the -17.",
+    rounding_errors,
+    height=2.9,
+)
 
 # %%
 # **Which format suits attention?** We choose e4m3, because the operands of a head are all about the
 # same size and a scale moves them to where the format has numbers. Range is then plentiful, and
 # precision is scarce. e5m2 is meant for gradients, whose sizes differ wildly. We measure both
 # below.
-#
-# **A number that is too large** raises no error. In e5m2 it becomes infinity. In e4m3, newer
-# versions of PyTorch store the largest number, as the GPU's own instruction does, and older ones
-# NaN. All of these are wrong, so the scale has to be right before anything is converted.
 
-large = torch.tensor([448.0, 460.0, 500.0, 60000.0, 70000.0, float("inf")])
-rows = [
-    {"number": f"{x:.0f}"}
-    | {name: f"{x.to(d).float():.0f}" for name, d in (("e4m3", E4M3), ("e5m2", E5M2))}
-    for x in large
-]
-assert rows[2]["e4m3"] in ("448", "nan")
-lab.table(rows, "Conversion by PyTorch")
+# %%
+
+
+# Reading
+too_large = torch.tensor([500.0, 70000.0])
+in_e4m3, in_e5m2 = (too_large.to(dtype).float() for dtype in (E4M3, E5M2))
+stored_as = "NaN" if in_e4m3[0].isnan() else f"{in_e4m3[0]:.0f}"  # by versions of PyTorch
+assert stored_as in ("NaN", "448") and in_e5m2[1].isinf()
+lab.read(
+    f"**A number that is too large** raises no error. PyTorch converts {too_large[0]:.0f} to "
+    f"{stored_as} in e4m3, and {too_large[1]:,.0f} to infinity in e5m2. Both are wrong, so the "
+    "scale has to be right before anything is converted."
+)
 
 # %%
 # Scales
@@ -245,9 +236,13 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
 # prevents this and costs four bytes per head. The first head gains nothing, because a scale helps
 # only at the ends of the range. The package's ``quantize`` does the same in two kernels, which we
-# see below. It returns a pair, ``Quantized(stored, descale)``, and handles heads that are zero or
-# hold NaN.
+# see below. It returns a pair, ``Quantized(stored, descale)``. A head of zeros gets the descale 1,
+# and a NaN makes its own head NaN and no other.
 
+# %%
+
+
+# Folded: What quantize returns for heads of zeros, of large numbers, and with a NaN
 x = torch.randn(1, 4, 20, 32, device=runtime.DEVICE)
 x[0, 1] = 0
 x[0, 2] *= 1e30
@@ -284,9 +279,7 @@ lab.table(rows, "What quantize returns")
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# A step of 0 means that all heads share one descale. To check that the factors move through as the
-# formula says, we halve what is stored: if we double the descale, the result stays the same, and if
-# we forget to, it changes.
+# A step of 0 means that all heads share one descale.
 
 
 # Measuring
@@ -310,22 +303,22 @@ def prepare(q, k, v, q_dtype=E4M3, v_dtype=E4M3, per="head"):
 
 # %%
 
+# Reading
 q, k, v = torch.randn(3, 1, 2, 60, 32, device=runtime.DEVICE)
 operands, meant = prepare(q, k, v)
 before = attention(*operands)
-rows = []
-for name, x in zip("qkv", operands, strict=True):
+changes = {"doubled": [], "forgotten": []}
+for x in operands:
     half = (x.stored.float() / 2).to(E4M3)
-    row = {"halved": name}
-    for column, descale in (
-        ("descale doubled", 2 * x.descale),
-        ("forgotten", x.descale),
-    ):
+    for name, descale in (("doubled", 2 * x.descale), ("forgotten", x.descale)):
         changed = [Quantized(half, descale) if y is x else y for y in operands]
-        row[column] = (attention(*changed) - before).abs().max().item()
-    assert row["descale doubled"] < 0.05 < row["forgotten"]
-    rows.append({key: f"{x:.0e}" if key != "halved" else x for key, x in row.items()})
-lab.table(rows, "How much the result changes")
+        changes[name].append((attention(*changed) - before).abs().max().item())
+assert max(changes["doubled"]) < 0.05 < min(changes["forgotten"])
+lab.read(
+    "To check the formula, we halve what is stored of q, of k and of v in turn. If the descale is "
+    f"doubled with it, the output changes by at most {max(changes['doubled']):.1g}. If that is "
+    f"forgotten, it changes by at least {min(changes['forgotten']):.1g}, and nothing warns."
+)
 
 # %%
 # The layout of V
@@ -406,10 +399,10 @@ for contracted_first, factor in ((False, b.T), (True, b)):
 lab.check("The matmul, either way", cases)
 
 # %%
-# Both layouts give the right result. Now we count instructions: ``wgmma`` is a matmul that four
-# :term:`warps <warp>` execute together, and ``prmt`` permutes the bytes of a :term:`register`. The
-# column *transposes* holds the last two operands of ``wgmma``, which say for 16 bits whether the
-# first and the second matrix are transposed.
+# Both layouts give the right result. Now we look at the instructions of a tile of 128 × 128 × 64.
+# The matmul is ``wgmma``, which four :term:`warps <warp>` execute together; its *transpose bits* say
+# for 16-bit operands whether the first and the second matrix are transposed. ``prmt`` permutes the
+# bytes of a :term:`register`.
 
 
 def instructions():
@@ -430,34 +423,29 @@ def instructions():
                 else []
             )
             row = {"dtype": str(dtype).removeprefix("torch.")}
-            row["contiguous"] = "the other" if contracted_first else "contracted"
-            row |= {
-                "wgmma": len(products),
-                "transposes": " ".join(bits[2:]) or "no operand",
-            }
-            row["bytes stored one by one"] = ptx.count("st.shared.b8")
+            row["contiguous in b"] = "columns" if contracted_first else "contracted"
+            row["transpose bits"] = " ".join(bits[2:]) or "none"
+            row["1-byte stores"] = ptx.count("st.shared.b8")
             row |= {"prmt": len(re.findall(r"\bprmt\.", ptx)), "ms": round(took, 3)}
             rows.append(row)
     return rows
 
 
-emitted = lab.measure(
-    "One tile of 128 x 128 x 64, and a matmul of size 4,096", instructions
-)
+emitted = lab.measure("Instructions per tile, and a matmul of size 4,096", instructions)
 emitted
 
 # %%
 
 # Reading
-found = {(r["dtype"], r["contiguous"]): r for r in emitted.rows}
+found = {(r["dtype"], r["contiguous in b"]): r for r in emitted.rows}
 straight, turned = (
-    found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "the other")
+    found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "columns")
 )
 lab.read(
     f"With 16 bits, the two layouts differ in one bit of the instruction. With 8 bits and the "
     f"wrong layout, the compiler transposes every tile in registers, with "
     f"{turned.get('prmt', nan)} permutations and "
-    f"{turned.get('bytes stored one by one', nan)} stores of single bytes per thread and tile, so "
+    f"{turned.get('1-byte stores', nan)} stores of single bytes per thread and tile, so "
     f"the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long."
 )
 
@@ -467,6 +455,9 @@ lab.read(
 # ``quantize(v, contiguous="seqlen")``. If the strides say that V is not transposed, the package
 # makes a transposed copy first.
 
+# %%
+
+# Folded: V as quantize returns it, and what attention then reads
 v = torch.randn(1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
 for contiguous in ("seqlen", "head_dim"):
@@ -477,15 +468,15 @@ for contiguous in ("seqlen", "head_dim"):
             "contiguous": contiguous,
             "shape": str(tuple(stored.shape)),
             "strides": str(stored.stride()),
-            "read": "where it lies"
+            "attention reads": "v itself"
             if ready.data_ptr() == stored.data_ptr()
-            else "from a copy",
+            else "a copy",
         }
     )
 lab.table(rows, "V as quantize returns it")
 
 # %%
-# Rows of length 100 became rows of 112, because a descriptor requires rows of a multiple of 16
+# ``quantize`` pads 100 keys to rows of 112, because a descriptor requires rows of a multiple of 16
 # bytes. For the same number of tokens, the copy takes the same time at every length of a sequence,
 # while attention takes longer in longer ones, so the copy matters only in short ones.
 
@@ -565,13 +556,15 @@ rows = []
 for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
     s = scores_with(deviation, ahead)
     truth = torch.softmax(s, -1) @ v
-    row = {"deviation": deviation, "one key ahead by": ahead}
-    for power in (0, 4, 8, 9):
-        out, zeros = with_rounded_weights(s, v, power)
-        row[f"2^{power}"] = f"{off_by(out, truth):.1%}"
-        row |= {f"zeros, 2^{power}": f"{zeros:.0%}"} if power in (0, 8) else {}
+    row = {"scores": f"deviation {deviation}"}
+    row["scores"] += f", one key ahead by {ahead}" if ahead else ""
+    zeros = {}
+    for power in (0, 8, 9):
+        out, zeros[power] = with_rounded_weights(s, v, power)
+        row[f"error with 2^{power}"] = f"{off_by(out, truth):.1%}"
+    row |= {f"weights of 0, 2^{power}": f"{zeros[power]:.0%}" for power in (0, 8)}
     rows.append(row)
-lab.table(rows, "Error of the result, and weights that became zero, 4,096 keys")
+lab.table(rows, "Error of the output with weights times a power of two, 4,096 keys")
 
 # %%
 # With normal scores the weights that matter are large, so scaling gains little. But models like to
@@ -620,6 +613,9 @@ lab.sketch(
 # to need the same numbers. We try both, with values around 0 and around 1, and also compare lse,
 # the logarithm of the sum (:term:`logsumexp`).
 
+# %%
+
+# Folded: Both ways to sum, compared
 s = 2 * torch.randn(64, 4096, dtype=torch.float64)
 m, lse = s.amax(-1, keepdim=True), s.logsumexp(-1)
 rows = []
@@ -636,10 +632,9 @@ for mean in (0, 1):
 lab.table(rows, "Two ways to sum")
 
 # %%
-# For the result there is hardly a difference, because rounding errors go up and down. For values
-# that share a mean, the rounded sum is even better, because the error of the mean cancels. But it
-# makes lse wrong, by which this result is merged with those of other keys. So the kernel sums
-# :math:`p` itself.
+# The output hardly differs, because rounding errors go up and down. For values that share a mean,
+# the rounded sum is even better, because the error of the mean cancels. But it makes lse wrong, by
+# which this output is merged with those of other keys, so the kernel sums :math:`p` itself.
 #
 # The kernel
 # ----------
