@@ -101,8 +101,8 @@ lab.read(
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: it has no infinity, and
-# uses those patterns for numbers.
+# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: it has no infinity,
+# and uses those patterns for numbers.
 
 # Folded: All 256 patterns counted, in both formats
 bits = torch.arange(256, dtype=torch.uint8)
