@@ -1487,8 +1487,10 @@ lab.check(
 # %%
 
 # Closing
+of_windows = windows.share("plain Triton", left=LEFTS[1], passes="forward")
+of_packed = batches.share("Kernel Book", passes="forward")
+of_copy = steps.share("Kernel Book", **long)
 lab.finish(
-    f"windows at {windows.share('plain Triton', left=LEFTS[1], passes='forward'):.0%} of the "
-    f"kernel without one, packed batches at "
-    f"{batches.share('Kernel Book', passes='forward'):.0%} of full ones, decoding at {steps.share('Kernel Book', **long):.0%} of a copy"
+    f"windows at {of_windows:.0%} of the kernel without one, packed batches at {of_packed:.0%} of "
+    f"full ones, decoding at {of_copy:.0%} of a copy"
 )
