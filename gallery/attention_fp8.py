@@ -1322,18 +1322,19 @@ lab.read(
     "kernel in bfloat16, and V alone "
     f"{rate.get('V in FP8', nan) / plain_16:.2f} times. "
     + (
-        f"That is less than the {in_turns:.2f} of a kernel that overlaps nothing, because FP8 adds "
-        "work of its own: weights are converted, and the sums of tiles promoted. "
+        f"That is less than the {in_turns:.2f} of a kernel that overlaps nothing: FP8 has work "
+        "that bfloat16 has not, because it promotes sums and converts weights to 8 bits. "
         if in_8 / plain_16 < in_turns
         else f"That lies between {in_turns:.2f}, with no overlap, and {overlapped:.2f}. "
     )
     + (
-        f"The kernel for Hopper does {in_16 / plain_16:.2f} times the speed of the plain one in "
-        f"bfloat16, so that beside it FP8 is {in_8 / in_16:.2f} times as fast: eight bits gain "
-        "less than better overlap does, and a kernel with both is not in this book."
-        if in_16 > 1.03 * plain_16 and in_16 / plain_16 >= in_8 / in_16
-        else f"The kernel for Hopper does {in_16 / plain_16:.2f} times the speed of the plain one "
-        f"in bfloat16, so that beside it FP8 is {in_8 / in_16:.2f} times as fast."
+        f"In bfloat16 the kernel for Hopper is {in_16 / plain_16:.2f} times as fast as the plain "
+        f"one, so that beside it FP8 is {in_8 / in_16:.2f} times as fast"
+        + (
+            ": eight bits gain less than better overlap does, and no kernel of this book has both."
+            if in_16 / plain_16 >= in_8 / in_16
+            else "."
+        )
         if in_16 > 1.03 * plain_16
         else "`attention` is no faster in bfloat16 than the plain kernel here."
     )

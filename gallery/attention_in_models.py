@@ -459,7 +459,7 @@ def of_flash(forward, backward, reason):
         for time, passes in ((forward, "forward"), (backward, "backward"))
         if time == time
     ]
-    text = f"FlashAttention takes {' and '.join(told)}. " if told else ""
+    text = f"On that scale FlashAttention takes {' and '.join(told)}. " if told else ""
     if len(told) < len(PASSES) and reason:
         missing = "it" if not told else "backward" if forward == forward else "forward"
         text += f"{missing.capitalize()} was not timed: {why(reason)}. "
@@ -474,8 +474,8 @@ lab.read(
     f"A mask as a table saves nothing: SDPA takes {dense:.1f} ms forward at `left` = {middle:,}, "
     f"and our kernel {took[middle]:.2f}. "
     + (
-        "`attention` runs another kernel than this page's here, for Hopper alone, and takes "
-        f"{chosen:.2f} ms, {by_attention:.2f} on the same scale. "
+        f"`attention` takes {chosen:.2f} ms, because it runs a kernel for Hopper alone here, and "
+        f"{by_attention:.2f} times the visible scores' time in ours. "
         if abs(chosen / took[middle] - 1) > 0.03
         else "`attention` itself takes as long as this kernel. "
     )
@@ -662,9 +662,9 @@ kept, boxed = (
     for name in ("Kernel Book", "padded")
 )
 quicker = [
-    f"{name} ({percent(batches, name, passes=passes)} {passes})"
-    for passes in PASSES
+    f"{name} {passes} ({percent(batches, name, passes=passes)})"
     for name in PACKERS
+    for passes in PASSES
     if batches.share(name, passes=passes) > kept[passes]
 ]
 ran = [
@@ -685,7 +685,7 @@ lab.read(
     + (
         f"Faster than ours: {', '.join(quicker)}."
         if quicker
-        else f"Of the libraries that ran, {', '.join(ran) or 'none'}, none is faster."
+        else f"None of the libraries that ran ({', '.join(ran) or 'none'}) is faster."
     )
 )
 
@@ -1136,9 +1136,9 @@ quicker = [
 lab.read(
     f"`attention` takes {own:.2f} ms, "
     + (
-        f"and {plain:.2f} with the plain kernel in the forward pass instead of the one for Hopper. "
+        f"and {plain:.2f} where it is told to run the plain kernel forward. "
         if abs(plain / own - 1) > 0.02
-        else "with or without the kernel for Hopper in the forward pass. "
+        else "and as long where it is told to run the plain kernel. "
     )
     + (f"The formula takes {' and '.join(slower)}. " if slower else "")
     + f"Faster than ours: {', '.join(quicker) or 'none of the versions that ran'}."
