@@ -709,10 +709,8 @@ lab.source(fp8.attention_fp8_fwd_kernel, "write")
 
 
 # Drawing
-PLACES, TERM = (
-    13,
-    8,
-)  # kept below a leading bit; bits of the product of two numbers of e4m3
+PLACES = 13  # that a sum keeps below its leading bit
+TERM = 8  # bits of the product of two numbers of e4m3
 
 
 def windows(growing, promoted):
