@@ -951,6 +951,36 @@ lab.table(rows, "Bytes of keys and values per second, in percent of a copy")
 
 # %%
 
+
+# Measuring
+def next_to_nothing():
+    """Microseconds of the same launches where each part has a single tile of keys."""
+    rows = []
+    for sizes in (
+        {"seqlen_k": KEYS, "batch": 1} | CACHE,
+        GROUPED,
+        {"seqlen_k": KEY_LENGTHS[0], "batch": 1} | CACHE,
+    ):
+        q, kv = cache(**sizes)
+        parts = max(1, decoding.n_parts(q, kv[0], False))
+        keys = parts * tuned.decode_config(q).block_n
+        k, v = kv[:, :, :, :keys].contiguous()
+        scale = q.shape[-1] ** -0.5
+        run = partial(decoding.attention_decode, q, k, v, False, scale, parts)
+        took = 1e3 * statistics.median(lab.event_times(run))
+        row = {"batch": sizes["batch"], "keys": sizes["seqlen_k"], "parts": parts}
+        rows.append(row | {"keys left": keys, "µs": round(took, 1)})
+    return rows
+
+
+# %%
+
+# Folded: What the launches take with next to nothing to read
+launched = lab.measure("One tile of keys in each part", next_to_nothing)
+launched
+
+# %%
+
 # Reading
 few = {"batch": 1, "seqlen_k": KEY_LENGTHS[0]}
 
@@ -961,6 +991,8 @@ def beyond_bytes(where):
     return 1e3 * took * (1 - steps.share("Kernel Book", **where))
 
 
+beyond = [beyond_bytes(where) for where in (long, grouped, few)]
+empty = [row["µs"] for row in launched.rows] or [nan] * len(beyond)
 AIMS = {f"{KEYS:,} keys": (long, 0.85), "32 on 8": (grouped, 0.8)}
 below = [
     f"{100 * aim:.0f} % with {what}"
@@ -982,8 +1014,15 @@ lab.read(
     + f"We aim at {aims}"
     + (f", **and miss {' and '.join(below)}.** " if below else ", and reach both. ")
     + "Beyond reading at the copy's speed the three take "
-    f"{beyond_bytes(long):.0f}, {beyond_bytes(grouped):.0f} and {beyond_bytes(few):.0f} µs, "
-    "probably for the start and the end of two kernels."
+    f"{beyond[0]:.0f}, {beyond[1]:.0f} and {beyond[2]:.0f} µs. With a single tile of keys in each "
+    f"part, so that there is next to nothing to read, the same launches take {empty[0]:.0f}, "
+    f"{empty[1]:.0f} and {empty[2]:.0f} µs. "
+    + (
+        "So what is lost is what two kernels take to start, to merge and to end."
+        if all(ours >= 0.7 * lost for lost, ours in zip(beyond, empty, strict=True))
+        else "So the start, the merge and the end of two kernels are a part of what is lost, and "
+        "not all of it."
+    )
     + (f" Ahead of us: {'; '.join(in_front)}." if in_front else "")
 )
 
@@ -1136,9 +1175,9 @@ quicker = [
 lab.read(
     f"`attention` takes {own:.2f} ms, "
     + (
-        f"and {plain:.2f} where it is told to run the plain kernel forward. "
+        f"and {plain:.2f} where it is told to run the plain kernels. "
         if abs(plain / own - 1) > 0.02
-        else "and as long where it is told to run the plain kernel. "
+        else "and as long where it is told to run the plain kernels. "
     )
     + (f"The formula takes {' and '.join(slower)}. " if slower else "")
     + f"Faster than ours: {', '.join(quicker) or 'none of the versions that ran'}."
