@@ -20,7 +20,6 @@ On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above.
 import math
 import re
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -199,14 +198,10 @@ lab.read(
 # Scales
 # ------
 #
-# The kernel receives *stored* numbers and one factor, the :term:`descale`:
-#
-# .. math::
-#
-#    \text{value} = \text{stored} \cdot \text{descale}
-#
-# We choose the descale so that the largest element becomes the largest number of the format: then
-# nothing is too large, and as few small elements as possible fall below the range.
+# The kernel receives *stored* numbers and one factor, the :term:`descale`, and the value of an
+# element is the product of both. We choose the descale so that the largest element becomes the
+# largest number of the format: then nothing is too large, and as few small elements as possible
+# fall below the range.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -269,10 +264,8 @@ lab.table(rows, "What quantize returns")
 # .. math::
 #
 #    \begin{aligned}
-#    s_{ij} &= \text{scale} \cdot q_i \cdot k_j \\
-#    &= (\text{scale} \cdot a\, b)\; \hat q_i \cdot \hat k_j \\
-#    o_i &= \frac{1}{l_i} \sum_j p_{ij}\, v_j \\
-#    &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
+#    s_{ij} &= (\text{scale} \cdot a\, b)\; \hat q_i \cdot \hat k_j \\
+#    o_i &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
 # The descales cost two multiplications per program, because the kernel multiplies the scores by a
@@ -452,10 +445,10 @@ lab.read(
 )
 
 # %%
-# In attention, every tile of queries reads each tile of V, so the kernel would transpose the same
-# tile again and again. It is better to transpose V once, and best while rounding it to 8 bits:
-# ``quantize(v, contiguous="seqlen")``. If the strides say that V is not transposed, the package
-# makes a transposed copy first.
+# In attention, every tile of queries reads each tile of V, so it is better to transpose V once, and
+# best while rounding it: ``quantize(v, contiguous="seqlen")``. A V that is not transposed is first
+# copied by the package, which matters only in short sequences, because the copy takes as long for
+# the same number of tokens and attention takes longer in longer ones.
 
 # %%
 
@@ -478,9 +471,6 @@ for contiguous in ("seqlen", "head_dim"):
 lab.table(rows, "V as quantize returns it")
 
 # %%
-# ``quantize`` pads 100 keys to rows of 112, because a descriptor requires rows of a multiple of 16
-# bytes. For the same number of tokens, the copy takes the same time at every length of a sequence,
-# while attention takes longer in longer ones, so the copy matters only in short ones.
 
 # Folded: What a transposed copy adds to the attention that follows
 
@@ -512,14 +502,8 @@ lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transpositio
 # well, in every tile. The largest is 1, but with a thousand keys a typical weight is a few
 # hundredths or thousandths of that. There e4m3 has few numbers: below :math:`2^{-6}` its steps no
 # longer shrink, and below :math:`2^{-10}` everything is rounded to zero. Its numbers above 1 are
-# not used at all. So we scale the weights up before rounding them:
-#
-# .. math::
-#
-#    \hat p_j = \text{round}(2^8 p_j)
-#
-# This factor never has to be undone, because it cancels if the denominator sums :math:`2^8 p_j`
-# too:
+# not used at all. So we multiply the weights by :math:`2^8` before rounding them. This factor never
+# has to be undone, because it cancels if the denominator sums :math:`2^8 p_j` too:
 #
 # .. math::
 #
@@ -612,8 +596,9 @@ lab.sketch(
 # factor moves the weights eight powers of two to the right.
 #
 # **Why does l sum the weights before they are rounded?** One might expect numerator and denominator
-# to need the same numbers. We try both, with values around 0 and around 1, and also compare lse,
-# the logarithm of the sum (:term:`logsumexp`).
+# to need the same numbers. The output hardly differs, because rounding errors go up and down. But a
+# sum of rounded weights makes lse wrong, the logarithm (:term:`logsumexp`) by which this output is
+# merged with those of other keys, so the kernel sums :math:`p` itself.
 
 # %%
 
@@ -634,10 +619,6 @@ for mean in (0, 1):
 lab.table(rows, "Two ways to sum")
 
 # %%
-# The output hardly differs, because rounding errors go up and down. For values that share a mean,
-# the rounded sum is even better, because the error of the mean cancels. But it makes lse wrong, by
-# which this output is merged with those of other keys, so the kernel sums :math:`p` itself.
-#
 # The kernel
 # ----------
 #
@@ -671,10 +652,7 @@ lab.source(fp8.add_values)
 # %%
 # At the end, the kernel multiplies once by the descale of V. The factor :math:`2^8` cancels in the
 # result, because numerator and ``l_i`` both hold it, and the logarithm subtracts it again.
-
-lab.source(fp8.attention_fp8_fwd_kernel, "write")
-
-# %%
+#
 # .. dropdown:: The kernel whole
 #
 #    The loop over tiles of keys, which calls ``weigh`` of the 16-bit kernel:
@@ -960,7 +938,7 @@ lab.read(
 # boundary.
 #
 # Each head has a size of its own here and is compared on its own, because a wrong head could hide
-# behind one whose values are larger. The row shows the worst.
+# behind one whose values are larger.
 
 
 # Measuring
@@ -1386,10 +1364,6 @@ lab.source(amax_kernel, "reduce")
 #
 # **The second kernel scales and rounds.**
 
-lab.source(round_kernel, "scale")
-
-# %%
-
 lab.source(round_kernel, "round")
 
 # %%
@@ -1748,19 +1722,6 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # The reason is that the gradient of the weights would be rounded to 8 bits as well, and it spans a
 # far wider range. Training in eight bits keeps such matmuls in 16 bits, and then the gradient of
 # :doc:`/chapters/attention_backward` applies.
-#
-# **A GPU without 8-bit matmuls.** Ampere has none, so the package looks before it launches
-# anything. Here a mock tensor says that it lies on such a GPU.
-
-# Reading
-stand_in = mock.Mock(dtype=E4M3, device=runtime.DEVICE)
-with (
-    mock.patch.object(runtime, "INTERPRETED", False),
-    mock.patch.object(runtime, "capability", return_value=(8, 0)),
-    mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
-):
-    message = said(lambda: fp8.check_operands(stand_in, stand_in, stand_in))
-lab.read(f"The package raises: `{message}`")
 
 # %%
 # In short

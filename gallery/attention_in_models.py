@@ -28,7 +28,6 @@ import torch.nn.functional as F
 
 from kernelbook import attention, attention_varlen, lab, runtime
 from kernelbook.ops.attention import decoding, forward, scope, tuned, varlen
-from kernelbook.ops.attention.tiles import head_of_sequence
 
 lab.start("attention_in_models", "kernelbook.ops.attention")
 
@@ -522,18 +521,22 @@ lab.source(varlen.sequence)
 lab.source(varlen.attention_varlen_fwd_kernel, "place")
 
 # %%
-# One detail needs care. The last tile of keys reaches into the next sequence. Those keys get weight
-# zero, but zero times NaN is still NaN. So rows past the end of a sequence must read as zeros, as
-# rows past the end of a tensor do, and must not be written. The copy engine compares a coordinate
-# with the size of its dimension, and knows no other end. So we say that the dimension has
-# :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence the coordinate :math:`E` - length +
-# :math:`i`: the rows that follow the sequence then lie outside. Two more dimensions correct the
-# address: one adds the row at which the sequence ends, the other takes :math:`E` rows off again.
+# One detail needs care. The last tile of keys reaches into the next sequence, whose keys get weight
+# zero, but zero times NaN is still NaN. So rows past the end of a sequence must read as zeros, and
+# must not be written.
 
 # %%
-
-# Folded: head_of_sequence, which gives the coordinates
-lab.source(head_of_sequence)
+# .. dropdown:: How the copy engine is told where a sequence ends
+#
+#    The copy engine compares a coordinate with the size of its dimension, and knows no other end.
+#    So we say that the dimension has :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence
+#    the coordinate :math:`E` - length + :math:`i`: the rows that follow the sequence then lie
+#    outside. Two more dimensions correct the address: one adds the row at which the sequence ends,
+#    the other takes :math:`E` rows off again.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :language: python
+#       :pyobject: head_of_sequence
 
 # %%
 
@@ -1313,6 +1316,10 @@ def seen_by(query, window):
 
 
 W = 3
+
+# %%
+
+# Measuring
 rows = [
     {"window": f"({name}, 0)", "keys that query 6 sees": seen_by(6, (left, 0))}
     for name, left in (("W - 1", W - 1), ("W", W))
@@ -1337,6 +1344,10 @@ ours, wrong = (
     attention_varlen(q, k, v, offsets, offsets, 60, 60, is_causal=True)
     for offsets in (right, shifted)
 )
+
+# %%
+
+# Measuring
 rows = []
 for number in range(len(lengths)):
     own = slice(right[number], right[number + 1])
@@ -1354,6 +1365,7 @@ lab.table(rows, "Output with offsets shifted by one, beside the right one")
 # exponentials. We merge eight parts of equal size, once with small scores, once with scores of
 # usual size, and once where the query matches one key well, which is what attention is for.
 
+# Measuring
 rows = []
 for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
     q = size * torch.randn(1, 1, 1, 64, device=runtime.DEVICE)
