@@ -1147,12 +1147,8 @@ sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 # %%
 
 # Measuring
-GRID = {
-    16: 16384,
-    32: 16384,
-    64: 65536,
-    128: 16384,
-}  # head sizes, and the longest of each
+# head sizes, and the greatest length at each
+GRID = {16: 16384, 32: 16384, 64: 65536, 128: 16384}
 LENGTHS = (256, 1024, 4096, 8192, 16384, 65536)
 OUT_OF_MEMORY = "out of memory"
 
@@ -1674,8 +1670,8 @@ fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
     f"Eager, the book's operators make the layer {gain:.2f} times as fast, and attention alone "
     f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, the "
-    f"layer runs at {against_sdpa('attention, compiled'):.2f} times the speed of SDPA with the book's "
-    f"attention, and at {against_sdpa('Kernel Book'):.2f} times with all operators"
+    f"layer runs at {against_sdpa('attention, compiled'):.2f} times the speed of SDPA with the "
+    f"book's attention, and at {against_sdpa('Kernel Book'):.2f} times with all of its operators"
     + (
         ": what the compiler loses because it cannot fuse our layer norm and dropout with their "
         "neighbours, these kernels gain."
