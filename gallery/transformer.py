@@ -519,14 +519,13 @@ lab.read(
     )
     + f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
     f"forward, {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
-    "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take "
-    f"{share['bfloat16', 'forward']:.0f} %, {share['bfloat16', 'backward']:.0f} % and "
-    f"{in_step['bfloat16']:.0f} %, because the matrix units make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. The rest of the step does "
-    f"not gain that much: casts and copies go from {casts['float32']:.0f} ms to "
-    f"{casts['bfloat16']:.0f}, all other kernels from {others['float32']:.0f} to "
-    f"{others['bfloat16']:.0f}. **What is no matmul takes {100 - in_step['bfloat16']:.0f} % of "
-    "the kernels' time, and there the kernels of this book can help.**"
+    "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take only "
+    f"{in_step['bfloat16']:.0f} % of the step, because the matrix units make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while all other kernels go "
+    f"from {others['float32']:.0f} ms to {others['bfloat16']:.0f} and casts and copies from "
+    f"{casts['float32']:.0f} to {casts['bfloat16']:.0f}. **What is no matmul takes "
+    f"{100 - in_step['bfloat16']:.0f} % of the kernels' time, and there the kernels of this book "
+    "can help.**"
 )
 
 # %%
@@ -620,9 +619,8 @@ lab.read(
     f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
     f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
     f"({rest[order[2]]:.1f}), where `other` means additions, multiplications, the mask and the "
-    "loss. All of these wait for memory, because they do a few FLOPs per number and read and write "
-    "every one of them. Casts are the price of autocast, which in every step copies each weight to "
-    "bfloat16, and each table of scores to float32 and back, as we see next."
+    "loss. All of these wait for memory, because they do a few FLOPs per number that they read and "
+    "write. Casts are the price of autocast, as we see next."
 )
 
 # %%
@@ -918,21 +916,20 @@ of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "k
 lab.read(
     f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
     f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
-    f"of attention weights {table_of_weights:.0f}, and the {largest_size.layers} tables, one per "
-    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
-    f"{at['float32', 'forward alone']:.0f} GiB in float32 and "
-    f"{at['bfloat16', 'forward alone']:.0f} under autocast, most of it parameters and AdamW's "
-    f"averages ({state:.1f}), and under autocast the copies of the weights ({copies:.1f}). A whole "
-    f"step needs {at['float32', 'step']:.0f} and {at['bfloat16', 'step']:.0f}, with its peak in "
+    f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per layer, "
+    f"are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
+    f"{at['float32', 'forward alone']:.0f} GiB in float32, most of it parameters and AdamW's "
+    f"averages ({state:.1f}), and {at['bfloat16', 'forward alone']:.0f} under autocast, with the "
+    f"bfloat16 copies of the weights ({copies:.1f}). A whole step needs "
+    f"{at['float32', 'step']:.0f} and {at['bfloat16', 'step']:.0f}, with its peak in "
     f"{' or '.join(name for name in PASSES if name in where)}. Autocast "
     + (
         "does not save memory here"
         if at["bfloat16", "kept"] > at["float32", "kept"]
         else "saves a little memory"
     )
-    + f": it keeps {at['bfloat16', 'kept']:.1f} GiB for backward, float32 "
-    f"{at['float32', 'kept']:.1f}, because it halves the other activations, but keeps the weights "
-    "of attention in both dtypes and a copy of every parameter."
+    + ", because it halves most activations but keeps the weights of attention in both dtypes and a "
+    "copy of every parameter."
 )
 
 # %%
@@ -1059,22 +1056,19 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. The optimiser "
-    "changes parameters and averages where they lie, and then the gradients are released one by "
-    "one. The teeth on the slopes are tensors that live for one operation. A step ends at "
-    f"{at_end:.1f} GiB, the parameters and AdamW's two averages, and peaks at "
-    f"{peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. With checkpointing the "
-    f"peak is {peak['checkpointed']:.1f} GiB, {peak['all kept'] - peak['checkpointed']:.1f} less, "
-    "at the price of another forward pass of each layer. On paper it spares what "
-    f"{SIZES['large'].layers - 1} of the {SIZES['large'].layers} layers keep, except each layer's "
-    f"input, which is {spared:.1f} GiB; but the peak then moves to the end of backward, where the "
-    f"gradients of all parameters, {its_gradients:.1f} GiB, exist as well."
+    "Forward climbs by the same step in each layer and backward descends by it; the teeth are "
+    "tensors that live for one operation. The optimiser works in place, and then the gradients are "
+    f"released one by one. A step ends at {at_end:.1f} GiB, the parameters and AdamW's averages, "
+    f"and peaks at {peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. "
+    f"Checkpointing lowers the peak to {peak['checkpointed']:.1f}, at the price of another forward "
+    f"pass of each layer. On paper it would spare {spared:.1f} GiB; but the peak then moves to the "
+    f"end of backward, where the gradients of all parameters, {its_gradients:.1f} GiB, exist as "
+    "well."
 )
 
 # %%
-# Which lines of the model allocate the largest tensors? The recorded history holds the Python line
-# of each allocation of forward; what backward allocates has none, because autograd runs it in
-# C++.
+# **Which lines allocate the largest tensors?** The history holds the Python line of each allocation
+# of forward; what backward allocates has none, because autograd runs it in C++.
 
 
 # Measuring
@@ -1693,7 +1687,7 @@ lab.read(
 # (without the mask and the scale, which the eager formula leaves to kernels of their own); AdamW;
 # and *between*, which is all the rest: layer norm, dropout, GELU, additions, casts, the loss.
 #
-# The last two versions are CUDA graphs, to which we come below.
+# The last two versions are CUDA graphs, of which the next section tells.
 
 # Measuring
 from contextlib import suppress
@@ -2011,17 +2005,15 @@ lab.read(
 # call. That removes Python, the dispatcher and every single launch from each later step, so that
 # what remains is the time of the kernels.
 #
-# The whole step is captured, forward, backward and optimiser. It must allocate nothing anew and
-# read nothing back to the host, and both hold here: dropout draws its seeds on the GPU, from a
-# generator that moves on with each replay.
+# We capture the whole step: forward, backward and optimiser. Dropout still draws new masks, because
+# its seeds come from the GPU's generator, which moves on with each replay.
 
 lab.source(decoder.captured)
 
 # %%
-# This is the race between compilers and operators with the host out of the way. It has five sizes
-# of model: four at a context of 1,024, and large at 16,384 with one sequence a batch, where
-# standard attention cannot run, because the weights of a single layer would fill the memory of
-# several GPUs.
+# Now the same race for more models: with SDPA and with the book's operators, both compiled, with and
+# without a graph. At 16,384 the batch is one sequence, and standard attention cannot run, because
+# its tables would fill the memory of several GPUs.
 
 # Measuring
 RACES = (
@@ -2211,11 +2203,10 @@ lab.read(
         for name, head in padded.items()
     )
     + f"The kernels between change them by {listed('between')}: there the compiler writes layer "
-    "norm and dropout on one side, and the book on the other. "
-    + f"Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
-    f"{share_of[LONG]:.0f} % at {LONG:,}, so a faster attention kernel moves a step little at the "
-    "short context. The linear layers are the same matmuls on both sides, and AdamW is the same "
-    "kernel: where these differ, the clocks did."
+    "norm and dropout on one side, and the book on the other. The linear layers and AdamW run the "
+    "same kernels on both sides, so where these differ, the clocks did. Attention is "
+    f"{share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
+    f"{share_of[LONG]:.0f} % at {LONG:,}."
 )
 
 # %%
@@ -2233,13 +2224,12 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A clock without a wait.** The passes are queued and the clock is read before they run, as
-# :doc:`/chapters/measuring` shows; the error then moves to whichever pass waits first.
+# **A clock without a wait.** If the clock is read before the queued passes have run, the error moves
+# to whichever pass waits first: see :doc:`/chapters/measuring`.
 #
-# **A model that is compiled in silence again and again.** Were the layers different to the
-# compiler, it would compile each of them and, after a few, give up and run eagerly without an
-# error. The measurement above therefore counts the graphs and stops if there is more than one per
-# version.
+# **A model that is compiled again and again.** Were the layers different to the compiler, it would
+# compile each of them and, after a few, give up and run eagerly without an error. The measurement
+# above therefore counts the compilations and stops if there is more than one per version.
 #
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. Training copies each new batch there first, with ``tokens.copy_(batch)``; a batch in
