@@ -916,8 +916,8 @@ of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "k
 lab.read(
     f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
     f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
-    f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per layer, "
-    f"are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
+    f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per "
+    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
     f"{at['float32', 'forward alone']:.0f} GiB in float32, most of it parameters and AdamW's "
     f"averages ({state:.1f}), and {at['bfloat16', 'forward alone']:.0f} under autocast, with the "
     f"bfloat16 copies of the weights ({copies:.1f}). A whole step needs "
@@ -928,8 +928,8 @@ lab.read(
         if at["bfloat16", "kept"] > at["float32", "kept"]
         else "saves a little memory"
     )
-    + ", because it halves most activations but keeps the weights of attention in both dtypes and a "
-    "copy of every parameter."
+    + ", because it halves most activations but keeps the weights of attention in both dtypes and "
+    "a copy of every parameter."
 )
 
 # %%
@@ -1945,22 +1945,25 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 
 def waiting(row):
     """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
-    return max(0.0, row["step, ms"] - row["busy, ms"])
+    return row["busy, ms"] and max(0.0, row["step, ms"] - row["busy, ms"])
+
+
+def shown(value, digits=1):
+    return "—" if value is None or value != value else f"{value:.{digits}f}"
 
 
 lab.table(
     [
         {
             "version": row["version"],
-            "step, ms": f"{row['step, ms']:.1f}",
+            "step, ms": shown(row["step, ms"]),
             "p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}",
         }
-        | {kind: f"{row[f'{kind}, ms']:.1f}" for kind in KINDS}
-        | {"no kernel": f"{waiting(row):.1f}"}
+        | {kind: shown(row[f"{kind}, ms"]) for kind in KINDS}
+        | {"no kernel": shown(waiting(row))}
         for row in timed(steps.rows)
-        if row["busy, ms"] is not None
     ],
-    "Milliseconds of the kernels of a step, large at 1,024, by kind",
+    "Milliseconds of a step of large at 1,024, and of its kernels by kind",
 )
 
 # %%
@@ -2011,9 +2014,9 @@ lab.read(
 lab.source(decoder.captured)
 
 # %%
-# Now the same race for more models: with SDPA and with the book's operators, both compiled, with and
-# without a graph. At 16,384 the batch is one sequence, and standard attention cannot run, because
-# its tables would fill the memory of several GPUs.
+# Now the same race for more models: with SDPA and with the book's operators, both compiled, with
+# and without a graph. At 16,384 the batch is one sequence, and standard attention cannot run,
+# because its tables would fill the memory of several GPUs.
 
 # Measuring
 RACES = (
@@ -2064,10 +2067,6 @@ def ratio(rows, theirs, own):
     """How many times as fast the second of two versions is."""
     times = rows[theirs]["step, ms"], rows[own]["step, ms"]
     return nan if None in times else times[0] / times[1]
-
-
-def shown(value, digits=1):
-    return "—" if value is None or value != value else f"{value:.{digits}f}"
 
 
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
@@ -2224,8 +2223,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A clock without a wait.** If the clock is read before the queued passes have run, the error moves
-# to whichever pass waits first: see :doc:`/chapters/measuring`.
+# **A clock without a wait.** If the clock is read before the queued passes have run, the error
+# moves to whichever pass waits first: see :doc:`/chapters/measuring`.
 #
 # **A model that is compiled again and again.** Were the layers different to the compiler, it would
 # compile each of them and, after a few, give up and run eagerly without an error. The measurement
