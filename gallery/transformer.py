@@ -14,9 +14,9 @@ You will learn
   beside PyTorch's own and its fused attention.
 
 The questions are those of the second assignment of the Stanford course CS336, which this book
-follows. The measurements need an NVIDIA GPU with 141 GB. Without one they are those of a recorded
-run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU, and the counts on paper, the check
-of every gradient and the exercises are computed anew.
+follows. The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded
+run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU. Counts, checks and exercises always
+run anew.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -99,11 +99,11 @@ lab.source(decoder.Block)
 lab.source(decoder.Decoder)
 
 # %%
-# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The table counts
-# their parameters, the memory of training before any activation exists (a parameter, its gradient
-# and the two averages of AdamW, 16 bytes in float32), and the FLOPs of one step at a context of
-# 1,024: two per parameter and token in each of the three matmuls of a linear layer (output,
-# gradient of the input, gradient of the weight), and those of causal attention.
+# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The training state is
+# what exists before any activation: a parameter, its gradient and the two averages of AdamW, 16
+# bytes in float32. A step at a context of 1,024 does two FLOPs per parameter and token in each of
+# the three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and
+# those of causal attention.
 
 # Measuring
 BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
@@ -228,10 +228,11 @@ lab.read(
     f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
     f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"With one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
-    f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}"
+    f"After one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, because the second "
+    f"step still differs; after two it is {after_two[0]:.1f} ± {after_two[1]:.1f} and after five "
+    f"{again[0]:.1f} ± {again[1]:.1f}"
     + (
-        ". Five do no better than two, because what is left is chance."
+        ": five do no better than two, because what is left is chance."
         if again[1] > after_two[1]
         else "."
     )
@@ -558,9 +559,9 @@ often_calls = profile_number("calls", "float32", "forward")
 same = "the same" if len(set(tops.values())) == 1 else "another"
 lab.read(
     f"In float32 one kernel takes the most time in forward, a matmul with {calls:.0f} calls for "
-    f"{SIZES['large'].layers} layers; in backward it is {same} one, because a library chooses "
-    "among its matmuls by the shapes and by which of the two matrices is transposed. Called most "
-    f"often in forward is `{often}`, {often_calls:.0f} times."
+    f"{SIZES['large'].layers} layers; in backward it is {same} one, because a library chooses by "
+    "shapes, and by which of the two matrices is transposed. Called most often in forward is "
+    f"`{often}`, {often_calls:.0f} times."
 )
 
 # %%
@@ -917,19 +918,17 @@ lab.read(
     f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
     f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
     f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per "
-    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
-    f"{at['float32', 'forward alone']:.0f} GiB in float32, most of it parameters and AdamW's "
-    f"averages ({state:.1f}), and {at['bfloat16', 'forward alone']:.0f} under autocast, with the "
-    f"bfloat16 copies of the weights ({copies:.1f}). A whole step needs "
-    f"{at['float32', 'step']:.0f} and {at['bfloat16', 'step']:.0f}, with its peak in "
-    f"{' or '.join(name for name in PASSES if name in where)}. Autocast "
+    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs little beyond "
+    f"the parameters and AdamW's averages ({state:.1f} GiB) and, under autocast, bfloat16 copies "
+    f"of the weights ({copies:.1f}). A whole step needs {at['float32', 'step']:.0f} GiB in float32 "
+    f"and {at['bfloat16', 'step']:.0f} under autocast, which "
     + (
         "does not save memory here"
         if at["bfloat16", "kept"] > at["float32", "kept"]
         else "saves a little memory"
     )
-    + ", because it halves most activations but keeps the weights of attention in both dtypes and "
-    "a copy of every parameter."
+    + ": it halves most activations, but keeps the weights of attention in both dtypes and a copy "
+    "of every parameter."
 )
 
 # %%
@@ -1061,9 +1060,8 @@ lab.read(
     f"released one by one. A step ends at {at_end:.1f} GiB, the parameters and AdamW's averages, "
     f"and peaks at {peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. "
     f"Checkpointing lowers the peak to {peak['checkpointed']:.1f}, at the price of another forward "
-    f"pass of each layer. On paper it would spare {spared:.1f} GiB; but the peak then moves to the "
-    f"end of backward, where the gradients of all parameters, {its_gradients:.1f} GiB, exist as "
-    "well."
+    f"pass. That is less than the {spared:.1f} GiB that it spares on paper, because the peak moves "
+    f"to the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
@@ -1118,22 +1116,21 @@ tables = sum(
 )
 lab.read(
     f"On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, and the "
-    f"hidden tensor of the feed-forward network {hidden_mib:.0f}. The largest allocation that was "
-    f"recorded has {max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard "
-    f"attention allocates {tables / size.layers:.0f} such tables per layer in forward (scores, "
-    "scaled, masked, softmax) and releases all but one before the next layer."
+    f"hidden tensor of the feed-forward network {hidden_mib:.0f}; the largest allocation has "
+    f"{max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard attention "
+    f"allocates {tables / size.layers:.0f} such tables per layer in forward, the scores, scaled, "
+    "masked, and their softmax, and releases all but one before the next layer."
 )
 
 # %%
 # Attention by itself
 # -------------------
 #
-# The tables of scores fill the memory, so we take attention out of the model. How do its time and
-# its memory grow with the length, and what remains if the table never exists? The course asks for a
-# batch of 8, one head, head sizes of 16 to 128 and lengths of up to 16,384. We add a length of
-# 65,536 at a head size of 64, and take bfloat16 and the causal mask. What attention *holds* is what
-# forward keeps for backward beside q, k and v. ``torch.compile`` compiles once for all shapes, with
-# ``dynamic=True``.
+# The tables of scores fill the memory. How do the time and the memory of attention grow with the
+# length, and what remains if the table never exists? The course asks for a batch of 8, one head,
+# head sizes of 16 to 128 and lengths of up to 16,384, to which we add 65,536 at a head size of 64,
+# in bfloat16 and with the causal mask. What attention *holds* is what forward keeps for backward
+# beside q, k and v. ``torch.compile`` compiles once for all shapes, with ``dynamic=True``.
 
 ours = partial(attention, is_causal=True)
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -1334,7 +1331,7 @@ lab.read(
         if times == times or not grid.rows
         else ""
     )
-    + "On paper, at 65,536, one table of scores in bfloat16 has 8 · 65,536² · 2 bytes = "
+    + "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
     f"{8 * 65536**2 * 2 / 2**30:.0f} GiB, and standard attention holds three at once: the scores, "
     "the masked scores and the weights. "
     + (
@@ -1989,10 +1986,10 @@ no_kernel = {
     for name in ("SDPA, compiled", "Kernel Book")
 }
 lab.read(
-    "Eager, each operator changes the milliseconds in which the GPU runs a kernel: "
-    f"{changes('busy, ms')}. The step changes by other amounts: {changes('step, ms')}. The peak of "
-    f"memory changes, in GiB: {changes('peak, GiB')}, because attention keeps no table of weights, "
-    "and dropout a seed instead of a mask. Compiled, kernels run for "
+    "Eager, the operators change the milliseconds in which the GPU runs a kernel by "
+    f"{changes('busy, ms')}; the step changes by {changes('step, ms')}. The peak of memory changes "
+    f"by {changes('peak, GiB')} GiB, because attention keeps no table of weights, and dropout a "
+    "seed instead of a mask. Compiled, kernels run for "
     f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
     f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU has nothing to "
     f"run for {no_kernel['SDPA, compiled']:.0f} ms and {no_kernel['Kernel Book']:.0f}: **once the "
@@ -2169,23 +2166,18 @@ longest_of
 
 
 # Reading
-def differences(kind):
-    """By how many milliseconds the book's kernels of a kind run longer, by model."""
-    found = {
-        model: pair_of(rows, f"{kind}, ms")
-        for model, rows in race.items()
-        if rows[without[1]]["step, ms"] is not None
-    }
-    return {model: own - theirs for model, (theirs, own) in found.items()}
-
-
-def listed(kind):
-    found = ", ".join(f"{by:+.1f} for {name}" for name, by in differences(kind).items())
-    return found if found or race else nan
+def slower_in(kind):
+    """The models at which the book's kernels of a kind run longer by a tenth of a millisecond."""
+    found = {model: pair_of(rows, f"{kind}, ms") for model, rows in race.items()}
+    return [
+        name
+        for name, times in found.items()
+        if None not in times and times[1] > times[0] + 0.1
+    ]
 
 
 padded = {}
-for name in [name for name, by in differences("attention").items() if by > 0.1]:
+for name in slower_in("attention"):
     shape = SIZES[name.partition(" ")[0]]
     head = shape.d_model // shape.heads
     if head & (head - 1):
@@ -2195,17 +2187,26 @@ share_of = {
     for context in (CONTEXT, LONG)
 }
 lab.read(
-    f"The book's attention changes the milliseconds of a step by {listed('attention')}. "
+    (
+        f"Attention takes longer with the book for {' and '.join(slower_in('attention'))}. "
+    )
+    * bool(slower_in("attention"))
     + "".join(
-        f"For {name} it is slower, because a head has {head} numbers and a tile a power of two of "
-        f"columns, {1 << head.bit_length()}: our kernels multiply the zeros of the rest as well. "
+        f"At {name.partition(' ')[0]} a head has {head} numbers, and a tile of ours a power of two "
+        f"of columns, {1 << head.bit_length()}, so that it multiplies zeros as well. "
         for name, head in padded.items()
     )
-    + f"The kernels between change them by {listed('between')}: there the compiler writes layer "
-    "norm and dropout on one side, and the book on the other. The linear layers and AdamW run the "
-    "same kernels on both sides, so where these differ, the clocks did. Attention is "
-    f"{share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
-    f"{share_of[LONG]:.0f} % at {LONG:,}."
+    + "Between the matmuls the compiler writes layer norm and dropout on one side, and the book on "
+    "the other"
+    + (
+        f", whose kernels take longer for {' and '.join(slower_in('between'))}. "
+        if slower_in("between")
+        else ", whose kernels take no longer at any size. "
+    )
+    + "The linear layers and AdamW run the same kernels on both sides, so where these differ, the "
+    f"clocks did. Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at "
+    f"{CONTEXT:,} and {share_of[LONG]:.0f} % at {LONG:,}"
+    + (f", where it decides. {nan}" if not race else ", where it decides.")
 )
 
 # %%
@@ -2240,8 +2241,7 @@ for dtype in (torch.float32, torch.bfloat16):
 #
 # In bfloat16 most of a training step is no matmul, and operators that move fewer bytes shorten just
 # that part. Fused attention saves the most, in time and in memory, because no table of scores is
-# kept. Once the kernels are fast the host decides, and a CUDA graph takes it out of the step: then
-# the faster kernels are the faster step. A profile tells which of the two to work on.
+# kept. Once the kernels are fast the host decides, and a CUDA graph removes it from the step.
 #
 # Exercises
 # ---------
