@@ -99,8 +99,8 @@ lab.source(decoder.Block)
 lab.source(decoder.Decoder)
 
 # %%
-# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The training state is
-# what exists before any activation: a parameter, its gradient and the two averages of AdamW, 16
+# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The training state
+# is what exists before any activation: a parameter, its gradient and the two averages of AdamW, 16
 # bytes in float32. A step at a context of 1,024 does two FLOPs per parameter and token in each of
 # the three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and
 # those of causal attention.
@@ -2189,8 +2189,9 @@ share_of = {
 lab.read(
     (
         f"Attention takes longer with the book for {' and '.join(slower_in('attention'))}. "
+        if slower_in("attention")
+        else ""
     )
-    * bool(slower_in("attention"))
     + "".join(
         f"At {name.partition(' ')[0]} a head has {head} numbers, and a tile of ours a power of two "
         f"of columns, {1 << head.bit_length()}, so that it multiplies zeros as well. "
@@ -2205,8 +2206,9 @@ lab.read(
     )
     + "The linear layers and AdamW run the same kernels on both sides, so where these differ, the "
     f"clocks did. Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at "
-    f"{CONTEXT:,} and {share_of[LONG]:.0f} % at {LONG:,}"
-    + (f", where it decides. {nan}" if not race else ", where it decides.")
+    f"{CONTEXT:,}, so that a faster kernel moves little there, "
+    f"{step('attention, ms', 'Kernel Book'):.1f} of {step('busy, ms', 'Kernel Book'):.1f} ms; at "
+    f"{LONG:,} it is {share_of[LONG]:.0f} %."
 )
 
 # %%
