@@ -1678,13 +1678,10 @@ lab.read(
 # --------------
 #
 # A model adds the host, the embeddings, the loss and the optimiser. Does a step gain what its
-# layers gain? Every version below trains the same parameters. They take turns in an order that is
-# drawn anew in each round, two steps per turn after one that does not count. Of each version we
-# profile a step and add up its kernels in four kinds: the matmuls of the linear layers; attention
-# (without the mask and the scale, which the eager formula leaves to kernels of their own); AdamW;
-# and *between*, which is all the rest: layer norm, dropout, GELU, additions, casts, the loss.
-#
-# The last two versions are CUDA graphs, of which the next section tells.
+# layers gain? Every version below trains the same parameters, and they take turns in an order that
+# is drawn anew in each round, two steps per turn after one that does not count. The solid part of
+# a bar is the time in which a profile of the step finds a kernel on the GPU. In the light part the
+# GPU waits for the host. The last two versions are CUDA graphs, of which the next section tells.
 
 # Measuring
 from contextlib import suppress
@@ -1916,22 +1913,33 @@ def timed(rows):
 
 
 def steps_in_words(rows):
-    found = (f"{row['version']} {row['step, ms']:.1f}" for row in timed(rows))
-    return f"Milliseconds of a step: {', '.join(found)}."
+    found = (
+        f"{row['version']} {row['step, ms']:.1f}"
+        + (f", with a kernel {row['busy, ms']:.1f}" if row["busy, ms"] else "")
+        for row in timed(rows)
+    )
+    return f"Milliseconds of a step: {'; '.join(found)}."
 
 
 def step_bars(axes, rows):
     axes.figure.set_size_inches(5.4, 5)
+    axes.grid(axis="y", visible=False)
     rows = timed(rows)
     for place, row in enumerate(rows):
         ours = row["version"].startswith("Kernel Book")
-        colour = lab.colour("Kernel Book" if ours else "matmul")
-        axes.barh(place, row["step, ms"], color=colour, height=0.72)
+        bar = {
+            "color": lab.colour("Kernel Book" if ours else "matmul"),
+            "height": 0.72,
+        }
+        busy = min(row["step, ms"], row["busy, ms"] or row["step, ms"])
+        axes.barh(place, busy, **bar)
+        axes.barh(place, row["step, ms"] - busy, left=busy, alpha=0.3, **bar)
         label = f" {row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
         axes.text(row["step, ms"], place, label, va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(row["step, ms"] for row in rows))
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.5 * max(row["step, ms"] for row in rows))
     axes.set(xlabel="ms of a training step, and its peak of memory")
 
 
@@ -1940,15 +1948,43 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 # %%
 
 
-def waiting(row):
-    """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
-    return row["busy, ms"] and max(0.0, row["step, ms"] - row["busy, ms"])
-
-
+# Reading
 def shown(value, digits=1):
     return "—" if value is None or value != value else f"{value:.{digits}f}"
 
 
+def step(column, version):
+    found = [row[column] for row in timed(steps.rows) if row["version"] == version]
+    return found[0] if found and found[0] is not None else nan
+
+
+def change(column, before, after):
+    return step(column, after) - step(column, before)
+
+
+def waiting(version):
+    """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
+    return step("step, ms", version) - step("busy, ms", version)
+
+
+last = "+ attention", "+ dropout"
+lab.read(
+    "Eager, the book's attention takes the kernels of a step from "
+    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f} and the peak "
+    f"of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
+    f"{step('peak, GiB', '+ attention'):.0f}, because it keeps no table of weights. Layer norm and "
+    f"dropout change the kernels by {change('busy, ms', *last):+.1f} ms and the step by "
+    f"{change('step, ms', *last):+.1f}. Compiled, kernels run for "
+    f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
+    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU waits for "
+    f"{waiting('SDPA, compiled'):.0f} ms and {waiting('Kernel Book'):.0f}: **once the kernels are "
+    "fast, the host needs longer to launch a step than the GPU to run it.** A call of our "
+    "operators costs the host more, because it runs Python where PyTorch runs C++."
+)
+
+# %%
+
+# Folded: The steps in numbers, and their kernels by kind
 lab.table(
     [
         {
@@ -1957,44 +1993,10 @@ lab.table(
             "p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}",
         }
         | {kind: shown(row[f"{kind}, ms"]) for kind in KINDS}
-        | {"no kernel": shown(waiting(row))}
+        | {"kernels": shown(row["busy, ms"])}
         for row in timed(steps.rows)
     ],
     "Milliseconds of a step of large at 1,024, and of its kernels by kind",
-)
-
-# %%
-
-
-# Reading
-def step(column, version):
-    found = [row[column] for row in timed(steps.rows) if row["version"] == version]
-    return found[0] if found and found[0] is not None else nan
-
-
-def changes(column):
-    """What each operator changes, beside the version before it, and by how much."""
-    pairs = pairwise(list(EAGER)[:5])
-    found = {
-        name[2:]: step(column, name) - step(column, before) for before, name in pairs
-    }
-    return ", ".join(f"{name} {round(by, 1) + 0.0:+.1f}" for name, by in found.items())
-
-
-no_kernel = {
-    name: step("step, ms", name) - step("busy, ms", name)
-    for name in ("SDPA, compiled", "Kernel Book")
-}
-lab.read(
-    "Eager, the operators change the milliseconds in which the GPU runs a kernel by "
-    f"{changes('busy, ms')}; the step changes by {changes('step, ms')}. The peak of memory changes "
-    f"by {changes('peak, GiB')} GiB, because attention keeps no table of weights, and dropout a "
-    "seed instead of a mask. Compiled, kernels run for "
-    f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
-    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU has nothing to "
-    f"run for {no_kernel['SDPA, compiled']:.0f} ms and {no_kernel['Kernel Book']:.0f}: **once the "
-    "kernels are fast, the host needs longer to launch a step than the GPU to run it.** A call of "
-    "our operators costs the host more, because it runs Python where PyTorch runs C++."
 )
 
 # %%
@@ -2135,8 +2137,9 @@ lab.read(
 )
 
 # %%
-# Where do the two differ? The table adds up the kernels of a profiled step, the first number with
-# SDPA and the second with the book's operators.
+# Where do the two differ? The table adds up the kernels of a profiled step in four kinds, first
+# with SDPA and then with the book's operators. *Between* is all that is neither a matmul of a
+# linear layer, nor attention, nor AdamW: layer norm, dropout, GELU, additions, casts, the loss.
 
 
 # Reading
