@@ -589,7 +589,20 @@ def groups_in_words(rows):
     return f"Milliseconds of kernels of a step by group. {'; '.join(found)}."
 
 
+def beside(axes, value, place, label):
+    """Write a label at the end of a bar."""
+    axes.annotate(
+        label,
+        (value, place),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
+
+
 def group_bars(axes, rows):
+    axes.grid(axis="y", visible=False)
     names = list(group_times(rows, "bfloat16"))
     for offset, dtype in ((-0.2, "float32"), (0.2, "bfloat16")):
         times = group_times(rows, dtype)
@@ -598,7 +611,7 @@ def group_bars(axes, rows):
         colour = lab.colour("Kernel Book" if dtype == "bfloat16" else "copy")
         axes.barh(places, values, height=0.38, color=colour, label=dtype)
         for place, value in zip(places, values, strict=True):
-            axes.text(value, place, f" {value:.1f}", va="center", fontsize=9)
+            beside(axes, value, place, f"{value:.1f}")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
@@ -1934,8 +1947,8 @@ def step_bars(axes, rows):
         busy = min(row["step, ms"], row["busy, ms"] or row["step, ms"])
         axes.barh(place, busy, **bar)
         axes.barh(place, row["step, ms"] - busy, left=busy, alpha=0.3, **bar)
-        label = f" {row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
-        axes.text(row["step, ms"], place, label, va="center", fontsize=10)
+        label = f"{row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
+        beside(axes, row["step, ms"], place, label)
     axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -2068,18 +2081,22 @@ def ratio(rows, theirs, own):
     return nan if None in times else times[0] / times[1]
 
 
+def cell(value):
+    return "—" if value is None or value != value else round(value, 2)
+
+
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
 lab.table(
     [
         {
             "model": model,
-            "SDPA, ms": shown(rows[graphs[0]]["step, ms"]),
-            "Kernel Book, ms": shown(rows[graphs[1]]["step, ms"]),
-            "SDPA / Kernel Book": shown(ratio(rows, *graphs), 2),
-            "without graphs": " and ".join(
+            "SDPA, ms": cell(rows[graphs[0]]["step, ms"]),
+            "Kernel Book, ms": cell(rows[graphs[1]]["step, ms"]),
+            "SDPA / Kernel Book": cell(ratio(rows, *graphs)),
+            "both without graphs": " and ".join(
                 shown(rows[name]["step, ms"]) for name in without
             ),
-            "ratio without": shown(ratio(rows, *without), 2),
+            "their ratio": cell(ratio(rows, *without)),
         }
         for model, rows in race.items()
     ],
