@@ -261,7 +261,7 @@ CHAPTERS = {
             "PyTorch": "PyTorch's operators",
             "+ dropout": "the book's",
             "torch.compile": "PyTorch's, compiled",
-            "Kernel Book": "compiled, with our attention",
+            "Kernel Book": "the book's, compiled",
         },
     ),
 }
