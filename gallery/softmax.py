@@ -1007,9 +1007,10 @@ if written:
         f"the chapter on measuring reads for 16,384 such rows, the row kernel has written "
         f"{written['row']:.0f} of its {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
         f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
-        f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of {saved:.1f}. "
-        "The second load of `online` says `evict_first`, so the cache gives up what was read, "
-        "which nobody needs again, and keeps what was written. The row kernel does not say so."
+        f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
+        f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
+        "was read, which nobody needs again, and keeps what was written. The row kernel does not "
+        "say so; whether a model would gain by it, we have not measured."
         if left > 2
         else f"The hardware's counters, in the chapter on measuring, show no difference in the "
         f"bytes: {written['row']:.0f} MB written by the row kernel, {written['online']:.0f} by "
