@@ -733,8 +733,8 @@ if (
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
     f"On zeros the same instructions take {zeros:,.0f} µs instead of {random:,.0f}, because a "
-    f"transistor that does not switch draws less power{puzzle}. **Never time a matmul on zeros**, or "
-    "on memory that nobody has filled. A copy hardly notices: it takes "
+    f"transistor that does not switch draws less power{puzzle}. **Never time a matmul on zeros**, "
+    "or on memory that nobody has filled. A copy hardly notices: it takes "
     f"{busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on ones."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
