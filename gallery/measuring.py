@@ -182,7 +182,7 @@ def bars_in_words(columns, unit):
     return words
 
 
-def bars(columns, unit, log=False):
+def bars(columns, unit):
     """Draw a bar for each row of a table and each of some columns, which have labels."""
 
     def how(axes, rows):
@@ -198,11 +198,11 @@ def bars(columns, unit, log=False):
             axes.barh(places, found, 0.9 * each, color=ink, label=label)
             for place, value in zip(places, found, strict=True):
                 axes.annotate(
-                    f"{value:,.1f}", (max(value, 0), place), (4, 0), va="center",
+                    f"{value:,.1f}".replace("-", "−"), (max(value, 0), place), (4, 0), va="center",
                     textcoords="offset points", fontsize=10,
                 )  # fmt: skip
         axes.set_yticks(range(len(rows)), [next(iter(row.values())) for row in rows])
-        axes.set(xlabel=unit, xscale="log" if log else "linear")
+        axes.set(xlabel=unit)
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
@@ -218,7 +218,7 @@ lab.draw(
     five_ways,
     "One call, timed in five ways",
     bars_in_words(SOFTMAXES, "µs"),
-    bars(SOFTMAXES, "µs, logarithmic", log=True),
+    bars(SOFTMAXES, "µs"),
 )
 
 # %%

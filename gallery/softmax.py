@@ -919,7 +919,6 @@ gradients = lab.bench(
 # %%
 
 
-# Reading
 def times_of(sweep, provider):
     return [1e3 * sweep.milliseconds_at(provider, rows=rows) for rows in HEIGHTS]
 

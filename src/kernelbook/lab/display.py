@@ -143,7 +143,9 @@ def _cell(value) -> str:
     if isinstance(value, int | float) and math.isfinite(value):
         precision = ",.0f" if value == int(value) or abs(value) >= 1000 else ",.3g"
         return f"<td{_kind(value)}>{value:{precision}}</td>"
-    return f"<td>{escape(str(value))}</td>"
+    text = str(value)
+    word = "" if " " in text or len(text) > 12 else ' class="kb-word"'  # 1e-07 breaks at no hyphen
+    return f"<td{word}>{escape(text)}</td>"
 
 
 def _kind(value) -> str:
