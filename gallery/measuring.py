@@ -1429,8 +1429,8 @@ COUNTERS = {
     "dram__bytes_write.sum": "written to HBM",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "HBM, of its peak",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SMs, of their peak",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps on an SM, of the most",
-    "launch__registers_per_thread": "registers of a thread",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "active warps, of the most",
+    "launch__registers_per_thread": "registers per thread",
 }
 KERNELS = {"row": "row_fwd_kernel", "online": "online_fwd_kernel"}
 PROFILED = """

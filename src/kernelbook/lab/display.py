@@ -176,6 +176,22 @@ def source(thing, piece: str | None = None) -> Markdown:
 
     A heading is a comment ``# -- name: what happens``; its piece ends at the next heading.
     """
+    return show(_sourced(thing, piece))
+
+
+def listing(parts: dict[str, object]) -> Markdown:
+    """Return the sources of several functions and kernels, each below what it is for."""
+    found = [(f"{what}.", _sourced(thing)) for what, thing in parts.items()]
+    return show(
+        Markdown(
+            "".join(f"<p>{escape(what)}</p>{shown.html}" for what, shown in found),
+            "\n\n".join(f"{what}\n{shown.plain}" for what, shown in found),
+            "\n\n".join(f"{what}\n\n{shown.markdown}" for what, shown in found),
+        )
+    )
+
+
+def _sourced(thing, piece: str | None = None) -> Markdown:
     function = getattr(thing, "fn", thing)  # a kernel keeps its Python function there
     lines, first = inspect.getsourcelines(function)
     if piece is not None:
@@ -190,9 +206,8 @@ def source(thing, piece: str | None = None) -> Markdown:
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
     html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
-    shown = Markdown(
+    return Markdown(
         f'<div class="kb-source"><div class="kb-caption">{caption}</div>{html}</div>',
         f"{where}\n{code}",
         f"{where}\n\n```python\n{code}\n```",
     )
-    return show(shown)
