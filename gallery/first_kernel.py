@@ -1065,18 +1065,17 @@ behind = 1e3 * (
 )
 middle = 100 * forward.share("Kernel Book", rows=2**14)
 text = (
-    f"At 16,384 rows our kernel reaches only {middle:.0f} % of the copy. The further rows, up to "
-    f"65,536, pass it at {of_ours:.1f} TB/s and the copy at {of_theirs:.1f}"
+    f"At 16,384 rows our kernel reaches only {middle:.0f} % of the copy. Further rows pass it at "
+    f"{of_ours:.1f} TB/s and the copy at {of_theirs:.1f}"
 )
 if of_ours > 0.97 * of_theirs and counters and behind > 0:
     written = counters[0][1]  # by a softmax, when it ends
     late = (16384 * 8192 * 2 - written) / 1e6
     text += (
-        f", so it is not slower per byte: it is {behind:.1f} µs behind, once per launch. "
-        "That is because a copy ends before its last bytes have reached memory. The hardware's "
-        f"counters, in the next chapter, find {late:.0f} MB of what a kernel has written still in "
-        f"L2 when it ends, and at the speed of the copy these are {late / of_theirs:.1f} µs. Our "
-        "kernel writes next to nothing, so it has nothing to leave behind."
+        f", so it is {behind:.1f} µs behind only once per launch, because a copy ends before its "
+        "last bytes have reached memory: by the hardware's counters, in the next chapter, "
+        f"{late:.0f} MB of what a kernel has written are then still in L2. At the speed of the "
+        f"copy these are {late / of_theirs:.1f} µs. Our kernel writes next to nothing."
     )
 lab.read(f"{text.rstrip('.')}.")
 

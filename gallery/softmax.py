@@ -696,15 +696,6 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 # leave the box are the lengths at which the online kernel loses speed.
 
 # %%
-
-# Reading
-lab.read(
-    "The same count probably explains `online_2d`, which has four rows in flight for each program: "
-    f"at 16,384 columns it reaches {100 * ladder.share('online_2d', columns=16384):.0f} %, beside "
-    f"{100 * ladder.share('online', columns=16384):.0f} % for `online`."
-)
-
-# %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
 # the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
 # does not take rows of 131,072 columns. quack is a collection of kernels by the authors of
@@ -783,11 +774,10 @@ slower = "".join(
     < 0.9 * forward.rate("copy", dtype="bfloat16", columns=4096)
 )
 reason = (
-    f"So bytes do not set its time, and neither that of PyTorch's own kernel ({others:.2f} times); "
-    "instructions do. Up to 1,024 columns the kernel that `torch.compile` writes holds a row on "
-    "chip. Beyond, it loops, and PyTorch's source shows that it then corrects the sum for every "
-    "number and not for every block: three exponentials per number, where our row kernel computes "
-    "one."
+    f"So bytes do not set its time; PyTorch's own kernel behaves alike ({others:.2f} times). "
+    "PyTorch's source shows what can: beyond 1,024 columns the kernel loops over the row and "
+    "corrects the sum for every number, not for every block, which makes three exponentials per "
+    "number, where our row kernel computes one."
     if double < 1.4
     else "So bytes set much of its time."
 )
@@ -859,11 +849,11 @@ lab.read(
 # The last few percent
 # --------------------
 #
-# In the ladder, ``online`` reads every row twice and is yet a little ahead of the row kernel, and
-# backward ``torch.compile`` is a little ahead of ours. Does such a kernel move its bytes faster, or
-# does it save something once per launch? We time 32,768 rows of 8,192 columns and four times as
-# many: a higher speed saves four times as much there, and a saving per launch no more. Because
-# ``online`` also gives each thread 32 numbers at a time, and the row kernel 64, both run with both.
+# In the ladder ``online``, which reads every row twice, is a little ahead of the row kernel, and
+# backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save something
+# once per launch? We time 32,768 rows and four times as many: a higher speed saves four times as
+# much there, and a saving per launch no more. Both kernels run with 64 numbers per thread, as the
+# row kernel has them, and with 32, as ``online`` has.
 
 HEIGHTS = (2**15, 2**17)
 
@@ -937,7 +927,7 @@ rows = [
         "kernel": name,
         "32,768 rows, µs": round(times[0], 1),
         "131,072 rows, µs": round(times[1], 1),
-        "TB/s of the further rows": f"{further(sweep, name):.2f}",
+        "TB/s of the further rows": round(further(sweep, name), 2),
     }
     for direction, sweep in {"forward": reads, "backward": gradients}.items()
     if sweep.rows
@@ -975,11 +965,8 @@ fewer = {
     for kind in ("one read", "two reads")
 }
 lab.read(
-    f"{meaning} The numbers per thread matter little: with 32 instead of 64, one read takes "
-    f"{100 * (fewer['one read'] - 1):+.1f} % and two reads {100 * (fewer['two reads'] - 1):+.1f} %."
-    if abs(fewer["one read"] - 1) < 0.01
-    else f"{meaning} The numbers per thread have a part in it: with 32 instead of 64, one read "
-    f"takes {100 * (fewer['one read'] - 1):+.1f} % and two reads "
+    f"{meaning} With 32 numbers per thread instead of 64, one read takes "
+    f"{100 * (fewer['one read'] - 1):+.1f} % and two reads "
     f"{100 * (fewer['two reads'] - 1):+.1f} %."
 )
 
@@ -1002,18 +989,17 @@ if written:
     )  # MB that online leaves in L2, beyond the row kernel
     at = further(reads, two_reads)
     text = (
-        f"What a launch saves are bytes that it need not write. By the hardware's counters, which "
-        f"the chapter on measuring reads for 16,384 such rows, the row kernel has written "
-        f"{written['row']:.0f} of its {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
+        f"By the hardware's counters in the chapter on measuring, the row kernel has written "
+        f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
         f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
         f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
         f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
-        "was read, which nobody needs again, and keeps what was written. The row kernel does not "
-        "say so; whether a model would gain by it, we have not measured."
+        "was read and keeps what was written. Whether a model would gain if the row kernel said so "
+        "too, we have not measured."
         if left > 2
-        else f"The hardware's counters, in the chapter on measuring, show no difference in the "
-        f"bytes: {written['row']:.0f} MB written by the row kernel, {written['online']:.0f} by "
-        "`online`. The lead has another reason, which we did not find."
+        else f"The hardware's counters in the chapter on measuring show no difference: "
+        f"{written['row']:.0f} MB written by the row kernel, {written['online']:.0f} by `online`. "
+        "The lead has another reason, which we did not find."
     )
 lab.read(text)
 
@@ -1028,9 +1014,8 @@ same = (
 lab.read(f"Backward, against `torch.compile`: {meaning}{same * ('saving' in meaning)}")
 
 # %%
-# The next table shows what the compiler made of the kernels. The threads of a warp exchange numbers
-# by :term:`shuffles <shuffle>`, and the warps of a program through :term:`shared memory`. A
-# :term:`spill` is a value for which no register was left.
+# Which kernel fits how often into an SM? The compiler says how many :term:`registers <register>`
+# each takes, and whether any :term:`spill`.
 
 
 def launch(columns, dtype):
@@ -1045,6 +1030,10 @@ facts = lab.facts(
         for columns in (4096, 16384, 32768, 65536)
     },
 )
+
+# %%
+
+# Folded: What the compiler made of the kernels
 facts
 
 # %%
@@ -1060,10 +1049,9 @@ threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
-    f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
-    f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
-    f"{packed:.0f}, all its other values included, so {fitting} programs of {threads} threads fit "
-    "into the 65,536 registers of an SM."
+    f"Both forward kernels give each thread 64 numbers. The plain one, at 4,096 columns, takes "
+    f"{plain:.0f} registers per thread, and the packed one, at 32,768, {packed:.0f}, so {fitting} "
+    f"programs of {threads} threads fit into the 65,536 registers of an SM."
 )
 
 # %%
