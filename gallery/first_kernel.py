@@ -611,9 +611,8 @@ steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# The book's operator also accepts any shape and stride, refuses wrong input, chooses the blocks,
-# and is registered as an operator of PyTorch, so that ``torch.compile`` and ``torch.func`` know it.
-# Here it is once as a whole, from the kernels outwards.
+# The book's operator also accepts any shape and stride, refuses wrong input, and is registered, so
+# that ``torch.compile`` knows it. Here it is once as a whole, from the kernels outwards.
 
 # %%
 
@@ -703,8 +702,6 @@ if runtime.INTERPRETED:
     talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
 
 # %%
-# On a GPU, ``tl.device_print`` prints a line per element.
-#
 # Programs, warps, threads
 # ------------------------
 #
@@ -1210,8 +1207,7 @@ verdict = "slower" if our_step > their_step else "faster"
 lab.read(
     "Where calls follow each other, the slower of host and GPU sets the pace. For 4,096 rows both "
     f"passes of our operator take the host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and "
-    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there. Our "
-    "backward pass is Python that autograd calls, and PyTorch's is C++."
+    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there."
 )
 
 # %%

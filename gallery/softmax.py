@@ -571,9 +571,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one; "
-    "PyTorch's source shows that three of them do more than a copy: the maximum also finds its "
-    "position, and the subtraction and the division load element by element."
+    f"{share['simple_softmax', short]:.0f} %, because three of its operations do more than a copy: "
+    "the maximum also finds its position, and the subtraction and the division load element by "
+    "element, as PyTorch's source shows."
 )
 
 # %%
@@ -994,8 +994,8 @@ if written:
         f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
         f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
         f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
-        "was read and keeps what was written. Whether a model would gain if the row kernel said so "
-        "too, we have not measured."
+        "was read and keeps what was written. Whether a model would gain by that, we have not "
+        "measured."
         if left > 2
         else f"The hardware's counters in the chapter on measuring show no difference: "
         f"{written['row']:.0f} MB written by the row kernel, {written['online']:.0f} by `online`. "
@@ -1014,8 +1014,7 @@ same = (
 lab.read(f"Backward, against `torch.compile`: {meaning}{same * ('saving' in meaning)}")
 
 # %%
-# Which kernel fits how often into an SM? The compiler says how many :term:`registers <register>`
-# each takes, and whether any :term:`spill`.
+# How many programs fit on an SM? The compiler says how many registers each needs.
 
 
 def launch(columns, dtype):
@@ -1131,28 +1130,6 @@ sums = {"truth": truth, "rescaled": right, "not rescaled": wrong}
 lab.table(
     [{"sum": name, "value": f"{value:.6f}"} for name, value in sums.items()],
     "The sum of 512 exponentials in 8 blocks",
-)
-
-# %%
-# **The sum is kept in 16 bits.** bfloat16 keeps only 8 significant bits, so small terms vanish
-# beside a large sum: 256 + 1 is rounded back to 256. That is why all statistics in this book are
-# float32.
-
-ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
-total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
-for value in ones[0].exp():
-    total += value
-
-# %%
-
-# Measuring
-sums = {"float32": ones.float().exp().sum(), "bfloat16": total}
-lab.table(
-    [
-        {"sum kept in": name, "value": f"{value.item():,.0f}"}
-        for name, value in sums.items()
-    ],
-    "8,192 ones, added one by one",
 )
 
 # %%
