@@ -188,8 +188,7 @@ lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 # it, because only an address outside all memory of the process makes a launch fail, with an
 # *illegal memory access*.
 #
-# What a masked load holds where the mask is false is undefined, unless ``other=0.0`` gives it a
-# value. Here that does no harm, because the store has the same mask.
+# Where its mask is false, what a load gives is undefined, unless ``other=0.0`` names a value.
 #
 # What the compiler must know
 # ---------------------------
@@ -420,11 +419,11 @@ lab.read(
 #    Within one launch, what one program writes no other program may read or write, unless both use
 #    :term:`atomic` operations, which no other access can interrupt.
 #
-# Write to another tensor instead, or launch a second kernel, which begins when the first has ended.
+# Write to another tensor, or launch a second kernel, which begins when the first has ended.
 #
-# The next section needs a sum over rows that belong to different programs. If each program loads
-# the sum so far, adds its own rows and stores the result, two programs may load the same value, and
-# one of the two additions is lost. There are two right ways. An atomic addition, ``tl.atomic_add``,
+# The next section needs a sum over rows of different programs. If each program loads the sum so
+# far, adds its own rows and stores the result, two may load the same value, and one of the two
+# additions is lost. There are two right ways. An atomic addition, ``tl.atomic_add``,
 # loads, adds and stores in one step. With :term:`partial sums`, each program stores the sums of its
 # own rows in memory of its own, and a second kernel adds these up.
 
@@ -1180,7 +1179,7 @@ lab.read(
 )
 
 # %%
-# The figures leave out the time that the :term:`host`, the CPU, needs for each call.
+# The :term:`host`, the CPU, needs time for each call as well.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)

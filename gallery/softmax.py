@@ -624,10 +624,9 @@ lab.read(
 
 # %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
-# which all SMs share, if all rows *in flight* fit in L2 together. A row is in flight while a
+# which all SMs share, if all rows *in flight* fit there together. A row is in flight while a
 # program works on it, so we count programs: the online kernel has one warp for every 1,024 columns,
-# and never more than 8, and an SM runs at most 64 warps and at most 32 programs. The column *again
-# from* predicts where the second read is served from.
+# and never more than 8, and an SM runs at most 64 warps and at most 32 programs.
 
 
 def prediction():
@@ -697,9 +696,9 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
-# the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
-# does not take rows of 131,072 columns. quack is a collection of kernels by the authors of
-# FlashAttention, written in CuTe DSL, NVIDIA's own language for kernels in Python.
+# the row. Liger is a collection of Triton kernels by LinkedIn, which takes no rows of 131,072
+# columns. quack, by the authors of FlashAttention, is written in CuTe DSL, NVIDIA's own language
+# for kernels in Python.
 
 
 def liger(x):
@@ -738,6 +737,7 @@ lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
+# Folded: The same in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # %%
@@ -789,11 +789,10 @@ lab.read(
 )
 
 # %%
-# At the widest rows, waiting probably costs the missing speed: a program waits for the slowest of
-# its neighbours while its registers are occupied and nothing new is loaded into them. Its pair
-# travels to a slot in L2 and from there to the other SMs. quack takes a shorter path: the hardware
-# groups some SMs in a *cluster*, in which they read each other's shared memory directly. Triton
-# 3.6, which the book supports, cannot reduce across a cluster.
+# At the widest rows, waiting probably costs the missing speed, because a program waits for the
+# slowest of its neighbours while nothing new is loaded into its registers. quack takes a shorter
+# path than L2: the hardware groups some SMs in a *cluster*, in which they read each other's shared
+# memory directly. Triton 3.6, which the book supports, cannot reduce across a cluster.
 #
 # The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
@@ -1048,9 +1047,8 @@ threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
-    f"Both forward kernels give each thread 64 numbers. The plain one, at 4,096 columns, takes "
-    f"{plain:.0f} registers per thread, and the packed one, at 32,768, {packed:.0f}, so {fitting} "
-    f"programs of {threads} threads fit into the 65,536 registers of an SM."
+    f"At 4,096 columns the plain kernel takes {plain:.0f} registers per thread. At 32,768 the "
+    f"packed one takes {packed:.0f}, so {fitting} programs of {threads} threads fit on an SM."
 )
 
 # %%
@@ -1139,10 +1137,9 @@ lab.table(
 # Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
 # computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
 # a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
-# each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
-# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
-# exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
-# That is the core of FlashAttention.
+# each query it carries the pair and the weighted sum so far, ``acc``, which it rescales by the same
+# ``alpha``: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
+# the exponentials of a block. That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
