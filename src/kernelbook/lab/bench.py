@@ -60,6 +60,37 @@ def peer(module: str, use: Callable) -> Callable | Absent:
     return run
 
 
+def tried(run: Callable) -> Callable | Absent:
+    """Return a run, or why it fails here: for the version of a page, which one kind of GPU or one
+    Triton may refuse, and which must not take the rest of the page with it."""
+    try:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # what refuses may be the compiler, the assembler or the driver
+        return Absent(f"it does not run here: {_in_short(error)}")
+    return run
+
+
+def attempt(name: str, experiment: Callable[[], list[dict]] | Absent) -> chapter.Table:
+    """Measure as :func:`kernelbook.lab.measure` does, or record why it cannot be done.
+
+    A check that fails is raised all the same: it would be no reason, but a fault.
+    """
+
+    def reasoned() -> list[dict]:
+        if isinstance(experiment, Absent):
+            return [{chapter.WHY_NOT: experiment.reason}]
+        try:
+            return experiment()
+        except AssertionError:
+            raise
+        except Exception as error:  # as above
+            return [{chapter.WHY_NOT: _in_short(error)}]
+
+    return chapter.measure(name, reasoned)
+
+
 def _is_refusal(error: Exception, library: str, use: Callable) -> bool:
     """Tell whether an exception comes from the library, and not from the function that calls it.
 
