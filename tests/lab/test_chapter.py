@@ -166,6 +166,8 @@ def test_an_experiment_that_fails_leaves_its_reason_and_no_rows(live, root):
     assert (here.rows, needs.rows, fine.rows) == ([], [], [{"n": 1}])
     assert "not measured, because" in here.plain
     assert "ValueError: no such instruction" in here.plain
+    drawn = lab.draw(needs, "Stamps", pytest.fail, pytest.fail)
+    assert "Stamps. Not measured: it needs a Hopper GPU." in drawn.plain
     assert "Not measured: it needs a Hopper GPU." in lab.read(f"It takes {float('nan')}.").plain
     lab.finish("half of a copy")
     tables = results.read(root / "test-gpu" / "tried.json")["tables"]

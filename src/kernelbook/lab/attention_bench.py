@@ -68,11 +68,20 @@ def points(
 
 
 def draw(
-    batch: int, heads: int, seqlen: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+    batch: int,
+    heads: int,
+    seqlen: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    heads_k: int | None = None,
+    seqlen_k: int | None = None,
 ) -> Tensors:
-    """Return random q, k and v, (batch, heads, seqlen, head_dim)."""
-    size = (3, batch, heads, seqlen, head_dim)
-    return torch.randn(size, device=runtime.DEVICE, dtype=dtype).unbind()
+    """Return random q, k and v, (batch, heads, seqlen, head_dim); k and v may have other heads and
+    another length."""
+    of_keys = (batch, heads_k or heads, seqlen_k or seqlen, head_dim)
+    shapes = ((batch, heads, seqlen, head_dim), of_keys, of_keys)
+    return tuple(torch.randn(shape, device=runtime.DEVICE, dtype=dtype) for shape in shapes)
 
 
 def matmul() -> Callable:
