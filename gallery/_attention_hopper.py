@@ -1241,12 +1241,16 @@ work
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 exponentials, others = busy.get("exponential", nan), sum(busy.values())
 lab.read(
-    f"The exponentials keep their units busy for {exponentials:,.0f} cycles of a tile, and all "
-    f"these instructions together would take {others:,.0f} if no two kinds overlapped, nearly as "
-    f"long as the {ideal:,.0f} of the matmuls. So at head_dim 128 there is room for all of them "
-    "beside the matmuls, but not much. At head_dim 64 the matmuls are half as long and these "
-    "instructions nearly the same, so there it is they that set the pace, and each one that is "
-    "saved counts."
+    f"The exponentials keep their units busy for {exponentials:,.0f} cycles of a tile. If no two "
+    f"kinds overlapped, all these instructions together would take {others:,.0f}, "
+    f"{100 * others / ideal:.0f} % of the {ideal:,.0f} cycles of the matmuls"
+    + (
+        ", so at head_dim 128 all of them fit beside the matmuls. "
+        if others < ideal
+        else ", so even at head_dim 128 some of them have to overlap each other. "
+    )
+    + "At head_dim 64 the matmuls are half as long and these instructions nearly the same, so "
+    "there it is they that set the pace, and each one that is saved counts."
 )
 
 # %%
