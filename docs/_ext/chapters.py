@@ -224,6 +224,19 @@ CHAPTERS = {
             "roles": "a loader, two consumers",
         },
     ),
+    "attention_hopper": Facts(
+        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
+        "roles make them overlap, and what is each step to that worth?",
+        "advanced",
+        ("attention_fast", "warps_with_roles"),
+        "ladder",
+        {"mask": "full"},
+        {
+            "plain Triton": "plain Triton",
+            "two roles": "a loader, two consumers",
+            "Kernel Book": "after all changes",
+        },
+    ),
     "attention_across_gpus": Facts(
         "How do several GPUs share one attention, and how much of their speed is left when they "
         "do?",
@@ -235,19 +248,6 @@ CHAPTERS = {
             "contiguous": "contiguous parts",
             "zig-zag": "parts from both ends",
             "Kernel Book": "transfers behind the work",
-        },
-    ),
-    "attention_hopper": Facts(
-        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
-        "roles make them overlap, and what is each step to that worth?",
-        "advanced",
-        ("attention_fast", "warps_with_roles"),
-        "ladder",
-        {"mask": "full"},
-        {
-            "plain kernel": "the plain kernel",
-            "two roles": "a loader, two consumers",
-            "Kernel Book": "after all changes",
         },
     ),
     "transformer": Facts(

@@ -107,6 +107,16 @@ def test_the_best_peer_is_neither_the_book_nor_the_limit(replayed):
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
     assert sweep.best_peer(elements=1000) == ("ours", 0.5)  # where the peer is absent
     assert sweep.best_peer(elements=2000) == ("ours", pytest.approx(0.8))
+    assert sweep.best_peer("peer", elements=2000) == ("peer", pytest.approx(0.5))
+    assert sweep.best_peer("peer", elements=1000)[0] == "none"
+
+
+def test_who_is_ahead_at_a_point_is_listed_from_the_fastest(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    ahead = sweep.ahead_of("peer", "ours", "copy", "peer", elements=2000)
+    assert [name for name, _ in ahead] == ["copy", "ours"]
+    assert ahead[1][1] == sweep.rate("ours", elements=2000)
+    assert sweep.ahead_of("copy", "ours", "peer", elements=1000) == []
 
 
 def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):

@@ -1,6 +1,6 @@
 """The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
 
-from kernelbook.lab.bench import Absent, Sweep, bench, event_times, peer
+from kernelbook.lab.bench import Absent, Sweep, attempt, bench, event_times, peer, tried
 from kernelbook.lab.chapter import (
     compiled_by,
     facts,
@@ -24,6 +24,7 @@ __all__ = [
     "RanksFailed",
     "ResultsError",
     "Sweep",
+    "attempt",
     "bench",
     "check",
     "colour",
@@ -45,4 +46,5 @@ __all__ = [
     "source",
     "start",
     "table",
+    "tried",
 ]
