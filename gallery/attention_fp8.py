@@ -1679,6 +1679,7 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 
 # %%
 
+# Measuring
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
