@@ -929,9 +929,11 @@ above = [name for name in LADDER if steps.rate(name, mask="full") > from_hbm]
 lab.read(
     f"Together, the six changes raise the speed {both[0]}, and {both[1]}. Without a mask, "
     f"{len(above)} of the {len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone "
-    f"would allow, so L2 does serve some of the loads. (The matmul runs at "
-    f"{steps.rate('matmul', mask='full'):.0f} TFLOP/s here and at {matmul_speed:.0f} in the "
-    f"section on memory, where it is timed call after call, so the chip may lower its clocks.)"
+    f"would allow"
+    + (", so L2 does serve some of the loads. " if above else ". ")
+    + f"(The matmul runs at {steps.rate('matmul', mask='full'):.0f} TFLOP/s here and at "
+    f"{matmul_speed:.0f} in the section on memory, where it is timed call after call, so the chip "
+    f"may lower its clocks.)"
 )
 
 # %%
