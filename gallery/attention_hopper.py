@@ -669,11 +669,16 @@ def run(q, k, v, is_causal, trace=None, **options):
     return out
 
 
+def configured(head_dim, mask, keys):
+    """How the package cuts its Gluon kernel, also where it prefers plain Triton."""
+    return choice.choose(head_dim, mask, keys) or choice.CONFIGS[head_dim]
+
+
 def in_gluon(q, k, v, is_causal, **change):
     """The package's Gluon kernel, with a change of how it is cut into programs."""
-    head_dim = q.shape[3]
-    config = choice.choose(head_dim, is_causal, k.shape[2]) or choice.CONFIGS[head_dim]
-    config, scale = replace(config, **change), head_dim**-0.5
+    head_dim, mask = q.shape[3], "causal" if is_causal else "full"
+    config = replace(configured(head_dim, mask, k.shape[2]), **change)
+    scale = head_dim**-0.5
     return hopper.attention_forward(q, k, v, is_causal, scale, None, config)[0]
 
 
@@ -1265,8 +1270,8 @@ lab.read(
 
 
 # Folded: Tiles and roles, by head_dim, mask and length
-def configuration(head_dim, uneven, longest, config):
-    row = {"head_dim": head_dim, "mask": "causal" if uneven else "none, or a window"}
+def configuration(head_dim, mask, longest, config):
+    row = {"head_dim": head_dim, "mask": mask}
     row["keys up to"] = "any" if longest == float("inf") else f"{longest:,}"
     if config is None:
         return row | {"kernel": "plain Triton"}
@@ -1527,7 +1532,7 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 at_points = []
 for point in points(LENGTHS, (128, 64)):
     where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
-    size = (point["head_dim"], point["mask"] == "causal", point["seqlen"])
+    size = (point["head_dim"], point["mask"], point["seqlen"])
     library, _ = speed.best_peer(*PEERS, **where)
     at_points.append(
         {
@@ -1557,8 +1562,7 @@ lab.table(
 # Reading
 def needed(seqlen, head_dim, mask):
     """Which share of the scores that the Gluon kernel computes is needed."""
-    config = choice.choose(head_dim, mask == "causal", seqlen)
-    config = config or choice.CONFIGS[head_dim]
+    config = configured(head_dim, mask, seqlen)
     block_m, tiles = 64 * config.consumers, 0
     for start in range(0, -(-seqlen // block_m) * block_m, 64):  # of one consumer
         end = seqlen if mask == "full" else min(start + 64, seqlen)

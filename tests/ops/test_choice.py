@@ -26,12 +26,19 @@ def shapes(head_dim=128, seqlen_q=8192, seqlen_k=None):
 
 def limits():
     """Each row of the table, its last length and the first behind it."""
-    for (head_dim, uneven), rows in CHOICES.items():
+    for (head_dim, mask), rows in CHOICES.items():
         for most, config in rows:
             longest = min(most, 2**20)
-            yield head_dim, uneven, longest, config
+            yield head_dim, mask, longest, config
         for (most, _), (_, config) in zip(rows, rows[1:], strict=False):
-            yield head_dim, uneven, most + 1, config
+            yield head_dim, mask, most + 1, config
+
+
+def seeing(keys, mask):
+    """Return the length and the options with which a query sees so many keys at most."""
+    if mask == "window":
+        return keys + 100, {"window": (keys - 1, 0)}
+    return keys, {"is_causal": mask == "causal"}
 
 
 # -- the table
@@ -40,13 +47,14 @@ def limits():
 @pytest.mark.parametrize("case", list(limits()), ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
 def test_the_table_decides_on_hopper(case, dtype):
-    head_dim, uneven, keys, config = case
-    sizes = shapes(head_dim, keys)
-    chosen = forward_choice(HOPPER, dtype, *sizes, uneven)
+    head_dim, mask, keys, config = case
+    length, options = seeing(keys, mask)
+    sizes = shapes(head_dim, length)
+    chosen = forward_choice(HOPPER, dtype, *sizes, **options)
     assert (chosen.backend, chosen.config) == ("gluon" if config else "triton", config)
-    assert f"{keys:,} keys" in chosen.reason
-    assert forward_choice(HOPPER, dtype, *sizes, uneven, backend="triton").config is None
-    named = forward_choice(HOPPER, dtype, *sizes, uneven, backend="gluon")
+    assert f"{keys:,} keys, {mask}" in chosen.reason
+    assert forward_choice(HOPPER, dtype, *sizes, **options, backend="triton").config is None
+    named = forward_choice(HOPPER, dtype, *sizes, **options, backend="gluon")
     assert (named.backend, named.config) == ("gluon", config or CONFIGS[head_dim])
 
 
@@ -59,8 +67,8 @@ def test_a_row_is_in_order_and_ends_at_no_length(row):
 
 
 def test_a_window_counts_as_the_keys_that_a_query_sees(monkeypatch):
-    table = {(128, False): ((100, None), (float("inf"), CONFIGS[128]))}
-    table[128, True] = ((float("inf"), None),)
+    table = dict.fromkeys(CHOICES, ((100, None), (float("inf"), CONFIGS[128])))
+    table[128, "causal"] = ((float("inf"), None),)
     monkeypatch.setattr(choice, "CHOICES", table)
 
     def backend(**options):

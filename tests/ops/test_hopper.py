@@ -218,18 +218,20 @@ def test_every_length_up_to_300_with_gradients(hopper_gpu, head_dim, is_causal):
 
 def boundaries():
     """Each row of the table, at its last length and the first behind it."""
-    for (head_dim, uneven), rows in choice.CHOICES.items():
+    for (head_dim, mask), rows in choice.CHOICES.items():
         for most, _ in rows:
             longest = min(most, 8192)
-            yield from ((head_dim, uneven, keys) for keys in (longest, longest + 1))
+            yield from ((head_dim, mask, keys) for keys in (longest, longest + 1))
 
 
 @pytest.mark.parametrize("case", sorted(set(boundaries())), ids=str)
 def test_where_the_choice_changes(hopper_gpu, case):
-    head_dim, is_causal, keys = case
-    operands = [x.requires_grad_() for x in draw(1, 2, 1, keys, keys, head_dim)]
+    head_dim, mask, keys = case
+    length = keys + 100 if mask == "window" else keys
+    options = {"window": (keys - 1, 0)} if mask == "window" else {"is_causal": mask == "causal"}
+    operands = [x.requires_grad_() for x in draw(1, 2, 1, length, length, head_dim)]
     for backend in choice.BACKENDS:
-        check_attention(*operands, is_causal=is_causal, backend=backend)
+        check_attention(*operands, **options, backend=backend)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

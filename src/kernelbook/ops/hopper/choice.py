@@ -52,28 +52,45 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 CONFIGS = {64: Config(3, 128, 2, True), 128: Config(2, 128, 2, True)}
 """The configuration for each head_dim, where no other was measured to be faster."""
 
-FREE = {head_dim: replace(config, take_turns=False) for head_dim, config in CONFIGS.items()}
-"""The same without turns."""
+TWO = Config(2, 128, 4, True)
+"""For head_dim 64, fewer queries in a tile: of use where a tile of them sees few keys."""
+
+ONE_TILE = replace(CONFIGS[128], take_turns=False, persistent=False)
+"""For head_dim 128, programs that compute a tile each."""
 
 
 # -- which kernel is the fastest
 
 CHOICES = {
-    (64, False): ((2048, None), (math.inf, FREE[64])),
-    (64, True): ((math.inf, None),),
-    (128, False): ((math.inf, FREE[128]),),
-    (128, True): ((2048, None), (math.inf, CONFIGS[128])),
+    (64, "full"): ((8192, CONFIGS[64]), (math.inf, replace(CONFIGS[64], take_turns=False))),
+    (64, "causal"): ((1024, TWO), (math.inf, None)),
+    (64, "window"): ((2048, TWO), (math.inf, None)),
+    (128, "full"): ((math.inf, CONFIGS[128]),),
+    (128, "causal"): ((8192, CONFIGS[128]), (math.inf, ONE_TILE)),
+    (128, "window"): ((math.inf, CONFIGS[128]),),
 }
-"""What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
-up to how many keys that a query may see, and which configuration, or None for the kernel of
-``attention.forward``.
-A first choice: made on an H200, with 16,384 tokens of 2,048 columns in all, before tiles came in
-pairs, which were not timed yet."""
+"""What was fastest, by head_dim and mask: from the shortest on, up to how many keys that a query
+may see, and which configuration, or None for the kernel of ``attention.forward``.
+
+Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all and from 1,024 to 16,384
+keys; a window of 1,024 keys among 16,384. In TFLOP/s, plain Triton and then this kernel: head_dim
+64, full 427 and 439, 458 and 506, 480 and 530 (1,024, 4,096, 16,384 keys); causal 312 and 324 at
+1,024, 401 and 380 at 2,048; the window 287 and 343. head_dim 128, full 502 and 623, 563 and 646,
+567 and 648; causal 382 and 471, 536 and 599, 591 and 648; the window 413 and 494. The limits
+between measured lengths are interpolated."""
 
 
-def choose(head_dim: int, uneven: bool, keys: int) -> Config | None:
+def mask_of(left: int | None, right: int | None) -> str:
+    """Return how a mask is called in ``CHOICES``: one bound alone, as a causal mask has, cuts a
+    triangle."""
+    if scope.uneven(left, right):
+        return "causal"
+    return "full" if left is None else "window"
+
+
+def choose(head_dim: int, mask: str, keys: int) -> Config | None:
     """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
-    return next(config for most, config in CHOICES[head_dim, uneven] if keys <= most)
+    return next(config for most, config in CHOICES[head_dim, mask] if keys <= most)
 
 
 @dataclass(frozen=True)
@@ -126,11 +143,10 @@ def forward_choice(
             refuse(why_not)
         return Choice("triton", None, why_not)
     bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
-    uneven, keys = scope.uneven(*bounds), min(seqlen_k, scope.most_seen(*bounds))
-    config = choose(head_dim, uneven, keys)
+    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
+    config = choose(head_dim, mask, keys)
     if backend == "gluon":
         return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
-    mask = "under a mask that cuts a triangle" if uneven else "with no such mask"
     reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
     return Choice("gluon" if config else "triton", config, reason)
 

@@ -33,7 +33,6 @@ from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
 from kernelbook.ops.hopper.choice import (  # noqa: F401  (what says whether and how it runs)
     CHOICES,
     CONFIGS,
-    FREE,
     REGISTERS,
     Config,
     choose,
