@@ -142,8 +142,8 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
-            "one tile a program": "a lock for every tile",
-            "lock, looping": "a lock for many tiles",
+            "lock per tile": "a lock for every tile",
+            "lock per program": "a lock for many tiles",
             "partial sums": "partial sums, no lock",
         },
     ),
@@ -261,7 +261,7 @@ CHAPTERS = {
             "PyTorch": "PyTorch's operators",
             "+ dropout": "the book's",
             "torch.compile": "PyTorch's, compiled",
-            "Kernel Book": "compiled, with our attention",
+            "Kernel Book": "the book's, compiled",
         },
     ),
 }

@@ -28,6 +28,17 @@ def test_source_shows_the_piece_under_its_heading():
         lab.source(seeded_dropout_kernel, "paint")
 
 
+def test_a_listing_says_what_each_source_is_for():
+    from kernelbook.ops.dropout import masked_dropout_kernel, seeded_dropout_kernel
+
+    both = {"1. The mask < stored": masked_dropout_kernel, "2. Seeded": seeded_dropout_kernel}
+    shown = lab.listing(both)
+    assert shown.html.count('class="kb-source"') == shown.markdown.count("```python") == 2
+    assert "<p>1. The mask &lt; stored.</p>" in shown.html
+    first, second = (shown.plain.index(f"def {kernel.fn.__name__}") for kernel in both.values())
+    assert shown.plain.index("1. The mask < stored.") < first < shown.plain.index("2.") < second
+
+
 def test_prose_is_escaped():
     assert "<code>a &lt; b</code>" in lab.read("where `a < b`, **always**").html
     assert "<strong>always</strong>" in lab.read("where `a < b`, **always**").html

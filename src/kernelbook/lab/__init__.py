@@ -11,7 +11,7 @@ from kernelbook.lab.chapter import (
     start,
 )
 from kernelbook.lab.check import Case, CheckFailed, check
-from kernelbook.lab.display import note, read, source, table
+from kernelbook.lab.display import listing, note, read, source, table
 from kernelbook.lab.figures import colour, draw, ladder, plot, sketch
 from kernelbook.lab.ranks import Ranks, RanksFailed
 from kernelbook.lab.results import ResultsError
@@ -35,6 +35,7 @@ __all__ = [
     "finish",
     "host_times",
     "ladder",
+    "listing",
     "measure",
     "note",
     "peer",
