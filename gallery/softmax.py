@@ -852,7 +852,7 @@ lab.read(
 # backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save something
 # once per launch? We time 32,768 rows and four times as many: a higher speed saves four times as
 # much there, and a saving per launch no more. Both kernels run with 64 numbers per thread, as the
-# row kernel has them, and with 32, as ``online`` has.
+# row kernel does, and with 32, as ``online`` does.
 
 HEIGHTS = (2**15, 2**17)
 
@@ -990,8 +990,8 @@ if written:
     text = (
         f"By the hardware's counters in the chapter on measuring, the row kernel has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
-        f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
-        f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
+        f"`online` {written['online']:.0f}. The rest is still in L2, and is written later. At "
+        f"{at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
         f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
         "was read and keeps what was written. Whether a model would gain by that, we have not "
         "measured."
@@ -1052,8 +1052,7 @@ lab.read(
 )
 
 # %%
-# With few rows only the host's time counts, because the GPU finishes first and waits.
-# :doc:`/hardware` says where this time goes.
+# With few rows only the host's time counts; :doc:`/hardware` says where it goes.
 
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(
