@@ -1390,17 +1390,13 @@ parts
 
 # %%
 
-NAMES = {
-    "dkdv": "first of two sweeps",
-    "dq": "second of two sweeps",
-    "all": "one sweep",
-}
+NAMES = {"dkdv": "first sweep", "dq": "second sweep", "all": "one sweep"}
 lab.table(
     [
         {
             "computes": row["computes"],
             "matmuls": row["matmuls"],
-            "in the tiles of": NAMES[row["tuned for"]],
+            "tiles of": NAMES[row["tuned for"]],
             "ms": row["ms"],
             "TFLOP/s": row["TFLOP/s"],
         }

@@ -699,10 +699,8 @@ def _staged_kernel(
                 qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
             acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
             if visits_ptr is not None:
-                tile = (
-                    tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N) + start_n // BLOCK_N
-                )
-                tl.atomic_add(visits_ptr + tile, 1 + CUT)
+                row = tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N)
+                tl.atomic_add(visits_ptr + row + start_n // BLOCK_N, 1 + CUT)
 
     # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)

@@ -85,7 +85,7 @@ lab.read(
 # %%
 # Eight bits also halve the bytes. A tile of 128 keys and one of 128 values with head_dim 128 take
 # :math:`2 \cdot 128 \cdot 128` bytes, which is 32 KiB instead of 64, so more tiles can be on their
-# way to the chip at a time. The exponentials do not change: they stay in float32.
+# way to the chip at a time. The exponentials stay in float32.
 #
 # Two formats
 # -----------
@@ -627,23 +627,13 @@ lab.table(rows, "Two ways to sum")
 # tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
 # on an SM.
 #
-# Each iteration begins with the weights.
-
-lab.source(fp8.attend_fp8, "weigh")
-
-# %%
-# ``weigh`` is the function of the 16-bit kernel, where ``P_LOG2`` is 0. Here it is 8, and it is
-# combined with ``m_new`` once per row, so a weight costs no more instructions.
+# Each iteration begins with ``weigh``, the function of the 16-bit kernel, where ``P_LOG2`` is 0.
+# Here it is 8, and it is combined with ``m_new`` once per row, so a weight costs no more.
 
 lab.source(weigh, "rescale")
 
 # %%
-# The descriptor of the values has the shape (batch, heads, head_dim, length). ``.T`` says which
-# dimension of the tile is which, and moves nothing.
-
-lab.source(fp8.attend_fp8, "accumulate")
-
-# %%
+# A tile of values then comes from a descriptor of the shape (batch, heads, head_dim, length), and
 # ``add_values`` does the second matmul. The weights become e4m3 even where V is e5m2, because they
 # need precision and not range. The next section explains ``PROMOTED``.
 
@@ -1371,11 +1361,11 @@ lab.source(round_kernel, "round")
 # division in a third of its instructions. The strides of y decide the layout: for V, keys are
 # contiguous, so transposing it takes no pass of its own.
 #
-# The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger than
-# the L2 cache, which evicts what was used least recently. In the same order, every tile would be
-# evicted just before it is needed again; the tiles that were read last are still there.
+# .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
-# .. dropdown:: Both kernels whole
+#    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
+#    than the L2 cache, which evicts what was used least recently. In the same order, every tile
+#    would be evicted just before it is needed again; the tiles that were read last are still there.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
 #       :language: python
@@ -1689,6 +1679,7 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 
 # %%
 
+# Measuring
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%

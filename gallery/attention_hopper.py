@@ -1230,7 +1230,12 @@ def instructions():
     rows = []
     for what, (rate, word) in RATES.items():
         count = len(re.findall(rf"\b{word}\b", code))
-        row = {"instruction": what, "SASS": word, "of a thread": count, "rate": rate}
+        row = {
+            "instruction": what,
+            "SASS": word,
+            "per thread": count,
+            "per cycle of an SM": rate,
+        }
         rows.append(row | {"cycles of an SM": round(256 * count / rate)})
     return rows
 
