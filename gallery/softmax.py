@@ -990,7 +990,8 @@ if written:
     text = (
         f"By the hardware's counters in the chapter on measuring, the row kernel has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
-        f"`online` {written['online']:.0f}. The rest is still in L2, and is written later. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
+        f"`online` {written['online']:.0f}. The rest is still in L2, and is written later. At "
+        f"{at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
         f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
         "was read and keeps what was written. Whether a model would gain by that, we have not "
         "measured."
