@@ -421,7 +421,17 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["left", "right", "heads_at_once"])
+@gluon.jit(
+    do_not_specialize=[
+        "batches",
+        "heads_k",
+        "seqlen_q",
+        "seqlen_k",
+        "left",
+        "right",
+        "heads_at_once",
+    ]
+)
 def attention_hopper_bwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), in tiles of BLOCK_M
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM), in tiles of ROWS
@@ -555,7 +565,9 @@ def _rest_of_sums(rows: int, columns: int, part: int) -> dict[str, object]:
 @planned
 def _rest_of_stats(size: int, block_m: int) -> dict[str, object]:
     layout = gl.NVMMASharedLayout.get_default_for([block_m], gl.float32)
-    return vars(TensorDescriptor(torch.empty(0, dtype=torch.float32), [size], [1], [block_m], layout))
+    return vars(
+        TensorDescriptor(torch.empty(0, dtype=torch.float32), [size], [1], [block_m], layout)
+    )
 
 
 def _described(x: torch.Tensor, rest: dict[str, object]) -> TensorDescriptor:
