@@ -1,4 +1,4 @@
-"""The backward pass for Hopper in Gluon: one sweep, in which a warp adds up dq while others compute.
+"""The backward pass for Hopper in Gluon: one sweep, and a warp that adds up dq meanwhile.
 
 A program owns 128 keys, and meets all queries that see them. Its roles:
 
@@ -34,8 +34,8 @@ parts of programs of ascending keys: a program says how far it is in a counter i
 adder of the next keys waits until that is past the same tile. Program ids ascend with the keys of a
 head. So a program waits for a smaller id alone, and programs start in the order of their ids: the
 unfinished one of the smallest id waits for nobody, and none waits forever. Because tiles come from
-the last to the first, keys whose first queries a causal mask hides wait for nobody at their end: all
-begin one after another at the same tile, and what begins later is shorter.
+the last to the first, programs under a causal mask begin at the same tile, one after another, and
+who begins later has less to do.
 
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
 """
@@ -44,7 +44,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -203,7 +202,7 @@ def fetch(
     stats_row,
     STAGES: gl.constexpr,
 ):
-    """Ask for a tile and its statistic as soon as both consumers have read what is in their slot."""
+    """Ask for a tile and its statistic as soon as both consumers have read their slot."""
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes + stats_desc.block_type.nbytes)
