@@ -83,17 +83,20 @@ class Config:
 
     block_m: int
     """Queries in a tile: 64, or with head_dim 64 also 128."""
-    stages: int
-    """Tiles of queries, and as many of gradients, on their way or in use at a time."""
-    dv_first: bool = True
-    """Whether dv is issued before dS is computed, or after it, which takes fewer registers."""
+    q_stages: int
+    """Tiles of queries on their way or in use at a time."""
+    do_stages: int
+    """Tiles of gradients of out, likewise."""
+    order: str
+    """When dv and dk are issued: dv "early", before dS is computed, or "late", after it, which
+    takes fewer registers; or dk "behind", with the scores of the next step, and dv after dq."""
     consumer_registers: int = 240
     """Registers of a thread of a consumer."""
     other_registers: int = 24
     """Registers of a thread of the loader and of the adder."""
 
 
-CONFIGS = {64: Config(128, 2, dv_first=False), 128: Config(64, 2)}
+CONFIGS = {64: Config(128, 2, 2, "late"), 128: Config(64, 2, 2, "early")}
 """The configuration for each head_dim."""
 
 CHOICES = {
@@ -220,7 +223,8 @@ def load(loading, constants: gl.constexpr):
     batch, head_k, heads_k, batches, padded_q, _, _ = where
     start_n, end_tile, tiles_of_head, group = walk
     BLOCK_M: gl.constexpr = constants[0]
-    STAGES: gl.constexpr = constants[1]
+    Q_STAGES: gl.constexpr = constants[1]
+    DO_STAGES: gl.constexpr = constants[8]
     # -- keys and values: a half for each consumer
     mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
     mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
@@ -239,11 +243,11 @@ def load(loading, constants: gl.constexpr):
             delta_row = lse_row + batches * heads_k * group * padded_q
             fetch(
                 q_desc, stats_desc, q_s, lse_s, q_full, q_empty, step, batch, head, row, lse_row,
-                STAGES,
+                Q_STAGES,
             )  # fmt: skip
             fetch(
                 do_desc, stats_desc, do_s, delta_s, do_full, do_empty, step, batch, head, row,
-                delta_row, STAGES,
+                delta_row, DO_STAGES,
             )  # fmt: skip
             step += 1
 
@@ -319,12 +323,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     start_n, end_tile, tiles_of_head, group = walk
     seqlen_q, seqlen_k, left, right = limits
     BLOCK_M: gl.constexpr = constants[0]
-    STAGES: gl.constexpr = constants[1]
+    Q_STAGES: gl.constexpr = constants[1]
     HEAD_DIM: gl.constexpr = constants[2]
     HAS_LEFT: gl.constexpr = constants[3]
     HAS_RIGHT: gl.constexpr = constants[4]
     ALL_WHOLE: gl.constexpr = constants[6]
-    DV_FIRST: gl.constexpr = constants[7]
+    ORDER: gl.constexpr = constants[7]
+    DO_STAGES: gl.constexpr = constants[8]
     PART: gl.constexpr = HEAD_DIM * BLOCK_M // KEYS  # columns of this consumer's half of dq
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -340,6 +345,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     )
     k, v = k_s.index(ME), v_s.index(ME)
     steps = group * tiles_of_head
+    ds_before = gl.convert_layout(
+        gl.zeros([ROWS, BLOCK_M], dtype, score_layout), operand, assert_trivial=True
+    )
 
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
@@ -350,17 +358,21 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
 
     i = tiles_of_head  # tiles of this head from here on
     for step in range(steps):
-        slot, parity = step % STAGES, (step // STAGES) & 1
         i = gl.where(i == 0, tiles_of_head, i) - 1
         start_m = (end_tile - tiles_of_head + i) * BLOCK_M
-        q, do = q_s.index(slot), do_s.index(slot)
-        # -- weights: while dP is computed
-        mbarrier.wait(q_full.index(slot), parity)
+        q_slot, do_slot = step % Q_STAGES, step % DO_STAGES
+        q, do = q_s.index(q_slot), do_s.index(do_slot)
+        # -- weights: while dP is computed, and in order "behind" dk of the step before. In the
+        # first step that adds products with zeros, and of queries that dk is a sum of anyway
+        mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-        lse = lse_s.index(slot).load(query)
-        mbarrier.wait(do_full.index(slot), parity)
+        lse = lse_s.index(q_slot).load(query)
+        mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        q_before = gl.maximum(step - 1, 0) % Q_STAGES
+        if ORDER == "behind":
+            dk = warpgroup_mma(ds_before, q_s.index(q_before), dk, is_async=True)
+        s = warpgroup_mma_wait(2 if ORDER == "behind" else 1, deps=[s])
         p = exp2(s * scale_log2 - lse[None, :])
         if not ALL_WHOLE:
             at_edge = start_m < whole
@@ -374,19 +386,24 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
                 # a key past the end must not reach dq
                 first = gl.where(keys < seqlen_k, first, seqlen_q)
                 p = keep_seen(p, first - start_m, end - start_m, HAS_LEFT)
-        # -- dS: while dv is computed
+        # -- dS
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
-        if DV_FIRST:
+        delta = delta_s.index(do_slot).load(query)
+        if ORDER == "early":
             dv = warpgroup_mma(weights, do, dv, is_async=True)
-        delta = delta_s.index(slot).load(query)
-        dp = warpgroup_mma_wait(1 if DV_FIRST else 0, deps=[dp])
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        elif ORDER == "late":
+            dp = warpgroup_mma_wait(0, deps=[dp])
+        else:
+            dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
+            mbarrier.arrive(q_empty.index(q_before), pred=step > 0)
         ds = (p * (dp - delta[None, :])).to(dtype)
-        if not DV_FIRST:
+        if ORDER == "late":
             dv = warpgroup_mma(weights, do, dv, is_async=True)
         ds_s.index(2 * (step % 2) + ME).store(ds)
         fence_async_shared()
         named_barrier("sync", MEETING, 256)
-        # -- dq: a half of it, of the keys of both consumers, handed over while dk is computed
+        # -- dq: a half of it, of the keys of both consumers, handed over while another is computed
         part = no_part
         for half in gl.static_range(2):
             ds_t = ds_s.index(2 * (step % 2) + half)
@@ -398,17 +415,29 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             part = warpgroup_mma(
                 ds_t.permute([1, 0]), keys_of_half, part, use_acc=half > 0, is_async=True
             )
-        dk = warpgroup_mma(
-            gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True
-        )
-        part, dv = warpgroup_mma_wait(1, deps=[part, dv])
-        mbarrier.arrive(do_empty.index(slot))
+        ds_before = gl.convert_layout(ds, operand, assert_trivial=True)
+        if ORDER == "behind":
+            dv = warpgroup_mma(weights, do, dv, is_async=True)
+            part = warpgroup_mma_wait(1, deps=[part])
+        else:
+            dk = warpgroup_mma(ds_before, q, dk, is_async=True)
+            part, dv = warpgroup_mma_wait(1, deps=[part, dv])
+            mbarrier.arrive(do_empty.index(do_slot))
         mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)
         parts.index(ME).store(part)
         fence_async_shared()
         mbarrier.arrive(part_full.index(ME))
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(q_empty.index(slot))
+        if ORDER == "behind":
+            dv = warpgroup_mma_wait(0, deps=[dv])
+            mbarrier.arrive(do_empty.index(do_slot))
+        else:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+            mbarrier.arrive(q_empty.index(q_slot))
+
+    if ORDER == "behind":
+        if steps > 0:
+            q = q_s.index((steps - 1) % Q_STAGES)
+            dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_before, q, dk, is_async=True)])
 
     # -- write: into the place of keys and values, which no matmul reads any more
     named_barrier("sync", MEETING, 256)
@@ -457,8 +486,9 @@ def attention_hopper_bwd_kernel(
     ORDERED: gl.constexpr,  # whether parts of dq are added in a fixed order
     ALL_WHOLE: gl.constexpr,  # whether no tile has to be masked
     BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    DV_FIRST: gl.constexpr,  # whether dv is issued before dS is computed
+    Q_STAGES: gl.constexpr,
+    DO_STAGES: gl.constexpr,
+    ORDER: gl.constexpr,  # when dv and dk are issued
     CONSUMER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
 ):
@@ -489,28 +519,29 @@ def attention_hopper_bwd_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], gl.float32)
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M], gl.float32)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], q_layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], q_layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
+    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_layout)
+    do_s = gl.allocate_shared_memory(dtype, [DO_STAGES, BLOCK_M, HEAD_DIM], q_layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], row_layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], row_layout)
     k_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
     v_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
     ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
     parts = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], part_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
     part_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     part_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    for b in gl.static_range(STAGES):
+    for b in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(b), count=1)
-        mbarrier.init(do_full.index(b), count=1)
         mbarrier.init(q_empty.index(b), count=2)
+    for b in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(b), count=1)
         mbarrier.init(do_empty.index(b), count=2)
     for b in gl.static_range(2):
         mbarrier.init(part_full.index(b), count=1)
@@ -524,7 +555,7 @@ def attention_hopper_bwd_kernel(
     walk = (start_n, end_tile, tiles_of_head, group)
     limits = (seqlen_q, seqlen_k, left, right)
     constants: gl.constexpr = (
-        BLOCK_M, STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, DV_FIRST,
+        BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, ORDER, DO_STAGES,
     )  # fmt: skip
     computing = (dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale)
     loading = ((q_desc, k_desc, v_desc, do_desc, stats_desc), buffers, barriers, where, walk)
@@ -680,8 +711,9 @@ def _launch(
         ORDERED=deterministic,
         ALL_WHOLE=scope.all_whole(left, right, seqlen_k, KEYS.value),
         BLOCK_M=config.block_m,
-        STAGES=config.stages,
-        DV_FIRST=config.dv_first,
+        Q_STAGES=config.q_stages,
+        DO_STAGES=config.do_stages,
+        ORDER=config.order,
         CONSUMER_REGISTERS=config.consumer_registers,
         OTHER_REGISTERS=config.other_registers,
         num_warps=4,
