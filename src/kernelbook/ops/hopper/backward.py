@@ -434,7 +434,8 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             dk = warpgroup_mma_wait(0, deps=[dk])
             mbarrier.arrive(q_empty.index(q_slot))
 
-    if ORDER == "behind":  # noqa: SIM102: it is known when this is compiled, and steps is not
+    # one condition is known when this is compiled, and one is not
+    if ORDER == "behind":  # noqa: SIM102
         if steps > 0:
             q = q_s.index((steps - 1) % Q_STAGES)
             dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_before, q, dk, is_async=True)])
