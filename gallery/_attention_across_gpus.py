@@ -675,7 +675,7 @@ def passed(rank, world, sizes):
 
         def run(x=x, into=into):
             for _ in range(4):
-                sent_at_once(ring._pass_on, x, group, into)
+                sent_at_once(ring._pass_on, [x], group, [into])
 
         dist.barrier()
         found.append(clocked(run) / 4)

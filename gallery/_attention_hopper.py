@@ -1329,7 +1329,7 @@ lab.source(hopper.consume, "next")
 def asked(gpu, capability, version="3.7.1", head_dim=128, dtype=torch.bfloat16):
     x = torch.zeros(1, 1, 128, head_dim, dtype=dtype)
     made_up = mock.patch.object(runtime, "capability", return_value=capability)
-    with made_up, mock.patch.object(hopper.triton, "__version__", version):
+    with made_up, mock.patch.object(triton, "__version__", version):
         reason = hopper.supported(x, x, x)
     row = {"GPU": gpu, "Triton": version, "head_dim": head_dim}
     row["dtype"] = str(dtype).removeprefix("torch.")

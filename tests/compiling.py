@@ -280,13 +280,24 @@ def cases() -> dict:
             q = new(1, 2 * group, seqlen, head_dim, dtype=dtype)
             k, v = (new(1, 2, seqlen, head_dim, dtype=dtype) for _ in range(2))
             options = {"deterministic": deterministic, "enable_gqa": group > 1, "window": window}
-            differentiate(kernelbook.attention(q, k, v, is_causal=is_causal, **options), q, k, v)
+            options |= {"is_causal": is_causal, "backend": "triton"}
+            differentiate(kernelbook.attention(q, k, v, **options), q, k, v)
+
+    def in_gluon(dtype, head_dim, is_causal, window=None):
+        if kernelbook.runtime.capability(None) != (9, 0):
+            return  # other GPUs run what the cases before have compiled
+        options = {"is_causal": is_causal, "window": window, "backend": "gluon"}
+        for seqlen in (1000, 4096):  # the shorter one with a tile for each SM, and no pairs
+            heads = 8 if seqlen < 4096 else 64
+            q, k, v = (new(1, heads, seqlen, head_dim, dtype=dtype, grad=False) for _ in range(3))
+            kernelbook.attention(q, k, v, **options)
 
     def decoding(dtype, head_dim, is_causal):
         for seqlen_q, group, seqlen_k in ((1, 8, 2**15), (65, 1, 9001)):
             q = new(1, group, seqlen_q, head_dim, dtype=dtype, grad=False)
             k, v = (new(1, 1, seqlen_k, head_dim, dtype=dtype, grad=False) for _ in range(2))
-            kernelbook.attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+            options = {"is_causal": is_causal, "enable_gqa": True, "backend": "triton"}
+            kernelbook.attention(q, k, v, **options)
 
     def varlen(dtype, head_dim, window=None, group=1):
         q = new(1001, 2 * group, head_dim, dtype=dtype)
@@ -343,6 +354,12 @@ def cases() -> dict:
     for dtype, head_dim in ((bf16, 64), (bf16, 128), (bf16, 256), (f32, 64)):
         name = f"attention {spell(dtype)} {head_dim} window"
         add(name, attention, dtype, head_dim, False, 1024, 1, (200, 100))
+    for dtype, head_dim in ((bf16, 64), (bf16, 128), (f16, 128)):
+        for mask in ("causal", "full"):
+            name = f"attention in Gluon {spell(dtype)} {head_dim} {mask}"
+            add(name, in_gluon, dtype, head_dim, mask == "causal")
+        name = f"attention in Gluon {spell(dtype)} {head_dim} window"
+        add(name, in_gluon, dtype, head_dim, False, (200, 100))
     add("attention bfloat16 128 causal window", attention, bf16, 128, True, 1024, 1, (200, None))
     windows = {"full": None, "causal": (None, 0), "window": (300, 0)}
     for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (64, 128, 256))):

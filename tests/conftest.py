@@ -58,6 +58,13 @@ def _poisoned_memory(monkeypatch):
 
 
 @pytest.fixture
+def interpreted():
+    """Skip, by name, a test that pretends a GPU: there, kernels would run on it."""
+    if not runtime.INTERPRETED:
+        pytest.skip("needs the interpreter")
+
+
+@pytest.fixture
 def gpu():
     """Skip, by name, a test that the interpreter cannot stand in for."""
     if runtime.INTERPRETED:

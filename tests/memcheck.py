@@ -28,7 +28,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -59,6 +59,7 @@ from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
 from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
 
+ON_HOPPER = runtime.capability(runtime.DEVICE) == (9, 0)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = 3
@@ -214,7 +215,7 @@ def run_attention() -> None:
                 k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
                 results = attention(
                     q, k, v, is_causal=is_causal, enable_gqa=True, deterministic=deterministic,
-                    return_lse=not is_causal,
+                    return_lse=not is_causal, backend="triton",
                 )  # fmt: skip
                 what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
                 what += f", {is_causal=}, {deterministic=}"
@@ -223,11 +224,22 @@ def run_attention() -> None:
             q = draw(1, heads, seqlen_q, head_dim, dtype=dtype)
             k, v = (draw(1, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
             for deterministic in (False, True):
-                results = attention(
-                    q, k, v, window=window, enable_gqa=True, deterministic=deterministic
-                )
+                options = {"enable_gqa": True, "deterministic": deterministic, "backend": "triton"}
+                results = attention(q, k, v, window=window, **options)
                 what = f"attention, {seqlen_q} by {seqlen_k}, head_dim {head_dim}"
                 differentiate(f"{what}, {window=}, {deterministic=}", results, [q, k, v])
+
+
+def run_attention_in_gluon() -> None:
+    for dtype, heads, seqlen_q, seqlen_k, head_dim in ATTENTION:
+        if not ON_HOPPER or dtype == F32 or head_dim not in (64, 128):
+            continue
+        for batch, window in product((1, 70), (None, (None, 0), (10, 0), (33, 40))):
+            q = draw(batch, heads, seqlen_q, head_dim, dtype=dtype)
+            k, v = (draw(batch, 2, seqlen_k, head_dim, dtype=dtype) for _ in range(2))
+            options = {"window": window, "enable_gqa": True, "backend": "gluon"}
+            what = f"attention in Gluon, {batch=}, {seqlen_q} by {seqlen_k}, {head_dim=}, {window=}"
+            differentiate(what, attention(q, k, v, **options, return_lse=True), [q, k, v])
 
 
 def run_attention_decoding() -> None:
@@ -279,9 +291,11 @@ def run_attention_varlen() -> None:
 
 
 def kernels() -> dict:
-    """Return every kernel of the operators, by its module and name."""
+    """Return every kernel of the operators that this GPU has, by its module and name."""
     found = {}
     for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        if "hopper" in module.name and not ON_HOPPER:
+            continue
         for name, kernel in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel") and kernel.fn.__module__ == module.name:
                 found[f"{module.name}.{name}"] = kernel
@@ -312,6 +326,7 @@ def run_all() -> None:
             run_layer_norm,
             run_dropout,
             run_attention,
+            run_attention_in_gluon,
             run_attention_decoding,
             run_attention_fp8,
             run_attention_varlen,

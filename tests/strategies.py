@@ -13,6 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from kernelbook import runtime
+from kernelbook.ops.hopper.choice import unsupported
 
 LARGE = not runtime.INTERPRETED
 """Whether sizes are those of a GPU; the interpreter needs milliseconds for each program."""
@@ -325,6 +326,7 @@ class Attention(Described):
     """Of the gradients of out and lse."""
     path: str = "as it is"
     """Whether small constants let programs share the keys of few queries, as in decoding."""
+    backend: str = "auto"
 
 
 @st.composite
@@ -348,6 +350,8 @@ def attention(draw):
     reach_q, reach_k = (2 * x.magnitude + abs(x.shift) for x in (q, k))
     assume(head_dim * reach_q * reach_k < 2**27)
     v = draw(numbers(size_k, head_dim, (1.0, 1e-3, 1e3), (0.0, 1.0), dtypes=dtype, nth=2))
+    capability, kind = runtime.capability(runtime.DEVICE), getattr(torch, dtype[0])
+    in_gluon = seqlen_q and seqlen_k and not unsupported(capability, kind, head_dim)
     return Attention(
         q,
         k,
@@ -359,6 +363,7 @@ def attention(draw):
         draw(SUBSETS),
         draw(SEEDS),
         draw(st.sampled_from(("as it is", "decoding"))),
+        draw(st.sampled_from(("auto", "triton", "gluon") if in_gluon else ("auto",))),
     )
 
 

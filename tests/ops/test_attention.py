@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import attention, backward, forward, operator, tiled, tiles, tuned
+from kernelbook.ops.hopper import choice
 
 FLOAT32_FACTOR = 8
 """Float32 results may err by eight times PyTorch's error instead of two: each product is the sum of
@@ -58,12 +59,11 @@ def by_pytorch(q, k, v, is_causal=False, scale=None, window=None):
     return out.masked_fill(blind.unsqueeze(1), 0) if masked else out
 
 
-def check(q, k, v, is_causal=False, scale=None, deterministic=True, window=None):
+def check(q, k, v, is_causal=False, scale=None, deterministic=True, window=None, backend="auto"):
     """Compare out, lse and gradients with the truth, and with PyTorch's error in the same dtype."""
     options = {"is_causal": is_causal, "scale": scale, "window": window}
-    out, lse = attention(
-        q, k, v, **options, enable_gqa=True, return_lse=True, deterministic=deterministic
-    )
+    how = {"enable_gqa": True, "deterministic": deterministic, "backend": backend}
+    out, lse = attention(q, k, v, **options, **how, return_lse=True)
     true_out, true_lse = reference.attention(q, k, v, **options)
     their_out = by_pytorch(q, k, v, **options)
     assert out.shape == q.shape
@@ -127,6 +127,17 @@ LARGE = {
 FULL_AND_CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
+@pytest.fixture(params=["triton", "gluon"])
+def backend(request):
+    """Each of the two kernels; skip the one that this GPU has not."""
+    reason = request.param == "gluon" and choice.unsupported(
+        runtime.capability(DEVICE), torch.bfloat16, 128
+    )
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
 @FULL_AND_CAUSAL
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_is_the_truth(shape, is_causal):
@@ -143,7 +154,7 @@ def test_in_every_dtype(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *LARGE.values()], ids=[*SHAPES, *LARGE])
 def test_large_shapes_in_every_dtype(shape, dtype, is_causal):
-    check(*draw(*shape, dtype=dtype), is_causal)
+    check(*draw(*shape, dtype=dtype), is_causal, backend="triton")
 
 
 HEAD_DIMS = [17, 80] if runtime.INTERPRETED else range(16, 257)
@@ -159,7 +170,7 @@ def test_any_head_dim(head_dim):
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256])
 @FULL_AND_CAUSAL
 def test_every_configuration(head_dim, dtype, is_causal):
-    check(*draw(2, 4, 2, 260, 515, head_dim, dtype=dtype), is_causal)
+    check(*draw(2, 4, 2, 260, 515, head_dim, dtype=dtype), is_causal, backend="triton")
 
 
 @pytest.mark.parametrize("tile", [(64, 16), (16, 64), (16, 16)], ids=str)
@@ -807,14 +818,14 @@ def test_a_device_with_little_shared_memory_gets_a_smaller_configuration(monkeyp
 @pytest.mark.usefixtures("gpu")
 @FULL_AND_CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_thousand_runs_agree(head_dim, is_causal):
+def test_a_thousand_runs_agree(head_dim, is_causal, backend):
     """A wait that does not cover all warps would show as a difference between runs."""
     q, k, v = draw(2, 8, 8, 1000, 1000, head_dim, dtype=torch.bfloat16)
     do = torch.randn_like(q)
-    out = attention(q, k, v, is_causal=is_causal)
+    out = attention(q, k, v, is_causal=is_causal, backend=backend)
     grads = torch.autograd.grad(out, (q, k, v), do)
     for _ in range(1000):
-        again = attention(q, k, v, is_causal=is_causal)
+        again = attention(q, k, v, is_causal=is_causal, backend=backend)
         assert torch.equal(again, out)
         for ours, first in zip(torch.autograd.grad(again, (q, k, v), do), grads, strict=True):
             assert torch.equal(ours, first)
@@ -828,7 +839,8 @@ def test_a_product_is_waited_for_once(head_dim, is_causal):
     if runtime.capability(DEVICE)[0] != 9:
         pytest.skip("needs a Hopper GPU")
     q, k, v = draw(1, 2, 2, 1024, 1024, head_dim, dtype=torch.bfloat16)
-    ((_, compiled),) = lab.compiled_by(lambda: attention(q, k, v, is_causal=is_causal))
+    options = {"is_causal": is_causal, "backend": "triton"}
+    ((_, compiled),) = lab.compiled_by(lambda: attention(q, k, v, **options))
     words = compiled.asm["sass"].split()
     instructions = sum(word.startswith("HGMMA") for word in words)
     waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
@@ -837,9 +849,9 @@ def test_a_product_is_waited_for_once(head_dim, is_causal):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_more_than_2_to_the_31_elements_of_queries():
+def test_more_than_2_to_the_31_elements_of_queries(backend):
     q, k, v = draw(2, 32, 32, 2**18 + 3, 128, 128, dtype=torch.bfloat16)
-    out, lse = attention(q, k, v, return_lse=True)
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
     do = torch.randn_like(out)
     (dq,) = torch.autograd.grad(out, q, do)
     for b, h, rows in ((0, 0, slice(0, 9)), (1, 31, slice(2**18 - 9, None))):
@@ -854,9 +866,9 @@ def test_more_than_2_to_the_31_elements_of_queries():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_more_than_2_to_the_31_elements_of_keys():
+def test_more_than_2_to_the_31_elements_of_keys(backend):
     q, k, v = draw(2, 32, 32, 128, 2**18 + 3, 128, dtype=torch.bfloat16)
-    out = attention(q, k, v)
+    out = attention(q, k, v, backend=backend)
     do = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), do)
     for b, h in ((0, 0), (1, 31)):
@@ -871,7 +883,7 @@ def test_more_than_2_to_the_31_elements_of_keys():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_memory_grows_with_the_length_and_not_with_its_square():
+def test_memory_grows_with_the_length_and_not_with_its_square(backend):
     used = []
     for length in (4096, 8192, 16384):
         q, k, v = draw(1, 8, 8, length, length, 64, dtype=torch.bfloat16)
@@ -879,7 +891,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        attention(q, k, v, is_causal=True).sum().backward()
+        attention(q, k, v, is_causal=True, backend=backend).sum().backward()
         used.append((torch.cuda.max_memory_allocated() - before) / length)
         del q, k, v
     assert max(used) < 1.1 * min(used)

@@ -332,4 +332,4 @@ def test_a_batch_of_calls():
 
 def test_the_operator_is_what_pytorch_asks_of_one():
     q, k, v = draw(1, 2, 2, 20, 40, 16)
-    torch.library.opcheck(operator._ATTENTION.op, (q, k, v, False, 7, None, 0.25, True))
+    torch.library.opcheck(operator._ATTENTION.op, (q, k, v, False, 7, None, 0.25, True, "auto"))

@@ -8,9 +8,11 @@ import torch
 from conftest import DEVICE
 from conftest import assert_close as assert_within
 from test_attention import LSE_FACTOR, by_pytorch
+from test_attention import check as check_attention
 
-from kernelbook import reference, runtime
+from kernelbook import attention, lab, reference, runtime
 from kernelbook.ops.attention.forward import attention_forward as plain_forward
+from kernelbook.ops.hopper import choice
 from kernelbook.ops.hopper import forward as hopper
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -201,15 +203,127 @@ def test_pairs(hopper_gpu, head_dim, batch, seqlen_q):
         check(q, k, v, mask, config=hopper.CONFIGS[head_dim])
 
 
+# -- by the public function
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("uneven", [False, True])
-def test_each_length_has_a_choice(head_dim, uneven):
-    limits = [limit for limit, _ in hopper.CHOICES[head_dim, uneven]]
-    assert limits == sorted(limits)
-    for limit, config in hopper.CHOICES[head_dim, uneven]:
-        longest = min(limit, 2**40)
-        assert hopper.choose(head_dim, uneven, longest) == config
-    assert hopper.choose(head_dim, uneven, 1) == hopper.CHOICES[head_dim, uneven][0][1]
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_every_length_up_to_300_with_gradients(hopper_gpu, head_dim, is_causal):
+    """Of queries, with as many keys, half as many, or some more."""
+    for length in range(1, 301):
+        seqlen_k = (length, length // 2 + 1, length + 77)[length % 3]
+        operands = [x.requires_grad_() for x in draw(1, 2, 1, length, seqlen_k, head_dim)]
+        check_attention(*operands, is_causal=is_causal, backend="gluon")
+
+
+def boundaries():
+    """Each row of the table, at its last length and the first behind it."""
+    for (head_dim, mask), rows in choice.CHOICES.items():
+        for most, _ in rows:
+            longest = min(most, 8192)
+            yield from ((head_dim, mask, keys) for keys in (longest, longest + 1))
+
+
+@pytest.mark.parametrize("case", sorted(set(boundaries())), ids=str)
+def test_where_the_choice_changes(hopper_gpu, case):
+    head_dim, mask, keys = case
+    length = keys + 100 if mask == "window" else keys
+    options = {"window": (keys - 1, 0)} if mask == "window" else {"is_causal": mask == "causal"}
+    operands = [x.requires_grad_() for x in draw(1, 2, 1, length, length, head_dim)]
+    for backend in choice.BACKENDS:
+        check_attention(*operands, **options, backend=backend)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_launches_the_kernel_that_was_chosen(hopper_gpu, head_dim):
+    for keys, is_causal in itertools.product((256, 2048, 2049, 4096), (False, True)):
+        q, k, v = draw(1, 8, 8, keys, keys, head_dim)
+        chosen = choice.forward_choice((9, 0), q.dtype, q.shape, k.shape, is_causal)
+        for backend in choice.BACKENDS:
+            expected = chosen.backend if backend == "auto" else backend
+            options = {"is_causal": is_causal, "backend": backend}
+            (launched, _), *more = lab.compiled_by(lambda: attention(q, k, v, **options))  # noqa: B023
+            assert not more
+            assert ("hopper" in str(launched)) == (expected == "gluon")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 8])
+def test_decoding_by_name(hopper_gpu, head_dim, group):
+    """Where auto shares keys among programs, gluon runs, as it was told."""
+    for seqlen_q in (1, 5):
+        q, k, v = draw(2, 2 * group, 2, seqlen_q, 8191, head_dim)
+        out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="gluon")
+        truth, true_lse = reference.attention(q, k, v)
+        assert_within(out, truth, by_pytorch(q, k, v))
+        assert_within(lse, true_lse, true_lse.float(), LSE_FACTOR)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_copied_compiled_batched_and_in_a_graph(hopper_gpu, head_dim):
+    def call(q, k, v):
+        return attention(q, k, v, is_causal=True, backend="gluon")
+
+    q, k, v = draw(2, 3, 3, 200, 300, head_dim)
+    expected = call(q, k, v)
+    shifted = torch.zeros(2, 3, 300, head_dim + 1, device=DEVICE, dtype=k.dtype)[..., 1:].copy_(k)
+    assert torch.equal(call(q, shifted, v), expected)
+    compiled = torch.compile(call, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), expected)
+    batched = torch.func.vmap(lambda *x: call(*(y[None] for y in x))[0])
+    assert torch.equal(batched(q, k, v), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q, k, v)
+    again = draw(2, 3, 3, 200, 300, head_dim)
+    for x, new in zip((q, k, v), again, strict=True):
+        x.copy_(new)
+    graph.replay()
+    assert torch.equal(captured, call(*again))
+
+
+HARSH = {
+    "the smallest scale": (1.0, 1.18e-38),
+    "scores of 4e6": (2000.0, 1.0),
+    "scores that overflow": (1e20, 1.0),
+    "a scale that overflows": (1.0, 2.2e38),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", HARSH.values(), ids=HARSH)
+def test_both_kernels_agree_where_numbers_end(hopper_gpu, head_dim, mask, case):
+    """Which results are finite, infinite or NaN, and their values where scores are exact."""
+    magnitude, scale = case
+    is_causal, window = MASKS[mask]
+    q, k, v = draw(1, 2, 2, 150, 300, head_dim)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[..., 0] = magnitude, magnitude
+    k[:, :, ::2, 0] *= -1
+    options = {"is_causal": is_causal, "window": window, "scale": scale, "return_lse": True}
+    ours = attention(q, k, v, **options, backend="gluon")
+    theirs = attention(q, k, v, **options, backend="triton")
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_outside_of_windows_do_not_poison(hopper_gpu, head_dim):
+    """NaN among keys that no query of a program sees, and infinity in any key that is masked."""
+    q, k, v = draw(1, 2, 2, 1024, 1024, head_dim)
+    for window in ((100, 0), (0, 0), (100, 50)):
+        expected = attention(q, k, v, window=window, backend="gluon")
+        dyed_k, dyed_v = k.clone(), v.clone()
+        dyed_k[:, :, 700:] = dyed_v[:, :, 700:] = torch.nan
+        out = attention(q, dyed_k, dyed_v, window=window, backend="gluon")
+        far = 700 - 192 - 128 - 50  # queries of a program, keys of a tile, the bound
+        assert torch.equal(out[:, :, :far], expected[:, :, :far])
+        dyed_k[:, :, 700:] = torch.inf
+        out = attention(q, dyed_k, v, window=window, backend="gluon")
+        sees = 700 - window[1]
+        assert torch.equal(out[:, :, :sees], expected[:, :, :sees])
+        assert out[:, :, sees:].isnan().all()
 
 
 def test_what_is_not_supported_says_why():

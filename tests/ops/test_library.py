@@ -235,7 +235,8 @@ CALLS = {
     "attention": (
         OPERATORS.attention,
         lambda: (
-            *(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, None, 0, 0.25, True
+            *(randn(1, 2, 9, 16).requires_grad_() for _ in range(3)), True, None, 0, 0.25, True,
+            "auto",
         ),
     ),
     "attention_backward": (

@@ -457,6 +457,7 @@ def check_attention(case: Attention) -> None:
     before = [t.detach().clone() for t in operands]
     options = {"is_causal": case.is_causal, "scale": case.scale, "window": case.window}
     options |= {"enable_gqa": True, "return_lse": True, "deterministic": case.deterministic}
+    options["backend"] = case.backend
     with on_path(case):
         out, lse = attention(q, k, v, **options)
     do = mixed(case.seed, out.shape, out.dtype)

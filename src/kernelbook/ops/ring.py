@@ -27,7 +27,7 @@ sequence: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, 2023.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -314,16 +314,18 @@ def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup)
 # -- the ring
 
 
-def _pass_on(x: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor) -> list[dist.Work]:
-    """Send a tensor to the next rank, and receive that of the rank before."""
+def _pass_on(
+    sent: Sequence[torch.Tensor], group: dist.ProcessGroup, into: Sequence[torch.Tensor]
+) -> list[dist.Work]:
+    """Send tensors to the next rank, and receive those of the rank before."""
     rank, world = group.rank(), group.size()
-    to, source = ((rank + step) % world for step in (1, -1))
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, dist.get_global_rank(group, to), group),
-            dist.P2POp(dist.irecv, into, dist.get_global_rank(group, source), group),
-        ]
-    )
+    to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+    sends = [dist.P2POp(dist.isend, x, to, group) for x in sent]
+    return dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, x, source, group) for x in into])
+
+
+def _like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in tensors]
 
 
 def _wait(works: list[dist.Work]) -> None:
@@ -359,24 +361,27 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, sm_scale, layout, group):
         rank, world = group.rank(), group.size()
-        out = lse = None
-        kv = torch.stack((k, v))
-        following = torch.empty_like(kv) if world > 1 else None
+        out = lse = spare = None
+        kv = k.contiguous(), v.contiguous()
         for step in range(world):
             # -- send: what is here goes on while it is computed with
-            works = [] if step == world - 1 else _pass_on(kv, group, following)
+            following = works = ()
+            if step < world - 1:
+                following = spare or _like(kv)
+                works = _pass_on(kv, group, following)
             # -- attend: the scores that this mask leaves; all queries see keys of their own rank
             if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
                 rows, keys, causal = work
                 part, lse_part = operator.run(
-                    q[:, :, rows], *kv[:, :, :, keys], causal, None, None, sm_scale, True
-                )
+                    q[:, :, rows], *(x[:, :, keys] for x in kv), causal, None, None, sm_scale, True,
+                    "auto",
+                )  # fmt: skip
                 if step:
                     merge(out[:, :, rows], lse[:, :, rows], part, lse_part)
                 else:
                     out, lse = part.to(_dtype_of_sums(q.dtype, world)), lse_part
             _wait(works)
-            kv, following = following, kv
+            kv, spare = following, kv if step else None  # never into the caller's own k and v
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), lse)
         ctx.options = is_causal, sm_scale, layout, group
         return out
@@ -388,39 +393,41 @@ class _Ring(torch.autograd.Function):
         is_causal, sm_scale, layout, group = ctx.options
         rank, world = group.rank(), group.size()
         dtype = _dtype_of_sums(q.dtype, world)
-        kv = torch.stack((k, v))
-        following = torch.empty_like(kv) if world > 1 else None
-        arriving = torch.empty_like(kv, dtype=dtype) if world > 1 else None
-        gradients = []
+        kv = k.contiguous(), v.contiguous()
+        spare, arriving, gradients = None, None, ()
         for step in range(world):
             last = step == world - 1
-            works = [] if last else _pass_on(kv, group, following)
+            following = works = ()
+            if not last:
+                following = spare or _like(kv)
+                works = _pass_on(kv, group, following)
             # -- differentiate: P comes from the lse of all keys, so these are parts of a sum
             terms = None
             if work := _work(rank, (rank - step) % world, is_causal, layout, q.shape[2]):
                 rows, keys, causal = work
                 of_rows = (x[:, :, rows] for x in (out, lse, do))
                 terms = operator.run_backward(
-                    q[:, :, rows], *kv[:, :, :, keys], *of_rows, None, causal, None, None,
-                    sm_scale, True, [True, True, True],
+                    q[:, :, rows], *(x[:, :, keys] for x in kv), *of_rows, None, causal, None,
+                    None, sm_scale, True, [True, True, True],
                 )  # fmt: skip
             # -- add: to the gradients of these keys, which come from the rank before
             _wait(gradients)
             if step == 0:
-                dq, dkv = terms[0].to(dtype), torch.stack(terms[1:]).to(dtype)
+                dq, *dkv = (term.to(dtype) for term in terms)
+                arriving = _like(dkv) if world > 1 else None
             else:
                 dkv, arriving = arriving, dkv
                 if terms:
-                    dkv[0, :, :, keys] += terms[1]
-                    dkv[1, :, :, keys] += terms[2]
-            if last:  # the sum is complete: rounded it is shorter, and no keys arrive any more
-                dkv, arriving = dkv.to(k.dtype), following
+                    for dx, term in zip(dkv, terms[1:], strict=True):
+                        dx[:, :, keys] += term
+            if last and world > 1:  # the sum is complete: rounded it is shorter, and kv was read
+                dkv, arriving = [dx.to(k.dtype) for dx in dkv], kv
             if world > 1:
                 gradients = _pass_on(dkv, group, arriving)
             if step and terms:
                 dq[:, :, rows] += terms[0]
             _wait(works)
-            kv, following = following, kv
+            kv, spare = following, kv if step else None
         _wait(gradients)
         dk, dv = arriving if world > 1 else dkv
         return dq.to(q.dtype), dk, dv, None, None, None, None

@@ -12,6 +12,8 @@
     tuned.py      how kernels are cut into tiles, by architecture
     tiled.py      the same algorithm in plain PyTorch, to read first
 
+On Hopper GPUs there is a second forward kernel, in Gluon: see kernelbook.ops.hopper.
+
 Sources: Dao, Fu, Ermon, Rudra and Ré, "FlashAttention: fast and memory-efficient exact attention
 with IO-awareness", NeurIPS 2022; Dao, "FlashAttention-2", ICLR 2024.
 """

@@ -13,6 +13,7 @@ from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.quantize import Quantized, parts
 from kernelbook.ops.attention.tiles import fit
+from kernelbook.ops.hopper import choice
 
 
 @checks.also_named(query="q", key="k", value="v")
@@ -31,6 +32,7 @@ def attention(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention, as :func:`torch.nn.functional.scaled_dot_product_attention` computes it.
 
@@ -85,6 +87,13 @@ def attention(
         v_descale: the same for ``v``; it may be 0 or negative.
         out_dtype: with ``v`` in FP8, the dtype of the result, float16 or bfloat16; ``None`` means
             that of ``q``, or bfloat16 where ``q`` is in FP8.
+        backend: which kernel computes out and lse. ``"triton"`` is the one in plain Triton, for
+            any GPU. ``"gluon"`` is one in Gluon, the language below Triton, for Hopper GPUs
+            (compute capability 9.0), with q, k and v in float16 or bfloat16 and head_dim 64 or
+            128; anything else is then refused, and so are empty tensors. ``"auto"`` takes the one
+            that was measured to be faster for such a head_dim, mask and number of keys, and
+            ``"triton"`` where the other cannot run. Results differ by rounding alone. Decoding is
+            plain Triton but under ``"gluon"``, and gradients always are.
 
     Returns:
         out, of the shape and dtype of ``q``, contiguous; with ``return_lse`` also lse, natural
@@ -95,16 +104,18 @@ def attention(
         TypeError: an argument is of another kind or dtype.
         ValueError: shapes do not go together, head_dim or ``scale`` is out of range, a tensor is
             not where kernels run, a descale comes twice or requires a gradient, or the device has
-            no FP8 products.
+            no FP8 products, or ``backend`` is ``"gluon"`` and that kernel cannot run, for a reason
+            that the message gives.
         RuntimeError: a gradient is asked for that there is not.
 
-    Sources: Dao et al., FlashAttention, NeurIPS 2022; Dao, FlashAttention-2, ICLR 2024. Grouped
-    heads: Ainslie et al., GQA, EMNLP 2023.
+    Sources: Dao et al., FlashAttention, NeurIPS 2022; Dao, FlashAttention-2, ICLR 2024. In Gluon:
+    Shah et al., FlashAttention-3, NeurIPS 2024. Grouped heads: Ainslie et al., GQA, EMNLP 2023.
     """
     is_causal = checks.flag("is_causal", is_causal)
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
     return_lse = checks.flag("return_lse", return_lse)
     deterministic = checks.flag("deterministic", deterministic)
+    backend = checked_backend(backend)
     q, q_descale = parts("q", q, q_descale)
     k, k_descale = parts("k", k, k_descale)
     v, v_descale = parts("v", v, v_descale)
@@ -113,6 +124,8 @@ def attention(
     if library.autocasts(q):
         q, k, v = map(_autocast, (q, k, v))
     _check_operands(q, k, v, enable_gqa)
+    if backend == "gluon":
+        choice.check_gluon(q, k, v)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
     left, right = scope.checked_window(window)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
@@ -128,7 +141,7 @@ def attention(
             "convert the result."
         )
     else:
-        out, lse = _ATTENTION(q, k, v, is_causal, left, right, sm_scale, deterministic)
+        out, lse = _ATTENTION(q, k, v, is_causal, left, right, sm_scale, deterministic, backend)
     return (out, lse) if return_lse else out
 
 
@@ -152,6 +165,16 @@ def checked_scale(scale: object) -> float:
             f"{what_to_pass}."
         )
     return scale
+
+
+def checked_backend(backend: object) -> str:
+    """Return the backend, or raise."""
+    if not isinstance(backend, str):
+        raise TypeError(
+            f"backend must be a str, got {checks.described(backend)}: pass 'auto', 'triton' or "
+            "'gluon'."
+        )
+    return checks.choice("backend", backend, choice.BACKENDS)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -251,16 +274,27 @@ def run(
     right: int | None,
     sm_scale: float,
     deterministic: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse."""
     if not (q.numel() and k.numel()):
         return _of_no_key(q, q.dtype)
+    window = left, right
     with runtime.launching_on(q):
         prepared = _prepare(q, k, v)
-        if parts := n_parts(*prepared[:2], is_causal, (left, right)):
-            out, lse = attention_decode(*prepared, is_causal, sm_scale, parts, (left, right))
+        # -- which kernel: where few queries are to share many keys, decoding, unless it is named
+        parts = 0 if backend == "gluon" else n_parts(*prepared[:2], is_causal, window)
+        if parts:
+            out, lse = attention_decode(*prepared, is_causal, sm_scale, parts, window)
+            return out.to(q.dtype), lse
+        chosen = choice.forward_choice(
+            runtime.capability(q.device), q.dtype, q.shape, k.shape, is_causal, window, backend
+        )
+        if chosen.config:
+            in_gluon = choice.attention_in_gluon()
+            out, lse = in_gluon(*prepared, is_causal, sm_scale, window, chosen.config)
         else:
-            out, lse = attention_forward(*prepared, is_causal, sm_scale, (left, right))
+            out, lse = attention_forward(*prepared, is_causal, sm_scale, window)
     return out.to(q.dtype), lse
 
 
@@ -274,7 +308,8 @@ def setup_context(ctx, inputs, output):
 def gradient(ctx, do, dlse):
     """Return the gradients of q, k and v. One that did not come is None, and counts as zero."""
     needed = list(ctx.needs_input_grad[:3])
-    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *ctx.options, needed)
+    options = ctx.options[:-1]  # all but backend: there is one kernel for each gradient
+    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *options, needed)
     grads = [dx if n else None for dx, n in zip(grads, needed, strict=True)]
     return *grads, *[None] * len(ctx.options)
 

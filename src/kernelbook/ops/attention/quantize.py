@@ -104,8 +104,8 @@ def divide(x, descale):
         x = x * lift
         quotient = x * reciprocal
         too_much = tl.fma(quotient, divisor, -x)
-        # Triton's -x is 0 - x, which would lose the sign of a zero that is left.
-        return tl.fma(too_much, -reciprocal, quotient)
+        # Triton's -x is 0 - x, which loses the sign of a zero: of x / inf here.
+        return tl.fma(too_much, reciprocal * -1.0, quotient)
 
 
 @triton.jit

@@ -1,1 +1,6 @@
-"""Attention for Hopper GPUs in Gluon, the language below Triton's: warps have roles."""
+"""Attention for Hopper GPUs in Gluon, the language below Triton's: warps have roles.
+
+choice.py     which kernel computes a call of attention, this one or the plain one, and why
+forward.py    the forward pass
+parts.py      what Gluon lacks, or its versions name differently
+"""

@@ -14,12 +14,7 @@ loader for the other parity of ``empty``.
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
 """
 
-import math
-from dataclasses import dataclass, replace
-
 import torch
-import triton
-from packaging.version import Version
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,6 +30,15 @@ from kernelbook import runtime
 from kernelbook.ops.attention import scope, tiles, tuned
 from kernelbook.ops.attention.scope import key_stages, seen_keys
 from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
+from kernelbook.ops.hopper.choice import (  # noqa: F401  (what says whether and how it runs)
+    CHOICES,
+    CONFIGS,
+    REGISTERS,
+    Config,
+    choose,
+    forward_choice,
+    supported,
+)
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.ops.launch import Launch, planned
 
@@ -43,54 +47,6 @@ ROWS = gl.constexpr(64)
 
 FIRST_BARRIER = gl.constexpr(9)
 """The first of the named barriers by which consumers take turns; Triton uses low ones."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """How the kernel is cut into tiles and roles."""
-
-    consumers: int
-    """Warpgroups that compute, each 64 queries."""
-    block_n: int
-    """Keys in a tile."""
-    stages: int
-    """Tiles of keys, and as many of values, on their way or in use at a time."""
-    take_turns: bool
-    """Whether one consumer issues matmuls while another makes weights, by named barriers."""
-    persistent: bool = True
-    """Whether each SM has one program, that computes tile after tile, or each tile its own."""
-    paired: bool = True
-    """Whether a persistent program takes a long tile and a short one in turn, where a mask makes
-    tiles differ. Otherwise it takes each tile that is as many tiles after its last as there are
-    programs, and some programs get much longer tiles than others."""
-
-
-REGISTERS = {2: (240, 24), 3: (160, 32)}
-"""Registers of a thread of a consumer, and of the loader, by the number of consumers. An SM has
-65,536, and a program starts with equal shares for 4 * (consumers + 1) warps."""
-
-CONFIGS = {64: Config(3, 128, 2, True), 128: Config(2, 128, 2, True)}
-"""The configuration for each head_dim, where no other was measured to be faster."""
-
-FREE = {head_dim: replace(config, take_turns=False) for head_dim, config in CONFIGS.items()}
-"""The same without turns."""
-
-CHOICES = {
-    (64, False): ((2048, None), (math.inf, FREE[64])),
-    (64, True): ((math.inf, None),),
-    (128, False): ((math.inf, FREE[128]),),
-    (128, True): ((2048, None), (math.inf, CONFIGS[128])),
-}
-"""What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
-up to how many keys, and which configuration, or None for the kernel of ``attention.forward``.
-A first choice: made on an H200, with 16,384 tokens of 2,048 columns in all, before tiles came in
-pairs, which were not timed yet."""
-
-
-def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
-    """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
-    of_lengths = CHOICES[head_dim, uneven]
-    return next(config for longest, config in of_lengths if seqlen_k <= longest)
 
 
 # -- turns
@@ -601,24 +557,6 @@ def attention_hopper_fwd_kernel(
 # -- on the host
 
 
-def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Return why the kernel cannot take these operands, or None where it can."""
-    if runtime.capability(q.device) != (9, 0):
-        return "the kernel is for GPUs of compute capability 9.0 (Hopper)"
-    if Version(triton.__version__) < Version("3.6"):
-        return f"Triton {triton.__version__} is older than 3.6"
-    if q.shape[3] not in CONFIGS:
-        return f"head_dim is {q.shape[3]}, and not 64 or 128"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"the dtype is {q.dtype}, and not float16 or bfloat16"
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.numel() == 0:
-            return f"{name} is empty"
-        if not tiles.fits(x):
-            return f"the address or a stride of {name} is not a multiple of 16 bytes"
-    return None
-
-
 def describe(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, heads, seqlen, head_dim) so that a tile is ``rows`` rows of one head."""
     described = object.__new__(TensorDescriptor)
@@ -648,16 +586,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked, and that :func:`supported` allows.
 
-    ``config`` is how the kernel is cut: by default what :func:`choose` returns, or where that is
-    None, what ``CONFIGS`` has. To run the fastest kernel, ask :func:`choose` first.
+    ``config`` is how the kernel is cut: by default as :func:`kernelbook.attention` has it with the
+    backend "gluon". To run the fastest kernel, ask :func:`forward_choice` first.
     """
     # I/O: read q + read k + read v + write out + write lse
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     if config is None:
-        chosen = choose(q.shape[3], scope.uneven(left, right), k.shape[2])
-        config = chosen or CONFIGS[q.shape[3]]
+        chosen = forward_choice((9, 0), q.dtype, q.shape, k.shape, is_causal, window, "gluon")
+        config = chosen.config
     run = _launch(
         config, runtime.multiprocessors(q.device), q.shape, k.shape, left, right, sm_scale,
         tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),

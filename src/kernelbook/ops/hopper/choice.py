@@ -1,0 +1,221 @@
+"""Which kernel computes the forward pass of attention: plain Triton, or Gluon, below it.
+
+Both compute the same. Where the Gluon kernel runs at all, :func:`unsupported` says; where it is the
+faster one, ``CHOICES`` does; :func:`forward_choice` says which kernel runs, and why not the other.
+Nothing here imports Gluon, so that it costs only those who run it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+
+from kernelbook import runtime
+from kernelbook.ops import checks
+from kernelbook.ops.attention import scope, tiles
+from kernelbook.ops.launch import planned
+
+BACKENDS = ("auto", "triton", "gluon")
+"""What a caller may ask for: what is faster, or one of the two."""
+
+
+# -- how the Gluon kernel is cut
+
+
+@dataclass(frozen=True, eq=False)  # two are the same if they are one: that is quickly seen
+class Config:
+    """How the kernel is cut into tiles and roles."""
+
+    consumers: int
+    """Warpgroups that compute, each 64 queries."""
+    block_n: int
+    """Keys in a tile."""
+    stages: int
+    """Tiles of keys, and as many of values, on their way or in use at a time."""
+    take_turns: bool
+    """Whether one consumer issues matmuls while another makes weights, by named barriers."""
+    persistent: bool = True
+    """Whether each SM has one program, that computes tile after tile, or each tile its own."""
+    paired: bool = True
+    """Whether a persistent program takes a long tile and a short one in turn, where a mask makes
+    tiles differ. Otherwise it takes each tile that is as many tiles after its last as there are
+    programs, and some programs get much longer tiles than others."""
+
+
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""Registers of a thread of a consumer, and of the loader, by the number of consumers. An SM has
+65,536, and a program starts with equal shares for 4 * (consumers + 1) warps."""
+
+CONFIGS = {64: Config(3, 128, 2, True), 128: Config(2, 128, 2, True)}
+"""The configuration for each head_dim, where no other was measured to be faster."""
+
+TWO = Config(2, 128, 4, True)
+"""For head_dim 64, fewer queries in a tile: of use where a tile of them sees few keys."""
+
+ONE_TILE = replace(CONFIGS[128], take_turns=False, persistent=False)
+"""For head_dim 128, programs that compute a tile each."""
+
+
+# -- which kernel is the fastest
+
+CHOICES = {
+    (64, "full"): ((8192, CONFIGS[64]), (math.inf, replace(CONFIGS[64], take_turns=False))),
+    (64, "causal"): ((1024, TWO), (math.inf, None)),
+    (64, "window"): ((2048, TWO), (math.inf, None)),
+    (128, "full"): ((math.inf, CONFIGS[128]),),
+    (128, "causal"): ((8192, CONFIGS[128]), (math.inf, ONE_TILE)),
+    (128, "window"): ((math.inf, CONFIGS[128]),),
+}
+"""What was fastest, by head_dim and mask: from the shortest on, up to how many keys that a query
+may see, and which configuration, or None for the kernel of ``attention.forward``.
+
+Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all and from 1,024 to 16,384
+keys; a window of 1,024 keys among 16,384. In TFLOP/s, plain Triton and then this kernel: head_dim
+64, full 427 and 439, 458 and 506, 480 and 530 (1,024, 4,096, 16,384 keys); causal 312 and 324 at
+1,024, 401 and 380 at 2,048; the window 287 and 343. head_dim 128, full 502 and 623, 563 and 646,
+567 and 648; causal 382 and 471, 536 and 599, 591 and 648; the window 413 and 494. The limits
+between measured lengths are interpolated."""
+
+
+def mask_of(left: int | None, right: int | None) -> str:
+    """Return how a mask is called in ``CHOICES``: one bound alone, as a causal mask has, cuts a
+    triangle."""
+    if scope.uneven(left, right):
+        return "causal"
+    return "full" if left is None else "window"
+
+
+def choose(head_dim: int, mask: str, keys: int) -> Config | None:
+    """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
+    return next(config for most, config in CHOICES[head_dim, mask] if keys <= most)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel runs, and why not the other."""
+
+    backend: str
+    """Which one runs, "triton" or "gluon"."""
+    config: Config | None
+    """How the Gluon kernel is cut, where it runs."""
+    reason: str
+    """Why it is this one: what was measured, or what the other cannot do."""
+
+
+@planned
+def forward_choice(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    is_causal: bool = False,
+    window: scope.Window | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Return which kernel computes a forward pass that is not decoding, and why not the other.
+
+    It looks at no tensor and no device, so that it can be asked about GPUs that are not there:
+
+    >>> forward_choice((8, 0), torch.bfloat16, (4, 16, 4096, 128), (4, 16, 4096, 128)).reason
+    'compute capability 8.0 is not 9.0, which is Hopper'
+
+    Args:
+        capability: the GPU's compute capability, as :func:`kernelbook.runtime.capability` has it.
+        dtype: of q, k and v.
+        q_shape: (batch, heads, seqlen_q, head_dim), no size of which is 0.
+        k_shape: (batch, heads of keys, seqlen_k, head_dim), the same.
+        is_causal: as in :func:`kernelbook.attention`, and so ``window`` and ``backend``.
+        window: (left, right), or None.
+        backend: "auto", "triton" or "gluon".
+
+    Raises:
+        ValueError: ``backend`` is "gluon", and that kernel cannot run.
+    """
+    if backend == "triton":
+        return Choice("triton", None, "backend is 'triton'")
+    head_dim, seqlen_k = q_shape[3], k_shape[2]
+    why_not = unsupported(capability, dtype, head_dim) or _attention_in_gluon()[1]
+    if why_not:
+        if backend == "gluon":
+            refuse(why_not)
+        return Choice("triton", None, why_not)
+    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
+    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
+    config = choose(head_dim, mask, keys)
+    if backend == "gluon":
+        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
+    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
+    return Choice("gluon" if config else "triton", config, reason)
+
+
+# -- where the Gluon kernel runs
+
+
+def unsupported(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the Gluon kernel cannot compute this on such a GPU, or None where it can."""
+    if capability == (0, 0):
+        return "kernels run in Triton's interpreter, and the kernel is for Hopper GPUs"
+    if torch.version.hip:  # where capabilities mean other GPUs
+        return "the GPU is AMD's, and the kernel is for Hopper"
+    if capability != (9, 0):
+        major, minor = capability
+        return f"compute capability {major}.{minor} is not 9.0, which is Hopper"
+    if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 6]:
+        return f"Triton {triton.__version__} is older than 3.6"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the dtype is {checks.spell(dtype)}, and not float16 or bfloat16"
+    if not any(head_dim == known for known in CONFIGS):
+        return f"head_dim is {head_dim}, and not 64 or 128"
+    return None
+
+
+def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Return why ``hopper.forward.attention_forward`` cannot take these operands as they lie, or
+    None where it can."""
+    if reason := unsupported(runtime.capability(q.device), q.dtype, q.shape[3]):
+        return reason
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.numel() == 0:
+            return f"{name} is empty"
+        if not tiles.fits(x):
+            return f"the address or a stride of {name} is not a multiple of 16 bytes"
+    return None
+
+
+def check_gluon(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless the Gluon kernel can compute this, on a device that has numbers.
+
+    Looks at nothing that a tensor without numbers lacks, nor at where operands lie: what no
+    descriptor fits is copied for either kernel.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() == 0:
+            refuse(f"{name} is empty")
+        if x.dtype.itemsize == 1:
+            refuse(f"{name} is in {checks.spell(x.dtype)}, and it multiplies 16 bits")
+    capability = (9, 0) if q.is_meta else runtime.capability(q.device)  # no kernel will run
+    if reason := unsupported(capability, q.dtype, q.shape[3]):
+        refuse(reason)
+
+
+def refuse(reason: str) -> None:
+    """Raise because a caller asked for Gluon where it cannot run."""
+    raise ValueError(f"backend must be 'auto' or 'triton' for this call, got 'gluon': {reason}.")
+
+
+def attention_in_gluon() -> Callable:
+    """Return the host function of the Gluon kernel."""
+    return _attention_in_gluon()[0]
+
+
+@cache
+def _attention_in_gluon() -> tuple[Callable | None, str | None]:
+    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
+    try:
+        from kernelbook.ops.hopper.forward import attention_forward
+    except (ImportError, AttributeError) as error:
+        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
+    return attention_forward, None
