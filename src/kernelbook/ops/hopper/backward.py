@@ -40,9 +40,6 @@ who begins later has less to do.
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
 """
 
-import math
-from dataclasses import dataclass
-
 import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -62,7 +59,12 @@ from kernelbook.ops.attention import backward as plain
 from kernelbook.ops.attention import scope, tiles, tuned
 from kernelbook.ops.attention.scope import query_stages, seeing_queries
 from kernelbook.ops.attention.tiles import LOG2E, place
-from kernelbook.ops.hopper import forward
+from kernelbook.ops.hopper.backward_choice import (  # noqa: F401  (what says whether and how it runs)
+    CONFIGS,
+    Config,
+    backward_choice,
+    supported,
+)
 from kernelbook.ops.hopper.forward import describe, exp2
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.ops.launch import Launch, planned
@@ -75,44 +77,6 @@ KEYS = gl.constexpr(2 * 64)
 
 MEETING = gl.constexpr(9)
 """The named barrier at which the consumers meet; Triton uses low ones."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """How the kernel is cut."""
-
-    block_m: int
-    """Queries in a tile: 64, or with head_dim 64 also 128."""
-    q_stages: int
-    """Tiles of queries on their way or in use at a time."""
-    do_stages: int
-    """Tiles of gradients of out, likewise."""
-    order: str
-    """When dv and dk are issued: dv "early", before dS is computed, or "late", after it, which
-    takes fewer registers; or dk "behind", with the scores of the next step, and dv after dq."""
-    consumer_registers: int = 240
-    """Registers of a thread of a consumer."""
-    other_registers: int = 24
-    """Registers of a thread of the loader and of the adder."""
-
-
-CONFIGS = {64: Config(128, 2, 2, "late"), 128: Config(64, 2, 2, "early")}
-"""The configuration for each head_dim."""
-
-CHOICES = {
-    (64, False): ((math.inf, None),),
-    (64, True): ((math.inf, None),),
-    (128, False): ((math.inf, None),),
-    (128, True): ((math.inf, None),),
-}
-"""What was fastest, by head_dim and whether one bound alone cuts a triangle: from the shortest on,
-up to how many keys, and which configuration, or None for ``attention.backward``. Not measured."""
-
-
-def choose(head_dim: int, uneven: bool, seqlen_k: int) -> Config | None:
-    """Return the fastest configuration, or None where that is ``attention.backward``."""
-    of_lengths = CHOICES[head_dim, uneven]
-    return next(config for longest, config in of_lengths if seqlen_k <= longest)
 
 
 # -- parts
@@ -224,7 +188,7 @@ def load(loading, constants: gl.constexpr):
     start_n, end_tile, tiles_of_head, group = walk
     BLOCK_M: gl.constexpr = constants[0]
     Q_STAGES: gl.constexpr = constants[1]
-    DO_STAGES: gl.constexpr = constants[8]
+    DO_STAGES: gl.constexpr = constants[7]
     # -- keys and values: a half for each consumer
     mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
     mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
@@ -313,8 +277,9 @@ def add(adding, constants: gl.constexpr):
 def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     """Compute dk and dv of 64 keys, and half of what the program adds to dq.
 
-    Matmuls are issued so that there is one to compute while numbers are made of another's result:
-    dP while weights are made of S, dv while dS is made of dP, and dk while dq is handed over.
+    Matmuls are issued so that there is one to compute while this warpgroup does something else: dP
+    while weights are made of S, dv while dS is handed over, and dk while dq is. To issue dv before
+    dS is made of dP was measured not to be faster, and takes more registers.
     """
     dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale = computing
     q_s, do_s, lse_s, delta_s, k_s, v_s, ds_s, parts = buffers
@@ -328,8 +293,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     HAS_LEFT: gl.constexpr = constants[3]
     HAS_RIGHT: gl.constexpr = constants[4]
     ALL_WHOLE: gl.constexpr = constants[6]
-    ORDER: gl.constexpr = constants[7]
-    DO_STAGES: gl.constexpr = constants[8]
+    DO_STAGES: gl.constexpr = constants[7]
     PART: gl.constexpr = HEAD_DIM * BLOCK_M // KEYS  # columns of this consumer's half of dq
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -345,9 +309,6 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     )
     k, v = k_s.index(ME), v_s.index(ME)
     steps = group * tiles_of_head
-    ds_before = gl.convert_layout(
-        gl.zeros([ROWS, BLOCK_M], dtype, score_layout), operand, assert_trivial=True
-    )
 
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
@@ -362,17 +323,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         start_m = (end_tile - tiles_of_head + i) * BLOCK_M
         q_slot, do_slot = step % Q_STAGES, step % DO_STAGES
         q, do = q_s.index(q_slot), do_s.index(do_slot)
-        # -- weights: while dP is computed, and in order "behind" dk of the step before. In the
-        # first step that adds products with zeros, and of queries that dk is a sum of anyway
+        # -- weights: while dP is computed
         mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
         lse = lse_s.index(q_slot).load(query)
         mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
-        q_before = gl.maximum(step - 1, 0) % Q_STAGES
-        if ORDER == "behind":
-            dk = warpgroup_mma(ds_before, q_s.index(q_before), dk, is_async=True)
-        s = warpgroup_mma_wait(2 if ORDER == "behind" else 1, deps=[s])
+        s = warpgroup_mma_wait(1, deps=[s])
         p = exp2(s * scale_log2 - lse[None, :])
         if not ALL_WHOLE:
             at_edge = start_m < whole
@@ -386,24 +343,16 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
                 # a key past the end must not reach dq
                 first = gl.where(keys < seqlen_k, first, seqlen_q)
                 p = keep_seen(p, first - start_m, end - start_m, HAS_LEFT)
-        # -- dS
+        # -- dS: and dv, while the consumers meet
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         delta = delta_s.index(do_slot).load(query)
-        if ORDER == "early":
-            dv = warpgroup_mma(weights, do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-        elif ORDER == "late":
-            dp = warpgroup_mma_wait(0, deps=[dp])
-        else:
-            dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
-            mbarrier.arrive(q_empty.index(q_before), pred=step > 0)
+        dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (p * (dp - delta[None, :])).to(dtype)
-        if ORDER == "late":
-            dv = warpgroup_mma(weights, do, dv, is_async=True)
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
         ds_s.index(2 * (step % 2) + ME).store(ds)
         fence_async_shared()
         named_barrier("sync", MEETING, 256)
-        # -- dq: a half of it, of the keys of both consumers, handed over while another is computed
+        # -- dq: a half of it, of the keys of both consumers, handed over while dk is computed
         part = no_part
         for half in gl.static_range(2):
             ds_t = ds_s.index(2 * (step % 2) + half)
@@ -415,30 +364,16 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             part = warpgroup_mma(
                 ds_t.permute([1, 0]), keys_of_half, part, use_acc=half > 0, is_async=True
             )
-        ds_before = gl.convert_layout(ds, operand, assert_trivial=True)
-        if ORDER == "behind":
-            dv = warpgroup_mma(weights, do, dv, is_async=True)
-            part = warpgroup_mma_wait(1, deps=[part])
-        else:
-            dk = warpgroup_mma(ds_before, q, dk, is_async=True)
-            part, dv = warpgroup_mma_wait(1, deps=[part, dv])
-            mbarrier.arrive(do_empty.index(do_slot))
+        ds = gl.convert_layout(ds, operand, assert_trivial=True)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        part, dv = warpgroup_mma_wait(1, deps=[part, dv])
+        mbarrier.arrive(do_empty.index(do_slot))
         mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)
         parts.index(ME).store(part)
         fence_async_shared()
         mbarrier.arrive(part_full.index(ME))
-        if ORDER == "behind":
-            dv = warpgroup_mma_wait(0, deps=[dv])
-            mbarrier.arrive(do_empty.index(do_slot))
-        else:
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            mbarrier.arrive(q_empty.index(q_slot))
-
-    # one condition is known when this is compiled, and one is not
-    if ORDER == "behind":  # noqa: SIM102
-        if steps > 0:
-            q = q_s.index((steps - 1) % Q_STAGES)
-            dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_before, q, dk, is_async=True)])
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(q_empty.index(q_slot))
 
     # -- write: into the place of keys and values, which no matmul reads any more
     named_barrier("sync", MEETING, 256)
@@ -489,9 +424,6 @@ def attention_hopper_bwd_kernel(
     BLOCK_M: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
-    ORDER: gl.constexpr,  # when dv and dk are issued
-    CONSUMER_REGISTERS: gl.constexpr,
-    OTHER_REGISTERS: gl.constexpr,
 ):
     # -- place: these keys, and the tiles of queries of each head that see some of them
     n_tiles = gl.cdiv(seqlen_k, KEYS)
@@ -556,7 +488,7 @@ def attention_hopper_bwd_kernel(
     walk = (start_n, end_tile, tiles_of_head, group)
     limits = (seqlen_q, seqlen_k, left, right)
     constants: gl.constexpr = (
-        BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, ORDER, DO_STAGES,
+        BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, DO_STAGES,
     )  # fmt: skip
     computing = (dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale)
     loading = ((q_desc, k_desc, v_desc, do_desc, stats_desc), buffers, barriers, where, walk)
@@ -571,19 +503,11 @@ def attention_hopper_bwd_kernel(
             (add, (adding, constants)),
         ],
         [4, 1, 1],
-        [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        [240, 24, 24],
     )
 
 
 # -- on the host
-
-
-def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> str | None:
-    """Return why the kernel cannot take these operands, or None where it can."""
-    reason = forward.supported(q, k, v)
-    if reason is None and not tiles.fits(do):
-        return "the address or a stride of do is not a multiple of 16 bytes"
-    return reason
 
 
 @planned
@@ -638,10 +562,10 @@ def attention_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (dq, dk, dv) for operands that are checked, and that :func:`supported` allows.
 
-    ``deterministic`` adds the parts of dq in a fixed order, and otherwise they are added as they
-    come. Where dq alone, or dk and dv alone are needed, one of the two sweeps of
-    ``attention.backward`` suffices, and what is not needed is None. ``config`` is how the kernel is
-    cut: by default what :func:`choose` returns, or where that is None, what ``CONFIGS`` has.
+    ``deterministic`` adds the parts of dq in a fixed order; otherwise ``config`` says whether to.
+    Where dq alone, or dk and dv alone are needed, one of the two sweeps of ``attention.backward``
+    suffices, and what is not needed is None. ``config`` is how the kernel is cut: by default as
+    with the backend "gluon". To run the fastest kernels, ask :func:`backward_choice` first.
     """
     if not (dq_needed and dkdv_needed):
         return plain.attention_backward(
@@ -654,7 +578,10 @@ def attention_backward(
     heads_k, seqlen_k = k.shape[1:3]
     left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
     if config is None:
-        config = choose(head_dim, scope.uneven(left, right), seqlen_k) or CONFIGS[head_dim]
+        config = backward_choice(
+            (9, 0), q.dtype, q.shape, k.shape, is_causal, window, deterministic, "gluon"
+        ).config
+    ordered = deterministic or config.ordered
     stats = _statistics(out, lse, do, dlse)
     padded_q = stats.shape[2]
     dk, dv = tiles.empty_fit(k), tiles.empty_fit(v)
@@ -662,14 +589,14 @@ def attention_backward(
     # nothing would keep what was there
     n_tiles = runtime.cdiv(seqlen_k, KEYS.value)
     all_see = right is None or seqlen_k - seqlen_q + right >= 0
-    new = torch.empty if deterministic and all_see else torch.zeros
+    new = torch.empty if ordered and all_see else torch.zeros
     sums = new((batch, heads, padded_q, head_dim), dtype=torch.float32, device=q.device)
     counter = None
-    if deterministic:
+    if ordered:
         counter = torch.zeros(batch * heads_k * n_tiles, dtype=torch.int32, device=q.device)
     run = _launch(
-        config, q.shape, k.shape, padded_q, left, right, sm_scale, deterministic,
-        _heads_at_once(q, k, left, right, deterministic),
+        config, q.shape, k.shape, padded_q, left, right, sm_scale, ordered,
+        _heads_at_once(q, k, left, right, ordered),
     )  # fmt: skip
     rows, m = ROWS.value, config.block_m
     part = head_dim * m // KEYS.value
@@ -683,13 +610,13 @@ def attention_backward(
     return dq, dk, dv
 
 
-def _heads_at_once(q, k, left, right, deterministic) -> int:
+def _heads_at_once(q, k, left, right, ordered) -> int:
     """Return between how many heads tiles of keys alternate.
 
     In a fixed order as many as fill the GPU: they begin together, each tile of keys a step after
     the one before, and the tiles of the next heads take their places in the same order.
     """
-    if deterministic:
+    if ordered:
         n_tiles = runtime.cdiv(k.shape[2], KEYS.value)
         return max(1, round(runtime.multiprocessors(q.device) / n_tiles))
     flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
@@ -698,7 +625,7 @@ def _heads_at_once(q, k, left, right, deterministic) -> int:
 
 @planned
 def _launch(
-    config, q_shape, k_shape, padded_q, left, right, sm_scale, deterministic, heads_at_once
+    config, q_shape, k_shape, padded_q, left, right, sm_scale, ordered, heads_at_once
 ) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
@@ -709,13 +636,10 @@ def _launch(
         HEAD_DIM=head_dim,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
-        ORDERED=deterministic,
+        ORDERED=ordered,
         ALL_WHOLE=scope.all_whole(left, right, seqlen_k, KEYS.value),
         BLOCK_M=config.block_m,
         Q_STAGES=config.q_stages,
         DO_STAGES=config.do_stages,
-        ORDER=config.order,
-        CONSUMER_REGISTERS=config.consumer_registers,
-        OTHER_REGISTERS=config.other_registers,
         num_warps=4,
     )  # fmt: skip
