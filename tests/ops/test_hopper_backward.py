@@ -177,7 +177,16 @@ def test_the_same_bits_again(hopper_gpu, head_dim, mask, heads_k):
             assert not deterministic or torch.equal(first[0], again[0])
 
 
-@pytest.mark.parametrize("change", [{"q_stages": 3}, {"block_m": 64}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q_stages": 3},
+        {"block_m": 64},
+        {"late": "delta"},
+        {"late": "both", "scaled_by_kernel": True, "heads": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_configuration(hopper_gpu, head_dim, change):
     config = replace(hopper.CONFIGS[head_dim], **change)

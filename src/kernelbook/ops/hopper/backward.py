@@ -41,6 +41,8 @@ Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", Neu
 """
 
 import torch
+import triton
+import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -294,6 +296,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     HAS_RIGHT: gl.constexpr = constants[4]
     ALL_WHOLE: gl.constexpr = constants[6]
     DO_STAGES: gl.constexpr = constants[7]
+    LATE: gl.constexpr = constants[8]
     PART: gl.constexpr = HEAD_DIM * BLOCK_M // KEYS  # columns of this consumer's half of dq
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -326,10 +329,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         # -- weights: while dP is computed
         mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-        lse = lse_s.index(q_slot).load(query)
+        if LATE != "both":
+            lse = lse_s.index(q_slot).load(query)
         mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
+        if LATE == "both":
+            lse = lse_s.index(q_slot).load(query)
         p = exp2(s * scale_log2 - lse[None, :])
         if not ALL_WHOLE:
             at_edge = start_m < whole
@@ -345,8 +351,11 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
                 p = keep_seen(p, first - start_m, end - start_m, HAS_LEFT)
         # -- dS: and dv, while the consumers meet
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
-        delta = delta_s.index(do_slot).load(query)
+        if LATE == "neither":
+            delta = delta_s.index(do_slot).load(query)
         dp = warpgroup_mma_wait(0, deps=[dp])
+        if LATE != "neither":
+            delta = delta_s.index(do_slot).load(query)
         ds = (p * (dp - delta[None, :])).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
         ds_s.index(2 * (step % 2) + ME).store(ds)
@@ -424,6 +433,7 @@ def attention_hopper_bwd_kernel(
     BLOCK_M: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
+    LATE: gl.constexpr,  # which statistics are read late: see Config
 ):
     # -- place: these keys, and the tiles of queries of each head that see some of them
     n_tiles = gl.cdiv(seqlen_k, KEYS)
@@ -488,7 +498,7 @@ def attention_hopper_bwd_kernel(
     walk = (start_n, end_tile, tiles_of_head, group)
     limits = (seqlen_q, seqlen_k, left, right)
     constants: gl.constexpr = (
-        BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, DO_STAGES,
+        BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, DO_STAGES, LATE,
     )  # fmt: skip
     computing = (dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale)
     loading = ((q_desc, k_desc, v_desc, do_desc, stats_desc), buffers, barriers, where, walk)
@@ -505,6 +515,32 @@ def attention_hopper_bwd_kernel(
         [4, 1, 1],
         [240, 24, 24],
     )
+
+
+# -- the end
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "padded_q"])
+def attention_hopper_dq_kernel(
+    sums_ptr,  # sums of dq in float32, (batch * heads, padded_q, HEAD_DIM)
+    dq_ptr,  # output, (batch * heads, seqlen_q, HEAD_DIM)
+    seqlen_q,
+    padded_q,
+    sm_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    # -- place: some rows of a head, one after another in memory
+    n_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    head = (tl.program_id(0) // n_blocks).to(tl.int64)
+    row = tl.program_id(0) % n_blocks * BLOCK_M
+    at = tl.arange(0, BLOCK_M * HEAD_DIM)
+    there = at < (seqlen_q - row) * HEAD_DIM
+    # -- scale, and convert
+    sums_ptr += (head * padded_q + row) * HEAD_DIM
+    dq_ptr += (head * seqlen_q + row) * HEAD_DIM
+    dq = tl.load(sums_ptr + at, mask=there) * sm_scale
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=there)
 
 
 # -- on the host
@@ -596,7 +632,7 @@ def attention_backward(
         counter = torch.zeros(batch * heads_k * n_tiles, dtype=torch.int32, device=q.device)
     run = _launch(
         config, q.shape, k.shape, padded_q, left, right, sm_scale, ordered,
-        _heads_at_once(q, k, left, right, ordered),
+        _heads_at_once(config, q, k, left, right, ordered),
     )  # fmt: skip
     rows, m = ROWS.value, config.block_m
     part = head_dim * m // KEYS.value
@@ -606,19 +642,35 @@ def attention_backward(
         _described(sums, _rest_of_sums(batch * heads * padded_q, head_dim, part)), counter,
     )  # fmt: skip
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    torch.mul(sums[:, :, :seqlen_q], sm_scale, out=dq)
+    if config.scaled_by_kernel:
+        _scale_launch(q.shape, padded_q, sm_scale)(sums, dq)
+    else:
+        torch.mul(sums[:, :, :seqlen_q], sm_scale, out=dq)
     return dq, dk, dv
 
 
-def _heads_at_once(q, k, left, right, ordered) -> int:
+@planned
+def _scale_launch(shape, padded_q, sm_scale) -> Launch:
+    batch, heads, seqlen_q, head_dim = shape
+    block_m = 2048 // head_dim
+    return Launch(
+        attention_hopper_dq_kernel, (batch * heads * runtime.cdiv(seqlen_q, block_m),),
+        seqlen_q, padded_q, sm_scale, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
+    )  # fmt: skip
+
+
+def _heads_at_once(config, q, k, left, right, ordered) -> int:
     """Return between how many heads tiles of keys alternate.
 
     In a fixed order as many as fill the GPU: they begin together, each tile of keys a step after
-    the one before, and the tiles of the next heads take their places in the same order.
+    the one before, and the tiles of the next heads take their places in the same order. Under a
+    causal mask later keys have less to do, so that places come free too fast for that order, unless
+    more heads alternate.
     """
     if ordered:
         n_tiles = runtime.cdiv(k.shape[2], KEYS.value)
-        return max(1, round(runtime.multiprocessors(q.device) / n_tiles))
+        fill = max(1, round(runtime.multiprocessors(q.device) / n_tiles))
+        return fill * (config.heads if scope.uneven(left, right) else 1)
     flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
     return tuned.backward_heads_at_once(flowing, q.device, left is not None)
 
@@ -641,5 +693,6 @@ def _launch(
         BLOCK_M=config.block_m,
         Q_STAGES=config.q_stages,
         DO_STAGES=config.do_stages,
+        LATE=config.late,
         num_warps=4,
     )  # fmt: skip

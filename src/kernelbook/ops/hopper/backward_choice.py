@@ -34,6 +34,15 @@ class Config:
     ordered: bool = True
     """Whether parts of dq are added in a fixed order even if nobody asks for the same bits. To wait
     for a turn costs time, but the first part is then written, and the sums need no zeros."""
+    heads: int = 1
+    """In a fixed order under a causal mask, between how many times as many heads tiles alternate as
+    fill the GPU. With more, programs of one head start further apart, and wait less for each
+    other's turn."""
+    late: str = "neither"
+    """Which statistics are read only when the matmul is waited for that they are subtracted from:
+    "neither", "delta" or "both". To read them before hides the time, and holds registers."""
+    scaled_by_kernel: bool = False
+    """Whether a kernel of this module scales and converts the sums of dq, or ``torch.mul``."""
 
 
 CONFIGS = {64: Config(128, 2, 2), 128: Config(64, 2, 2)}
