@@ -19,8 +19,11 @@ stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 2
+import inspect
 import math
+import statistics
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +53,7 @@ def standard_attention(q, k, v, is_causal=False):
     s = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
         sees = visible(*s.shape[-2:])
+        # finite, so that a query that sees no key gets zeros below, and not NaN
         s = s.masked_fill(~sees, torch.finfo(s.dtype).min)
         return (torch.softmax(s, dim=-1) @ v) * sees.any(-1)[:, None]
     return torch.softmax(s, dim=-1) @ v
@@ -80,14 +84,14 @@ def balance():
     bandwidth = 2 * source.numel() / took * 1e3
     return [
         {
-            "TFLOP/s": round(flops / 1e12),
-            "GB/s": round(bandwidth / 1e9),
-            "FLOPs a byte": round(flops / bandwidth),
+            "matmul, TFLOP/s": round(flops / 1e12),
+            "copy, GB/s": round(bandwidth / 1e9),
+            "FLOPs per byte": round(flops / bandwidth),
         }
     ]
 
 
-machine = lab.measure("What the GPU does at best, bfloat16", balance)
+machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 
 # %%
 
@@ -96,19 +100,20 @@ nan = float("nan")
 at_best = machine.rows[0] if machine.rows else {}
 intensity = {n: 5 * 2 * n * n * 128 / (8 * n * 128 * 2) for n in (1024, 4096)}
 lab.read(
-    f"A matmul by cuBLAS runs at {at_best.get('TFLOP/s', nan):.0f} TFLOP/s and a copy at "
-    f"{at_best.get('GB/s', nan):,.0f} GB/s, which is {at_best.get('FLOPs a byte', nan):.0f} FLOPs "
-    f"per byte. The gradient needs {intensity[1024]:.0f} per byte at length 1,024 and "
-    f"{intensity[4096]:,.0f} at 4,096. So arithmetic is the limit, and the yardstick of this "
-    f"chapter is a matmul. (Tiles that many programs read at the same time can come from L2.)"
+    f"A matmul by cuBLAS runs at {at_best.get('matmul, TFLOP/s', nan):.0f} TFLOP/s and a copy at "
+    f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
+    f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
+    f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
+    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (Repeated reads can "
+    f"come from L2.)"
 )
 
 # %%
 # **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
-# what the forward pass leaves for the backward pass, without inputs, and "peak" is what the
-# backward pass needs in addition, without its gradients. *Two sweeps* and *one sweep* are the
-# versions that this chapter builds.
+# what the forward pass leaves for the backward pass, without inputs, and "extra" is the most that
+# the backward pass allocates in addition, without its gradients. *Two sweeps* and *one sweep* are
+# the versions that this chapter builds.
 
 
 # Measuring
@@ -137,6 +142,7 @@ def memory_of(run, seqlen):
 # %%
 
 
+# Measuring
 def one_sweep(q, k, v, is_causal=False):
     return attention(q, k, v, is_causal=is_causal, deterministic=False)
 
@@ -160,8 +166,26 @@ def memory_experiment():
     return rows
 
 
+# %%
+
+# Folded: The same at other lengths
 memory = lab.measure("Memory, 16 heads of head_dim 128, bfloat16", memory_experiment)
 memory
+
+# %%
+
+lab.table(
+    [
+        {
+            "version": row["version"],
+            "kept, MiB": row["kept, MiB"],
+            "extra, MiB": row["peak in backward, MiB"],
+        }
+        for row in memory.rows
+        if row["length"] == 16384
+    ],
+    "Memory at 16,384 tokens, 16 heads of head_dim 128, bfloat16",
+)
 
 # %%
 
@@ -190,8 +214,7 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step. A run in
-# float64 then checks every step against automatic differentiation.
+# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step.
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -268,14 +291,17 @@ lab.read(
 #
 #    This amounts to one subtraction from ``delta``, before anything else begins.
 #
-# Here are the steps in numbers:
+# Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``:
 
+# Measuring
 from torch.autograd.functional import jacobian
 
 q = torch.randn(4, 3, dtype=torch.float64)
 k, v = torch.randn(2, 6, 3, dtype=torch.float64)
 do, dlse = torch.randn_like(q), torch.randn(4, dtype=torch.float64)
 sigma = 3**-0.5
+
+# %%
 
 s = sigma * q @ k.T
 p = s.softmax(-1)
@@ -315,29 +341,47 @@ steps = {
 
 # %%
 
-rows = []
+# Folded: Each step against automatic differentiation
+rows, differences = [], []
 for step, (ours, expected) in steps.items():
-    off = (ours - expected).abs().max().item()
-    rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
+    differences.append((ours - expected).abs().max().item())
+    rows.append({"step": step, "off by": f"{differences[-1]:.0e}"})
+    rows[-1]["right"] = differences[-1] < 1e-14
 assert all(row["right"] for row in rows)
 lab.table(rows, "Each step against automatic differentiation, float64")
+
+# %%
+
+# Reading
+lab.read(
+    f"All {len(steps)} results agree with automatic differentiation; the largest difference is "
+    f"{max(differences):.0e}."
+)
 
 # %%
 # In tiles, in PyTorch
 # --------------------
 #
-# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more. Each pair of a tile of
-# queries and a tile of keys is processed by itself, and its contributions are added to ``dq``,
-# ``dk`` and ``dv``. ``_scores`` computes the scaled and masked scores
-# of a tile, and ``_finite`` keeps a query that sees no key from becoming NaN.
+# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more. So each pair of a tile
+# of queries and a tile of keys can be processed by itself. ``delta`` comes first, for all queries.
+# ``key_tiles`` then yields the tiles of keys that a tile of queries sees, as in the forward pass.
 
-lab.source(tiled.tiled_backward)
+lab.source(tiled.tiled_backward, "begin")
 
 # %%
-# ``key_tiles`` yields the tiles of the forward chapter: those of keys that all queries of the tile
-# see, those that only some of them see, which are masked, and no others. ``gradcheck`` compares the
-# gradient with finite differences.
+# Each pair of tiles adds its part to ``dq``, ``dk`` and ``dv``, with one line per formula.
+# ``_scores`` computes the scaled and masked scores of the pair, and ``_finite`` keeps a query that
+# sees no key from becoming NaN.
 
+lab.source(tiled.tiled_backward, "meet")
+
+# %%
+# PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result,
+# with and without a causal mask, for equal and for different lengths.
+
+# %%
+
+# Folded: The cases of gradcheck
 rows = []
 for is_causal in (False, True):
     for seqlen_q, seqlen_k in ((7, 7), (5, 8), (8, 5)):
@@ -349,7 +393,8 @@ for is_causal in (False, True):
         passed = torch.autograd.gradcheck(
             lambda *x, options=options: tiled.tiled_attention(*x, **options), inputs
         )
-        row = {"queries": seqlen_q, "keys": seqlen_k, "causal": str(is_causal)}
+        mask = "causal" if is_causal else "full"
+        row = {"queries": seqlen_q, "keys": seqlen_k, "mask": mask}
         rows.append(row | {"gradcheck": passed})
 assert all(row["gradcheck"] for row in rows)
 lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64")
@@ -387,7 +432,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
 # the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
-# in a separate buffer. Which version is faster, we shall measure.
+# in a separate buffer.
 #
 # The kernels
 # -----------
@@ -411,7 +456,7 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :dedent:
 #
 # **The sweep over queries.** Each program takes a tile of keys and begins at the first tile of
-# queries that sees any of them. Tiles that need a mask come first, and those that need none follow.
+# queries that sees any of them.
 #
 # .. dropdown:: The tile that a program takes, and the queries that it visits
 #
@@ -434,9 +479,10 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# The loop begins with step 6. Everything is transposed, with keys as rows; ``LEFT`` is for windows.
-# ``PRECISION`` concerns float32 operands only: a :term:`matrix unit` would round them to
-# :term:`TF32`, so Triton computes three matmuls of their parts instead.
+# The loop begins with step 6. ``load_tile`` loads a tile of queries by its descriptor, as in the
+# last chapter, and ``load_row`` one statistic per query. Everything is transposed, with keys as
+# rows; ``LEFT`` is for windows. ``PRECISION`` concerns float32 operands only: a :term:`matrix unit`
+# would round them to :term:`TF32`, so Triton computes three matmuls of their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 
@@ -523,6 +569,7 @@ def _dv_kernel(
 # %%
 
 
+# Measuring
 def relative(x, truth):
     return ((x.double() - truth).abs().max() / truth.abs().max()).item()
 
@@ -542,6 +589,10 @@ size = (64, 32) if runtime.INTERPRETED else (1024, 128)
 q, k, do = torch.randn(3, *size, device=runtime.DEVICE, dtype=torch.float16).unbind()
 theirs = (q @ k.T * size[1] ** -0.5).softmax(-1).T @ do
 dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
+
+# %%
+
+# Folded: The check of dv from the transpose of S
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
@@ -550,35 +601,47 @@ lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, t
 def both_ways():
     q, k, do = torch.randn(3, 8192, 128, device=runtime.DEVICE, dtype=torch.float16)
     rows, zeros = [], torch.zeros(8192, device=runtime.DEVICE)
-    for name, transposed in {"S transposed": True, "P transposed": False}.items():
+    for name, transposed in {"Sᵀ from the start": True, "S, then Pᵀ": False}.items():
         dv, truth, compiled = dv_of(q, k, do, transposed, 64)
+        assert relative(dv, truth) < 1e-2
 
         def run(way=transposed, dv=dv):
             _dv_kernel[(128,)](q, k, do, zeros, dv, 8192, 0.1, way, 64, 128)
 
         rows.append(
             {
-                "way": name,
-                "error of dv": f"{relative(dv, truth):.0e}",
+                "computed": name,
                 "stmatrix": compiled.asm["ptx"].count("stmatrix"),
-                "shared memory, bytes": compiled.metadata.shared,
-                "milliseconds": round(triton.testing.do_bench(run), 3),
+                "shared, KiB": round(compiled.metadata.shared / 1024, 1),
+                "µs": round(1e3 * triton.testing.do_bench(run), 1),
             }
         )
     return rows
 
 
-lab.measure("dv of 8,192 queries and keys, both ways", both_ways)
+ways = lab.measure("dv of 8,192 queries and keys, computed in two ways", both_ways)
+ways
 
 # %%
-# Computing :math:`S^\top` avoids the detour, needs less shared memory, and is slightly faster.
-#
+
+# Reading
+direct, detour = ways.rows if ways.rows else 2 * [{}]
+slower = detour.get("µs", nan) / direct.get("µs", nan)
+lab.read(
+    f"With Sᵀ the detour is avoided, which saves "
+    f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB of shared memory "
+    f"per program; from `S`, the kernel takes {slower:.2f} times as long."
+)
+
+# %%
 # **The sweep over keys** mirrors the sweep over queries. Nothing is transposed in it, because
 # :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
 #
 # **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
 # :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
-# hardware adds a whole tile per instruction; older GPUs add element by element.
+# hardware adds a whole tile per instruction; older GPUs add element by element, with additions that
+# are atomic but otherwise unordered (``relaxed``). ``padded_q`` is the number of queries of a head,
+# rounded up to whole tiles.
 
 lab.source(kernels.sweep_queries, "add")
 
@@ -684,9 +747,9 @@ for is_causal in (False, True):
                 "sweep": sweep,
                 "mask": "causal" if is_causal else "full",
                 "tile": f"{config.block_m} × {config.block_n}",
-                "of tiles": len(stained) * len(stained[0]),
+                "tiles": len(stained) * len(stained[0]),
                 "visited": sum(map(sum, stained)),
-                "just those needed": stained == needed,
+                "as needed": stained == needed,
             }
         )
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
@@ -747,9 +810,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# All three gradients are checked against float64, in all dtypes and both versions, and their errors
-# compared with those of the formula above in PyTorch. In float32 we allow eight times that error,
-# because tiles are summed in another order and the exponent is rounded once more.
+# The gradients of the public operator, which chooses its forward kernel by itself, are checked
+# against float64, and their errors compared with those of the formula above in PyTorch. In float32
+# we allow eight times that error, because tiles are summed in another order and the exponent is
+# rounded once more.
 
 
 # Measuring
@@ -873,7 +937,8 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Each version runs a hundred times on one input, and the results are compared bit by bit.
+# Each version runs a hundred times on one input, and each result is compared with the first, bit by
+# bit.
 
 
 def runs_differ():
@@ -888,33 +953,26 @@ def runs_differ():
         for _ in range(99):
             for x, a, b in zip(unlike, gradients(run, q, k, v, do), first, strict=True):
                 unlike[x].append((a != b).sum().item())
-        for x, counts in unlike.items():
-            row = {"mode": name, "gradient": x}
-            row["runs unlike the first"] = sum(n > 0 for n in counts)
-            row["most numbers that differ, %"] = 100 * max(counts) / q.numel()
-            rows.append(row)
+        row = {"version": name}
+        row |= {x: sum(n > 0 for n in counts) for x, counts in unlike.items()}
+        most = 100 * max(unlike["dq"]) / q.numel()
+        rows.append(row | {"elements of dq, %": most})
     return rows
 
 
-repeated = lab.measure("A hundred causal backward passes on one input", runs_differ)
+repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_differ)
 repeated
 
 # %%
 
 # Reading
-unlike = {(row["mode"], row["gradient"]): row for row in repeated.rows}
-runs, share = "runs unlike the first", "most numbers that differ, %"
-
-
-def differ(mode, what):
-    return unlike.get((mode, what), {})
-
-
+unlike = {row["version"]: row for row in repeated.rows}
 lab.read(
-    f"In two sweeps {differ('two sweeps', 'dq').get(runs, nan):.0f} of 99 runs differ from the "
-    f"first in `dq`, and in one sweep {differ('one sweep', 'dq').get(runs, nan):.0f}, in up to "
-    f"{differ('one sweep', 'dq').get(share, nan):.4f} % of its numbers, because the order of the "
-    f"atomic additions changes."
+    f"In two sweeps `dq` differs from the first run in "
+    f"{unlike.get('two sweeps', {}).get('dq', nan):.0f} of 99 runs, and in one sweep in "
+    f"{unlike.get('one sweep', {}).get('dq', nan):.0f}, in up to "
+    f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
+    f"the order of the atomic additions changes."
 )
 
 # %%
@@ -926,7 +984,8 @@ lab.read(
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
 # All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
 # sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them.
+# skipping them. Only backward is timed: it needs nothing of the forward pass but ``out`` and
+# ``lse``, whichever kernel computed them.
 
 
 # Measuring
@@ -1013,7 +1072,8 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
 # %%
 
 MODES = {"Kernel Book": True, "Kernel Book, one sweep": False}
-RUNGS = ["standard attention", "torch.compile", "tiled PyTorch", "all tiles", *MODES]
+RUNGS = ["standard attention", "torch.compile", "tiled PyTorch"]
+RUNGS += ["Kernel Book, one sweep", "all tiles", "Kernel Book"]
 ladder = lab.bench(
     "ladder",
     points(4096, head_dims=(128,)),
@@ -1042,6 +1102,9 @@ share = {
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
+    f"Standard attention and the tiles of plain PyTorch reach at most "
+    f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
+    f"because every score goes through memory several times, as in the forward pass. "
     f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
     f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
     f"take {skipping:.2f} times as long. One sweep reaches "
@@ -1058,10 +1121,10 @@ full, causal = (
 )
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
-    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P` from the "
-    f"forward pass: its backward pass takes four matmuls and is credited with five, while two "
-    f"sweeps take seven. By the work that is really executed, it runs at {4 / 5 * full[0]:.0f} % "
-    f"of a matmul, and two sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
+    f"pass takes four matmuls and is credited with five, while two sweeps take seven. The matmuls "
+    f"that it executes run at {4 / 5 * full[0]:.0f} % of the large one, and those of two sweeps at "
+    f"{7 / 5 * full[1]:.0f} %. With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
@@ -1102,14 +1165,18 @@ def flex(inputs, do, is_causal):
     return lab.peer("torch.nn.attention.flex_attention", use)
 
 
-def flash(inputs, do, is_causal):
+def flash(inputs, do, is_causal, **options):
     q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     do = do.transpose(1, 2).contiguous()
 
     def use(module):
+        known = inspect.signature(module.flash_attn_func).parameters
+        if options.keys() - known.keys():
+            raise RuntimeError(f"this version has no {', '.join(options)}")
+
         def run():
-            out = module.flash_attn_func(*inputs, causal=is_causal)
+            out = module.flash_attn_func(*inputs, causal=is_causal, **options)
             return out[0] if isinstance(out, tuple) else out
 
         return tried(run, inputs, do)
@@ -1200,26 +1267,40 @@ rates = [
     for point in everywhere
 ]
 faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
-ahead = sum(
-    not any(rate[name] >= rate["Kernel Book"] for name in PEERS) for rate in rates
-)
+ratios = [  # of the fastest library to us
+    max((rate[name] for name in PEERS if rate[name] == rate[name]), default=nan)
+    / rate["Kernel Book"]
+    for rate in rates
+]
+ahead = sum(ratio < 1 for ratio in ratios)
 best = max(
     (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
 first = speeds[0]
 executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
-    meaning = "and they are ahead all the same."
+    meaning = "and they are ahead all the same"
 elif executed > 0.95 * first["library"]:
-    meaning = "so their extra work puts them behind, and not their rate."
+    meaning = "so their extra work puts them behind, and not their rate"
 else:
-    meaning = "so they execute more, at a lower rate."
+    meaning = "so they execute more, at a lower rate"
+seven_for_five = "as seven matmuls instead of five would explain (7 / 5 = 1.4)"
+if max(ratios) > 7 / 5:
+    seven_for_five = "of which seven matmuls instead of five explain 7 / 5 = 1.4"
 lab.read(
-    f"Two sweeps are faster than one at {faster} of {len(everywhere)} points, and faster than "
-    f"every library measured at {ahead}. They reach {100 * best:.0f} % of a matmul at best, where "
-    f"{100 * 5 / 7:.0f} % is possible. At head_dim {first['head_dim']}, {first['mask']}, their "
-    f"seven matmuls run at {executed:.0f} TFLOP/s, while {first['fastest library']} reaches "
-    f"{first['library']:.0f} for the five that are counted, {meaning}"
+    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
+    f"than every library measured at {ahead or 'none'}"
+    + (
+        f". {'Elsewhere the' if ahead else 'The'} fastest library is up to {max(ratios):.2f} times "
+        f"as fast, {seven_for_five}"
+        if ahead < len(everywhere)
+        else ""
+    )
+    + f". Two sweeps reach {100 * best:.0f} % of "
+    f"a matmul at best, where {100 * 5 / 7:.0f} % is possible. At head_dim {first['head_dim']}, "
+    f"{first['mask']}, their seven matmuls run at {executed:.0f} TFLOP/s, while "
+    f"{first['fastest library']} reaches {first['library']:.0f} for the five that are counted, "
+    f"{meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1228,89 +1309,190 @@ lab.read(
 )
 
 # %%
+
+# Folded: Where the rest of two sweeps goes
+score = {  # microseconds for a million scores of a head
+    point["head_dim"]: 1e9
+    * backward.milliseconds_at("Kernel Book", **point)
+    / (point["heads"] * point["seqlen"] ** 2)
+    for point in points(16384)
+    if point["mask"] == "full"
+}
+rest = 2 * score[64] - score[128]
+in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
+limit = backward.rate("matmul", **points(16384, head_dims=(128,))[0])
+lab.read(
+    f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
+    f"a product, two conversions. At head_dim 64 a score takes half of the matmul operations and "
+    f"as much of this work. So if a score takes the time a d + b, where d is head_dim and b what "
+    f"matmuls do not hide, two head_dims give b. At 16,384 tokens without a mask, a million scores "
+    f"of a head take {score[128]:.2f} µs at head_dim 128 and {score[64]:.2f} µs at 64"
+    + (
+        f", which is more than half. So b is {rest:.2f} µs: {100 * rest / score[128]:.0f} % of the "
+        f"time at 128, and {100 * rest / score[64]:.0f} % at 64, if the tiles of both are equally "
+        f"good. Without it, the seven matmuls would run at {100 * in_matmuls / limit:.0f} % of the "
+        f"speed of the large one."
+        if rest > 0
+        else ", which is no more than half, so the matmuls hide all of the other work."
+    )
+)
+
+# %%
 # Why one sweep loses here
 # ------------------------
 #
-# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time the
-# parts: the first of two sweeps computes ``dk`` and ``dv`` with four matmuls, the second computes
-# ``dq`` with three, and one sweep computes all of them with five.
+# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time its
+# parts: ``dk`` and ``dv`` take four matmuls, ``dq`` by itself three, and all of them together five.
+# Tiles were tuned for each kernel, so we also run the first and the last in the tiles of the other.
+# "TFLOP/s" counts the matmuls that are executed.
 
 
-def parts_of_the_work():
-    size = (4, 1, 16, 16384, 128)
+# Measuring
+def as_of(sweep):
+    """Run what follows with the tiles that are tuned for a sweep."""
+    choose = tuned.backward_config
+    return mock.patch.object(
+        tuned, "backward_config", lambda _, q, *seen: choose(sweep, q, *seen)
+    )
+
+
+def parts_of_the_work(seqlen=16384):
+    size = (4, 1, 16, seqlen, 128)
     q, k, v, do = torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
     scale = 128**-0.5
     out, lse = attention_forward(q, k, v, False, scale)
+    run = partial(kernels.attention_backward, q, k, v, out, lse, do, False, scale)
     rows = []
-    for name, matmuls, options in (
-        ("first of two sweeps", 4, {"deterministic": True, "dq_needed": False}),
-        ("second of two sweeps", 3, {"deterministic": True, "dkdv_needed": False}),
-        ("one sweep", 5, {"deterministic": False}),
+    for computes, matmuls, options, tiles in (
+        ("dk, dv", 4, {"deterministic": True, "dq_needed": False}, ("dkdv", "all")),
+        ("dq", 3, {"deterministic": True, "dkdv_needed": False}, ("dq",)),
+        ("dk, dv, dq", 5, {"deterministic": False}, ("dkdv", "all")),
     ):
-        run = partial(
-            kernels.attention_backward, q, k, v, out, lse, do, False, scale, **options
-        )
-        took = triton.testing.do_bench(run)
-        executed = matmuls * 2 * 16 * 16384**2 * 128 / took / 1e9
-        row = {"version": name, "matmuls of a pair of tiles": matmuls}
-        rows.append(row | {"ms": round(took, 2), "TFLOP/s executed": round(executed)})
+        for tuned_for in tiles:
+            with as_of(tuned_for):
+                config = tuned.backward_config(tuned_for, q)
+                took = triton.testing.do_bench(partial(run, **options))
+            row = {"computes": computes, "matmuls": matmuls}
+            row["tile"] = f"{config.block_m} × {config.block_n}"
+            row |= {"warps": config.num_warps, "ms": round(took, 2)}
+            executed = matmuls * 2 * 16 * seqlen**2 * 128 / took / 1e9
+            rows.append(row | {"TFLOP/s": round(executed), "tuned for": tuned_for})
     return rows
 
 
-parts = lab.measure("16,384 tokens, 16 heads of head_dim 128, full", parts_of_the_work)
+# %%
+
+# Folded: The tiles of each
+parts = lab.measure(
+    "Parts of the work, 16,384 tokens, 16 heads of 128", parts_of_the_work
+)
 parts
 
 # %%
 
-# Reading
-took = {row["version"]: row["ms"] for row in parts.rows}
-extra = took.get("one sweep", nan) - took.get("first of two sweeps", nan)
-saved = took.get("second of two sweeps", nan)
-lab.read(
-    f"For one more matmul and the additions to `dq`, one sweep takes {abs(extra):.1f} ms "
-    f"{'more' if extra > 0 else 'less'} than the first of two. It saves the second sweep, which "
-    f"takes {'only ' * (saved < extra)}{saved:.1f} ms for three matmuls."
+NAMES = {"dkdv": "first sweep", "dq": "second sweep", "all": "one sweep"}
+lab.table(
+    [
+        {
+            "computes": row["computes"],
+            "matmuls": row["matmuls"],
+            "tiles of": NAMES[row["tuned for"]],
+            "ms": row["ms"],
+            "TFLOP/s": row["TFLOP/s"],
+        }
+        for row in parts.rows
+    ],
+    "Parts of the backward pass, 16,384 tokens, 16 heads of head_dim 128, full mask",
 )
 
 # %%
-# There are three possible reasons. *Adding in any order may be slow by itself.* A library that does
-# so can give other bits in every run, so we look at the bits of each.
+
+# Reading
+took = {(row["computes"], row["tuned for"]): row["ms"] for row in parts.rows}
+two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
+adding = took.get(("dk, dv, dq", "all"), nan) - one
+small = took.get(("dk, dv, dq", "dkdv"), nan)
+saved = took.get(("dq", "dq"), nan)
+whole = took.get(("dk, dv, dq", "all"), nan)
+lab.read(
+    f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice: in its "
+    f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with "
+    f"the additions to `dq` takes {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of "
+    f"the first of two sweeps, it takes {small:.1f} ms."
+    if whole > two + saved and adding > saved and one > two
+    else f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. In the tiles of one "
+    f"sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with the "
+    f"additions to `dq` {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of the first "
+    f"of two sweeps, one sweep takes {small:.1f} ms."
+)
+
+# %%
+# We test three possible reasons. *Atomic additions may be slow by themselves.* Whoever adds to
+# ``dq`` in any order gives other bits in every run, so we compare 20 runs of each library. In
+# FlashAttention's deterministic mode, programs wait for their turn to add.
 
 
 # Measuring
-def peers_differ():
-    runs = providers(4096, 4, 16, 128, "causal", 0.5)
+FIXED = "FlashAttention, deterministic"
+
+
+def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
+    sizes = {"seqlen": seqlen, "batch": batch, "heads": heads, "head_dim": head_dim}
+    runs = providers(**sizes, mask="causal", part=0.5)
+    runs[FIXED] = flash(
+        *inputs_of(batch, heads, seqlen, head_dim), True, deterministic=True
+    )
+    flops = 2.5 * 4 * batch * heads * seqlen**2 * head_dim * 0.5
     rows = []
     for name, run in runs.items():
         if name == "matmul" or isinstance(run, lab.Absent):
             continue
         first, *others = (run()[0] for _ in range(20))
         different = sum(not torch.equal(dq, first) for dq in others)
-        rows.append({"version": name, "of 19 runs, dq unlike the first": different})
+        took = statistics.median(lab.event_times(run))
+        row = {"version": name, "runs that differ, of 19": different}
+        rows.append(row | {"TFLOP/s": round(flops / took / 1e9)})
     return rows
 
 
 # %%
 
-# Folded: Whose bits differ
-others = lab.measure("The same bits? 4,096 tokens, head_dim 128, causal", peers_differ)
+# Folded: Whose bits differ, and how fast each is
+others = lab.measure("dq in 20 runs, 4,096 tokens, head_dim 128, causal", peers_differ)
 others
 
 # %%
 
 # Reading
-point = {"seqlen": 4096, "head_dim": 128, "mask": "causal"}
-unlike = {row["version"]: row["of 19 runs, dq unlike the first"] for row in others.rows}
-known = {name: backward.rate(name, **point) for name in PEERS if name in unlike}
-peer = max(known, key=known.get, default="none")
-lab.read(
+unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
+speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
+peer = max((name for name in PEERS if name in speed), key=speed.get, default="none")
+said = (
     f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
-        "so it adds in any order, too, and is fast all the same."
+        "so it adds in any order, too, and is fast all the same. "
         if unlike.get(peer)
-        else "so it does not add in any order, and this reason stays possible."
+        else "so it does not add in any order, and this reason stays possible. "
     )
 )
+if FIXED in speed and "FlashAttention" in speed:
+    whose = "Its" if peer == "FlashAttention" else "FlashAttention's"
+    bits = (
+        f"gives another in {unlike[FIXED]}"
+        if unlike[FIXED]
+        else "repeats the same bits"
+    )
+    said += (
+        f"{whose} deterministic mode {bits}, at "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of the other, "
+        + (
+            f"which is still {speed[FIXED] / speed['Kernel Book']:.2f} times that of our two "
+            f"sweeps, so the same bits need not cost a second sweep."
+            if speed[FIXED] > speed["Kernel Book"]
+            else f"which is {speed[FIXED] / speed['Kernel Book']:.2f} times that of our two sweeps."
+        )
+    )
+lab.read(said)
 
 # %%
 # *The GPU may not be able to add so much.* Each tile of keys adds a row of float32 for each query.
@@ -1388,10 +1570,12 @@ def room(row):
 def sweeps_of(rows):
     for row in rows:
         if row["kernel"] != "preprocess_kernel":
-            name = (
-                f"{row['case'].partition(', ')[2]}, {row['kernel'].partition('_')[0]}"
-            )
-            yield f"{row['case'].partition(',')[0]}\n{name}", row
+            head_dim, _, version = row["case"].partition(", ")
+            if version == "two sweeps":
+                version = (
+                    f"{'first' if row['kernel'] == 'dkdv_kernel' else 'second'} of two"
+                )
+            yield f"{head_dim}\n{version}", row
 
 
 def in_words(rows):
@@ -1456,10 +1640,10 @@ lab.read(
 # they wait for such a step, the matrix units have nothing to do, unless a second program runs on
 # the SM, and there is no room for one. FlashAttention-3 gives loads, matmuls and the additions to
 # ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
-# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6. We
-# did not measure what keeps two sweeps below :math:`5/7`.
+# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6.
 #
-# A call also costs time on the host: see :doc:`/hardware`.
+# A call of the public operator, with the forward kernel that it chooses, also costs time on the
+# host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1520,9 +1704,6 @@ for mistake in MISTAKES:
     ):
         row[name] = f"{relative(x, truth):.0e}"
     rows.append(row)
-
-# %%
-
 lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
@@ -1558,9 +1739,6 @@ for name, do in {
         for x, a, b in zip(("dq", "dk", "dv"), grads, truths, strict=True)
     }
     rows.append(row)
-
-# %%
-
 lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
 
 # %%
@@ -1573,8 +1751,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # The weights need not be stored, because one number per query brings them back, and another,
 # ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and
 # the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
-# matmuls and loses here all the same, probably because its registers leave no room for a second
-# program.
+# matmuls and loses here all the same, probably because it leaves no room for a second program on an
+# SM.
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises
@@ -1582,8 +1760,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 #
 # **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
 # key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
-# gradient? Write a kernel that stores no matrix and gives the same result in every run. For float32
-# matmuls pass ``input_precision="ieee"`` to ``tl.dot``, which would round to TF32 otherwise.
+# gradient? Write a kernel that stores no matrix and gives the same result in every run.
 
 # %%
 
@@ -1785,7 +1962,6 @@ lab.table(
 #   with asynchrony and low-precision.* NeurIPS 2024.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Rabe, Staats. *Self-attention does not need O(n²) memory.* arXiv:2112.05682, 2021.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.
 # - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head

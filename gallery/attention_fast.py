@@ -15,11 +15,12 @@ You will learn
 - how the finished kernel compares with the libraries, and what keeps it below the speed of a
   matmul.
 
-The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the
-speeds are those of a recorded run.
+The chapter is about the package's kernel in plain Triton, ``attention(..., backend="triton")``,
+which runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the speeds
+are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 1
 import heapq
 import textwrap
 from functools import partial
@@ -28,8 +29,19 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from kernelbook import attention as public_attention
 from kernelbook import lab, reference, runtime
-from kernelbook.ops.attention import attention, forward, tuned
+from kernelbook.lab.attention_bench import (
+    FORWARD,
+    LIBRARIES,
+    MATMUL,
+    draw,
+    libraries,
+    matmul,
+    points,
+    step,
+)
+from kernelbook.ops.attention import forward, tuned
 from kernelbook.ops.attention.forward import row_max
 from kernelbook.ops.attention.tiles import (
     LOWEST,
@@ -40,6 +52,9 @@ from kernelbook.ops.attention.tiles import (
     load_tile,
     place,
 )
+
+# By default the package may take another kernel on a Hopper GPU. This page never does.
+attention = partial(public_attention, backend="triton")
 
 lab.start("attention_fast", "kernelbook.ops.attention")
 
@@ -54,10 +69,18 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # first over the tiles that need no mask, then over those on the diagonal.
 #
 # The six changes of this chapter are flags of one kernel or options of its launch, so that we can
-# turn each of them on, and later off again. This is its loop. With all flags off, it is the loop of
-# the last chapter: ``_tile`` loads some rows, and ``_weigh`` turns a tile of scores into weights.
-# Each flag is explained on its rung.
+# turn each of them on, and later off again. This is the body of its loop, where ``_tile`` loads
+# some rows, and ``_weigh`` turns a tile of scores into weights. With all flags off, it is the loop
+# of the last chapter. Each flag is explained on its rung.
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _loop
+#    :start-at: for start_n
+#    :end-before: return acc
+#    :dedent:
 
+# Whole
 import triton
 import triton.language as tl
 
@@ -85,10 +108,6 @@ def _loop(
     return acc, l_i, m_i, qk
 
 
-# %%
-
-
-# Whole
 @triton.jit
 def _tile(
     of_head, start, length, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -283,24 +302,19 @@ lab.check("The rungs", cases())
 #
 # **Memory.** A tile of keys that is loaded serves only the 128 queries of one program, so programs
 # load the keys and values again for each tile of queries. We count the bytes that the programs of
-# one head load and store, and compare the operations per byte with those that the machine needs.
+# one head load and store, and compare the operations per byte with those that the GPU needs.
+
 
 # Measuring
-MATMUL = 8192
-A, B = None, None
-if not runtime.INTERPRETED:
-    A, B = torch.randn(2, MATMUL, MATMUL, device=runtime.DEVICE, dtype=torch.bfloat16)
-
-
 def balance():
     from triton.testing import do_bench
 
     x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
     y = torch.empty_like(x)
-    flops = 2 * MATMUL**3 / do_bench(lambda: A @ B) * 1e3
+    flops = 2 * MATMUL**3 / do_bench(matmul()) * 1e3
     moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
     row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOP a byte": round(flops / moved)}]
+    return [row | {"FLOP per byte": round(flops / moved)}]
 
 
 def moved_by(length):
@@ -311,21 +325,21 @@ def moved_by(length):
     return queries_stay, keys_stay
 
 
-machine = lab.measure("What the machine can do, bfloat16", balance)
+machine = lab.measure("What the GPU can do, bfloat16", balance)
 
 # %%
 
 # Reading
 nan = float("nan")
 best = machine.rows[0] if machine.rows else {}
-needed, matmul_speed = best.get("FLOP a byte", nan), best.get("matmul, TFLOP/s", nan)
+needed, matmul_speed = best.get("FLOP per byte", nan), best.get("matmul, TFLOP/s", nan)
 per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
 from_hbm = per_byte * best.get("copy, GB/s", nan) / 1e3
 lab.read(
     f"At length 4,096 a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
     f"{moved_by(4096)[0]:.0f} MiB, which is {per_byte:.0f} operations per byte. A matmul runs at "
     f"{matmul_speed:.0f} TFLOP/s and a copy at {best.get('copy, GB/s', nan):,.0f} GB/s, so this "
-    f"machine needs {needed:.0f} operations per byte to keep its arithmetic busy. If every byte "
+    f"GPU needs {needed:.0f} operations per byte to keep its arithmetic busy. If every byte "
     f"came from HBM, the memory outside the chip, attention could reach {from_hbm:.0f} TFLOP/s and "
     f"no more. It can exceed this, because the programs of a head run at the same time and load "
     f"the same keys and values, so the L2 cache, which the whole chip shares, serves some of the "
@@ -370,33 +384,15 @@ lab.table(
 #
 #    The way up is to do less besides the matmuls, and to do it at the same time.
 #
-# **The ladder.** All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries
-# and 64 keys in a tile, beside a :term:`cuBLAS` matmul. From the machine code we read how many
-# registers a thread has, how many instructions do matmuls, and how many wait for them.
+# The ladder
+# ----------
+#
+# This is where the six changes lead. All rungs are timed in one run, at length 4,096 and head_dim
+# 128, with 128 queries and 64 keys in a tile, as a percentage of a :term:`cuBLAS` matmul. The last
+# bar is the package's kernel, which has all six built in and takes more inputs.
+
 
 # Measuring
-LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
-units = {"limit": "matmul", "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
-units["work"] = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
-
-
-def points(lengths, head_dims):
-    return [
-        {
-            "seqlen": length, "batch": 16384 // length, "heads": 2048 // head_dim,
-            "head_dim": head_dim, "mask": mask, "causal": part, "dtype": torch.bfloat16,
-        }
-        for head_dim in head_dims
-        for mask, part in (("full", 1), ("causal", 0.5))
-        for length in lengths
-    ]  # fmt: skip
-
-
-def draw(seqlen, batch, heads, head_dim, dtype):
-    size = (3, batch, heads, seqlen, head_dim)
-    return torch.randn(size, device=runtime.DEVICE, dtype=dtype)
-
-
 def without(name):
     """The options of the last rung with one change taken back."""
     kept = {key: value for key, value in so_far.items() if key not in LADDER[name]}
@@ -412,23 +408,33 @@ HALVES = {  # the rung "two programs" is two changes; the last rung with one of 
 
 
 def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
-    inputs = (*draw(seqlen, batch, heads, head_dim, dtype), mask == "causal")
+    inputs = (*draw(batch, heads, seqlen, head_dim, dtype), mask == "causal")
     timed = {
         name: partial(run, *inputs, **WIDE, **options)
         for name, options in (RUNGS | TAKEN_BACK | HALVES).items()
     }
     timed["Kernel Book"] = lambda: attention(*inputs[:3], is_causal=inputs[3])
-    return {"matmul": lambda: A @ B} | timed
+    return {"matmul": matmul()} | timed
 
 
-steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **units)
+steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **FORWARD)
+lab.ladder(
+    steps,
+    "From the staged kernel to the package's",
+    [*LADDER, "Kernel Book"],
+    by="mask",
+    where={"seqlen": 4096},
+)
 
 # %%
+# Each rung below explains one bar: the change, what it does to the machine code, and what it gains.
+# From that code we read how many registers a thread has, how many instructions do matmuls, and how
+# many wait for them.
 
 
 # Measuring
 def made_by_the_compiler(versions):
-    inputs = (*draw(1024, 1, 4, 128, torch.bfloat16), True)
+    inputs = (*draw(4, 16, 4096, 128), True)  # as timed, so that few are compiled anew
     rows = []
     for name, options in versions.items():
         launch = partial(run, *inputs, **WIDE, **options)
@@ -459,38 +465,11 @@ def gain(name, mask):
     return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
 
 
-def verdict(change):
-    if change != change:
-        return "is not recorded"
-    if abs(change) < 0.01:
-        return "changes next to nothing"
-    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
-
-
 def told(name):
     """What a rung gains, in words."""
     names = list(LADDER)
-    before = names[names.index(name) - 1]
-    both = [
-        f"{how} it {verdict(gain(name, mask))} "
-        f"({steps.rate(before, mask=mask):.0f} → {steps.rate(name, mask=mask):.0f} TFLOP/s)"
-        for mask, how in (("causal", "With a causal mask"), ("full", "without one"))
-    ]
-    return f"**Measured:** {', '.join(both)}. "
+    return step(steps, names[names.index(name) - 1], name)
 
-
-# %%
-
-# Reading
-starts = [
-    f"{steps.rate('in stages', mask=mask):.0f} TFLOP/s {how}, "
-    f"{100 * steps.share('in stages', mask=mask):.0f} % of the matmul"
-    for mask, how in (("causal", "with a causal mask"), ("full", "without one"))
-]
-lab.read(
-    f"**Where we start:** {', and '.join(starts)}. (The last chapter has other numbers, because it "
-    f"timed its own kernel, which guards against −∞, in another run.)"
-)
 
 # %%
 # Rung 1: two programs on an SM
@@ -936,20 +915,8 @@ lab.read(
 )
 
 # %%
-# The ladder as a whole
-# ---------------------
-#
-# The last bar is the package's kernel, which the next section describes.
-
-lab.ladder(
-    steps,
-    "From the staged kernel to the package's",
-    [*LADDER, "Kernel Book"],
-    by="mask",
-    where={"seqlen": 4096},
-)
-
-# %%
+# Each change taken back
+# ----------------------
 
 # Reading
 both = [
@@ -960,12 +927,13 @@ both = [
 ]
 above = [name for name in LADDER if steps.rate(name, mask="full") > from_hbm]
 lab.read(
-    f"With all six changes, the package's kernel raises the speed {both[0]}, and {both[1]}. "
-    f"Without a mask, {len(above)} of the "
-    f"{len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone would allow, so L2 "
-    f"does serve some of the loads. (The matmul runs at {steps.rate('matmul', mask='full'):.0f} "
-    f"TFLOP/s here and at {matmul_speed:.0f} in the section on memory, where it is timed call "
-    f"after call, so the chip may lower its clocks.)"
+    f"Together, the six changes raise the speed {both[0]}, and {both[1]}. Without a mask, "
+    f"{len(above)} of the {len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone "
+    f"would allow"
+    + (", so L2 does serve some of the loads. " if above else ". ")
+    + f"(The matmul runs at {steps.rate('matmul', mask='full'):.0f} TFLOP/s here and at "
+    f"{matmul_speed:.0f} in the section on memory, where it is timed call after call, so the chip "
+    f"may lower its clocks.)"
 )
 
 # %%
@@ -987,14 +955,17 @@ for name in list(LADDER)[1:]:
     for mask in ("causal", "full"):
         change = steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
         row[f"{mask}, %"] = f"{100 * change:+.0f}".replace("-", "−")
-    for what in ("registers", "spills", "matmul instructions", "waits for them"):
-        row[what] = compiled_to(version, what)
+    row["spills"] = compiled_to(version, "spills")
+    waits, matmuls = (
+        compiled_to(version, what) for what in ("waits for them", "matmul instructions")
+    )
+    row["waits for matmuls"] = f"{waits} for {matmuls}"
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
 lab.table(
     rows,
-    "One change taken back from the last rung; the last columns as compiled, causal",
+    "One change taken back from the last rung; the last two columns as compiled, causal",
 )
 
 # %%
@@ -1074,7 +1045,7 @@ rows = []
 for name, view in views.items():
     same = fit(view).data_ptr() == view.data_ptr()
     rows.append(
-        {"view of float32": name, "read": "where it lies" if same else "from a copy"}
+        {"view of float32": name, "read": "in place" if same else "after a copy"}
     )
 lab.table(rows, "Which views are copied")
 
@@ -1085,17 +1056,17 @@ lab.table(rows, "Which views are copied")
 
 # %%
 
-# Folded: How the kernel is cut on Hopper
+# Folded: Tile sizes on Hopper
 rows = []
 for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
     if kernel != "forward":
         continue
-    row = {"head_dim up to": head_dim, "bits of a number": 8 * itemsize}
-    row |= {"queries": config.block_m, "keys": config.block_n}
+    row = {"head_dim up to": head_dim, "bits per element": 8 * itemsize}
+    row |= {"queries per tile": config.block_m, "keys per tile": config.block_n}
     row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
-    row |= {"registers at most": config.maxnreg or 255}
+    row |= {"register limit": config.maxnreg or 255}
     rows.append(row | {"shared memory, bytes": f"{config.shared:,}"})
-lab.table(rows, "How the kernel is cut on Hopper")
+lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 
 # %%
 # .. dropdown:: The kernel whole
@@ -1191,7 +1162,7 @@ causal = attention(q, k, v, is_causal=True)
 changed = attention(q, k_later, v_later, is_causal=True)
 moved, moved_lse = attention(q, k[:, :, order], v[:, :, order], return_lse=True)
 shifted, shifted_lse = attention(q, k + k[:, :, :1], v, return_lse=True)
-step = (q * k[:, :, :1]).sum(-1) * 32**-0.5
+added = (q * k[:, :, :1]).sum(-1) * 32**-0.5
 properties = {
     "changing the keys after a query changes no bit": torch.equal(
         causal[:, :, :50], changed[:, :, :50]
@@ -1202,7 +1173,7 @@ properties = {
     "one vector added to all keys does not matter": torch.allclose(
         out, shifted, atol=1e-4
     ),
-    "and moves lse by its score": torch.allclose(lse + step, shifted_lse, atol=1e-4),
+    "and moves lse by its score": torch.allclose(lse + added, shifted_lse, atol=1e-4),
     "the last query sees what it sees without a mask": torch.allclose(
         causal[:, :, -1], out[:, :, -1], atol=1e-4
     ),
@@ -1220,61 +1191,20 @@ lab.table(
 # We compare the kernel with the libraries, at 16,384 tokens in all. SDPA is PyTorch's
 # ``scaled_dot_product_attention``, of which we call two kernels by name. FlexAttention is compiled
 # for each size. FlashAttention is version 4 of that library, written in CuTe, which is closer to
-# the machine than Triton.
+# the GPU than Triton.
 
 # Measuring
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-
-def sdpa(backend, q, k, v, is_causal):
-    def forced():
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-    return lab.peer("torch.nn.attention", lambda _: forced)
-
-
-def flex(q, k, v, is_causal):
-    def use(library):
-        mask, length = None, q.shape[2]
-        if is_causal:
-            sizes = (None, None, length, length)
-            mask = library.create_block_mask(
-                lambda b, h, i, j: i >= j, *sizes, device=q.device
-            )
-        compiled = torch.compile(library.flex_attention, dynamic=False)
-        return lambda: compiled(q, k, v, block_mask=mask)
-
-    return lab.peer("torch.nn.attention.flex_attention", use)
-
-
-def flash(q, k, v, is_causal):
-    # It wants (batch, seqlen, heads, head_dim).
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return lab.peer(
-        "flash_attn.cute.interface",
-        lambda library: lambda: library.flash_attn_func(q, k, v, causal=is_causal),
-    )
-
-
-# %%
+LENGTHS = [1024, 4096, 16384]
 
 
 def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
-    q, k, v = draw(seqlen, batch, heads, head_dim, dtype)
-    inputs = (q, k, v, mask == "causal")
-    return {
-        "matmul": lambda: A @ B,
-        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, *inputs),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, *inputs),
-        "FlexAttention": flex(*inputs),
-        "FlashAttention": flash(*inputs),
-        "Kernel Book": lambda: attention(q, k, v, is_causal=mask == "causal"),
-    }
+    q, k, v = draw(batch, heads, seqlen, head_dim, dtype)
+    is_causal = mask == "causal"
+    ours = {"Kernel Book": lambda: attention(q, k, v, is_causal=is_causal)}
+    return {"matmul": matmul()} | libraries((q, k, v), is_causal) | ours
 
 
-LENGTHS = [1024, 4096, 16384]
-speed = lab.bench("forward", points(LENGTHS, [64, 128]), providers, **units)
+speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
 lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
@@ -1293,93 +1223,99 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
-PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
-
-
-def ahead(**where):
-    """The libraries that are faster at one point, the fastest first."""
-    own = speed.rate("Kernel Book", **where)
-    found = {name: speed.rate(name, **where) for name in PEERS}
-    found = {name: rate for name, rate in found.items() if rate > own}
-    return sorted(found.items(), key=lambda item: -item[1])
-
-
 at_points = []
-for point in points(LENGTHS, [128, 64]):
+for point in points(LENGTHS, (128, 64)):
     where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
-    faster = [f"{name} {rate:.0f}" for name, rate in ahead(**where)]
-    own = speed.rate("Kernel Book", **where)
-    share = speed.share("Kernel Book", **where)
+    faster = speed.ahead_of("Kernel Book", *LIBRARIES, **where)
     at_points.append(
         {
             "head_dim": point["head_dim"],
             "mask": point["mask"],
             "length": point["seqlen"],
-            "TFLOP/s": f"{own:.0f}",
-            "of the matmul": f"{100 * share:.0f} %",
-            "faster libraries": ", ".join(faster) or "none",
+            "TFLOP/s": f"{speed.rate('Kernel Book', **where):.0f}",
+            "of the matmul": f"{100 * speed.share('Kernel Book', **where):.0f} %",
+            "faster libraries": ", ".join(f"{name} {rate:.0f}" for name, rate in faster)
+            or "none",
         }
     )
-lab.table(at_points, "The package's kernel, and the libraries that are faster")
+lab.table(
+    at_points if speed.rows else [],
+    "The plain Triton kernel, and the libraries that are faster",
+)
 
 # %%
 
 
 # Reading
 def leads(name, lengths):
-    """At how many points a library is ahead, or at how many the package's kernel: "none"."""
-    if not speed.rows:
-        return nan
+    """At how many points a library is ahead; "none" counts where no library is."""
     found = [row for row in at_points if row["length"] in lengths]
     return f"{sum(name in row['faster libraries'] for row in found)} of {len(found)}"
 
 
 def told_of(name):
-    """Where a library is ahead, in words; one that was absent, as another GPU recorded it."""
-    if name not in speed.skipped:
-        return (
-            f"{name} is faster than ours at {leads(name, LENGTHS[-1:])} points of the longest "
-            f"length and at {leads(name, LENGTHS[:1])} of the shortest. "
-        )
-    said = f"{name} is absent from this run; the notes under the figures say why. "
-    for other in speed.elsewhere:
-        theirs = other.at(provider=name)
-        ours = other.at(provider="Kernel Book")
-        if len(theirs) and len(theirs) == len(ours):
-            ratios = (theirs["rate"].to_numpy() / ours["rate"].to_numpy()).tolist()
-            faster = [ratio for ratio in ratios if ratio > 1]
-            said += (
-                f"On the {other.provenance['gpu']}"
-                + (", beside an older version of our kernel" if other.mark else "")
-                + f", it is faster than ours at {len(faster)} of {len(ratios)} points"
-                + (f", by up to {100 * (max(faster) - 1):.0f} %. " if faster else ". ")
-            )
-    return said
+    """Where a library is ahead, in words."""
+    if name in speed.skipped:
+        return f"{name} is absent from this run; the notes under the figures say why. "
+    return (
+        f"{name} is faster at {leads(name, LENGTHS[-1:])} points of the longest length and at "
+        f"{leads(name, LENGTHS[:1])} of the shortest. "
+    )
 
 
 lab.read(
-    told_of("SDPA cuDNN")
-    + f"Of the kernels timed, the package's is the fastest at {leads('none', LENGTHS)} points. "
+    f"No library is faster than the kernel at {leads('none', LENGTHS)} points. "
+    + told_of("SDPA cuDNN")
     + told_of("FlashAttention")
+    if speed.rows
+    else f"{speed.rate('Kernel Book')}"
+)
+
+# %%
+# **Why do short lengths lose more?** What happens once per program weighs more if the loop has few
+# iterations: loading the queries and the first keys, and writing the output. Without a mask, the
+# time of a program is such a constant plus a time for each tile of keys. The longest and the
+# shortest length have the same number of programs, so their two times give both parts.
+
+# Reading
+
+
+def constant_of(name):
+    """What happens once per program, in units of the time of one tile of 64 keys."""
+    where = {"head_dim": 128, "mask": "full"}
+    short, long = (
+        speed.milliseconds_at(name, seqlen=length, **where) for length in (1024, 16384)
+    )
+    per_tile = (long - short) / ((16384 - 1024) / 64)
+    return short / per_tile - 1024 / 64
+
+
+own = constant_of("Kernel Book")
+best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
+beside = constant_of(best) if best != "none" else nan
+lab.read(
+    f"At head_dim 128, what our kernel does once per program takes as long as {own:.1f} tiles of "
+    f"64 keys: {100 * own / (16 + own):.0f} % of its time at length 1,024, and "
+    f"{100 * own / (256 + own):.1f} % at 16,384. For {best}, the fastest library at 1,024, it is "
+    + (f"{beside:.1f} such tiles. " if not beside < 0.5 else "less than half a tile. ")
+    + "Under a causal mask there is a second loss: the kernel computes the tiles on the diagonal "
+    "whole and discards half of their scores, which is an eighth more work with 8 tiles of queries."
 )
 
 # %%
 # **What keeps it below the speed of a matmul?** One cost is the exponentials, which by the count
 # above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
 # the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
-# keeps them in step. FlashAttention-3 does so by hand: one group of warps does matmuls while
-# another computes exponentials. How much time our kernel loses to each cause, no run on this page
-# tells.
-#
-# Under a causal mask, short lengths lose more, because the kernel computes the tiles on the
-# diagonal whole and discards half of their scores: an eighth more work with 8 tiles of queries.
+# keeps them in step. A kernel that does keep them in step needs warps with different roles, which
+# plain Triton cannot express. The book writes it in :term:`Gluon`, Triton's lower language:
+# :doc:`/chapters/attention_hopper` measures how much of this loss it wins back.
 
 # %%
 
 
 # Measuring
 def launch(head_dim, dtype):
-    q, k, v = draw(1024, 1, 4, head_dim, dtype)
+    q, k, v = draw(1, 4, 1024, head_dim, dtype)
     return lambda: attention(q, k, v, is_causal=True)
 
 
@@ -1421,7 +1357,7 @@ def microseconds(run, *inputs, repeats=200):
 def small_inputs():
     rows = []
     for length in (128, 512, 2048, 4096):
-        inputs = draw(length, 1, 16, 128, torch.bfloat16)
+        inputs = draw(1, 16, length, 128)
         row = {"length": length}
         row["SDPA, µs"] = microseconds(F.scaled_dot_product_attention, *inputs)
         row["Kernel Book, µs"] = microseconds(attention, *inputs)
@@ -1431,8 +1367,8 @@ def small_inputs():
 
 # %%
 
-# Folded: One call after the other
-lab.measure("One call after the other, 16 heads, head_dim 128", small_inputs)
+# Folded: Time per call
+lab.measure("Time per call, back to back, 16 heads, head_dim 128", small_inputs)
 
 # %%
 # What breaks it
@@ -1497,7 +1433,7 @@ lab.table(
 
 
 def greedy():
-    q = draw(1024, 1, 4, 128, torch.bfloat16)[0]
+    q, _, _ = draw(1, 4, 1024, 128)
     config = tuned.by_descriptor(128, 128, num_warps=8, num_stages=5, shared=0)
     try:
         with mock.patch.object(tuned, "forward_config", return_value=config):
@@ -1555,12 +1491,12 @@ def widths():
         words = [w for w in compiled.asm["ptx"].split() if w.startswith("ld.global")]
         kind = "with" if promise else "without"
         rows.append(
-            {"tl.multiple_of": kind, "loads of a thread": len(words), "kind": words[0]}
+            {"tl.multiple_of": kind, "loads per thread": len(words), "kind": words[0]}
         )
     return rows
 
 
-lab.measure("8 numbers of 16 bits for each thread", widths)
+lab.measure("Loads of eight 16-bit elements per thread", widths)
 
 # %%
 # In short
@@ -1583,13 +1519,14 @@ lab.measure("8 numbers of 16 bits for each thread", widths)
 # Solution: how many programs fit
 rows = []
 for keys in (64, 128, 256):
-    row = {"keys in a tile": keys}
+    row = {"keys per tile": keys}
     for stages in (1, 2, 3):
         kib = (128 + stages * 2 * keys) * 128 * 2 / 1024
-        row[f"{stages} stages"] = f"{kib:.0f} KiB: {int(227 // kib)}"
+        what = "1 stage" if stages == 1 else f"{stages} stages"
+        row[what] = f"{kib:.0f} KiB: {int(227 // kib)}"
     rows.append(row)
 assert rows[0]["2 stages"] == "96 KiB: 2"
-lab.table(rows, "Shared memory of a program, and the programs that fit on an SM")
+lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
 
 # %%
 # A second one has grown into a chapter: with one query and many keys, as when a model generates

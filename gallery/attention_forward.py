@@ -15,6 +15,9 @@ You will learn
 """
 
 # sphinx_gallery_thumbnail_number = 2
+import re
+import statistics
+from functools import partial
 from unittest import mock
 
 import torch
@@ -57,8 +60,8 @@ def standard_attention(q, k, v, is_causal=False):
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
 # memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
-# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOP /
-# byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
+# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOPs
+# per byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -70,8 +73,8 @@ for length in (1024, 4096, 16384, 65536):
             "length": length,
             "GFLOP": round(flops / 1e9, 2),
             "scores, GiB": round(table / 2**30, 3),
-            "others, GiB": round(least / 2**30, 4),
-            "FLOP / byte": round(flops / (table + least)),
+            "the rest, GiB": round(least / 2**30, 4),
+            "FLOPs per byte": round(flops / (table + least)),
             "at best": round(flops / least),
         }
     )
@@ -98,24 +101,23 @@ def balance():
     flops = 2 * MATMUL**3 / do_bench(lambda: a @ b) * 1e3
     moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
     row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOP a byte": round(flops / moved)}]
+    return [row | {"FLOPs per byte": round(flops / moved)}]
 
 
-machine = lab.measure("What the machine can do, bfloat16", balance)
+machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 machine
 
 # %%
 
 # Reading
 nan = float("nan")
-needed = machine.rows[0]["FLOP a byte"] if machine.rows else nan
-rate_of_table = rows[1]["FLOP / byte"] / needed
+needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
+rate_of_table = rows[1]["FLOPs per byte"] / needed
 lab.read(
     f"On this machine, memory limits a kernel that does fewer than {needed:.0f} operations per "
-    f"byte. Standard attention does at most "
-    f"{rows[-1]['FLOP / byte']}, about half of head_dim, so it waits for memory at any length. At "
-    f"length 4,096 it can reach at most "
-    f"{rows[1]['FLOP / byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
+    f"byte. Standard attention does at most {rows[-1]['FLOPs per byte']}, about half of head_dim, "
+    f"so it waits for memory at any length. At length 4,096 it can reach at most "
+    f"{rows[1]['FLOPs per byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
     f"a matmul. Without the table of scores "
     f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
     f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
@@ -125,7 +127,9 @@ lab.read(
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
 # growing lengths, we measure the memory that it allocates beyond inputs and output, until it no
-# longer fits. "Kernel Book" is the package's kernel, which the next chapter builds.
+# longer fits. "Kernel Book" is the package's Triton kernel, which the next chapter builds.
+
+package = partial(attention, backend="triton")
 
 
 def peak_memory(run, *inputs):
@@ -147,7 +151,7 @@ def memory_experiment():
         inputs = torch.randn(size, device=runtime.DEVICE).bfloat16()
         row = {"length": length}
         row["PyTorch, MiB"] = peak_memory(standard_attention, *inputs)
-        row["Kernel Book, MiB"] = peak_memory(attention, *inputs)
+        row["Kernel Book, MiB"] = peak_memory(package, *inputs)
         table.append(row)
     return table
 
@@ -271,12 +275,11 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# The factor ``alpha`` rescales the old sums to the new maximum. If the maximum did not change, it
-# is 1.
+# The factor ``alpha`` rescales the old sums to the new maximum.
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and if it is right before a tile, the merge makes it right after. To
-# test the merge, we cut 300 keys into pieces and merge their triples in a random order.
+# -\infty` and both sums are 0, and the merge keeps it right. To test the merge, we cut 300 keys
+# into pieces and merge their triples in a random order.
 
 
 def triple(s, v):
@@ -523,38 +526,8 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# ``_meet`` loops over a range of keys, one tile per iteration. ``n_visible`` says how many keys
-# each query sees. Keys beyond the end are loaded as zeros by ``other=0.0``, because a masked
-# ``tl.load`` without ``other`` leaves those elements undefined. If ``visits_ptr`` is given, the
-# kernel records each tile that it computes with an :term:`atomic` addition; we count these records
-# later.
-
-
-@triton.jit
-def _meet(
-    acc, l_i, m_i, q, k_ptr, v_ptr, visits_ptr, start, end, n_visible, seqlen_k,
-    scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for start_n in range(start, end, BLOCK_N):
-        keys = start_n + tl.arange(0, BLOCK_N)
-        offsets = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        if MASKED:
-            inside = keys[:, None] < seqlen_k
-            k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        else:
-            k, v = tl.load(k_ptr + offsets), tl.load(v_ptr + offsets)
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if MASKED:
-            qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
-        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
-        if visits_ptr is not None:
-            tl.atomic_add(visits_ptr + start_n // BLOCK_N, 2 if MASKED else 1)
-    return acc, l_i, m_i
-
-
-# %%
 # Each program loads its tile of queries once, and begins with the triple of the empty set.
+# ``exist`` marks the rows of the tile that exist, because the last tile may be only partly filled.
 
 
 @triton.jit
@@ -571,39 +544,52 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# The first kernel treats all keys as one range and masks every tile.
+# The first kernel loops over all keys, one tile per iteration, and masks every tile. ``n_visible``
+# says how many keys each query sees. Keys past the end are loaded as zeros by ``other=0.0``,
+# because a masked ``tl.load`` without ``other`` leaves those elements undefined.
 
 
 @triton.jit
 def _first_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, visits_ptr, seqlen_q, seqlen_k, scale_log2,
+    q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    # -- begin: a tile of queries, and the keys and values of its head
     queries, offsets, exist, q, m_i, l_i, acc = _begin(
         q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
     )
     first = tl.program_id(1).to(tl.int64) * seqlen_k * HEAD_DIM
+    k_ptr += first
+    v_ptr += first
     n_visible = tl.zeros((BLOCK_M,), tl.int32) + seqlen_k
     if IS_CAUSAL:
         n_visible = tl.minimum(queries + 1 + seqlen_k - seqlen_q, seqlen_k)
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, 0, seqlen_k,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=True,
-    )  # fmt: skip
+
+    # -- loop: load a tile of keys and values, compute its scores, update the triple
+    for start_n in range(0, seqlen_k, BLOCK_N):
+        keys = start_n + tl.arange(0, BLOCK_N)
+        at = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+        v = tl.load(v_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+        acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+
+    # -- end: divide once; a query that saw no key gets zeros
     out = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     tl.store(out_ptr + offsets, out, mask=exist)
 
 
 # %%
 # A launch names its *grid*, the number of programs along each axis: here one program per tile of
-# queries and one row of programs per head. The long constant is :math:`\log_2 e`.
+# queries and one row of programs per head.
 
 ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
 of_ramp = torch.empty_like(ramp)
 two_heads = (triton.cdiv(100, 32), 2)
 _first_kernel[two_heads](
-    ramp, ramp, ramp, of_ramp, None, 100, 100, 32**-0.5 * 1.4426950408889634,
+    ramp, ramp, ramp, of_ramp, 100, 100, 32**-0.5 * 1.4426950408889634,
     HEAD_DIM=32, BLOCK_M=32, BLOCK_N=16, IS_CAUSAL=False,
 )  # fmt: skip
 assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
@@ -615,14 +601,14 @@ assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
 
-def run(kernel, q, k, v, is_causal, visits=None, **options):
+def run(kernel, q, k, v, is_causal, **options):
     seqlen_q, head_dim = q.shape[-2:]
     out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
     options = BLOCKS | options
     grid = (triton.cdiv(seqlen_q, options["BLOCK_M"]), q.shape[0] * q.shape[1])
     sizes = (seqlen_q, k.shape[-2], scale_log2)
     constants = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal}
-    kernel[grid](q, k, v, out, visits, *sizes, **constants, **options)
+    kernel[grid](q, k, v, out, *sizes, **constants, **options)
     return out
 
 
@@ -658,8 +644,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 #
 # There are three kinds of tiles:
 #
-# - *whole*: every query of the tile sees every key, so no mask is needed.
-# - *cut*: the diagonal passes through, and the mask sets some scores to :math:`-\infty`.
+# - *whole*: every query sees every key, so no mask is needed.
+# - *cut*: the diagonal passes through, so some scores become :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first and the cut ones next, so the loop can stop after the cut
@@ -667,18 +653,27 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
 # one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
 # :math:`\lceil n / B \rceil` are computed.
+#
+# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
+# the two loops, and the loop over whole tiles has no mask. If ``visits_ptr`` is given, an
+# :term:`atomic` addition records each tile that the kernel computes; we count them below.
 
 
 @triton.jit
 def _staged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, visits_ptr, seqlen_q, seqlen_k, scale_log2,
+    q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, visits_ptr=None,
 ):  # fmt: skip
+    # -- begin: as before
     queries, offsets, exist, q, m_i, l_i, acc = _begin(
         q_ptr, seqlen_q, HEAD_DIM, BLOCK_M
     )
     first = tl.program_id(1).to(tl.int64) * seqlen_k * HEAD_DIM
+    k_ptr += first
+    v_ptr += first
+
+    # -- stages: which keys all queries of the tile see, and which only some
     n_visible = tl.zeros((BLOCK_M,), tl.int32) + seqlen_k
     seen_by_all, seen_by_some = seqlen_k, seqlen_k
     if IS_CAUSAL:
@@ -686,25 +681,36 @@ def _staged_kernel(
         seen_by_all = tl.maximum(tl.min(n_visible, axis=0), 0)
         seen_by_some = tl.max(n_visible, axis=0)
     whole = seen_by_all // BLOCK_N * BLOCK_N
-    if visits_ptr is not None:
-        visits_ptr += tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N)
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, 0, whole,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=False,
-    )  # fmt: skip
-    acc, l_i, m_i = _meet(
-        acc, l_i, m_i, q, k_ptr + first, v_ptr + first, visits_ptr, whole, seen_by_some,
-        n_visible, seqlen_k, scale_log2, HEAD_DIM, BLOCK_N, MASKED=True,
-    )  # fmt: skip
+
+    # -- loop: first over whole tiles, then over cut ones, which alone are masked
+    for CUT in tl.static_range(2):
+        start = whole if CUT else 0
+        end = seen_by_some if CUT else whole
+        for start_n in range(start, end, BLOCK_N):
+            keys = start_n + tl.arange(0, BLOCK_N)
+            at = keys[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            if CUT:
+                k = tl.load(k_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+                v = tl.load(v_ptr + at, mask=keys[:, None] < seqlen_k, other=0.0)
+            else:
+                k, v = tl.load(k_ptr + at), tl.load(v_ptr + at)
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            if CUT:
+                qk = tl.where(keys[None, :] < n_visible[:, None], qk, float("-inf"))
+            acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
+            if visits_ptr is not None:
+                row = tl.program_id(0) * tl.cdiv(seqlen_k, BLOCK_N)
+                tl.atomic_add(visits_ptr + row + start_n // BLOCK_N, 1 + CUT)
+
+    # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
 
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
-# head_dim 2. In each iteration the loop loads a tile of ``k`` and of ``v`` and computes a tile of
-# scores; where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled before
-# the new terms are added. Only the last tile, on the diagonal, is masked. The animation computes
-# ``exp`` where the kernel computes ``exp2``.
+# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled
+# before the new terms are added. Only the last tile, on the diagonal, is masked. The animation
+# computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -717,9 +723,6 @@ lab.check("With stages", first_cases(_staged_kernel))
 #
 #    .. literalinclude:: attention_forward.py
 #       :pyobject: _update
-#
-#    .. literalinclude:: attention_forward.py
-#       :pyobject: _meet
 #
 #    .. literalinclude:: attention_forward.py
 #       :pyobject: _begin
@@ -737,23 +740,20 @@ def trace(seqlen_q, seqlen_k, is_causal):
     k, v = torch.randn(2, 1, 1, seqlen_k, 16, device=runtime.DEVICE)
     tiles = triton.cdiv(seqlen_q, 32), triton.cdiv(seqlen_k, 16)
     visits = torch.zeros(tiles, dtype=torch.int32, device=runtime.DEVICE)
-    run(_staged_kernel, q, k, v, is_causal, visits)
+    run(_staged_kernel, q, k, v, is_causal, visits_ptr=visits)
     return visits
 
 
-marks = {0: "·", 1: "whole", 2: "cut"}
+marks = {0: "·", 1: "■", 2: "◪"}
 rows = []
 for number, line in enumerate(trace(128, 128, True).tolist()):
     row = {"queries": f"tile {number}"}
     rows.append(row | {f"k {n}": marks[visits] for n, visits in enumerate(line)})
-lab.table(rows, "Tiles that the kernel computed: 128 queries, 128 keys")
-
-# %%
-# The count agrees with the formula at other lengths, too.
+lab.table(rows, "128 queries, 128 keys: ■ whole, ◪ cut, · never computed")
 
 # %%
 
-# Folded: The tiles computed at other lengths, counted by the kernel
+# Folded: The same at other lengths, counted by the kernel
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
     (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
@@ -793,8 +793,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 # convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
 # 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
 # *bottom right*: query :math:`i` sees key :math:`j` if :math:`j \le i + \text{seqlen}_k -
-# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left. The table shows which keys
-# each query sees.
+# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left.
 
 
 def who_sees(operator, seqlen_q, seqlen_k):
@@ -877,21 +876,21 @@ def recognised():
             torch.compile(standard_attention)(q, k, v, is_causal)
         found = counters["inductor"]["fuse_attention"]
         rows.append(
-            {"mask": "causal" if is_causal else "full", "patterns recognised": found}
+            {"mask": "causal" if is_causal else "full", "patterns that match": found}
         )
     return rows
 
 
 # %%
 
-# Folded: Patterns that torch.compile recognised
-lab.measure("Attention recognised by torch.compile", recognised)
+# Folded: How many patterns match
+lab.measure("Patterns of torch.compile that match standard attention", recognised)
 
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and ``num_stages=3``. These are not the causal stages: the number says how
-# many tiles of keys and of values are on their way, or in use, at a time.
+# :term:`warps <warp>`, and ``num_stages=3``: the number of tiles of keys that are on their way, or
+# in use, at a time, and not that of the causal stages.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -925,15 +924,6 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
-# Reading
-size = POINTS[0]
-lab.read(
-    f"We compare the versions of this page at length {size['seqlen']:,}, with a batch of "
-    f"{size['batch']}, {size['heads']} heads and head_dim {size['head_dim']}."
-)
-
-# %%
-
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
@@ -942,11 +932,62 @@ RUNGS = ["PyTorch", "torch.compile", "tiled PyTorch", "first kernel", "in stages
 where = {"seqlen": 4096}
 lab.ladder(
     steps,
-    "From standard attention to a kernel in stages",
+    "Forward, batch 4, 16 heads, 4,096 tokens, head_dim 128",
     RUNGS,
     by="mask",
     where=where,
 )
+
+# %%
+
+
+# Measuring
+def kernel_of(run):
+    """The kernel that takes the most time of a run, by the name that the profiler gives it."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        row for row in profiler.key_averages() if row.device_type == DeviceType.CUDA
+    ]
+    longest = max(found, key=lambda row: row.self_device_time_total, default=None)
+    return "not seen" if longest is None else short_name(longest.key)
+
+
+def short_name(kernel):
+    """A kernel's name without its return type, its namespaces and its arguments."""
+    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|<.*|\(.*", "", kernel)
+    return (name or kernel)[:48]
+
+
+def step_by_step(seqlen=4096):
+    q, k, v = torch.randn(3, 4, 16, seqlen, 128, device=runtime.DEVICE).bfloat16()
+    scores = q @ k.mT
+    weights = torch.softmax(scores, dim=-1)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    table, matrix = (x.numel() * x.itemsize / 1e9 for x in (scores, q))
+    rows = []
+    for step, run, gigabytes in (
+        ("q @ k.mT", lambda: q @ k.mT, table + 2 * matrix),
+        ("softmax", lambda: torch.softmax(scores, dim=-1), 2 * table),
+        ("weights @ v", lambda: weights @ v, table + 2 * matrix),
+        ("masked_fill_", lambda: scores.masked_fill_(hidden, -torch.inf), 2 * table),
+    ):
+        took = statistics.median(lab.event_times(run))
+        row = {"step": step, "ms": round(took, 2), "GB moved": round(gigabytes, 2)}
+        row |= {"GB/s": round(gigabytes / took * 1e3)}
+        rows.append(row | {"kernel": kernel_of(run)})
+    return rows
+
+
+# %%
+
+# Folded: Each step of standard attention, timed by itself
+one_by_one = lab.measure("Standard attention, one step at a time", step_by_step)
+one_by_one
 
 # %%
 
@@ -961,11 +1002,20 @@ def percent(name, mask):
     return f"{100 * steps.share(name, mask=mask):.0f} %"
 
 
+by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked_fill_"}
+together = sum(row["ms"] for row in by_step.values()) if by_step else nan
+copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
+at_best = sum(row["GB moved"] for row in by_step.values()) / copied * 1e3
+of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
+few = "none" if max(of_copy.values(), default=nan) < 95 else "not each"
 lab.read(
-    f"Standard attention waits for the table of scores and reaches "
-    f"{percent('PyTorch', 'full')} of the matmul without a mask, although the count of the first "
-    f"section allows {100 * rate_of_table:.0f} %; no run here measures which step takes the rest. "
-    f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
+    f"Standard attention reaches {percent('PyTorch', 'full')} of the matmul without a mask, and "
+    f"not the {100 * rate_of_table:.0f} % that its bytes allow: its steps take "
+    f"{together / at_best:.1f} times as long as a copy of these bytes, because {few} of them moves "
+    f"its bytes as fast as a copy. Softmax reaches {of_copy.get('softmax', nan):.0f} % of it, the "
+    f"two matmuls {of_copy.get('q @ k.mT', nan):.0f} and "
+    f"{of_copy.get('weights @ v', nan):.0f} %. With the mask "
+    f"it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
     f"longer counts, and `masked_fill_` reads and writes the table once more. "
     f"Compiled, the code is "
     f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
@@ -1111,8 +1161,7 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 # ---------
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
-# tiles remain? Write the kernel so that it computes no others. ``_begin`` and ``_update`` from
-# above do most of the work. (The package has it: ``attention(..., window=(W - 1, 0))``.)
+# tiles remain? Write the kernel so that it computes no others.
 
 # %%
 

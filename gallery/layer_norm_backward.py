@@ -17,14 +17,19 @@ You will learn
 # sphinx_gallery_thumbnail_number = 1
 import statistics
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
+from kernelbook.ops.launch import forget
 from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.backward import (
     _backward,
+    _packed_row_backward,
+    _row_backward,
+    _split_backward,
     _sums,
     means_of,
     row_bwd_kernel,
@@ -61,8 +66,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # to write ``dx``, :math:`3 N` in all.
 #
 # The forward pass has stored the mean and ``rstd``, the reciprocal of the standard deviation,
-# because they are only 8 bytes per row, while computing them again would take two sums over the row
-# before any other work could start.
+# because they are only 8 bytes per row and would take two sums over the row to compute again.
 #
 # The idea
 # --------
@@ -256,12 +260,11 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One program per row would leave two rows of float32 partial
-# sums for each row of ``x``, which is four times the bytes of an ``x`` of 16 bits. We therefore
-# launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at
-# once, and each loops over many rows, ``BLOCK_ROWS`` at a time: one or, if rows are short, two. Its
-# partial sums for ``dw`` and ``db`` stay in :term:`registers <register>`, in float32, for the whole
-# loop.
+# How many programs should there be? One per row would leave two rows of float32 partial sums for
+# each row of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many
+# programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over
+# many rows, ``BLOCK_ROWS`` at a time, one or, if rows are short, two, and keeps its partial sums
+# for ``dw`` and ``db`` in :term:`registers <register>`, in float32, for the whole loop.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -380,10 +383,11 @@ lab.source(gradient)
 # The price of the lock
 # ---------------------
 #
-# Three versions compute the same gradients. "One tile a program" launches one program per tile,
-# of ``BLOCK_ROWS`` rows, which takes the lock for it, as in Triton's own layer norm tutorial.
-# "Lock, looping" first sums its rows in registers and takes the lock once. "Partial sums" has no
-# lock.
+# Four versions compute the same gradients. In two of them each program takes a lock to add its sums
+# to a shared buffer: "lock per tile" has a program for every tile of ``BLOCK_ROWS`` rows, as in
+# Triton's own layer norm tutorial, and in "lock per program" a program first sums many rows in
+# registers. "Partial sums" has no lock. "Partial sums per tile" has none either, but a program and
+# a buffer for every tile.
 
 
 # Measuring
@@ -394,8 +398,9 @@ def race_providers(columns, rows, dtype):
     arguments = (x, w, mean, rstd, dy, dtype, dtype, True)
     return {
         "copy": lambda: dx.copy_(dy),
-        "one tile a program": lambda: _backward(*arguments, "lock", rows),
-        "lock, looping": lambda: _backward(*arguments, "lock"),
+        "lock per tile": lambda: _backward(*arguments, "lock", rows),
+        "partial sums per tile": lambda: _backward(*arguments, "partial", rows),
+        "lock per program": lambda: _backward(*arguments, "lock"),
         "partial sums": lambda: _backward(*arguments, "partial"),
     }
 
@@ -411,7 +416,7 @@ def points(dtype, columns):
 FORWARD, BACKWARD = "2 * rows * columns * itemsize", "3 * rows * columns * itemsize"
 race = lab.bench(
     "race",
-    points(torch.bfloat16, [1024, 2048, 4096, 8192]),
+    points(torch.bfloat16, [1024, 4096, 8192]),
     race_providers,
     limit="copy",
     work=BACKWARD,
@@ -421,31 +426,44 @@ lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
 
 # %%
 
+
 # Reading
-share = {
-    (name, n): 100 * race.share(name, columns=n)
-    for name in ("one tile a program", "lock, looping", "partial sums")
-    for n in (1024, 4096)
-}
-slower = race.milliseconds_at("one tile a program", columns=4096)
-slower /= race.milliseconds_at("partial sums", columns=4096)
-lab.read(
-    f"With a lock, the programs share {tuned.LOCK_BUFFERS} buffers. At 1,024 columns, a lock for "
-    f"every tile reaches {share['one tile a program', 1024]:.0f} % of the speed of a copy, a lock "
-    f"once per program {share['lock, looping', 1024]:.0f} %, and partial sums "
-    f"{share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
-    f"{share['one tile a program', 4096]:.0f}, {share['lock, looping', 4096]:.0f} and "
-    f"{share['partial sums', 4096]:.0f} %, so a lock for every tile takes {slower:.1f} times as "
-    f"long as partial sums."
-)
+def race_said(race):
+    share = {
+        (name, n): 100 * race.share(name, columns=n)
+        for name in ("lock per tile", "lock per program", "partial sums")
+        for n in (1024, 4096)
+    }
+    locked, stored, best = (
+        race.milliseconds_at(name, columns=4096)
+        for name in ("lock per tile", "partial sums per tile", "partial sums")
+    )
+    waiting = 100 * (locked - stored) / (locked - best)
+    said = (
+        f"At 1,024 columns, a lock per tile reaches {share['lock per tile', 1024]:.0f} % of the "
+        f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial "
+        f"sums {share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
+        f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
+        f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes {locked / best:.1f} times "
+        f"as long as partial sums. Partial sums per tile take {stored / best:.1f} times as long"
+    )
+    if waiting >= 10:
+        return said + (
+            ", because they, too, move a row of both sums to and from memory for every tile. They "
+            f"wait for nobody, so the rest, {waiting:.0f} % of what the lock per tile adds, is the "
+            "price of waiting."
+        )
+    return said + (
+        ", although they wait for nobody. So it is not the waiting that costs, but the row of both "
+        "sums that is moved to and from memory for every tile."
+    )
+
+
+nan = float("nan")
+lab.read(race_said(race))
 
 # %%
-# Most of the cost thus comes from taking the lock once per tile. There are probably two reasons,
-# which this experiment does not separate: programs wait for each other, and each time a program
-# reads and writes a row of both buffers, which is 16 bytes per column, beside 6 bytes per element
-# of ``x``, ``dy`` and ``dx`` in bfloat16.
-#
-# The second criterion is whether two runs agree, so each version runs a hundred times on the same
+# The second criterion is whether two runs agree, so three versions run a hundred times on the same
 # input.
 
 
@@ -461,26 +479,26 @@ def runs_differ():
     w, dy = x[0].clone(), torch.randn_like(x)
     rows = []
     for name, way in {
-        "one tile a program": ("lock", 8192),
-        "lock, looping": ("lock", None),
+        "lock per tile": ("lock", 8192),
+        "lock per program": ("lock", None),
         "partial sums": ("partial", None),
     }.items():
         first = gradients(x, w, dy, *way)[1]
         others = [gradients(x, w, dy, *way)[1] for _ in range(99)]
         different = sum(not torch.equal(dw, first) for dw in others)
         largest = max((dw - first).abs().max().item() for dw in others)
-        rows.append({"way": name, "runs unlike the first": different})
-        rows[-1]["largest difference of dw"] = f"{largest:.1e}"
+        rows.append({"version": name, "runs unlike the first": different})
+        rows[-1]["largest difference"] = f"{largest:.1e}"
     return rows
 
 
-lab.measure("A hundred runs on one input, 8,192 × 2,048", runs_differ)
+lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 
 # %%
 # Even a correct lock does not give reproducible results, because the programs add in the order in
 # which they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
 # always added in the same order, which depends only on the number of programs and thus on the GPU.
-# ``layer_norm`` uses them because they are faster *and* reproducible.
+# So ``layer_norm`` uses partial sums: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -515,20 +533,28 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By their size, they could stay. To see whether buffers do, we add up buffers of growing size, once
-# right after writing them and once after other data has passed through the cache.
+# By their size, they could stay. To see whether buffers do, we add up buffers of growing size:
+# right after they were written, after other data has been *written*, and after other data has been
+# *read*.
 
 
+# Measuring
 def cache_experiment():
-    other = torch.empty(2**28, device=runtime.DEVICE)
-    wanted, table = (torch.float32, torch.float32), []
-    for mib in (2, 4, 8, 16, 32, 64, 128, 256):
+    other, wanted = torch.ones(2**28, device=runtime.DEVICE), (torch.float32,) * 2
+    table = []
+    for mib in (2, 8, 32, 64, 128, 256):
         sums = torch.empty(2, mib * 2**17 // 8192, 8192, device=runtime.DEVICE)
         row = {"MiB": mib}
-        for name, prepare in {
-            "GB/s, just written": lambda s=sums: s.fill_(1.0),
-            "GB/s, after other data": lambda s=sums: (s.fill_(1.0), other.fill_(1.0)),
+        for name, then in {
+            "just written": lambda: None,
+            "others written": lambda: other.fill_(1.0),
+            "others read": lambda: other.sum(),
         }.items():
+
+            def prepare(sums=sums, then=then):
+                sums.fill_(1.0)
+                then()
+
             add = partial(_add_buffers, tuple(sums), wanted)
             took = statistics.median(lab.event_times(add, before=prepare))
             row[name] = round(mib * 2**20 / took / 1e6)
@@ -536,36 +562,51 @@ def cache_experiment():
     return table
 
 
-cache = lab.measure("Adding up buffers of growing size", cache_experiment)
+# %%
+
+cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
 cache
 
 # %%
 
+
 # Reading
-nan = float("nan")
-rates = {row["MiB"]: row for row in cache.rows}
-traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
+def cache_said(rows, sizes, l2):
+    rates = {row["MiB"]: row for row in rows}
+
+    def rate(mib, name):
+        return rates.get(mib, {}).get(name, nan)
+
+    traffic = max((row["% of x, dy, dx"] for row in sizes), default=nan)
+    small, large = (rate(n, "just written") / rate(n, "others read") for n in (8, 32))
+    behind = rate(64, "others read") / rate(64, "others written")
+    said = (
+        f"Right after they are written, buffers of 8 and 32 MiB are read {small:.1f} and "
+        f"{large:.1f} times as fast as when other data was read in between"
+    )
+    if max(small, large) > 1.1:
+        said += f", so at least a part of them was still in L2, which holds {l2:.0f} MiB here."
+    else:
+        said += ", so this run does not show that they stay in L2."
+    if behind > 1.1:
+        said += (
+            f" After other writes, 64 MiB take {behind:.1f} times as long as after other reads: "
+            "L2 keeps what was written until it needs the room, and must then write it to memory "
+            "first."
+        )
+    else:
+        said += " Whether the other data was read or written makes little difference."
+    return said + (
+        " Even through main memory, writing and reading the partial sums of the first table would "
+        f"add at most {2 * traffic:.0f} % to the traffic of x, dy and dx."
+    )
+
+
 l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
-
-
-def rate(mib, name):
-    return rates.get(mib, {}).get(f"GB/s, {name}", nan)
-
-
-def gain(mib):
-    return rate(mib, "just written") / rate(mib, "after other data")
-
-
-lab.read(
-    f"Right after they are written, buffers of 8 MiB are read {gain(8):.1f} times as fast as after "
-    f"other data, so at least a part of them was still in L2, which holds {l2:.0f} MiB here. At "
-    f"256 MiB the factor is {gain(256):.1f}. Even through main memory, writing and reading the "
-    f"partial sums of the first table would add at most {2 * traffic:.0f} % to the traffic of x, "
-    "dy and dx."
-)
+lab.read(cache_said(cache.rows, sizes.rows, l2))
 
 # %%
-# At small sizes both rates are low, because the kernel is too short to reach full speed.
+# At small sizes all rates are low, because the kernel is too short to reach full speed.
 #
 # Wide rows
 # ---------
@@ -574,20 +615,18 @@ lab.read(
 # numbers fits beside them if it stays packed in pairs, as in the forward pass, with one program per
 # SM.
 #
-# For wider rows, several programs share a row. These programs are a *group*, and each takes one
-# part of every row of the group. They exchange what each part adds to ``c1`` and ``c2`` through the
-# :term:`exchange` that the chapter on :doc:`softmax </chapters/softmax>` explains. Each part of a
-# row has a *slot* in memory, 64 bits that are written at once, into which ``to_slot`` packs two
-# float32 numbers. ``terms`` computes xhat and wdy.
+# For wider rows, several programs share a row. They are a *group*, each takes one part of every row
+# of the group, and they exchange what each part adds to ``c1`` and ``c2``, as in the forward pass:
+# each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
+# numbers. ``terms`` computes xhat and wdy.
 
 lab.source(split_bwd_kernel, "publish")
 
 # %%
 # The program would now have to wait for its neighbours' numbers. Instead it requests its part of
 # the next row, and then finishes the row *before*, whose numbers have usually arrived because all
-# parts had a whole iteration to publish them. Three rows are in progress at any time: one being
-# loaded, one published and one finished. The price is registers, because ``x`` and ``dy`` of a row
-# stay there for one iteration longer.
+# parts had a whole iteration to publish them. The price is registers, because ``x`` and ``dy`` of a
+# row stay there for one iteration longer.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -605,11 +644,11 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# The gradients are checked against float64 in parts of at most 64 rows and 1,024 columns, as in
-# :doc:`the chapter before </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In
-# float32 it may be four times for ``dx``, because the hardware's reciprocal square root may be
-# wrong by two units in the last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because
-# the error of a sum over many rows depends on its order.
+# The gradients are checked against float64 in parts, as in :doc:`the chapter before
+# </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In float32 it may be four
+# times for ``dx``, because the hardware's reciprocal square root may be wrong by two units in the
+# last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because the error of a sum over
+# many rows depends on its order.
 
 
 # Measuring
@@ -752,12 +791,100 @@ lab.read(
 )
 
 # %%
-# In these kernels, a value that finds no register :term:`spills <spill>`: it is written to memory
-# and read back once per row.
+# Why wide rows are slower
+# ------------------------
+#
+# The plot falls in two steps. At 16,384 columns in bfloat16 a program of the packed kernel takes
+# all registers of an SM, so nothing is loaded while it computes. In wider rows a thread holds parts
+# of three rows and takes up to 255 registers, the most that it can have. So few programs fit, and
+# each has only its part of one row on the way.
+#
+# If this is the reason, the speed must follow the bytes that an SM has requested *ahead*. We test
+# it by taking away the two rows that the kernel for whole rows loads ahead (``num_stages``), and by
+# running fewer programs of the kernel for shared rows. In the last line each part is a row of its
+# own, so no program waits for another.
+
 
 # Measuring
+def loads_ahead():
+    rows, kib = [], 2048 * 2 * 2 // 2**10  # of x and dy, in a part
+    for name, columns, backward, changed, programs, ahead in (
+        ("whole rows", 8192, _row_backward, {"BWD_STAGES": 3}, 1, 2 * 4 * kib),
+        ("none ahead", 8192, _row_backward, {"BWD_STAGES": 1}, 1, 0),
+        ("packed", 16384, _packed_row_backward, {"BWD_STAGES": 3}, 1, 0),
+        ("shared", 32768, _split_backward, {"BWD_PART_THREADS": 64}, 1, kib),
+        ("shared", 32768, _split_backward, {"BWD_PART_THREADS": 128}, 2, 2 * kib),
+        ("shared", 32768, _split_backward, {"BWD_PART_THREADS": 256}, 4, 4 * kib),
+        ("not shared", 2048, _split_backward, {"BWD_PART_THREADS": 256}, 4, 4 * kib),
+    ):
+        x = torch.randn(2**27 // columns, columns, device=runtime.DEVICE)
+        x = x.to(torch.bfloat16)
+        dy, dx, w = torch.randn_like(x), torch.empty_like(x), x[0].clone()
+        mean, rstd = torch.ones(2, len(x), device=runtime.DEVICE)
+        arguments = [x, w, mean, rstd, dy, dx, (torch.float32,) * 2, "partial"]
+        arguments += [] if backward is _split_backward else [None]
+        copy = statistics.median(lab.event_times(lambda x=x, dx=dx: dx.copy_(x)))
+        with mock.patch.multiple(tuned, **changed):
+            forget()  # a launch that is planned does not look at the changed table
+            run = partial(backward, *arguments)
+            took = statistics.median(lab.event_times(run, repeats=50))
+        forget()
+        row = {"rows": name, "columns": columns, "programs per SM": programs}
+        rows.append(row | {"KiB ahead": ahead, "% of a copy": round(150 * copy / took)})
+    return rows
 
 
+# %%
+
+ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
+ahead
+
+# %%
+
+
+# Reading
+def ahead_said(rows):
+    speeds = [row["% of a copy"] for row in rows] or [nan] * 7
+    three, none, packed, one, two, four, alone = speeds
+    said = [
+        f"Whole rows reach {three:.0f} % with loads ahead, and {none:.0f} % without."
+    ]
+    if three - none >= 10 and packed < three:
+        said.append(f"That is what packed rows lack, which reach {packed:.0f} %.")
+    elif packed < three:
+        said.append(f"So this is not why packed rows reach only {packed:.0f} %.")
+    said.append(
+        f"Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
+        "per SM."
+    )
+    if four > 1.15 * two:
+        said.append(
+            "The speed still grows at the end, so more programs would be faster, but the registers "
+            "are used up."
+        )
+    else:
+        said.append(
+            "The speed hardly grows at the end, so the bytes ahead are not what limits it."
+        )
+    if alone - four >= 5:
+        said.append(
+            f"Where no program waits for others, four programs reach {alone:.0f} %: "
+            f"{alone - four:.0f} percentage points are the price of sharing rows."
+        )
+    else:
+        said.append(
+            f"Waiting for each other costs little: alone, four programs reach {alone:.0f} %."
+        )
+    return " ".join(said)
+
+
+lab.read(ahead_said(ahead.rows))
+
+
+# %%
+
+
+# Measuring
 def launch(columns, dtype):
     x = torch.randn(512, columns, device=runtime.DEVICE, dtype=dtype)
     mean, rstd = torch.ones(2, 512, device=runtime.DEVICE)
@@ -767,7 +894,7 @@ def launch(columns, dtype):
 # %%
 
 # Folded: What the compiler made of the kernels
-report = lab.facts(
+lab.facts(
     "What the compiler made of the kernels",
     {
         f"{columns:,} columns, {str(dtype).removeprefix('torch.')}": (
@@ -777,28 +904,8 @@ report = lab.facts(
         for dtype in DTYPES
     },
 )
-report
 
 # %%
-
-# Reading
-packed = [row for row in report.rows if row["kernel"] == "packed_row_bwd_kernel"]
-registers, warps, spills = (
-    packed[0][what] if packed else nan for what in ("registers", "warps", "spills")
-)
-lab.read(
-    f"At 16,384 columns in bfloat16, a program of the packed kernel has {32 * warps:.0f} threads "
-    f"of {registers:.0f} registers, which is {100 * 32 * warps * registers / 65536:.0f} % of the "
-    f"registers of an SM, so no second program fits, and {spills:.0f} values spill. This may "
-    "explain why the plot falls there: no other program loads while this one computes."
-)
-
-# %%
-# At 32,768 columns and above, and in float32 from 16,384, several programs share a row. A thread of
-# their kernel holds parts of three rows and takes up to 255 registers, which is the most a thread
-# can have. Few warps then fit on an SM, so few loads are in flight at a time. How much of the gap
-# to a copy is due to this, to the exchange or to the spills, we did not measure.
-#
 # What breaks it
 # --------------
 #
@@ -875,20 +982,28 @@ def instructions(compiled):
     return ", ".join(word for word, before in pairs if word != before)
 
 
+def in_ptx():
+    x = torch.zeros(1, 4096, device=runtime.DEVICE)
+    return [
+        {"protected by": name, "PTX": instructions(locked_sum(x, protections)[1])}
+        for name, protections in LOCKS.items()
+    ]
+
+
 def lost_additions():
     x = torch.randint(-8, 9, (500, 4096), device=runtime.DEVICE).float()
     truth, rows = x.sum(0), []
     for name, protections in LOCKS.items():
         runs = [locked_sum(x, protections) for _ in range(100)]
         wrong = sum(not torch.equal(total, truth) for total, _ in runs)
-        row = {"protected by": name, "wrong runs of 100": wrong}
-        rows.append(row | {"from lock to unlock, in PTX": instructions(runs[0][1])})
+        rows.append({"protected by": name, "wrong runs of 100": wrong})
     assert rows[0]["wrong runs of 100"] == 0
     return rows
 
 
 # %%
 
+# Measuring
 lost = lab.measure("A sum of 500 rows, with and without protection", lost_additions)
 lost
 
@@ -918,10 +1033,16 @@ lab.read(
 )
 
 # %%
-# The last column lists the instructions of :term:`PTX`, NVIDIA's assembly language, that access
-# memory or wait. A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the
-# result of the swap to all threads of the program.
+# .. dropdown:: What the compiler makes of it
 #
+#    The next fold lists what accesses memory or waits, in :term:`PTX`, NVIDIA's assembly language.
+#    A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the result of the
+#    swap to all threads of the program.
+
+# Folded: From taking the lock to giving it back, in PTX
+lab.measure("From taking the lock to giving it back", in_ptx)
+
+# %%
 # **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
 # significant bits and bfloat16 8, so a sum of ones stops at :math:`2^{11}` and :math:`2^8`.
 
@@ -1023,6 +1144,7 @@ torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
 # - Triton. `Layer normalization
 #   <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`__, a tutorial.
 
+# Closing
 reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]
 lab.finish(
     f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy, from {COLUMNS[0]:,} to "

@@ -36,7 +36,7 @@ from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
 from kernelbook.lab import results
 from kernelbook.lab.bench import MOST_REPEATS, REPEAT_MS, ROUNDS, _time_in_turn
 from kernelbook.lab.schema import evaluate
-from kernelbook.ops.dropout import _plan, _rand_dropout, seeded_dropout_kernel
+from kernelbook.ops.dropout import _plan, seeded_dropout_kernel
 from kernelbook.ops.softmax.forward import row_fwd_kernel
 
 lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
@@ -131,8 +131,8 @@ def median(way, run, n=50):
 
 
 # %%
-# The next table times three calls in each way: a softmax of 16,384 rows of 8,192 numbers, one of 64
-# rows of 1,024, and a function that does nothing, whose time is what each way adds of its own.
+# We time three calls in each way: a large softmax of 16,384 rows of 8,192 numbers, a small one of
+# 64 rows of 1,024, and a function that does nothing, whose time is what each way adds of its own.
 
 WAYS = {
     "clock": clock,
@@ -160,6 +160,70 @@ def timed_in_five_ways():
 
 
 five_ways = lab.measure("One call, timed in five ways", timed_in_five_ways)
+
+# %%
+
+
+# Drawing
+def bars_in_words(columns, unit):
+    """The alt text of bars: what each is, and how long."""
+
+    def words(rows):
+        named = [
+            ", ".join(
+                f"{label} {row[column]:,.3g}" for column, label in columns.items()
+            )
+            for row in rows
+        ]
+        rows = (next(iter(row.values())) for row in rows)
+        found = (f"{name}: {bar}" for name, bar in zip(rows, named, strict=True))
+        return f"Bars, {unit}. {'; '.join(found)}."
+
+    return words
+
+
+def bars(columns, unit):
+    """Draw a bar for each row of a table and each of some columns, which have labels."""
+
+    def how(axes, rows):
+        each = 0.8 / len(columns)
+        axes.figure.set_size_inches(5.4, 1.3 + 0.3 * len(rows) * len(columns))
+        for number, (column, label) in enumerate(columns.items()):
+            ink = lab.colour("copy" if number else "Kernel Book")
+            found = [row[column] for row in rows]
+            places = [
+                row + (number - (len(columns) - 1) / 2) * each
+                for row in range(len(rows))
+            ]
+            axes.barh(places, found, 0.9 * each, color=ink, label=label)
+            for place, value in zip(places, found, strict=True):
+                axes.annotate(
+                    f"{value:,.1f}".replace("-", "−"), (max(value, 0), place), (4, 0), va="center",
+                    textcoords="offset points", fontsize=10,
+                )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [next(iter(row.values())) for row in rows])
+        axes.set(xlabel=unit)
+        axes.margins(x=0.12)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        if len(columns) == 1:
+            axes.containers[0].set_label("_alone")  # needs no legend
+
+    return how
+
+
+SOFTMAXES = {"large, µs": "large softmax", "small, µs": "small softmax"}
+lab.draw(
+    five_ways,
+    "One call, timed in five ways",
+    bars_in_words(SOFTMAXES, "µs"),
+    bars(SOFTMAXES, "µs"),
+)
+
+# %%
+
+# Folded: The numbers of the figure, and those of a call that does nothing
 five_ways
 
 # %%
@@ -183,22 +247,13 @@ moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
 best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
-known = large["clock"] + nothing["clock and wait"]
-both = (
-    f"the {large['clock']:.0f} µs of the launch and the {nothing['clock and wait']:.1f} of a wait "
-    "for nothing together"
-)
-rest = (
-    f"That is more than {both}; the table cannot show what the rest is."
-    if added > known
-    else f"That is no more than {both}, so all of it can be the host's."
-)
 lab.read(
     f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
     f"time, it would move {moved / large['clock']:,.0f} GB/s, "
     f"{large[best] / large['clock']:.1f} times the true {moved / large[best]:,.0f}. "
-    f"With a wait the clock shows {large['clock and wait']:.1f} µs, {added:.1f} more than the "
-    f"{large[best]:.1f} of the kernel. {rest}"
+    f"With a wait the clock shows {large['clock and wait']:.0f} µs, {added:.0f} more than the "
+    f"kernel's {large[best]:.0f}; the launch and a wait for nothing take the host "
+    f"{large['clock'] + nothing['clock and wait']:.0f}."
 )
 
 # %%
@@ -217,8 +272,8 @@ lab.read(
     "passes the first event at once and then waits for the launch. "
     "After a pause the kernel takes "
     f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache. "
-    f"Each of these two includes {nothing[best]:.1f} µs that pass between two events with nothing "
-    "between them; this book does not subtract them."
+    f"Both include the {nothing[best]:.1f} µs that pass between two events with nothing between "
+    "them."
 )
 
 # %%
@@ -228,8 +283,8 @@ lab.read(
 # The first calls
 # ---------------
 #
-# ``median`` throws the first calls away. To show why, the next table times the first calls of four
-# functions: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`),
+# ``median`` throws the first calls away. To show why, we time the first calls of four functions: a
+# Triton kernel, one that also chooses among nine configurations (:term:`autotuning`),
 # a softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`. Triton's cache on disk is
 # switched off, so that both kernels are compiled.
 
@@ -276,22 +331,40 @@ def first_calls():
 
 
 first = lab.measure("Milliseconds of the first calls", first_calls)
-first
+
+# %%
+
+
+# Drawing
+NAMES = ("Triton", "Triton, autotuned", "torch.compile", "matmul")
+
+
+def calls_in_words(rows):
+    found = (f"{name} {rows[0][name]:,.0f} and {rows[-1][name]:.3f}" for name in NAMES)
+    return f"Milliseconds of the first and of the tenth call: {'; '.join(found)}."
+
+
+def falling(axes, rows):
+    for name in NAMES:
+        at, took = ([row[column] for row in rows] for column in ("call", name))
+        axes.plot(at, took, "o-", color=lab.colour(name), label=name)
+    axes.set(xlabel="call", ylabel="milliseconds, logarithmic", yscale="log")
+    axes.set_xticks([row["call"] for row in rows])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
 # %%
 
 # Reading
-NAMES = ("Triton", "Triton, autotuned", "torch.compile", "matmul")
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
 lab.read(
     f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then; the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles and times "
-    f"every configuration, {times['Triton, autotuned'][0]:,.0f} ms in all, and "
-    f"`torch.compile` traces, generates and compiles, {times['torch.compile'][0]:,.0f} ms. The "
-    "matmul comes compiled with its library, and yet its first call takes "
-    f"{times['matmul'][0]:,.0f} ms and its tenth {times['matmul'][-1]:.2f}, because the library "
-    "sets itself up at its first use. A mean over ten calls that includes the first says nothing "
-    "about the kernel."
+    f"compiled then, and the tenth {times['Triton'][-1]:.2f}. Autotuning compiles and times nine "
+    f"configurations, {times['Triton, autotuned'][0]:,.0f} ms in all. Even the matmul, which comes "
+    f"compiled, takes {times['matmul'][0]:,.0f} ms at first, because its library sets itself up. A "
+    "mean that includes the first call says nothing about the kernel."
 )
 
 # %%
@@ -372,23 +445,26 @@ warm, unwarmed = (
 )
 gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
 most, last = max(gain, key=gain.get), max(warm)
+l2 = max((row["L2, MiB"] for row in by_size.rows), default=nan)
+sizes = sorted(warm)
+falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
+beyond = falls[0] if falls else nan
 lab.read(
     f"The cache helps most at {most:,} MiB: {warm[most]:,.0f} GB/s warm and {unwarmed[most]:,.0f} "
     f"cold, a factor of {gain[most]:.2f}. At {last:,} MiB, which no cache holds, the two differ by "
-    f"{100 * abs(gain[last] - 1):.1f} %. A benchmark without a flush is therefore right for large "
-    f"inputs and flatters small ones."
+    f"{100 * abs(gain[last] - 1):.1f} %. So a benchmark without a flush is right for large inputs "
+    "and flatters small ones."
 )
 
 # %%
 
 # Reading
-l2 = max((row["L2, MiB"] for row in by_size.rows), default=nan)
-sizes = sorted(warm)
-falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
-where = f"The L2 holds {l2:.0f} MiB, in which what is read and what is written must both fit. "
-if falls and falls[0] < l2:
-    where += f"The warm curve falls already at {falls[0]} MiB; we did not measure why."
-lab.read(where)
+lab.read(
+    f"The L2 holds {l2:.0f} MiB, and yet the warm curve falls already at {beyond:.0f}. The "
+    "hardware's counters will say why, at the end of their section."
+    if beyond < l2
+    else f"The L2 holds {l2:.0f} MiB, in which what is read and what is written must both fit."
+)
 
 # %%
 # How many runs?
@@ -486,21 +562,11 @@ lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 # %%
 
 # Reading
-by_median, by_mean = (
-    [row[f"{kind} strays by, %"] for row in rows] or [nan] * len(SAMPLES)
-    for kind in ("median", "mean")
-)
-wins = sum(one < other for one, other in zip(by_median, by_mean, strict=True))
+by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
-    f"{by_median[-1]:.2f}. The median strays less than the mean at {wins} of these {len(SAMPLES)} "
-    "sizes. It is clearly better only if something interrupts the host or the GPU, and here "
-    f"nothing did: the slowest run took only {times[100] / times[50]:.1f} times the median."
-    if times[100] < 2 * times[50]
-    else f"The median of {SAMPLES[-1]} runs strays by up to {by_median[-1]:.2f} % and the mean by "
-    f"{by_mean[-1]:.2f}, because the slowest run took {times[100] / times[50]:.1f} times the "
-    "median."
+    f"{by_median[-1]:.2f}."
 )
 
 # %%
@@ -512,35 +578,8 @@ lab.read(
 #
 # A GPU lowers its clocks when it would otherwise exceed its *power limit*, and whatever depends on
 # the clocks then takes longer. It also lowers them when it has nothing to do, and needs a moment to
-# raise them again. ``nvidia-smi`` tells the power limit and the highest clocks.
-
-
-# Measuring
-def asked_of_the_gpu(names):
-    """What nvidia-smi reads, by its name for each column, or that it cannot."""
-    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
-    query = [f"--query-gpu={','.join(names.values())}", "--format=csv,noheader,nounits"]
-    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return dict.fromkeys(names, "not readable")
-
-
-def its_limits():
-    names = {
-        "power limit, W": "power.limit",
-        "highest SM clock, MHz": "clocks.max.sm",
-        "highest memory clock, MHz": "clocks.max.memory",
-    }
-    gpu = torch.cuda.get_device_name(runtime.DEVICE)
-    return [{"GPU": gpu} | asked_of_the_gpu(names)]
-
-
-lab.measure("Limits of the GPU, by nvidia-smi", its_limits)
-
-# %%
+# raise them again.
+#
 # We let the GPU rest for a second and a half, time ten runs, keep it busy for as long, and then
 # time more runs while ``nvidia-smi`` reads the clocks and the power.
 
@@ -559,10 +598,23 @@ def batch(run, n):
 
 
 # Measuring
+def asked_of_the_gpu(names):
+    """What nvidia-smi reads, by its name for each column, or that it cannot."""
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
+    query = [f"--query-gpu={','.join(names.values())}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return dict.fromkeys(names, "not readable")
+
+
 DRAWN = {
     "SM clock, MHz": "clocks.sm",
     "memory clock, MHz": "clocks.mem",
     "power, W": "power.draw",
+    "power limit, W": "power.limit",
 }
 
 
@@ -603,6 +655,41 @@ def loads():
 
 
 power = lab.measure("Under load, 8,192 × 8,192 in bfloat16", loads)
+
+# %%
+
+
+# Drawing
+def load_in_words(rows):
+    found = (f"{row['work']} {row['slower, %']:+.1f} %" for row in rows)
+    return (
+        f"Bars, how much longer a run takes when the GPU is busy: {'; '.join(found)}."
+    )
+
+
+def load_bars(axes, rows):
+    bars({"slower, %": ""}, "% longer when busy than after a rest")(axes, rows)
+    names = [
+        f"{row['work']}\n{row['power, W']:.0f} W, {row['SM clock, MHz']:,.0f} MHz"
+        if isinstance(row["power, W"], float)
+        else row["work"]
+        for row in rows
+    ]
+    axes.figure.set_size_inches(5.4, 3.2)
+    axes.set_yticks(range(len(rows)), names)
+    axes.axvline(0, color=lab.colour("copy"), linewidth=1)
+
+
+lab.draw(
+    power,
+    "What a busy GPU does to a time, 8,192 × 8,192 in bfloat16",
+    load_in_words,
+    load_bars,
+)
+
+# %%
+
+# Folded: The numbers of the figure
 power
 
 # %%
@@ -621,174 +708,54 @@ clock_at, watts = (
     for column in ("SM clock, MHz", "power, W")
 )
 random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
+most = next((row.get("power limit, W", nan) for row in power.rows), nan)
+clocked = ""
+if all(isinstance(found[names[0]], float) for found in (clock_at, watts)):
+    of_limit = (
+        f" of the {most:.0f} that it may"
+        if isinstance(most, float) and most > 0
+        else ""
+    )
+    clocked = (
+        f": it draws {watts[names[0]]:.0f} W{of_limit}, and its clock falls to "
+        f"{clock_at[names[0]]:,.0f} MHz"
+    )
+puzzle = ""
+if (
+    clocked
+    and watts[names[1]] < watts[names[2]]
+    and clock_at[names[1]] < clock_at[names[2]]
+):
+    puzzle = (
+        f"; why its clock yet falls to {clock_at[names[1]]:,.0f} MHz, at {watts[names[1]]:.0f} W, "
+        "nothing here shows"
+    )
 lab.read(
-    "From rested to busy, the time of the matmul of random numbers changes by "
-    f"{slower[names[0]]:+.1f} %, and that of the copy by {slower[names[2]]:+.1f}. The busy matmul "
-    f"takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, a factor of "
-    f"{random / zeros:.2f}, although the instructions are the same: a transistor that does not "
-    "switch draws less power. **Never time a matmul on zeros**, or on memory that nobody has "
-    "filled."
+    f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
+    f"On zeros the same instructions take {zeros:,.0f} µs instead of {random:,.0f}, because a "
+    f"transistor that does not switch draws less power{puzzle}. **Never time a matmul on zeros**, "
+    "or on memory that nobody has filled. A copy hardly notices: it takes "
+    f"{busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on ones."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
 )
 
 # %%
-
-# Reading
-readable = all(
-    isinstance(value, float) for value in (*clock_at.values(), *watts.values())
-)
-copied, ones = busy["copy of random numbers"], busy["copy of ones"]
-flattered = 100 * (copied / ones - 1)
-drawn = (
-    f", and draw {watts[names[2]]:.0f} and {watts[names[3]]:.0f} W" if readable else ""
-)
-alike_copy = (
-    f"A copy of random numbers and one of ones take {copied:.1f} and {ones:.1f} µs{drawn}. "
-) + (
-    f"The copies of ones in this chapter may therefore be {flattered:.1f} % too fast."
-    if flattered > 1
-    else "So the copies of this chapter may be of ones: a copy multiplies nothing, and its time "
-    "hardly depends on the numbers."
-)
-unexplained = ""
-if (
-    readable
-    and watts[names[1]] < watts[names[2]]
-    and clock_at[names[1]] < clock_at[names[2]]
-):
-    unexplained = (
-        f"Power does not explain everything. The matmul of zeros draws {watts[names[1]]:.0f} W, "
-        f"less than the copy with {watts[names[2]]:.0f}, and yet its clock is at "
-        f"{clock_at[names[1]]:,.0f} MHz and the copy's at {clock_at[names[2]]:,.0f}. We do not "
-        "know why. "
-    )
-lab.read(f"{unexplained}{alike_copy}")
-
-# %%
-# Because the clocks depend on what ran before, the *order* of a comparison can decide it. Take two
-# providers, A and B, that are the same function, beside a matmul. In a fixed order A always runs
-# after the matmul and B always after A. In a random order, *drawn* in the table, each of the two
-# runs after the matmul equally often, on average. A turn is 16 milliseconds of one of them, each
-# gets 30, and we compare medians. The last two columns say how far apart turns of the same kernel
-# are in the random order, from their 20th to their 80th percentile, and how far apart A and B would
-# be in 95 of 100 cases, were the names given to the same turns by chance.
-
-
-# Measuring
-TURNS = 30
-
-
-def in_turn(runs, order):
-    counts = {name: max(1, round(1.6e4 / batch(run, 5))) for name, run in runs.items()}
-    times = {name: [] for name in runs}
-    for _ in range(TURNS):  # each gets 16 milliseconds in a round
-        for name in order(list(runs)):
-            times[name].append(batch(runs[name], counts[name]))
-    return times
-
-
-def by_chance(turns, cases=1000):
-    """How far apart the medians of two halves of some turns are in 95 of 100 cases, in percent."""
-    draw = numpy.random.default_rng(0)
-    shuffled = draw.permuted(numpy.tile(turns, (cases, 1)), axis=1)
-    one, other = numpy.median(numpy.split(shuffled, 2, axis=1), axis=2)
-    return 100 * float(numpy.quantile(abs(one / other - 1), 0.95))
-
-
-# %%
-
-
-def twins():
-    a, x = matrix(8192, 8192), matrix(16384, 8192)
-    small = matrix(2048, 2048)
-    kernels = {
-        "softmax": lambda: softmax(x),
-        "dropout, one number a call": lambda: _rand_dropout(x, 0.5, 7),
-        "matmul of 2,048": lambda: small @ small,
-    }
-    orders = {"fixed": list, "drawn": numpy.random.default_rng(0).permutation}
-    rows = []
-    for name, run in kernels.items():
-        row = {"kernel": name}
-        for kind, order in orders.items():
-            times = in_turn({"matmul": lambda: a @ a, "A": run, "B": run}, order)
-            found = {twin: statistics.median(times[twin]) for twin in "AB"}
-            if kind == "fixed":
-                row |= {f"{twin}, fixed, µs": round(found[twin], 2) for twin in "AB"}
-            row[f"apart, {kind}, %"] = round(100 * (found["A"] / found["B"] - 1), 2)
-        turns = times["A"] + times["B"]  # of the random order
-        low, middle, high = numpy.quantile(turns, (0.2, 0.5, 0.8)).tolist()
-        row["turns apart, drawn, %"] = round(100 * (high - low) / middle, 2)
-        rows.append(row | {"by chance, %": round(by_chance(turns), 2)})
-    return rows
-
-
-alike = lab.measure("One kernel under two names, 30 turns each", twins)
-alike
-
-# %%
-
-# Reading
-apart = {
-    kind: [abs(row[f"apart, {kind}, %"]) for row in alike.rows] or [nan]
-    for kind in ("fixed", "drawn")
-}
-permute = numpy.random.default_rng(
-    0
-).permutation  # as in the measurement, to count the orders
-orders = [
-    [str(name) for _ in range(TURNS) for name in permute(["matmul", "A", "B"])]
-    for _ in alike.rows
-]
-chance = "."
-for row, order in zip(alike.rows, orders, strict=True):
-    after = [b for a, b in zip(order, order[1:], strict=False) if a == "matmul"]
-    unlike, expected = row["apart, drawn, %"], row["by chance, %"]
-    if abs(unlike) == max(apart["drawn"]):
-        slow, fast = ("A", "B") if unlike > 0 else ("B", "A")
-        uneven = after.count(slow) > after.count(fast)
-        chance = (
-            f": for {row['kernel']}, whose turns are {row['turns apart, drawn, %']:.3g} % apart. "
-            + (
-                f"Names given by chance would be up to {expected:.3g} % apart, so this is no more "
-                "than chance."
-                if abs(unlike) <= expected
-                else f"Names given by chance would be up to {expected:.3g} % apart, so this is more"
-                + (
-                    f", and indeed chance did not divide evenly: there {slow} came right after the "
-                    f"matmul {after.count(slow)} times and {fast} {after.count(fast)}."
-                    if uneven
-                    else " than chance, and we do not know why."
-                )
-            )
-        )
-lab.read(
-    "A and B are one function, so that any difference between them is an error of the method. In "
-    f"a fixed order they are up to {max(apart['fixed']):.3g} % apart. An early version of this "
-    "book timed its providers in that way, and whichever came after the matmul looked slower than "
-    "it is. "
-    + (
-        f"In a random order they are up to {max(apart['drawn']):.3g} % apart{chance} A random "
-        "order need not make the difference smaller, but it makes it chance, which more turns "
-        "reduce."
-        if max(apart["drawn"]) > max(apart["fixed"])
-        else f"In a random order they are still up to {max(apart['drawn']):.3g} % apart{chance}"
-    )
-)
-
-# %%
-# Such an :term:`A/A test` is the cheapest way to learn what a benchmark can resolve.
+# Which difference is real?
+# -------------------------
+#
+# Because the clocks depend on what ran before, the *order* of a comparison can decide it: whoever
+# always runs after the matmul looks slower than it is. The loop of this book therefore draws a new
+# order in each of its rounds. It also puts all of the above together: a warm-up, and a flush and a
+# pause before each run, in which the GPU recovers from the run before. Which differences can it
+# resolve? We time three kernels, each beside itself under another name and beside a matmul.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Time the same thing under two names, and believe no smaller difference.
-#
-# The loop of this book puts all of this together: a warm-up, rounds, a new random order in each
-# round, and a flush and a pause before each run, in which the GPU also recovers from the run
-# before. Here it times three kernels beside themselves and a matmul, four times each.
+#    Time the same thing under two names, and believe no smaller difference. This is called an
+#    :term:`A/A test`.
 
 
 # Measuring
@@ -827,10 +794,9 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 lab.read(
-    f"In each of {ROUNDS} rounds every provider runs {MOST_REPEATS} times, or as often as fits in "
-    f"{REPEAT_MS} milliseconds, but at least five times. Where A and B are one kernel, the medians "
-    f"of this loop differ by up to {resolved:.2f} %, and a sample of {IN_ALL} runs alone strays by "
-    f"{by_median[-1]:.2f}. So in the figures of this book a difference below "
+    f"A and B are one kernel, and yet their medians differ by up to {resolved:.2f} % in four "
+    f"repetitions. The loop makes up to {IN_ALL} runs: {ROUNDS} rounds of {MOST_REPEATS}, or of as "
+    f"many as fit in {REPEAT_MS} milliseconds. So in the figures of this book a difference below "
     f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % counts as none."
 )
 
@@ -870,9 +836,8 @@ lab.check("What is timed", cases())
 # ----------------------------
 #
 # Small kernels wait for the host. Where does its time go? We take :doc:`dropout
-# </chapters/dropout>`, which sets random elements to zero. The table measures the layers of a call
-# from the inside out, each as the time until the call returns, on an input so small that the GPU
-# keeps up.
+# </chapters/dropout>`, which sets random elements to zero, and measure the layers of a call from
+# the inside out, each as the time until it returns, on an input so small that the GPU keeps up.
 
 
 def host_time(run, calls=20):
@@ -891,14 +856,14 @@ def layers():
     grid = (triton.cdiv(n, 1024),)
     ways = {
         "torch.empty_like": lambda: torch.empty_like(x),
-        "copy_, one kernel of PyTorch": lambda: y.copy_(x),
-        "a remembered launch": lambda: launch(x, y, 7),
+        "copy_ of PyTorch": lambda: y.copy_(x),
+        "a cached launch": lambda: launch(x, y, 7),
         "kernel[grid](...)": lambda: seeded_dropout_kernel[grid](
             x, y, 7, n, 2**31, 2.0, BLOCK_SIZE=1024, N_ROUNDS=7
         ),
         "seeded_dropout": lambda: seeded_dropout(x, 0.5, 7),
         "seeded_dropout, with autograd": lambda: seeded_dropout(leaf, 0.5, 7),
-        "dropout, which draws a seed": lambda: dropout(x, 0.5),
+        "dropout, drawing a seed": lambda: dropout(x, 0.5),
     }
     fastest = dict.fromkeys(ways, float("inf"))
     for _ in range(60):
@@ -907,8 +872,13 @@ def layers():
     return [{"call": name, "µs": round(took, 2)} for name, took in fastest.items()]
 
 
-host = lab.measure("How long the host needs, fastest of 60 turns", layers)
-host
+host = lab.measure("What one call of dropout costs the host", layers)
+lab.draw(
+    host,
+    "What one call of dropout costs the host",
+    bars_in_words({"µs": ""}, "µs until the call returns"),
+    bars({"µs": ""}, "µs until the call returns, fastest of 60 turns"),
+)
 
 # %%
 
@@ -916,7 +886,7 @@ host
 took = {
     name: cell(host, name, "µs")
     for name in (
-        "a remembered launch",
+        "a cached launch",
         "kernel[grid](...)",
         "seeded_dropout",
         "seeded_dropout, with autograd",
@@ -924,12 +894,10 @@ took = {
 }
 lab.read(
     f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
-    "it looks at every argument to find the compiled kernel. The book's operators keep the "
-    "compiled kernel and call its launcher directly, which is the remembered launch and takes "
-    f"{took['a remembered launch']:.1f}. Around the launch, the public function checks its "
-    f"arguments and allocates the output: {took['seeded_dropout']:.1f} µs in all, and "
-    f"{took['seeded_dropout, with autograd']:.1f} where autograd keeps track. Here the fastest "
-    "turn counts and not the median, because a host is interrupted often."
+    "it looks at every argument to find the compiled kernel. The book's operators remember the "
+    f"compiled kernel, and launch it in {took['a cached launch']:.1f}. Checks, the output and "
+    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. Here the fastest turn "
+    "counts and not the median, because a host is interrupted often."
 )
 
 # %%
@@ -972,7 +940,35 @@ def graphs():
 
 
 graph = lab.measure("Ten softmaxes in a row", graphs)
-graph
+
+# %%
+
+
+# Drawing
+PACES = {"one by one": "PyTorch", "as a graph": "Kernel Book", "kernels alone": "copy"}
+
+
+def paces_in_words(rows):
+    found = (
+        f"{row['rows']:,} rows "
+        + ", ".join(f"{way} {row[f'{way}, µs']:.0f}" for way in PACES)
+        for row in rows
+    )
+    return f"Lines over rows, µs of ten softmaxes: {'; '.join(found)}."
+
+
+def paces(axes, rows):
+    for way, ink in PACES.items():
+        style = "--" if ink == "copy" else "o-"
+        at, took = ([row[column] for row in rows] for column in ("rows", f"{way}, µs"))
+        axes.loglog(at, took, style, color=lab.colour(ink), label=way)
+    axes.set_xticks([row["rows"] for row in rows], [f"{row['rows']:,}" for row in rows])
+    axes.set_yticks([20, 50, 100, 200, 500], [20, 50, 100, 200, 500])
+    axes.minorticks_off()
+    axes.set(xlabel="rows of 1,024", ylabel="µs, logarithmic")
+
+
+lab.draw(graph, "Ten softmaxes in a row", paces_in_words, paces)
 
 # %%
 
@@ -984,30 +980,13 @@ alone, as_graph, singly = (
     for way in ("kernels alone", "as a graph", "one by one")
 )
 few, *_, many = heights
-bound = [height for height in heights if singly[height] > 2 * alone[height]]
-each = [small["clock"], large["clock"], *(singly[height] / 10 for height in bound)]
 marks = 10 * nothing[best]
 lab.read(
     f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
     f"{many:,} rows it takes {as_graph[many]:,.0f} instead of {singly[many]:,.0f}, because there "
-    "the host is ahead of the GPU anyway. Ten kernels timed alone contain ten times the "
-    f"{nothing[best]:.1f} µs between two events, and each starts from a cold cache; a graph pays "
-    f"neither. Without these {marks:.0f} µs the ten would take {alone[few] - marks:.0f} and "
-    f"{alone[many] - marks:.0f} µs; the graph's times include its one launch and the wait."
-)
-
-# %%
-
-# Reading
-lab.read(
-    "Where the host sets the pace, the first column says nothing about the kernel, and the host is "
-    f"not steady: in the tables so far, one softmax costs it from {min(each):.0f} to "
-    f"{max(each):.0f} µs, a factor of {max(each) / min(each):.1f}."
-    + (
-        f" That is why {max(bound):,} rows can take less time than {few}."
-        if bound and singly[max(bound)] < singly[few]
-        else ""
-    )
+    "the host is ahead of the GPU anyway. The kernels timed alone take longer than the graph, "
+    f"because each starts from a cold cache, and their sum holds the {marks:.0f} µs between ten "
+    "times two events."
 )
 
 # %%
@@ -1055,18 +1034,12 @@ machine
 # %%
 
 # Reading
-same = "matmul of random numbers"
-pace, hot = (
-    2 * 8192**3 / took / 1e6 for took in (cell(power, same, "rested, µs"), random)
-)
 row = machine.rows[0] if machine.rows else {}
 pi, beta = row.get("matmul, TFLOP/s", nan), row.get("copy, GB/s", nan)
+hot = 2 * 8192**3 / random / 1e6
 lab.read(
-    f"The {pi:,.0f} TFLOP/s are those of a matmul that may rest, because each run waits for the "
-    f"host, a flush and a pause. In the section on clocks the matmul did {pace:,.0f} after a rest "
-    f"and {hot:,.0f} when it ran without one, with which the ridge would be at "
-    f"{1e3 * hot / beta:,.0f}. We take the rested one, because this book times its operators "
-    "in the same way."
+    f"The {pi:,.0f} TFLOP/s are those of a matmul that rests before each run, as every operator of "
+    f"this book does when it is timed. Without a rest the matmul above did {hot:,.0f}."
 )
 
 # %%
@@ -1353,9 +1326,8 @@ lab.read(
 # %%
 # **A line of machine code.** The machine code of an NVIDIA GPU is called :term:`SASS`. Triton keeps
 # it as ``compiled.asm["sass"]``, if ``nvdisasm`` is there to write it down, and otherwise the
-# :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. The table shows the first
-# instruction of each kind and how often the kind occurs in the text, without a limit on registers
-# and with 32.
+# :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. What do spills look like there? We
+# count the instructions of each kind, without a limit on registers and with 32.
 
 # Measuring
 KINDS = {  # in SASS, and in PTX
@@ -1411,33 +1383,17 @@ code
 # %%
 
 # Reading
-load, maxima, shuffles = (
-    cell(code, kind, "times") for kind in ("load", "maximum", "shuffle")
-)
-in_memory = cell(facts, "32 registers", "spills")
-lanes = 5  # halvings of a warp of 32
-reductions = (
-    "The shuffles and barriers reduce the maximum and the sum, first within a warp and then over "
-    "the two of a program."
-)
-if maxima == 63 + lanes + 1 and shuffles == 2 * (lanes + 1):
-    reductions = (
-        f"The {maxima:.0f} maxima are 63 for the 64 numbers of a thread, {lanes} for the 32 "
-        f"threads of a warp, halved {lanes} times, and 1 for the two warps; the "
-        f"{shuffles:.0f} shuffles are {lanes + 1} for the maximum and {lanes + 1} for the sum."
-    )
+load = cell(code, "load", "times")
 spilled = (
-    f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores and "
-    f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads of local memory are "
-    f"added, which is where spilled values live. That is not the number of {in_memory:.0f} spills "
-    "above, which counts places: a place may be written and read more than once."
+    f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
+    f"memory and {cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it are "
+    "added, which is where spilled values live."
 )
 if code.rows and "first in PTX" in code.rows[0]:
     spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
 lab.read(
-    f"Each thread holds 64 numbers of 16 bits. It has {load:.0f} load instructions, so each loads "
-    f"{64 / load:.0f} numbers at once, {64 * 16 / load:.0f} bits. There are "
-    f"{cell(code, 'exponential', 'times'):.0f} exponentials. {reductions} {spilled}"
+    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
+    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
 )
 
 # %%
@@ -1462,8 +1418,9 @@ lab.read(text)
 # -----------------------
 #
 # Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters, which
-# show how many bytes a kernel really moved and how busy each part of the GPU was. Do not take its
-# times for a benchmark, because it flushes caches and may fix the clocks.
+# show how many bytes a kernel really moved and how busy each part of the GPU was. We ask for those
+# of two softmaxes: the row kernel above, and ``online``, which reads every row twice. Do not take
+# the times for a benchmark, because ``ncu`` flushes caches and may fix the clocks.
 
 # Measuring
 COUNTERS = {
@@ -1472,21 +1429,25 @@ COUNTERS = {
     "dram__bytes_write.sum": "written to HBM",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "HBM, of its peak",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SMs, of their peak",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps on an SM, of the most",
-    "launch__registers_per_thread": "registers of a thread",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "active warps, of the most",
+    "launch__registers_per_thread": "registers per thread",
 }
+KERNELS = {"row": "row_fwd_kernel", "online": "online_fwd_kernel"}
 PROFILED = """
 import torch
 from kernelbook import softmax
-softmax(torch.randn(16384, 8192, device="cuda", dtype=torch.bfloat16))
+x = torch.randn(16384, 8192, device="cuda", dtype=torch.bfloat16)
+softmax(x)
+softmax(x, algorithm="online")
 torch.cuda.synchronize()
 """
 
 
 def ncu():
-    """What Nsight Compute prints of one softmax, or raise with its own words."""
+    """What Nsight Compute prints of the two softmaxes, or raise with its own words."""
     options = ["--csv", "--print-units", "base", "--clock-control", "none"]
-    options += ["--kernel-name", "row_fwd_kernel", "--metrics", ",".join(COUNTERS)]
+    options += ["--kernel-name", f"regex:{'|'.join(KERNELS.values())}"]
+    options += ["--metrics", ",".join(COUNTERS)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         ["ncu", *options, sys.executable, "-c", PROFILED],
@@ -1505,53 +1466,90 @@ def ncu():
 
 def counters():
     try:
-        found = {row["Metric Name"]: row for row in ncu()}
+        found = {(row["Kernel Name"], row["Metric Name"]): row for row in ncu()}
     except FileNotFoundError:
         found = "ncu is not installed"
     except (OSError, subprocess.SubprocessError) as error:
         found = f"ncu: {error}"
-    if isinstance(found, str):
-        return [{"what": "absent", "value": 0, "unit": "", "counter": found}]
-    return [
-        {
-            "what": what,
-            "value": float(found[name]["Metric Value"].replace(",", "")),
-            "unit": found[name]["Metric Unit"],
-            "counter": name,
+    rows = []
+    for counter, what in COUNTERS.items() if isinstance(found, dict) else ():
+        values = {
+            kernel: (float(row["Metric Value"].replace(",", "")), row["Metric Unit"])
+            for (name, metric), row in found.items()
+            for kernel, whole in KERNELS.items()
+            if metric == counter and name.startswith(whole)
         }
-        for name, what in COUNTERS.items()
-        if name in found
-    ]
+        if len(values) == len(KERNELS):
+            [unit] = {unit for _, unit in values.values()}
+            numbers = {kernel: values[kernel][0] for kernel in KERNELS}
+            rows.append({"what": what, **numbers, "unit": unit, "counter": counter})
+    if not rows:
+        said = found if isinstance(found, str) else "ncu did not name both kernels"
+        nothing = dict.fromkeys(KERNELS, 0)
+        rows = [{"what": "absent", **nothing, "unit": "", "counter": said}]
+    return rows
 
 
 # %%
 
-counted = lab.measure("Counters of one softmax, 16,384 × 8,192", counters)
+counted = lab.measure("Counters of two softmaxes, 16,384 × 8,192", counters)
 counted
 
 # %%
 
 # Reading
-values = {row["what"]: row["value"] for row in counted.rows}
+counts = {row["what"]: row for row in counted.rows}
+
+
+def count(what, kernel="row"):
+    return counts.get(what, {}).get(kernel, nan)
+
+
 paper = 16384 * 8192 * 2 / 1e6
-read, written = (
-    values.get(f"{what} HBM", nan) / 1e6 for what in ("read from", "written to")
+read, twice, written, kept = (
+    count(f"{what} HBM", kernel) / 1e6
+    for what in ("read from", "written to")
+    for kernel in KERNELS
 )
-in_time = 1e6 * (read + written) / values.get("time of the kernel", nan)  # GB/s
-at_peak = 100 * in_time / values.get("HBM, of its peak", nan)
-once = "no byte is read twice" if read < 1.05 * paper else "some bytes are read twice"
-late = "What is missing of these probably still lies in L2 when the kernel ends. "
+again = (
+    f"`online` asks for every byte twice and reads {twice:.0f}, because the second time it finds "
+    "the row in L2."
+    if twice < 1.05 * paper
+    else f"`online` reads {twice:.0f}, some bytes twice."
+)
 found = (
-    f"On paper the kernel reads {paper:.0f} MB and writes as many. The counters say {read:.0f} MB "
-    f"read: {once}. They say {written:.0f} MB written. {late if written < 0.99 * paper else ''}The "
-    f"memory is busy at {values.get('HBM, of its peak', nan):.0f} % of its peak, and the busiest "
-    f"part of the SMs at {values.get('SMs, of their peak', nan):.0f} %. By these bytes "
-    f"and this time the peak is about {at_peak:,.0f} GB/s, so {untouched:.0f} % of a copy, above, "
-    f"is {untouched * beta / at_peak:.0f} % of the peak."
+    f"On paper each kernel reads {paper:.0f} MB and writes as many. The row kernel reads "
+    f"{read:.0f} MB from HBM. {again} Memory is busy at {count('HBM, of its peak'):.0f} % of its "
+    f"peak, and the busiest part of the SMs at {count('SMs, of their peak'):.0f} %: this kernel "
+    "waits for memory."
 )
-if "absent" in values:
+if "absent" in counts:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
 lab.read(found)
+
+# %%
+
+# Reading
+left, left_online = ((paper - moved) * 1e6 / 2**20 for moved in (written, kept))
+explained = (
+    f" That also explains the warm copy, above. If as much of what was read is there too, the L2 "
+    f"keeps the last {2 * left:.0f} MiB that passed, and a copy of {beyond:.0f} MiB finds its "
+    "beginning gone."
+    if beyond < l2
+    else ""
+)
+more = (
+    f", and after `online` {left_online:.0f}, because its second load tells the cache to give up "
+    "what was read first"
+    if left_online > left + 2
+    else f", and after `online` {left_online:.0f}"
+)
+lab.read(
+    f"Not all that was written has reached HBM: {left:.0f} MiB are still in L2 when the row kernel "
+    f"ends{more}. They are written later, when nobody measures.{explained}"
+    if "absent" not in counts
+    else "So where the bytes went that were written cannot be said here."
+)
 
 # %%
 # The error of a sum
@@ -1603,16 +1601,12 @@ assert rows[5]["sum"] == rows[6]["sum"]
 lab.table(rows, "0.01, a thousand times")
 
 # %%
-# A float with :math:`m` bits after the point has neighbours that are :math:`2^{\lfloor \log_2 s
-# \rfloor - m}` apart, so the gap grows with the sum. In float16 (:math:`m = 10`) numbers between 8
-# and 16 are :math:`2^{-7} \approx 0.0078` apart, and each addition of 0.01 is rounded to that. In
-# bfloat16 (:math:`m = 7`) half of the gap is more than 0.01 from 4 on, so that 4 + 0.01 is rounded
-# back to 4 and the sum stops there, as the last column says.
-#
-# With a float32 accumulator, what is left is the rounding of 0.01 to 16 bits, a thousand times the
-# same; the first row shows the little that the additions add. A cast first makes no difference,
-# because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
-# in 32, as every kernel of this book does.
+# Neighbours among floats with :math:`m` bits after the point are :math:`2^{\lfloor \log_2 s
+# \rfloor - m}` apart, so the gap grows with the sum :math:`s`. In bfloat16 (:math:`m = 7`) half of
+# the gap is more than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With
+# a float32 accumulator only the rounding of 0.01 to 16 bits is left, and a cast first makes no
+# difference, because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums
+# must be kept in 32, as every kernel of this book does.
 #
 # Ready-made loops
 # ----------------
@@ -1659,16 +1653,17 @@ suites
 # Reading
 sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
 plain = [cell(suites, "events around a loop", size) for size in sizes]
+all_large = [row[sizes[2]] for row in suites.rows] or [nan]
 ours = [cell(suites, "this book's", size) for size in sizes]
 graphed = cell(suites, "do_bench_cudagraph", sizes[1])
 from_cache = 1e-3 * 2 * 2048 * 4096 * 2 / graphed
 lab.read(
-    f"On the large input the plain loop says {plain[2]:.0f} µs, and this book {ours[2]:.0f}. On "
-    f"the small one they say {plain[0]:.1f} and {ours[0]:.1f}, because the loop measures how fast "
-    "the host launches; a kernel that is twice as fast would look the same. On the middle one "
-    f"`do_bench_cudagraph` says {graphed:.1f} µs, which would be {from_cache:,.0f} GB/s"
-    f"{', more than a copy reaches' if from_cache > 1.05 * beta else ''}, and from a cold cache it "
-    f"is {ours[1]:.1f}. None of these loops is wrong, but each answers another question, so a "
+    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
+    f"the small one a loop of events says {plain[0]:.1f} µs and this book {ours[0]:.1f}, because "
+    "the loop measures how fast the host launches. On the middle one `do_bench_cudagraph` says "
+    f"{graphed:.1f} µs, which would be {from_cache:,.0f} GB/s"
+    f"{', more than a copy reaches' if from_cache > 1.05 * beta else ''}, because its input is in "
+    f"the cache; from a cold one it takes {ours[1]:.1f}. Each loop answers another question, so a "
     "figure must say which one it used."
 )
 

@@ -18,6 +18,7 @@ You will learn
 import torch
 
 from kernelbook import lab, reference, runtime, softmax
+from kernelbook.lab import results
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.packed import narrow, widen
 from kernelbook.ops.softmax.backward import row_bwd_kernel
@@ -570,9 +571,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %. We did not time its operations one by one; "
-    "PyTorch's source shows that three of them do more than a copy: the maximum also finds its "
-    "position, and the subtraction and the division load element by element."
+    f"{share['simple_softmax', short]:.0f} %, because three of its operations do more than a copy: "
+    "the maximum also finds its position, and the subtraction and the division load element by "
+    "element, as PyTorch's source shows."
 )
 
 # %%
@@ -590,8 +591,8 @@ if ahead:
     *most, last = (f"{n:,}" for n in ahead)
     faster = (
         f"At {' and '.join(filter(None, [', '.join(most), last]))} columns `online` is faster than "
-        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; we have no "
-        "measured reason for that. "
+        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points, although it "
+        "reads twice; the section after this one looks for the reason. "
     )
 keeps_up = "".join(
     f" On {other.provenance['gpu']}, whose memory is slower, the lone program keeps up better: it "
@@ -623,10 +624,9 @@ lab.read(
 
 # %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
-# which all SMs share, if all rows *in flight* fit in L2 together. A row is in flight while a
+# which all SMs share, if all rows *in flight* fit there together. A row is in flight while a
 # program works on it, so we count programs: the online kernel has one warp for every 1,024 columns,
-# and never more than 8, and an SM runs at most 64 warps and at most 32 programs. The column *again
-# from* predicts where the second read is served from.
+# and never more than 8, and an SM runs at most 64 warps and at most 32 programs.
 
 
 def prediction():
@@ -695,19 +695,10 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 # leave the box are the lengths at which the online kernel loses speed.
 
 # %%
-
-# Reading
-lab.read(
-    "The same count probably explains `online_2d`, which has four rows in flight for each program: "
-    f"at 16,384 columns it reaches {100 * ladder.share('online_2d', columns=16384):.0f} %, beside "
-    f"{100 * ladder.share('online', columns=16384):.0f} % for `online`."
-)
-
-# %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
-# the row. Liger is a collection of Triton kernels for training language models, by LinkedIn. It
-# does not take rows of 131,072 columns. quack is a collection of kernels by the authors of
-# FlashAttention, written in CuTe DSL, NVIDIA's own language for kernels in Python.
+# the row. Liger is a collection of Triton kernels by LinkedIn, which takes no rows of 131,072
+# columns. quack, by the authors of FlashAttention, is written in CuTe DSL, NVIDIA's own language
+# for kernels in Python.
 
 
 def liger(x):
@@ -746,6 +737,7 @@ lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
+# Folded: The same in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # %%
@@ -761,24 +753,46 @@ lab.read(
 # %%
 
 # Reading
-theirs = [100 * forward.share("PyTorch", dtype="bfloat16", columns=n) for n in COLUMNS]
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
 drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
+
+
+def took(provider, sweep=forward, dtype="bfloat16", columns=4096):
+    return sweep.milliseconds_at(provider, dtype=dtype, columns=columns)
+
+
+double, others = (
+    took(name, dtype="float32") / took(name) for name in ("torch.compile", "PyTorch")
+)
+slower = "".join(
+    f", and on {other.provenance['gpu']}, whose memory is slower, "
+    f"{took('torch.compile', other) / took('torch.compile'):.2f} times"
+    for other in forward.elsewhere
+    if other.rate("copy", dtype="bfloat16", columns=4096)
+    < 0.9 * forward.rate("copy", dtype="bfloat16", columns=4096)
+)
+reason = (
+    f"So bytes do not set its time; PyTorch's own kernel behaves alike ({others:.2f} times). "
+    "PyTorch's source shows what can: beyond 1,024 columns the kernel loops over the row and "
+    "corrects the sum for every number, not for every block, which makes three exponentials per "
+    "number, where our row kernel computes one."
+    if double < 1.4
+    else "So bytes set much of its time."
+)
 lab.read(
-    f"In bfloat16 PyTorch is slowest at {COLUMNS[theirs.index(min(theirs))]:,} columns, with "
-    f"{min(theirs):.0f} %, and `torch.compile` goes from {compiled[drop - 1]:.0f} to "
-    f"{compiled[drop]:.0f} % between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}; we did not look "
-    "into why."
+    f"In bfloat16 `torch.compile` goes from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
+    f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. In float32 every number has "
+    f"twice the bytes, and yet its kernel takes only {double:.2f} times as long at 4,096 columns"
+    f"{slower}. {reason}"
 )
 
 # %%
-# At the widest rows, waiting probably costs the missing speed: a program waits for the slowest of
-# its neighbours while its registers are occupied and nothing new is loaded into them. Its pair
-# travels to a slot in L2 and from there to the other SMs. quack takes a shorter path: the hardware
-# groups some SMs in a *cluster*, in which they read each other's shared memory directly. Triton
-# 3.6, which the book supports, cannot reduce across a cluster.
+# At the widest rows, waiting probably costs the missing speed, because a program waits for the
+# slowest of its neighbours while nothing new is loaded into its registers. quack takes a shorter
+# path than L2: the hardware groups some SMs in a *cluster*, in which they read each other's shared
+# memory directly. Triton 3.6, which the book supports, cannot reduce across a cluster.
 #
 # The backward pass moves three arrays instead of two. Wide rows are split here as well.
 
@@ -831,9 +845,175 @@ lab.read(
 )
 
 # %%
-# The next table shows what the compiler made of the kernels. The threads of a warp exchange numbers
-# by :term:`shuffles <shuffle>`, and the warps of a program through :term:`shared memory`. A
-# :term:`spill` is a value for which no register was left.
+# The last few percent
+# --------------------
+#
+# In the ladder ``online``, which reads every row twice, is a little ahead of the row kernel, and
+# backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save something
+# once per launch? We time 32,768 rows and four times as many: a higher speed saves four times as
+# much there, and a saving per launch no more. Both kernels run with 64 numbers per thread, as the
+# row kernel has them, and with 32, as ``online`` has.
+
+HEIGHTS = (2**15, 2**17)
+
+
+def with_numbers(kernel, numbers, x, y):
+    n_rows, n_cols = x.shape
+    block, warps = (1, n_cols), n_cols // (32 * numbers)
+    return lambda: kernel[(n_rows,)](
+        x, y, n_cols, n_rows, n_cols, *block, num_warps=warps
+    )
+
+
+def reads_providers(rows, columns, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    y = torch.empty_like(x)
+    return {
+        "copy": lambda: y.copy_(x),
+        "one read, 64 per thread": with_numbers(row_fwd_kernel, 64, x, y),
+        "one read, 32 per thread": with_numbers(row_fwd_kernel, 32, x, y),
+        "two reads, 64 per thread": with_numbers(online_fwd_kernel, 64, x, y),
+        "two reads, 32 per thread": with_numbers(online_fwd_kernel, 32, x, y),
+    }
+
+
+def gradient_providers(rows, columns, dtype):
+    x, dy = (
+        torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype) for _ in range(2)
+    )
+    dx = torch.empty_like(x)
+
+    def backward_of(operator):
+        y = operator(x.requires_grad_())
+        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "torch.compile": backward_of(torch.compile(lambda x: torch.softmax(x, -1))),
+        "Kernel Book": backward_of(softmax),
+    }
+
+
+TALL = [{"rows": rows, "columns": 8192, "dtype": torch.bfloat16} for rows in HEIGHTS]
+reads = lab.bench("reads", TALL, reads_providers, limit="copy", work=WORK)
+gradients = lab.bench(
+    "gradients",
+    TALL,
+    gradient_providers,
+    limit="copy",
+    work="3 * rows * columns * itemsize",
+    limit_work="2 * rows * columns * itemsize",
+)
+
+# %%
+
+
+def times_of(sweep, provider):
+    return [1e3 * sweep.milliseconds_at(provider, rows=rows) for rows in HEIGHTS]
+
+
+def further(sweep, provider):
+    """The speed, in TB/s, at which the rows pass that the greater height has more."""
+    arrays = 2 if sweep is reads or provider == "copy" else 3
+    less, more = times_of(sweep, provider)
+    moved = arrays * (HEIGHTS[1] - HEIGHTS[0]) * 8192 * 2
+    return moved / (more - less) / 1e6
+
+
+rows = [
+    {
+        "direction": direction,
+        "kernel": name,
+        "32,768 rows, µs": round(times[0], 1),
+        "131,072 rows, µs": round(times[1], 1),
+        "TB/s of the further rows": round(further(sweep, name), 2),
+    }
+    for direction, sweep in {"forward": reads, "backward": gradients}.items()
+    if sweep.rows
+    for name in sweep.providers
+    for times in [times_of(sweep, name)]
+]
+lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
+
+# %%
+
+
+# Reading
+def lead(sweep, ahead, behind):
+    """By how many µs one is ahead at both heights, and in words what that means."""
+    less, more = (
+        theirs - ours
+        for theirs, ours in zip(
+            times_of(sweep, behind), times_of(sweep, ahead), strict=True
+        )
+    )
+    if less < 0.005 * times_of(sweep, behind)[0]:
+        return less, "In this run there is no lead to explain."
+    per_launch = more < 2 * less
+    return less, (
+        f"The lead is {less:.1f} µs on 32,768 rows and {more:.1f} on four times as many, so it is "
+        + ("a saving per launch." if per_launch else "mostly a higher speed.")
+    )
+
+
+one_read, two_reads = "one read, 64 per thread", "two reads, 32 per thread"
+saved, meaning = lead(reads, two_reads, one_read)
+fewer = {
+    kind: times_of(reads, f"{kind}, 32 per thread")[0]
+    / times_of(reads, f"{kind}, 64 per thread")[0]
+    for kind in ("one read", "two reads")
+}
+lab.read(
+    f"{meaning} With 32 numbers per thread instead of 64, one read takes "
+    f"{100 * (fewer['one read'] - 1):+.1f} % and two reads "
+    f"{100 * (fewer['two reads'] - 1):+.1f} %."
+)
+
+# %%
+
+# Reading
+counted = (results.find("measuring") or {"tables": {}})["tables"].get(
+    "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
+)
+written = {
+    name: value / 1e6
+    for row in counted["rows"]
+    for name, value in zip(counted["columns"], row, strict=True)
+    if row[0] == "written to HBM" and name in ("row", "online")
+}
+text = "The counters of the chapter on measuring, which would tell, are not recorded."
+if written:
+    left = (
+        written["row"] - written["online"]
+    )  # MB that online leaves in L2, beyond the row kernel
+    at = further(reads, two_reads)
+    text = (
+        f"By the hardware's counters in the chapter on measuring, the row kernel has written "
+        f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
+        f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
+        f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
+        f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
+        "was read and keeps what was written. Whether a model would gain by that, we have not "
+        "measured."
+        if left > 2
+        else f"The hardware's counters in the chapter on measuring show no difference: "
+        f"{written['row']:.0f} MB written by the row kernel, {written['online']:.0f} by `online`. "
+        "The lead has another reason, which we did not find."
+    )
+lab.read(text)
+
+# %%
+
+# Reading
+_, meaning = lead(gradients, "torch.compile", "Kernel Book")
+same = (
+    " PyTorch's source shows that its kernel says `evict_first` as well, where it reads a number "
+    "for the last time, and ours does not."
+)
+lab.read(f"Backward, against `torch.compile`: {meaning}{same * ('saving' in meaning)}")
+
+# %%
+# How many programs fit on an SM? The compiler says how many registers each needs.
 
 
 def launch(columns, dtype):
@@ -848,6 +1028,10 @@ facts = lab.facts(
         for columns in (4096, 16384, 32768, 65536)
     },
 )
+
+# %%
+
+# Folded: What the compiler made of the kernels
 facts
 
 # %%
@@ -863,10 +1047,8 @@ threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
-    f"Both forward kernels give each thread 64 numbers of its row. The plain kernel, at 4,096 "
-    f"columns, takes {plain:.0f} registers per thread. The packed kernel, at 32,768 columns, takes "
-    f"{packed:.0f}, all its other values included, so {fitting} programs of {threads} threads fit "
-    "into the 65,536 registers of an SM."
+    f"At 4,096 columns the plain kernel takes {plain:.0f} registers per thread. At 32,768 the "
+    f"packed one takes {packed:.0f}, so {fitting} programs of {threads} threads fit on an SM."
 )
 
 # %%
@@ -949,38 +1131,15 @@ lab.table(
 )
 
 # %%
-# **The sum is kept in 16 bits.** bfloat16 keeps only 8 significant bits, so small terms vanish
-# beside a large sum: 256 + 1 is rounded back to 256. That is why all statistics in this book are
-# float32.
-
-ones = torch.zeros(1, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)  # exp(0) = 1
-total = torch.zeros((), device=runtime.DEVICE, dtype=torch.bfloat16)
-for value in ones[0].exp():
-    total += value
-
-# %%
-
-# Measuring
-sums = {"float32": ones.float().exp().sum(), "bfloat16": total}
-lab.table(
-    [
-        {"sum kept in": name, "value": f"{value.item():,.0f}"}
-        for name, value in sums.items()
-    ],
-    "8,192 ones, added one by one",
-)
-
-# %%
 # The bridge to attention
 # -----------------------
 #
 # Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
 # computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
 # a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
-# each query it carries the pair and also the weighted sum so far, ``acc``. Because ``acc`` was
-# accumulated relative to the old maximum, it is rescaled by the same ``alpha``. With ``p``, the
-# exponentials of a block, ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``.
-# That is the core of FlashAttention.
+# each query it carries the pair and the weighted sum so far, ``acc``, which it rescales by the same
+# ``alpha``: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
+# the exponentials of a block. That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead

@@ -10,16 +10,16 @@ You will learn
 - how to time a training step, and how to read a profile of it: which kernels take the time, and
   which of them are matmuls;
 - what mixed precision changes in time, memory and dtypes, and which tensors fill the memory;
-- what each operator of the book is worth in a whole model, eager and compiled, beside PyTorch's own
-  and its fused attention.
+- what each operator of the book is worth in a whole model, eager, compiled and as a CUDA graph,
+  beside PyTorch's own and its fused attention.
 
 The questions are those of the second assignment of the Stanford course CS336, which this book
-follows. The measurements need an NVIDIA GPU with 141 GB. Without one they are those of a recorded
-run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU, and the counts on paper, the check
-of every gradient and the exercises are computed anew.
+follows. The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded
+run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU. Counts, checks and exercises always
+run anew.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 4
 import gc
 import json
 import linecache
@@ -92,18 +92,18 @@ lab.source(standard_attention)
 lab.source(decoder.Block)
 
 # %%
-# The model around the layers embeds the tokens and their places, runs the layers, and ends in one
-# more layer norm and a linear layer to the logits.
+# The model around the layers embeds the tokens and their positions, runs the layers, and ends in
+# one more layer norm and a linear layer to the logits.
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
 
 # %%
-# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The table counts
-# their parameters, the memory of training before any activation exists (a parameter, its gradient
-# and the two averages of AdamW, 16 bytes in float32), and the FLOPs of one step at a context of
-# 1,024: two per parameter and token in each of the three matmuls of a linear layer (output,
-# gradient of the input, gradient of the weight), and those of causal attention.
+# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The training state
+# is what exists before any activation: a parameter, its gradient and the two averages of AdamW, 16
+# bytes in float32. A step at a context of 1,024 does two FLOPs per parameter and token in each of
+# the three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and
+# those of causal attention.
 
 # Measuring
 BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
@@ -133,7 +133,7 @@ lab.table(
             "layers": size.layers,
             "heads": size.heads,
             "parameters, M": round(parameters(size) / 1e6),
-            "16 B each, GiB": round(16 * parameters(size) / 2**30, 1),
+            "training state, GiB": round(16 * parameters(size) / 2**30, 1),
             "TFLOP": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
         }
         for name, size in SIZES.items()
@@ -185,9 +185,9 @@ def first_steps():
 first = lab.measure("Milliseconds of the first steps of a process", first_steps)
 
 # %%
-# What a warm-up changes can only be seen in a process that has not trained before, so we start one,
-# with the size medium at a context of 256, and keep the times of its first 15 steps. Leaving out
-# the first 0, 1, 2 or 5 of them and taking the next ten gives four measurements of the same step.
+# How many steps must we leave out? Only a process that has not trained before can tell, so we start
+# one, with the size medium at a context of 256, and keep the times of its first 15 steps. Without
+# the first 0, 1, 2 or 5 of them, the next ten are four measurements of the same step.
 
 # Reading
 nan = float("nan")
@@ -224,18 +224,15 @@ lab.table(
 cold = number(first, "forward", 1)
 mean_of_all = ten_after(0, "forward")
 later, after_two, again = (ten_after(warmup, "forward") for warmup in (1, 2, 5))
-late = sorted(first.rows[5:], key=lambda row: row["forward"])[-2:]
-late.sort(key=lambda row: row["number"])
-late = [(row["number"], row["forward"]) for row in late] or [(nan, nan)] * 2
 lab.read(
     f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
     f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
     "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"With one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, with two "
-    f"{after_two[0]:.1f} ± {after_two[1]:.1f} and with five {again[0]:.1f} ± {again[1]:.1f}"
+    f"After one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, because the second "
+    f"step still differs; after two it is {after_two[0]:.1f} ± {after_two[1]:.1f} and after five "
+    f"{again[0]:.1f} ± {again[1]:.1f}"
     + (
-        f". Five do no better than two, because what is left is chance: steps {late[0][0]} and "
-        f"{late[1][0]} took {max(took for _, took in late):.1f} ms, which no warm-up prevents."
+        ": five do no better than two, because what is left is chance."
         if again[1] > after_two[1]
         else "."
     )
@@ -260,11 +257,6 @@ def new_training(name, context=CONTEXT, dtype="float32"):
     return training.draw(BATCH, context)
 
 
-def whole_step(training):
-    for name in PASSES:
-        getattr(training, name)()
-
-
 def peak_gib(run):
     """The most memory that was allocated at any moment of a run, in GiB."""
     torch.cuda.synchronize()
@@ -286,7 +278,7 @@ def all_sizes():
                 times = [step[part] for step in steps]
                 row[f"{part}, ms"] = round(statistics.fmean(times), 2)
                 row[f"{part}, sd"] = round(statistics.stdev(times), 2)
-            row["peak, GiB"] = round(peak_gib(partial(whole_step, training)), 2)
+            row["peak, GiB"] = round(peak_gib(training.whole), 2)
             rows.append(row)
         del training
         freed()
@@ -320,7 +312,6 @@ took = {
 ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
 gain = took[largest, "float32", "forward"] / took[largest, "bfloat16", "forward"]
 small, small_cast = (took[smallest, dtype, "forward"] for dtype in DTYPES)
-xl, widest = (took[size, "bfloat16", "forward"] for size in ("xl", largest))
 scatter = {
     dtype: 100
     * number(sizes, "forward, sd", largest, dtype)
@@ -330,23 +321,12 @@ scatter = {
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
-    f"forward {gain:.1f} times as fast at {largest}. At {smallest} it takes {small_cast:.1f} ms "
-    f"with autocast and {small:.1f} without"
-    + (
-        ", because kernels this short wait for the host, and autocast gives the host casts to "
-        "launch as well. "
-        if small_cast > small
-        else ". "
-    )
-    + (
-        f"Under autocast the host sets the pace of xl: its {SIZES['xl'].layers} layers take "
-        f"{xl:.1f} ms and the {SIZES[largest].layers} wider ones of {largest} only {widest:.1f}. "
-        if xl > widest
-        else ""
-    )
-    + "Where the GPU waits for the host, the spread is the host's, too: the standard deviation of "
-    f"a forward pass of {largest} is {scatter['float32']:.1f} % of the mean in float32 and "
-    f"{scatter['bfloat16']:.1f} % under autocast."
+    f"forward {gain:.1f} times as fast at {largest}, but at {smallest} it takes {small_cast:.1f} "
+    f"ms with autocast and {small:.1f} without: kernels this short wait for the host, and autocast "
+    "gives the host casts to launch as well. The spread tells who sets the pace. The standard "
+    f"deviation of a forward pass of {largest} is {scatter['float32']:.1f} % of the mean in "
+    f"float32, where the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where "
+    "it waits for the host."
 )
 
 # %%
@@ -354,12 +334,13 @@ lab.read(
 # -------------------
 #
 # The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
-# host. We profile each pass of the size large at a context of 1,024 by itself, three times after
-# three steps of warm-up, take medians, and compare the sum over its kernels with the clock.
+# host. Does the sum over the kernels agree with the clock, and how much of it are matmuls? We
+# profile each pass of the size large at a context of 1,024 by itself, twice after three steps of
+# warm-up, and take means.
 
 
 # Measuring
-REPEATS = 3
+REPEATS = 2
 
 
 def profiled(run):
@@ -469,7 +450,7 @@ def profiles():
 
 # %%
 
-profile_of = lab.measure("Profiles of large, context 1,024, median of three", profiles)
+profile_of = lab.measure("Profiles of large, context 1,024", profiles)
 
 # %%
 
@@ -539,27 +520,30 @@ lab.read(
     )
     + f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
     f"forward, {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
-    "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take "
-    f"{share['bfloat16', 'forward']:.0f} %, {share['bfloat16', 'backward']:.0f} % and "
-    f"{in_step['bfloat16']:.0f} %, because the matrix units make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. The rest of the step does "
-    f"not gain that much: casts and copies go from {casts['float32']:.0f} ms to "
-    f"{casts['bfloat16']:.0f}, all other kernels from {others['float32']:.0f} to "
-    f"{others['bfloat16']:.0f}. **What is no matmul takes {100 - in_step['bfloat16']:.0f} % of "
-    "the kernels' time, and there the kernels of this book can help.**"
+    "of the whole step, because the optimiser multiplies no matrices. In bfloat16 they take only "
+    f"{in_step['bfloat16']:.0f} % of the step, because the matrix units make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while all other kernels go "
+    f"from {others['float32']:.0f} ms to {others['bfloat16']:.0f} and casts and copies from "
+    f"{casts['float32']:.0f} to {casts['bfloat16']:.0f}. **What is no matmul takes "
+    f"{100 - in_step['bfloat16']:.0f} % of the kernels' time, and there the kernels of this book "
+    "can help.**"
 )
 
 # %%
 
+# Folded: The kernels that take the most time, and those that are called most often
 lab.table(
     [
         {
             name: row[name]
-            for name in ("dtype", "pass", "most time", "its ms", "its calls")
+            for name in (
+                *("dtype", "pass", "most time", "its ms", "its calls"),
+                *("most calls", "calls"),
+            )
         }
         for row in profile_of.rows
     ],
-    "The kernel that takes the most time in each pass",
+    "The kernel that takes the most time in each pass, and the one called most often",
 )
 
 # %%
@@ -572,18 +556,16 @@ tops = {
 calls = profile_number("its calls", "float32", "forward")
 often = profile_number("most calls", "float32", "forward")
 often_calls = profile_number("calls", "float32", "forward")
-layers = SIZES["large"].layers
 same = "the same" if len(set(tops.values())) == 1 else "another"
 lab.read(
-    f"In float32 one kernel takes the most time in forward, with {calls:.0f} calls for {layers} "
-    f"layers; in backward it is {same} one. A library has many matmul kernels and chooses one by "
-    "the shapes, the dtype, and which of the two matrices is transposed, and backward multiplies "
-    "by transposed matrices. "
-    f"Called most often in forward is `{often}`, {often_calls:.0f} times."
+    f"In float32 one kernel takes the most time in forward, a matmul with {calls:.0f} calls for "
+    f"{SIZES['large'].layers} layers; in backward it is {same} one, because a library chooses by "
+    "shapes, and by which of the two matrices is transposed. Called most often in forward is "
+    f"`{often}`, {often_calls:.0f} times."
 )
 
 # %%
-# Such a name says from which template of PyTorch a kernel comes, and not what it is for. So the
+# The name of a kernel says from which template of PyTorch it comes, and not what it is for. So the
 # figure groups the kernels of a whole step by the operation that launched them.
 
 
@@ -607,7 +589,20 @@ def groups_in_words(rows):
     return f"Milliseconds of kernels of a step by group. {'; '.join(found)}."
 
 
+def beside(axes, value, place, label):
+    """Write a label at the end of a bar."""
+    axes.annotate(
+        label,
+        (value, place),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
+
+
 def group_bars(axes, rows):
+    axes.grid(axis="y", visible=False)
     names = list(group_times(rows, "bfloat16"))
     for offset, dtype in ((-0.2, "float32"), (0.2, "bfloat16")):
         times = group_times(rows, dtype)
@@ -616,7 +611,7 @@ def group_bars(axes, rows):
         colour = lab.colour("Kernel Book" if dtype == "bfloat16" else "copy")
         axes.barh(places, values, height=0.38, color=colour, label=dtype)
         for place, value in zip(places, values, strict=True):
-            axes.text(value, place, f" {value:.1f}", va="center", fontsize=9)
+            beside(axes, value, place, f"{value:.1f}")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
@@ -638,9 +633,8 @@ lab.read(
     f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
     f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
     f"({rest[order[2]]:.1f}), where `other` means additions, multiplications, the mask and the "
-    "loss. All of these wait for memory, because they do a few FLOPs per number and read and write "
-    "every one of them. Casts are the price of autocast, which in every step copies each weight to "
-    "bfloat16, and each table of scores to float32 and back, as we see next."
+    "loss. All of these wait for memory, because they do a few FLOPs per number that they read and "
+    "write. Casts are the price of autocast, as we see next."
 )
 
 # %%
@@ -660,14 +654,14 @@ lab.table(
     [
         {
             "range": what,
-            "FLOPs of a score": flops,
+            "FLOPs per score": flops,
             **{
                 f"{dtype}, ms": round(sum(ranges[dtype][name] for name in names), 2)
                 for dtype in DTYPES
             },
         }
         for what, flops, names in (
-            ("two matmuls and the scale", 4 * head + 1, ("scores", "values")),
+            ("both matmuls, with the scale", 4 * head + 1, ("scores", "values")),
             ("softmax", 5, ("softmax",)),
             ("mask", 0, ("mask",)),
         )
@@ -780,10 +774,10 @@ def norm_all_in(x):
 # %%
 
 INPUTS = {
-    "numbers around 0, deviation 1": (0, 1),
-    "numbers around 0, deviation 400": (0, 400),
-    "numbers around 0, deviation 0.0003": (0, 3e-4),
-    "numbers around 100, deviation 1": (100, 1),
+    "mean 0, standard deviation 1": (0, 1),
+    "mean 0, standard deviation 400": (0, 400),
+    "mean 0, standard deviation 0.0003": (0, 3e-4),
+    "mean 100, standard deviation 1": (100, 1),
 }
 
 
@@ -876,7 +870,7 @@ CONTEXTS = (128, 256, 512, 1024)
 
 def memory_of(training, context):
     training.draw(BATCH, context)
-    whole_step(training)  # which also makes the state of AdamW
+    training.whole()  # which also makes the state of AdamW
     with torch.no_grad():
         alone = peak_gib(training.forward)
     training.loss = None
@@ -936,21 +930,18 @@ of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "k
 lab.read(
     f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
     f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
-    f"of attention weights {table_of_weights:.0f}, and the {largest_size.layers} tables, one per "
-    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs "
-    f"{at['float32', 'forward alone']:.0f} GiB in float32 and "
-    f"{at['bfloat16', 'forward alone']:.0f} under autocast, most of it parameters and AdamW's "
-    f"averages ({state:.1f}), and under autocast the copies of the weights ({copies:.1f}). A whole "
-    f"step needs {at['float32', 'step']:.0f} and {at['bfloat16', 'step']:.0f}, with its peak in "
-    f"{' or '.join(name for name in PASSES if name in where)}. Autocast "
+    f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per "
+    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs little beyond "
+    f"the parameters and AdamW's averages ({state:.1f} GiB) and, under autocast, bfloat16 copies "
+    f"of the weights ({copies:.1f}). A whole step needs {at['float32', 'step']:.0f} GiB in float32 "
+    f"and {at['bfloat16', 'step']:.0f} under autocast, which "
     + (
         "does not save memory here"
         if at["bfloat16", "kept"] > at["float32", "kept"]
         else "saves a little memory"
     )
-    + f": it keeps {at['bfloat16', 'kept']:.1f} GiB for backward, float32 "
-    f"{at['float32', 'kept']:.1f}, because it halves the other activations, but keeps the weights "
-    "of attention in both dtypes and a copy of every parameter."
+    + ": it halves most activations, but keeps the weights of attention in both dtypes and a copy "
+    "of every parameter."
 )
 
 # %%
@@ -995,10 +986,10 @@ POINTS = 240
 def timelines(name="large"):
     rows = []
     training = new_training(name)
-    whole_step(training)
+    training.whole()
     for version in ("all kept", "checkpointed"):
         training.model.checkpointed = version == "checkpointed"
-        whole_step(training)
+        training.whole()
         before, trace, ends = traced_step(training)
         live = live_bytes(before, trace)
         first_event = 0
@@ -1077,22 +1068,18 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. The optimiser "
-    "changes parameters and averages where they lie, and then the gradients are released one by "
-    "one. The teeth on the slopes are tensors that live for one operation. A step ends at "
-    f"{at_end:.1f} GiB, the parameters and AdamW's two averages, and peaks at "
-    f"{peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. With checkpointing the "
-    f"peak is {peak['checkpointed']:.1f} GiB, {peak['all kept'] - peak['checkpointed']:.1f} less, "
-    "at the price of another forward pass of each layer. On paper it spares what "
-    f"{SIZES['large'].layers - 1} of the {SIZES['large'].layers} layers keep, except each layer's "
-    f"input, which is {spared:.1f} GiB; but the peak then moves to the end of backward, where the "
-    f"gradients of all parameters, {its_gradients:.1f} GiB, exist as well."
+    "Forward climbs by the same step in each layer and backward descends by it; the teeth are "
+    "tensors that live for one operation. The optimiser works in place, and then the gradients are "
+    f"released one by one. A step ends at {at_end:.1f} GiB, the parameters and AdamW's averages, "
+    f"and peaks at {peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. "
+    f"Checkpointing lowers the peak to {peak['checkpointed']:.1f}, at the price of another forward "
+    f"pass. That is less than the {spared:.1f} GiB that it spares on paper, because the peak moves "
+    f"to the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
-# Which lines of the model allocate the largest tensors? The recorded history holds the Python line
-# of each allocation of forward; what backward allocates has none, because autograd runs it in
-# C++.
+# **Which lines allocate the largest tensors?** The history holds the Python line of each allocation
+# of forward; what backward allocates has none, because autograd runs it in C++.
 
 
 # Measuring
@@ -1106,7 +1093,7 @@ def line_of(event):
 
 def largest_allocations(name="large"):
     training = new_training(name)
-    whole_step(training)
+    training.whole()
     _, trace, ends = traced_step(training, context="alloc")  # with its line of Python
     found = Counter()
     for index, event in enumerate(trace):
@@ -1142,51 +1129,32 @@ tables = sum(
 )
 lab.read(
     f"On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, and the "
-    f"hidden tensor of the feed-forward network {hidden_mib:.0f}. The largest allocation that was "
-    f"recorded has {max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard "
-    f"attention allocates {tables / size.layers:.0f} such tables per layer in forward (scores, "
-    "scaled, masked, softmax) and releases all but one before the next layer."
+    f"hidden tensor of the feed-forward network {hidden_mib:.0f}; the largest allocation has "
+    f"{max((row['MiB'] for row in allocations.rows), default=nan):.0f} MiB. Standard attention "
+    f"allocates {tables / size.layers:.0f} such tables per layer in forward, the scores, scaled, "
+    "masked, and their softmax, and releases all but one before the next layer."
 )
 
 # %%
-# The book's operators, one by one
-# --------------------------------
+# Attention by itself
+# -------------------
 #
-# Now we replace PyTorch's operators by the book's, one after the other, and leave the model as it
-# is. Four versions are eager: standard attention with the book's softmax, then with the book's
-# attention, then with its layer norm, and then with its dropout as well.
+# The tables of scores fill the memory. How do the time and the memory of attention grow with the
+# length, and what remains if the table never exists? The course asks for a batch of 8, one head,
+# head sizes of 16 to 128 and lengths of up to 16,384, to which we add 65,536 at a head size of 64,
+# in bfloat16 and with the causal mask. What attention *holds* is what forward keeps for backward
+# beside q, k and v. ``torch.compile`` compiles once for all shapes, with ``dynamic=True``.
 
 ours = partial(attention, is_causal=True)
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 
-EAGER = {
-    "PyTorch": decoder.PYTORCH,
-    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
-    "+ attention": Operators(ours),
-    "+ layer norm": Operators(ours, layer_norm),
-    "+ dropout": Operators(ours, layer_norm, dropout),
-    "SDPA": Operators(sdpa),
-}
-COMPILED = {
-    "torch.compile": decoder.PYTORCH,
-    "SDPA, compiled": Operators(sdpa),
-    "all, compiled": Operators(ours, layer_norm, dropout),
-    "Kernel Book": Operators(ours),
-}
-
 # %%
-# *SDPA* is PyTorch's fused attention with the backend that is fastest at this shape, flash or
-# cuDNN. The other versions are compiled: PyTorch's operators, SDPA, all of the book's operators,
-# and the book's attention with the rest left to the compiler, which is the version called *Kernel
-# Book*. ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it
-# does not look into an operator of ours, and so cannot fuse with it. We compile the layer and not
-# the model, because all layers are alike and one compilation then serves all of them.
-#
-# First, forward and backward of one layer of the size large under autocast, timed as every figure
-# of this book. 100 % is the speed of a matmul.
 
 # Measuring
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+# head sizes, and the greatest length at each
+GRID = {16: 16384, 32: 16384, 64: 65536, 128: 16384}
+LENGTHS = (256, 1024, 4096, 8192, 16384, 65536)
+OUT_OF_MEMORY = "out of memory"
 
 
 def events(run, prepare):
@@ -1240,9 +1208,6 @@ def second_of_two(run, prepare):
     return events(run, prepare)
 
 
-OUT_OF_MEMORY = "out of memory"
-
-
 def attempt(run):
     """What a run returns, or that the memory did not suffice."""
     try:
@@ -1257,582 +1222,175 @@ def drawn(*shape, grad=True, dtype=torch.bfloat16):
     return torch.randn(shape, device=runtime.DEVICE, dtype=dtype).requires_grad_(grad)
 
 
-def best_backend(name, batch, context):
-    """The name of SDPA's fastest backend for a layer's attention, forward and backward."""
-    size = SIZES[name]
-    shape = batch, size.heads, context, size.d_model // size.heads
-    q, k, v, do = (drawn(*shape) for _ in range(4))
-    runs = {}
-    for label, backend in BACKENDS.items():
-
-        def run(backend=backend):
-            with sdpa_kernel(backend):
-                return torch.autograd.grad(sdpa(q, k, v), (q, k, v), do)
-
-        usable = lab.peer("torch.nn.attention", lambda _, run=run: run)
-        if not isinstance(usable, lab.Absent):
-            runs[label] = usable, lambda: ()
-    times = medians_in_turn(runs)
-    return min(times, key=times.get)
+def held_mib(attend, q, k, v):
+    """What a call holds for backward, and its result."""
+    before = torch.cuda.memory_allocated()
+    out = attend(q, k, v)
+    held = torch.cuda.memory_allocated() - before
+    del out
+    return round(held / 2**20, 2)
 
 
-def layer_run(layer, backend, x, dy, dtype):
-    inputs = [x, *layer.parameters()]
+def grid_runs(attend, q, k, v, do):
+    """Forward, backward and both, each with what is made anew before it."""
 
-    def run():
-        with torch.autocast(x.device.type, dtype), sdpa_kernel(backend):
-            y = layer(x)
-        return torch.autograd.grad(y, inputs, dy)
+    def backward(out):
+        torch.autograd.grad(out, (q, k, v), do)
 
-    return run
+    def both():
+        torch.autograd.grad(attend(q, k, v), (q, k, v), do)
 
-
-def layer_providers(context, batch, width, heads, ff, dtype):
-    size = Size(width, ff, 1, heads)
-    where = {"device": runtime.DEVICE}
-    own = decoder.Block(size, decoder.PYTORCH, 0.1, **where)
-    backend = BACKENDS[best_backend("large", batch, context)]
-    x = drawn(batch, context, width, dtype=torch.float32)
-    dy = torch.randn_like(x)
-    a, b = (drawn(8192, 8192, grad=False) for _ in range(2))
-    runs = {"matmul": lambda: a @ b}
-    for versions in (EAGER, COMPILED):
-        for name, operators in versions.items():
-            layer = decoder.Block(size, operators, 0.1, device="meta")
-            layer.load_state_dict(own.state_dict(keep_vars=True), assign=True)
-            if versions is COMPILED:
-                layer.compile(dynamic=False)
-            runs[name] = layer_run(layer, backend, x, dy, dtype)
-    return runs
-
-
-# %%
-
-of_large = SIZES["large"]
-layer = lab.bench(
-    "layer",
-    [
-        {
-            "context": CONTEXT,
-            "batch": BATCH,
-            "width": of_large.d_model,
-            "heads": of_large.heads,
-            "ff": of_large.d_ff,
-            "dtype": torch.bfloat16,
-        }
-    ],
-    layer_providers,
-    limit="matmul",
-    work="batch * context * width * (24 * width + 12 * ff + 7 * context)",
-    limit_work="2 * 8192 * 8192 * 8192",
-    unit="TFLOP/s",
-)
-
-# %%
-
-lab.ladder(
-    layer,
-    "One layer of large at 1,024, forward and backward",
-    [*EAGER, *COMPILED],
-    by="dtype",
-    where={},
-)
-
-# %%
-
-
-# Reading
-def layer_ms(name):
-    return layer.milliseconds_at(name)
-
-
-gain = layer_ms("PyTorch") / layer_ms("+ dropout")
-against = layer_ms("SDPA, compiled") / layer_ms("Kernel Book")
-fusing = layer_ms("all, compiled") / layer_ms("Kernel Book")
-lab.read(
-    f"Eager, a layer takes {layer_ms('PyTorch'):.2f} ms with PyTorch's operators and "
-    f"{layer_ms('+ dropout'):.2f} with the book's, {gain:.2f} times as fast. Attention alone "
-    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, "
-    f"PyTorch's operators take {layer_ms('torch.compile'):.2f} ms, SDPA "
-    f"{layer_ms('SDPA, compiled'):.2f} and the book's attention {layer_ms('Kernel Book'):.2f}, "
-    f"{against:.2f} times the speed of SDPA. With all of the book's operators it is "
-    f"{layer_ms('all, compiled'):.2f} ms"
-    + (
-        ", more than with attention alone: the compiler would have fused layer norm and dropout "
-        "with their neighbours, which spares whole passes over memory, and it cannot fuse ours. "
-        "**Replace what a compiler cannot write, and leave it the rest.**"
-        if fusing > 1.01
-        else ", no more than with attention alone: what the compiler loses because it cannot fuse "
-        "our layer norm and dropout, they gain."
-    )
-)
-
-# %%
-# The whole step
-# --------------
-#
-# A model adds the host, the embeddings, the loss and the optimiser. Every version below trains the
-# same parameters. The versions take turns in an order that is drawn anew in each round, two steps a
-# turn after one that does not count. The figure shows medians and the peak of the memory. The
-# table adds :term:`p20 and p80 <p50>` and, as medians of three profiled steps, the time of the
-# kernels: matmuls of linear layers, attention (without the mask and the scale, which are operations
-# of their own in the eager formula), and the rest, in parts.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Where a step takes longer than kernels run in its profile, the GPU waits for the host.
-
-# Measuring
-from torch._dynamo.utils import counters
-
-ROUNDS, TURN = 6, 2
-PRODUCTS = ("aten::mm", "aten::addmm")
-IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
-
-
-def version_of(training, name, context, operators, compiled):
-    """The same training, on the same parameters, with other operators."""
-    model = Decoder(SIZES[name], context, operators, device="meta")
-    model.load_state_dict(training.model.state_dict(keep_vars=True), assign=True)
-    if compiled:
-        for layer in model.blocks:
-            layer.compile(dynamic=False)
-    other = Training(model, training.optimizer, training.dtype)
-    other.tokens, other.following = training.tokens, training.following
-    return other
-
-
-def one_turn(training):
-    """Milliseconds from step to step, with the host free to run ahead."""
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
-    for mark in marks:
-        whole_step(training)
-        mark.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(marks)]
-
-
-REST = ("compiled", "AdamW", "casts and copies", "other")
-PARTS = ("linear", "attention", *REST)
-
-
-def part_of(operation, kernel):
-    """The part of a step that a kernel belongs to, by its name and the operation that ran it."""
-    if operation in PRODUCTS:
-        return "linear"
-    if kernel.startswith("triton_"):
-        return "compiled"
-    found = group(operation)
-    if found in IN_ATTENTION:
-        return "attention"
-    return found if found in REST else "other"
-
-
-def kernel_times(events):
-    """Milliseconds of a profile by part and kernel."""
-    times = Counter()
-    for event in events:
-        if event.device_type == DeviceType.CPU:
-            for kernel in event.kernels:
-                where = part_of(event.key, kernel.name), short_name(kernel.name)
-                times[where] += kernel.duration / 1e3
-    return times
-
-
-def busy_and_idle(events):
-    """Milliseconds with a kernel or a copy on the GPU, and without, from the first to the last."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )
-    busy, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy / 1e3, (reached - spans[0][0] - busy) / 1e3
-
-
-def profile_of_step(training):
-    """One profiled step: the time of each part, with and without a kernel, and of each kernel."""
-    events = profiled(partial(whole_step, training)).events()
-    times, by_part = kernel_times(events), Counter()
-    for (part, _), took in times.items():
-        by_part[part] += took
-    busy, idle = busy_and_idle(events)
-    found = {f"{part}, ms": by_part[part] for part in PARTS}
-    return found | {"busy, ms": busy, "idle, ms": idle}, times
-
-
-def parts_of(training, row):
-    """The medians of some profiled steps, and rows of the kernels of the rest that take most."""
-    parts, times = zip(
-        *(profile_of_step(training) for _ in range(REPEATS)), strict=True
-    )
-    names = {where for found in times for where in found if where[0] in REST}
-    took = {
-        where: statistics.median(found[where] for found in times) for where in names
+    return {
+        "forward, ms": (lambda: attend(q, k, v), lambda: ()),
+        "backward, ms": (backward, lambda: (attend(q, k, v),)),
+        "both, ms": (both, lambda: ()),
     }
-    longest = sorted(took, key=took.get, reverse=True)[:8]
-    of_rest.extend(
-        row | {"part": part, "kernel": kernel, "ms": round(took[part, kernel], 2)}
-        for part, kernel in longest
-    )
-    return {name: round(took, 2) for name, took in medians(parts).items()}
 
 
-of_rest = []  # the kernels of the rest in each version, as the profiles come
-
-
-def versions_in_turn(name, batch, context, versions):
-    """A row for each version of a step: (operators, compiled) by its name."""
-    backend = best_backend(name, batch, context)
-    training = new_training(name, context, "bfloat16").draw(batch, context)
-    before = counters["stats"]["unique_graphs"]
-    trainings = {
-        label: version_of(training, name, context, *version)
-        for label, version in versions.items()
+def attention_grid():
+    providers = {
+        "PyTorch": standard_attention,
+        "torch.compile": torch.compile(standard_attention, dynamic=True),
+        "Kernel Book": ours,
     }
-    peaks, times = {}, defaultdict(list)
-    draw = numpy.random.default_rng(0)
-    with sdpa_kernel(BACKENDS[backend]):
-        for label, each in trainings.items():
-            whole_step(each)  # which compiles
-            peaks[label] = peak_gib(partial(whole_step, each))
-        graphs = counters["stats"]["unique_graphs"] - before
-        if graphs != sum(compiled for _, compiled in versions.values()):
-            raise RuntimeError(
-                f"{graphs} graphs were compiled: a layer was compiled again."
-            )
-        for _ in range(ROUNDS):
-            for label in draw.permutation(list(trainings)):
-                times[label] += one_turn(trainings[label])
-        rows = [
-            (which := {"size": name, "context": context, "version": label})
-            | {
-                "batch": batch,
-                "step, ms": round(statistics.median(times[label]), 2),
-                "p20, ms": round(float(numpy.quantile(times[label], 0.2)), 2),
-                "p80, ms": round(float(numpy.quantile(times[label], 0.8)), 2),
-                "peak, GiB": round(peaks[label], 2),
-                "SDPA backend": backend,
+    rows = []
+    for head_dim, longest in GRID.items():
+        for length in (length for length in LENGTHS if length <= longest):
+            inputs = [drawn(8, 1, length, head_dim) for _ in range(4)]
+            runs = {
+                (name, what): run
+                for name, attend in providers.items()
+                for what, run in grid_runs(attend, *inputs).items()
             }
-            | parts_of(each, which)
-            for label, each in trainings.items()
-        ]
-    del training, trainings, each
+            times = medians_in_turn(runs)
+            for name, attend in providers.items():
+                row = {"head size": head_dim, "length": length, "provider": name}
+                for what in ("forward, ms", "backward, ms", "both, ms"):
+                    took = times[name, what]
+                    row[what] = took if took == OUT_OF_MEMORY else round(took, 4)
+                held = attempt(partial(held_mib, attend, *inputs[:3]))
+                rows.append(row | {"held, MiB": held})
+            del inputs, runs
+            freed()
     torch.compiler.reset()
-    freed()
     return rows
 
 
-def step_ladder():
-    versions = {label: (operators, False) for label, operators in EAGER.items()}
-    versions |= {label: (operators, True) for label, operators in COMPILED.items()}
-    return versions_in_turn("large", BATCH, CONTEXT, versions)
-
-
-# %%
-
-steps = lab.measure("A step of large at 1,024, ten versions in parts", step_ladder)
-
-# %%
-
-
-# Drawing
-def steps_in_words(rows):
-    found = (f"{row['version']} {row['step, ms']:.1f}" for row in rows)
-    return f"Milliseconds of a step: {', '.join(found)}."
-
-
-def step_bars(axes, rows):
-    axes.figure.set_size_inches(5.4, 4.4)
-    for place, row in enumerate(rows):
-        axes.barh(place, row["step, ms"], color=lab.colour(row["version"]), height=0.72)
-        label = f" {row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
-        axes.text(row["step, ms"], place, label, va="center", fontsize=10)
-    axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(row["step, ms"] for row in rows))
-    axes.set(xlabel="ms of a training step, and its peak of memory")
-
-
-lab.draw(steps, "A training step, operator by operator", steps_in_words, step_bars)
-
-# %%
-
-
-def in_kernels(row):
-    """Milliseconds of all kernels of a step, in the profile."""
-    return sum(row[f"{part}, ms"] for part in PARTS)
-
-
-def waiting(row):
-    """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
-    return max(0.0, row["step, ms"] - row["busy, ms"])
-
-
-def spread(row):
-    return row["p80, ms"] - row["p20, ms"]
-
-
-def in_parts(row):
-    """The parts of the profile, and the time without a kernel: columns of a table."""
-    return {part: round(row[f"{part}, ms"], 1) for part in PARTS} | {
-        "no kernel": round(waiting(row), 1)
-    }
-
-
-lab.table(
-    [
-        {name: row[name] for name in ("version", "step, ms")}
-        | {"p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}"}
-        | in_parts(row)
-        for row in steps.rows
-    ],
-    "Milliseconds of the kernels of a step, large at 1,024",
+grid = lab.measure(
+    "Attention in turn, batch 8, one head, bfloat16, causal", attention_grid
 )
 
 # %%
-# *Compiled* kernels are those that ``torch.compile`` wrote; the eager versions' layer norm, dropout
-# and GELU are *other*.
+
+# Folded: The whole grid
+grid
 
 # %%
 
 
 # Reading
-def step(column, version):
-    found = [row[column] for row in steps.rows if row["version"] == version]
-    return found[0] if found else nan
+def in_grid(column, provider, length, head_dim=64):
+    return number(grid, column, head_dim, length, provider)
 
 
-def changes(value_of):
-    """What each operator changes, beside the version before it, and by how much."""
-    by = {row["version"]: value_of(row) for row in steps.rows}
-    pairs = pairwise(list(EAGER)[:5])
-    return {name[2:]: by[name] - by[before] for before, name in pairs if by}
+def milliseconds(value):
+    """A number as text, or that there is none."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def listed(found):
-    return ", ".join(f"{name} {round(x, 1) + 0.0:+.1f}" for name, x in found.items())
-
-
-of_kernels = changes(in_kernels)
-of_steps = changes(lambda row: row["step, ms"])
-of_peaks = changes(lambda row: row["peak, GiB"])
-slowed = [name for name, by in of_steps.items() if by > 1 and of_kernels[name] < 0]
-by_version = {row["version"]: row for row in steps.rows}
-idle = {name: waiting(row) for name, row in by_version.items()} or dict.fromkeys(
-    (*EAGER, *COMPILED), nan
-)
-spreads = {name: spread(row) for name, row in by_version.items()} or idle
-unsteady = max(EAGER, key=lambda name: spreads[name])
-lab.read(
-    "Eager, each operator changes the milliseconds of a step beside the version before it: "
-    f"{listed(of_steps)}. "
-    + (
-        f"**In this run {' and '.join(slowed)} make the step slower, although their kernels are "
-        "faster** "
-        f"({', '.join(f'{of_kernels[name]:+.1f}' for name in slowed)}), because once attention is "
-        "fast the host needs longer to launch a step than the GPU to run it. "
-        if slowed
-        else ""
-    )
-    + f"With all of ours, the GPU has no kernel to run for {idle['+ dropout']:.0f} ms of a step, "
-    f"with PyTorch's fused attention for {idle['SDPA']:.0f}: a call of our operators costs the "
-    "host more, because what it runs is Python and not C++. "
-    + (
-        f"This host was unsteady, too: the middle 60 % of the steps of “{unsteady}” lie "
-        f"{spreads[unsteady]:.0f} ms apart. On another host the steps would differ, and only "
-        "what happens to the kernels would stay. "
-        if spreads[unsteady] > 5
-        else ""
-    )
-    + f"The peak of memory changes, in GiB: {listed(of_peaks)}. Attention keeps no table of "
-    "weights, and dropout a seed instead of a mask."
-)
-
-# %%
-# The compiled versions are those that one would train with. The next table has them for four sizes,
-# and for a context of 16,384 with one sequence a batch, where standard attention cannot run:
-# the weights of a single layer would fill the memory of several.
-
-# Measuring
-RACES = (
-    ("medium", CONTEXT, BATCH),
-    ("xl", CONTEXT, BATCH),
-    ("2.7B", CONTEXT, BATCH),
-    ("large", LONG, 1),
-)
-
-
-def races():
-    versions = {
-        label: (COMPILED[label], True) for label in ("SDPA, compiled", "Kernel Book")
-    }
-    return [
-        row
-        for name, context, batch in RACES
-        for row in versions_in_turn(name, batch, context, versions)
-    ]
-
-
-more = lab.measure("Compiled steps of other models in parts", races)
-
-# %%
-
-
-# Reading
-def raced():
-    """SDPA's step and the book's by model, the short context first and then by size."""
-    found = defaultdict(dict)
-    for row in (*more.rows[:2], *steps.rows, *more.rows[2:]):
-        if row["version"] in ("SDPA, compiled", "Kernel Book"):
-            found[f"{row['size']} at {row['context']:,}"][row["version"]] = row
-    return {
-        model: (pair["SDPA, compiled"], pair["Kernel Book"])
-        for model, pair in found.items()
-    }
-
-
-def faster(theirs, own):
-    return theirs["step, ms"] / own["step, ms"]
-
-
-race = raced()
 lab.table(
     [
-        {
-            "model": model,
-            "SDPA, ms": theirs["step, ms"],
-            "Kernel Book, ms": own["step, ms"],
-            "SDPA / Kernel Book": round(faster(theirs, own), 2),
-            "p20 to p80 apart": f"{spread(theirs):.1f} and {spread(own):.1f}",
-            "kernels run": f"{theirs['busy, ms']:.1f} and {own['busy, ms']:.1f}",
+        {"length": length}
+        | {
+            f"{name}, ms": milliseconds(in_grid("both, ms", name, length))
+            for name in ("PyTorch", "torch.compile", "Kernel Book")
         }
-        for model, (theirs, own) in race.items()
-    ],
-    "A compiled step: milliseconds with SDPA and with the book's attention",
-)
-
-# %%
-# The profiles say where the two differ: above zero, the step with our attention takes longer. Parts
-# may add up to more than a step where kernels run at the same time.
-
-
-# Reading
-def apart(theirs, own):
-    """How many milliseconds more the book's step takes than SDPA's, by part."""
-    found = {part: own[f"{part}, ms"] - theirs[f"{part}, ms"] for part in PARTS}
-    return found | {"no kernel": waiting(own) - waiting(theirs)}
-
-
-def signed(value):
-    return f"{round(value, 1) + 0.0:+.1f}"
-
-
-lab.table(
-    [
-        {"model": model, "step": signed(own["step, ms"] - theirs["step, ms"])}
-        | {part: signed(by) for part, by in apart(theirs, own).items()}
-        for model, (theirs, own) in race.items()
-    ],
-    "Kernel Book less SDPA, milliseconds of a compiled step",
+        | {
+            f"{name} holds, MiB": milliseconds(in_grid("held, MiB", name, length))
+            for name in ("PyTorch", "Kernel Book")
+        }
+        for length in LENGTHS
+    ]
+    if grid.rows
+    else [],
+    "Forward and backward of attention, head size 64",
 )
 
 # %%
 
-# Folded: The kernels of the rest
-rest_of = lab.measure("The kernels of the rest that take most", lambda: list(of_rest))
-rest_of
-
-# %%
-
 # Reading
-by_model = {model: faster(*pair) for model, pair in race.items()} or {"": nan}
-ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
-level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
-behind = [name for name, value in by_model.items() if value < 0.99]
-of_host, unexplained = [], []
-flops = {
-    context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
-    for context in (CONTEXT, LONG)
+held = {
+    (name, length): in_grid("held, MiB", name, length)
+    for name in ("PyTorch", "Kernel Book")
+    for length in (4096, 8192)
 }
-for name in behind:
-    theirs, own = race[name]
-    lost = own["step, ms"] - theirs["step, ms"]
-    (
-        of_host if own["idle, ms"] - theirs["idle, ms"] > lost / 2 else unexplained
-    ).append(name)
-
-
-def in_turn(names, value_of):
-    """The values of the book's version and of SDPA's, for each model."""
-    found = []
-    for name in names:
-        theirs, own = map(value_of, race[name])
-        found.append(f"{own:.1f} ms against {theirs:.1f}")
-    return " and ".join(found)
-
-
-slower = [f"{name} ({100 / by_model[name] - 100:.0f} %)" for name in behind]
+growth = {
+    name: held[name, 8192] / held[name, 4096] for name in ("PyTorch", "Kernel Book")
+}
+missing = sorted(
+    {row["provider"] for row in grid.rows if row["both, ms"] == OUT_OF_MEMORY}
+)
+fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
+times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 lab.read(
-    "The book's step should take no longer than SDPA's. "
-    + (f"It is ahead by more than 1 % for {', '.join(ahead)}. " if ahead else "")
-    + (f"The two are level within 1 % for {' and '.join(level)}. " if level else "")
+    "From 4,096 to 8,192 the memory that PyTorch holds grows by a factor of "
+    f"{growth['PyTorch']:.1f}, with the square of the length, and that of the book's attention by "
+    f"{growth['Kernel Book']:.1f}, because it keeps only the output and one logarithm per row, and "
+    "computes the weights again in backward. "
     + (
-        f"**It takes longer for {', '.join(slower)}.**"
-        if slower
-        else "It keeps to this at every size."
-    )
-)
-
-# %%
-
-# Reading
-from kernelbook.lab import results
-from kernelbook.lab.chapter import HOST
-
-no_longer = all(
-    own["busy, ms"] <= theirs["busy, ms"] for theirs, own in map(race.get, of_host)
-)
-record = results.find("attention_backward")
-calls = {passes: own - theirs for passes, own, theirs in record["tables"][HOST]["rows"]}
-per_layer = calls["forward and backward"] / 1e3
-layers = [SIZES[name.partition(" ")[0]].layers for name in of_host]
-of_layers = [f"{n * per_layer:.0f} ms for {n} layers" for n in layers]
-lab.read(
-    (
-        f"For {' and '.join(of_host)} the host is the cause, and no kernel. The GPU's kernels run "
-        f"no longer with our attention ({in_turn(of_host, lambda row: row['busy, ms'])}). In the "
-        "rest of a step the GPU has nothing to run, because the host has not launched the next "
-        f"kernel yet ({in_turn(of_host, waiting)}). Our attention runs Python on the host, where "
-        f"SDPA runs C++: called alone, forward and backward, it needs {per_layer:.2f} ms more, "
-        f"which is {' and '.join(of_layers)}. Only a faster host or a CUDA graph would help "
-        "there, and we measured neither. "
-        if of_host and no_longer
+        f"At 16,384 it is {times:.0f} times as fast. "
+        if times == times or not grid.rows
         else ""
     )
-    + "".join(
-        f"For {name} the kernels take as long with either "
-        f"({in_turn([name], lambda row: row['busy, ms'])}), and the profile finds the GPU idle for "
-        f"{race[name][1]['idle, ms']:.1f} ms against {race[name][0]['idle, ms']:.1f}. So it does "
-        "not show what the timed step loses, which may be the host's or a lower clock's. "
-        for name in unexplained
-        if abs(race[name][1]["busy, ms"] / race[name][0]["busy, ms"] - 1) < 0.01
+    + "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
+    f"{8 * 65536**2 * 2 / 2**30:.0f} GiB, and standard attention holds three at once: the scores, "
+    "the masked scores and the weights. "
+    + (
+        f"So {' and '.join(missing)} {'runs' if len(missing) == 1 else 'run'} out of memory there; "
+        "compiled, the three are one."
+        if missing
+        else "Here even these fit."
     )
-    + f"Attention is {flops[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
-    f"{flops[LONG]:.0f} % at {LONG:,}, so a faster attention kernel moves a step little at the "
-    "short context."
 )
+
+# %%
+# The book's operators
+# --------------------
+#
+# Now we replace PyTorch's operators by the book's, one after the other, and leave the model as it
+# is. Each line of ``EAGER`` adds one operator to the line before, up to all four. *SDPA* is PyTorch
+# with its own fused attention, and with the backend that is the fastest at this shape, flash or
+# cuDNN.
+
+EAGER = {
+    "PyTorch": decoder.PYTORCH,
+    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
+    "+ attention": Operators(ours),
+    "+ layer norm": Operators(ours, layer_norm),
+    "+ dropout": Operators(ours, layer_norm, dropout),
+    "SDPA": Operators(sdpa),
+}
+COMPILED = {
+    "torch.compile": decoder.PYTORCH,
+    "SDPA, compiled": Operators(sdpa),
+    "attention, compiled": Operators(ours),
+    "Kernel Book": Operators(ours, layer_norm, dropout),
+}
+
+# %%
+# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it cannot
+# look into an operator of ours, nor fuse with it. So there are two compiled versions: with the
+# book's attention alone, and with all of its operators, which is the version called *Kernel Book*.
+# We compile the layer and not the model, because all layers are alike and one compilation then
+# serves all of them.
 
 # %%
 # Is it the same model?
 # ---------------------
 #
-# A model that computes something else may be as fast. First we compare the gradient of every
+# Before we time it: does the model still compute the same? First we compare the gradient of every
 # parameter of a small model with a float64 model, PyTorch's operators beside the book's, in
 # float32. Dropout is on: each call gets a seed of its own, and PyTorch's versions multiply by the
 # mask of that seed. A gradient has passed several operators that each round differently, and
@@ -1892,7 +1450,7 @@ lab.check("Every parameter of a small model", gradient_cases())
 # %%
 # Then we train both. The text is the source of the package, a file after the other, and a token is
 # a byte. Both versions start from the same parameters and see the same batches, but draw other
-# masks. Three seeds say how far one and the same version is from itself.
+# masks. Three seeds tell how far apart two runs of one version are.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -2007,168 +1565,670 @@ lab.read(
 )
 
 # %%
-# A grid of attention
-# -------------------
+# One layer
+# ---------
 #
-# The course asks for attention alone: batches of 8, one head, head sizes of 16 to 128 and lengths
-# up to 16,384, to which we add 65,536. We take bfloat16 and the causal mask, and time forward,
-# backward and both, and read the memory that is held before backward. ``torch.compile`` compiles
-# once for all shapes, with ``dynamic=True``, because 24 compilations would take minutes.
+# What is each operator worth on the GPU alone? Forward and backward of one layer of the size large
+# under autocast, timed as every figure of this book, without the host. 100 % is the speed of a
+# matmul.
 
 # Measuring
-HEAD_DIMS, LENGTHS = (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384, 65536)
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
-def held_mib(attend, q, k, v):
-    """What a call holds for backward, and its result."""
-    before = torch.cuda.memory_allocated()
-    out = attend(q, k, v)
-    held = torch.cuda.memory_allocated() - before
-    del out
-    return round(held / 2**20, 2)
+def best_backend(name, batch, context):
+    """The name of SDPA's fastest backend for a layer's attention, forward and backward."""
+    size = SIZES[name]
+    shape = batch, size.heads, context, size.d_model // size.heads
+    q, k, v, do = (drawn(*shape) for _ in range(4))
+    runs = {}
+    for label, backend in BACKENDS.items():
+
+        def run(backend=backend):
+            with sdpa_kernel(backend):
+                return torch.autograd.grad(sdpa(q, k, v), (q, k, v), do)
+
+        usable = lab.peer("torch.nn.attention", lambda _, run=run: run)
+        if not isinstance(usable, lab.Absent):
+            runs[label] = usable, lambda: ()
+    times = medians_in_turn(runs)
+    return min(times, key=times.get)
 
 
-def grid_runs(attend, q, k, v, do):
-    """Forward, backward and both, each with what is made anew before it."""
+def layer_run(layer, backend, x, dy, dtype):
+    inputs = [x, *layer.parameters()]
 
-    def backward(out):
-        torch.autograd.grad(out, (q, k, v), do)
+    def run():
+        with torch.autocast(x.device.type, dtype), sdpa_kernel(backend):
+            y = layer(x)
+        return torch.autograd.grad(y, inputs, dy)
 
-    def both():
-        torch.autograd.grad(attend(q, k, v), (q, k, v), do)
-
-    return {
-        "forward, ms": (lambda: attend(q, k, v), lambda: ()),
-        "backward, ms": (backward, lambda: (attend(q, k, v),)),
-        "both, ms": (both, lambda: ()),
-    }
+    return run
 
 
-def attention_grid():
-    providers = {
-        "PyTorch": standard_attention,
-        "torch.compile": torch.compile(standard_attention, dynamic=True),
-        "Kernel Book": ours,
-    }
-    rows = []
-    for head_dim in HEAD_DIMS:
-        for length in LENGTHS:
-            inputs = [drawn(8, 1, length, head_dim) for _ in range(4)]
-            runs = {
-                (name, what): run
-                for name, attend in providers.items()
-                for what, run in grid_runs(attend, *inputs).items()
-            }
-            times = medians_in_turn(runs)
-            for name, attend in providers.items():
-                row = {"head size": head_dim, "length": length, "provider": name}
-                for what in ("forward, ms", "backward, ms", "both, ms"):
-                    took = times[name, what]
-                    row[what] = took if took == OUT_OF_MEMORY else round(took, 4)
-                held = attempt(partial(held_mib, attend, *inputs[:3]))
-                rows.append(row | {"held, MiB": held})
-            del inputs, runs
-            freed()
-    torch.compiler.reset()
-    return rows
+def layer_providers(context, batch, width, heads, ff, dtype):
+    size = Size(width, ff, 1, heads)
+    where = {"device": runtime.DEVICE}
+    own = decoder.Block(size, decoder.PYTORCH, 0.1, **where)
+    backend = BACKENDS[best_backend("large", batch, context)]
+    x = drawn(batch, context, width, dtype=torch.float32)
+    dy = torch.randn_like(x)
+    a, b = (drawn(8192, 8192, grad=False) for _ in range(2))
+    runs = {"matmul": lambda: a @ b}
+    for versions in (EAGER, COMPILED):
+        for name, operators in versions.items():
+            layer = decoder.Block(size, operators, 0.1, device="meta")
+            layer.load_state_dict(own.state_dict(keep_vars=True), assign=True)
+            if versions is COMPILED:
+                layer.compile(dynamic=False)
+            runs[name] = layer_run(layer, backend, x, dy, dtype)
+    return runs
 
 
-grid = lab.measure(
-    "Attention in turn, batch 8, one head, bfloat16, causal", attention_grid
+# %%
+
+of_large = SIZES["large"]
+layer = lab.bench(
+    "layer",
+    [
+        {
+            "context": CONTEXT,
+            "batch": BATCH,
+            "width": of_large.d_model,
+            "heads": of_large.heads,
+            "ff": of_large.d_ff,
+            "dtype": torch.bfloat16,
+        }
+    ],
+    layer_providers,
+    limit="matmul",
+    work="batch * context * width * (24 * width + 12 * ff + 7 * context)",
+    limit_work="2 * 8192 * 8192 * 8192",
+    unit="TFLOP/s",
 )
 
 # %%
 
-# Folded: The whole grid
-grid
+lab.ladder(
+    layer,
+    "One layer of large at 1,024, forward and backward",
+    [*EAGER, *COMPILED],
+    by="dtype",
+    where={},
+)
 
 # %%
 
 
 # Reading
-def in_grid(column, provider, length, head_dim=64):
-    return number(grid, column, head_dim, length, provider)
+def layer_ms(name):
+    return layer.milliseconds_at(name)
 
 
-def milliseconds(value):
-    """A number as text, or that there is none."""
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def against_sdpa(name):
+    return layer_ms("SDPA, compiled") / layer_ms(name)
+
+
+gain = layer_ms("PyTorch") / layer_ms("+ dropout")
+fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
+lab.read(
+    f"Eager, the book's operators make the layer {gain:.2f} times as fast, and attention alone "
+    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, the "
+    f"layer runs at {against_sdpa('attention, compiled'):.2f} times the speed of SDPA with the "
+    f"book's attention, and at {against_sdpa('Kernel Book'):.2f} times with all of its operators"
+    + (
+        ": what the compiler loses because it cannot fuse our layer norm and dropout with their "
+        "neighbours, these kernels gain."
+        if fusing >= 1
+        else ", which is less, because the compiler would have fused layer norm and dropout with "
+        "their neighbours, and so spared whole passes over memory. **Replace what a compiler "
+        "cannot write, and leave it the rest.**"
+    )
+)
+
+# %%
+# The whole step
+# --------------
+#
+# A model adds the host, the embeddings, the loss and the optimiser. Does a step gain what its
+# layers gain? Every version below trains the same parameters, and they take turns in an order that
+# is drawn anew in each round, two steps per turn after one that does not count. The solid part of
+# a bar is the time in which a profile of the step finds a kernel on the GPU. In the light part the
+# GPU waits for the host. The last two versions are CUDA graphs, of which the next section tells.
+
+# Measuring
+from contextlib import suppress
+
+from torch._dynamo.utils import counters
+
+ROUNDS, TURN = 5, 2
+GRAPHS = {
+    "SDPA, compiled": "SDPA, CUDA graph",
+    "Kernel Book": "Kernel Book, CUDA graph",
+}
+PRODUCTS = ("aten::mm", "aten::addmm")
+IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
+KINDS = ("linear layers", "attention", "between", "AdamW")
+
+
+def version_of(training, name, context, operators, compiled):
+    """The same training, on the same parameters, with other operators."""
+    model = Decoder(SIZES[name], context, operators, device="meta")
+    model.load_state_dict(training.model.state_dict(keep_vars=True), assign=True)
+    if compiled:
+        for layer in model.blocks:
+            layer.compile(dynamic=False)
+    other = Training(model, training.optimizer, training.dtype)
+    other.tokens, other.following = training.tokens, training.following
+    return other
+
+
+def one_turn(step):
+    """Milliseconds from step to step, with the host free to run ahead."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
+    for mark in marks:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def kind_of(operation, kernel):
+    """The kind of a kernel, by its name and the operation that ran it."""
+    found = group(operation)
+    if found == "AdamW" or "FusedAdam" in kernel:
+        return "AdamW"
+    if operation in PRODUCTS:
+        return "linear layers"
+    if found in IN_ATTENTION and not kernel.startswith("triton_"):
+        return "attention"
+    return "between"
+
+
+def on_gpu(events):
+    return [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
+def kernel_times(events):
+    """Milliseconds of a profile by kind and kernel.
+
+    The operation that ran a kernel tells its kind; where kernels of one name are of two kinds, they
+    share its time as the operations do.
+    """
+    kinds, times = defaultdict(Counter), Counter()
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            for kernel in event.kernels:
+                kind = kind_of(event.key, kernel.name)
+                kinds[kernel.name][kind] += max(kernel.duration, 1e-3)
+    for event in on_gpu(events):
+        shares = kinds[event.name] or Counter({kind_of("", event.name): 1})
+        took = event.time_range.elapsed_us() / 1e3
+        for kind, share in shares.items():
+            times[kind, short_name(event.name)] += took * share / shares.total()
+    return times
+
+
+def busy_ms(events):
+    """Milliseconds in which the GPU runs a kernel or a copy."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in on_gpu(events)
+    )
+    busy, reached = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e3
+
+
+longest_kernels = []  # of the versions that race, as their profiles come
+
+
+def profile_of_step(training, which, profiles):
+    """The milliseconds of each kind of kernels in a step, the mean of some profiles."""
+    times, busy = Counter(), 0.0
+    for _ in range(profiles):
+        found = profiled(training.whole).events()
+        busy += busy_ms(found) / profiles
+        for where, took in kernel_times(found).items():
+            times[where] += took / profiles
+    if which["version"] in GRAPHS:
+        for (kind, kernel), took in times.most_common(12):
+            row = {"kind": kind, "kernel": kernel, "ms": round(took, 2)}
+            longest_kernels.append(which | row)
+    by_kind = Counter()
+    for (kind, _), took in times.items():
+        by_kind[kind] += took
+    of_kinds = {f"{kind}, ms": round(by_kind[kind], 2) for kind in KINDS}
+    return of_kinds | {"busy, ms": round(busy, 2)}
+
+
+def graph_of(training):
+    """A CUDA graph of a step, and the peak of its memory in GiB."""
+    freed()
+    graphs = []
+    peak = peak_gib(lambda: graphs.append(decoder.captured(training)))
+    graphs[0].replay()
+    torch.cuda.synchronize()
+    return graphs[0], peak
+
+
+def graphs_in_turn(trainings):
+    """The times and the peaks of steps as CUDA graphs, and why there is none."""
+    steps, peaks, times, remarks = {}, {}, {}, {}
+    for label, title in GRAPHS.items():
+        try:
+            graph, peaks[title] = graph_of(trainings[label])
+            steps[title] = graph.replay
+        except Exception as error:  # whatever cannot be captured
+            remarks[title] = in_short(error)
+        if title in remarks:
+            torch.cuda.set_stream(torch.cuda.default_stream())
+            trainings[label].loss = None
+            trainings[label].optimizer.zero_grad()
+    try:
+        times = times_in_turn(steps)
+    except Exception as error:
+        remarks |= dict.fromkeys(steps, in_short(error))
+    return times, peaks, remarks
+
+
+def in_short(error):
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:120]
+
+
+def times_in_turn(steps):
+    """Milliseconds of some rounds of steps, by the name of the version."""
+    times, draw = {label: [] for label in steps}, numpy.random.default_rng(0)
+    for _ in range(ROUNDS):
+        for label in draw.permutation(list(steps)):
+            times[label] += one_turn(steps[label])
+    return times
+
+
+def timing_of(times):
+    """The median and the middle 60 % of some times, or nothing."""
+    if not times:
+        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms"))
+    low, middle, high = numpy.quantile(times, (0.2, 0.5, 0.8)).round(2).tolist()
+    return {"step, ms": middle, "p20, ms": low, "p80, ms": high}
+
+
+def versions_in_turn(name, batch, context, versions):
+    """A row for each version of a step: (operators, compiled) by its name; and for its graph."""
+    backend = best_backend(name, batch, context)
+    training = new_training(name, context, "bfloat16").draw(batch, context)
+    before = counters["stats"]["unique_graphs"]
+    trainings = {
+        label: version_of(training, name, context, *version)
+        for label, version in versions.items()
+    }
+    peaks, profiles = {}, {}
+    with sdpa_kernel(BACKENDS[backend]):
+        for label, each in trainings.items():
+            each.whole()  # which compiles
+            peaks[label] = peak_gib(each.whole)
+        layers = counters["stats"]["unique_graphs"] - before
+        if layers != sum(compiled for _, compiled in versions.values()):
+            raise RuntimeError(
+                f"{layers} graphs were compiled: a layer was compiled again."
+            )
+        times = times_in_turn({label: each.whole for label, each in trainings.items()})
+        for label, each in trainings.items():
+            which = {"size": name, "context": context, "version": label}
+            profiles[label] = profile_of_step(each, which, 1 + (label in GRAPHS))
+        graph_times, graph_peaks, remarks = graphs_in_turn(trainings)
+    times, peaks = times | graph_times, peaks | graph_peaks
+    rows = [
+        {"size": name, "context": context, "version": label, "batch": batch}
+        | timing_of(times.get(label))
+        | {"peak, GiB": round(peaks[label], 2) if label in peaks else None}
+        | {"SDPA backend": backend, "remark": remarks.get(label, "")}
+        | profiles.get(label, NO_PROFILE)
+        for label in (*versions, *GRAPHS.values())
+    ]
+    del training, trainings, each
+    clean_up()
+    return rows
+
+
+def clean_up():
+    with suppress(RuntimeError):  # of a GPU that a capture has stopped
+        torch.compiler.reset()
+        freed()
+
+
+NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms"])
+
+
+def step_ladder():
+    versions = {label: (operators, False) for label, operators in EAGER.items()}
+    versions |= {label: (operators, True) for label, operators in COMPILED.items()}
+    return versions_in_turn("large", BATCH, CONTEXT, versions)
+
+
+# %%
+
+steps = lab.measure("A step of large at 1,024, twelve versions", step_ladder)
+
+# %%
+
+
+# Drawing
+def timed(rows):
+    return [row for row in rows if row["step, ms"] is not None]
+
+
+def steps_in_words(rows):
+    found = (
+        f"{row['version']} {row['step, ms']:.1f}"
+        + (f", with a kernel {row['busy, ms']:.1f}" if row["busy, ms"] else "")
+        for row in timed(rows)
+    )
+    return f"Milliseconds of a step: {'; '.join(found)}."
+
+
+def step_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 5)
+    axes.grid(axis="y", visible=False)
+    rows = timed(rows)
+    for place, row in enumerate(rows):
+        ours = row["version"].startswith("Kernel Book")
+        bar = {
+            "color": lab.colour("Kernel Book" if ours else "matmul"),
+            "height": 0.72,
+        }
+        busy = min(row["step, ms"], row["busy, ms"] or row["step, ms"])
+        axes.barh(place, busy, **bar)
+        axes.barh(place, row["step, ms"] - busy, left=busy, alpha=0.3, **bar)
+        label = f"{row['step, ms']:.1f} ms, {row['peak, GiB']:.0f} GiB"
+        beside(axes, row["step, ms"], place, label)
+    axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.5 * max(row["step, ms"] for row in rows))
+    axes.set(xlabel="ms of a training step, and its peak of memory")
+
+
+lab.draw(steps, "A training step, operator by operator", steps_in_words, step_bars)
+
+# %%
+
+
+# Reading
+def shown(value, digits=1):
+    return "—" if value is None or value != value else f"{value:.{digits}f}"
+
+
+def step(column, version):
+    found = [row[column] for row in timed(steps.rows) if row["version"] == version]
+    return found[0] if found and found[0] is not None else nan
+
+
+def change(column, before, after):
+    return step(column, after) - step(column, before)
+
+
+def waiting(version):
+    """Milliseconds of a timed step beyond those in which the profile saw a kernel."""
+    return step("step, ms", version) - step("busy, ms", version)
+
+
+last = "+ attention", "+ dropout"
+lab.read(
+    "Eager, the book's attention takes the kernels of a step from "
+    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f} and the peak "
+    f"of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
+    f"{step('peak, GiB', '+ attention'):.0f}, because it keeps no table of weights. Layer norm and "
+    f"dropout change the kernels by {change('busy, ms', *last):+.1f} ms and the step by "
+    f"{change('step, ms', *last):+.1f}. Compiled, kernels run for "
+    f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
+    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU waits for "
+    f"{waiting('SDPA, compiled'):.0f} ms and {waiting('Kernel Book'):.0f}: **once the kernels are "
+    "fast, the host needs longer to launch a step than the GPU to run it.** A call of our "
+    "operators costs the host more, because it runs Python where PyTorch runs C++."
+)
+
+# %%
+
+# Folded: The steps in numbers, and their kernels by kind
+lab.table(
+    [
+        {
+            "version": row["version"],
+            "step, ms": shown(row["step, ms"]),
+            "p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}",
+        }
+        | {kind: shown(row[f"{kind}, ms"]) for kind in KINDS}
+        | {"kernels": shown(row["busy, ms"])}
+        for row in timed(steps.rows)
+    ],
+    "Milliseconds of a step of large at 1,024, and of its kernels by kind",
+)
+
+# %%
+# The host removed
+# ----------------
+#
+# A :term:`CUDA graph` records the launches of a step once and hands all of them to the GPU in one
+# call. That removes Python, the dispatcher and every single launch from each later step, so that
+# what remains is the time of the kernels.
+#
+# We capture the whole step: forward, backward and optimiser. Dropout still draws new masks, because
+# its seeds come from the GPU's generator, which moves on with each replay.
+
+lab.source(decoder.captured)
+
+# %%
+# Now the same race for more models: with SDPA and with the book's operators, both compiled, with
+# and without a graph. At 16,384 the batch is one sequence, and standard attention cannot run,
+# because its tables would fill the memory of several GPUs.
+
+# Measuring
+RACES = (
+    ("medium", CONTEXT, BATCH),
+    ("xl", CONTEXT, BATCH),
+    ("2.7B", CONTEXT, BATCH),
+    ("large", LONG, 1),
+)
+
+
+def races():
+    versions = {label: (COMPILED[label], True) for label in GRAPHS}
+    rows = []
+    for name, context, batch in RACES:
+        try:
+            rows += versions_in_turn(name, batch, context, versions)
+            continue
+        except Exception as error:  # one model that fails must not cost the others
+            reason = in_short(error)
+        rows += [
+            {"size": name, "context": context, "version": label, "batch": batch}
+            | timing_of([])
+            | {"peak, GiB": None, "SDPA backend": None, "remark": reason}
+            | NO_PROFILE
+            for label in (*GRAPHS, *GRAPHS.values())
+        ]
+        clean_up()
+    return rows
+
+
+more = lab.measure("Compiled steps of other models, with and without a graph", races)
+
+# %%
+
+
+# Reading
+def raced():
+    """The rows of each model by version, the short context first and then by size."""
+    found = defaultdict(dict)
+    for row in (*more.rows, *steps.rows):
+        if row["version"] in (*GRAPHS, *GRAPHS.values()):
+            found[f"{row['size']} at {row['context']:,}"][row["version"]] = row
+    names = [f"{size} at {CONTEXT:,}" for size in SIZES] + [f"large at {LONG:,}"]
+    return {name: found[name] for name in names if name in found}
+
+
+def ratio(rows, theirs, own):
+    """How many times as fast the second of two versions is."""
+    times = rows[theirs]["step, ms"], rows[own]["step, ms"]
+    return nan if None in times else times[0] / times[1]
+
+
+def cell(value):
+    return "—" if value is None or value != value else round(value, 2)
+
+
+race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
+lab.table(
+    [
+        {
+            "model": model,
+            "SDPA, ms": cell(rows[graphs[0]]["step, ms"]),
+            "Kernel Book, ms": cell(rows[graphs[1]]["step, ms"]),
+            "SDPA / Kernel Book": cell(ratio(rows, *graphs)),
+            "both without graphs": " and ".join(
+                shown(rows[name]["step, ms"]) for name in without
+            ),
+            "their ratio": cell(ratio(rows, *without)),
+        }
+        for model, rows in race.items()
+    ],
+    "A compiled step as a CUDA graph: with SDPA, and with the book's operators",
+)
+
+# %%
+
+# Reading
+by_model = {model: ratio(rows, *graphs) for model, rows in race.items()}
+by_model = {model: value for model, value in by_model.items() if value == value}
+ahead = [f"{name} ({value:.2f})" for name, value in by_model.items() if value > 1.01]
+level = [name for name, value in by_model.items() if 0.99 <= value <= 1.01]
+behind = [
+    f"{name} ({100 / value - 100:.1f} %)"
+    for name, value in by_model.items()
+    if value < 0.99
+]
+failed = [
+    f"{row['version']} of {model}: {row['remark']}"
+    for model, rows in race.items()
+    for row in rows.values()
+    if row["remark"]
+]
+
+
+def most_gained(name):
+    """The most that a graph gains over the same compiled version without one."""
+    found = [ratio(rows, name, GRAPHS[name]) for rows in race.values()]
+    return max((value for value in found if value == value), default=nan)
+
+
+lab.read(
+    (
+        f"A graph makes the step up to {most_gained(without[0]):.2f} times as fast with SDPA and "
+        f"up to {most_gained(without[1]):.2f} times with the book's operators, which cost the host "
+        "more. "
+        + (
+            f"Graph against graph, the book is ahead for {', '.join(ahead)}"
+            if ahead
+            else ""
+        )
+        + (", and " if ahead and level else "")
+        + (f"within 1 % of SDPA for {' and '.join(level)}" if level else "")
+        + (". " if ahead or level else "")
+        + (
+            f"**The book's step takes longer for {' and '.join(behind)}.** "
+            if behind
+            else "At no size does its step take longer. "
+        )
+        if by_model or not race
+        else ""
+    )
+    + (f"Not measured: {'; '.join(failed)}." if failed else "")
+)
+
+# %%
+# Where do the two differ? The table adds up the kernels of a profiled step in four kinds, first
+# with SDPA and then with the book's operators. *Between* is all that is neither a matmul of a
+# linear layer, nor attention, nor AdamW: layer norm, dropout, GELU, additions, casts, the loss.
+
+
+# Reading
+def pair_of(rows, column):
+    return [rows[name][column] for name in without]
 
 
 lab.table(
     [
-        {"length": length}
-        | {
-            f"{name}, ms": milliseconds(in_grid("both, ms", name, length))
-            for name in ("PyTorch", "torch.compile", "Kernel Book")
-        }
-        | {
-            f"{name}, MiB": milliseconds(in_grid("held, MiB", name, length))
-            for name in ("PyTorch", "Kernel Book")
-        }
-        for length in LENGTHS
-    ]
-    if grid.rows
-    else [],
-    "Forward and backward at a head size of 64, and what is held between them",
+        {"model": model}
+        | {kind: " / ".join(map(shown, pair_of(rows, f"{kind}, ms"))) for kind in KINDS}
+        | {"all": " / ".join(map(shown, pair_of(rows, "busy, ms")))}
+        for model, rows in race.items()
+    ],
+    "Milliseconds of kernels in a step: SDPA / Kernel Book",
 )
 
 # %%
 
-# Reading
-missing = [
-    f"{row['provider']} at length {row['length']:,}"
-    for row in grid.rows
-    if row["both, ms"] == OUT_OF_MEMORY
-]
-missing = sorted(set(missing), key=missing.index)
-weights_gib = 8 * 65536**2 * 2 / 2**30
-held = {
-    (name, length): in_grid("held, MiB", name, length)
-    for name in ("PyTorch", "Kernel Book")
-    for length in (4096, 8192)
-}
-growth = {
-    name: held[name, 8192] / held[name, 4096] for name in ("PyTorch", "Kernel Book")
-}
-fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
-times = fast[0] / fast[1] if not isinstance(fast[0], str) else nan
-compiled_gib = in_grid("held, MiB", "torch.compile", 65536)
-waited = sorted(
-    {
-        row["length"]
-        for row in grid.rows
-        if OUT_OF_MEMORY not in row.values()
-        and row["both, ms"] > 1.5 * (row["forward, ms"] + row["backward, ms"])
-    }
+# Folded: The kernels that take most
+longest_of = lab.measure(
+    "The kernels that take most in a compiled step", lambda: list(longest_kernels)
 )
+longest_of
+
+# %%
+
+
+# Reading
+def slower_in(kind):
+    """The models at which the book's kernels of a kind run longer by a tenth of a millisecond."""
+    found = {model: pair_of(rows, f"{kind}, ms") for model, rows in race.items()}
+    return [
+        name
+        for name, times in found.items()
+        if None not in times and times[1] > times[0] + 0.1
+    ]
+
+
+padded = {}
+for name in slower_in("attention"):
+    shape = SIZES[name.partition(" ")[0]]
+    head = shape.d_model // shape.heads
+    if head & (head - 1):
+        padded[name] = head
+share_of = {
+    context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
+    for context in (CONTEXT, LONG)
+}
 lab.read(
-    f"Out of memory: {'; '.join(missing) or 'none'}. On paper, at 65,536, one table of scores in "
-    f"bfloat16 has 8 · 65,536² · 2 bytes = {weights_gib:.0f} GiB, and standard attention holds "
-    "three at once, the scores, the masked scores and the weights. "
-    + (
-        f"Compiled it fuses these and holds {compiled_gib / 1024:.0f} GiB for backward. "
-        if not isinstance(compiled_gib, str)
+    (
+        f"Attention takes longer with the book for {' and '.join(slower_in('attention'))}. "
+        if slower_in("attention")
         else ""
     )
-    + "From 4,096 to 8,192 what PyTorch holds grows by a factor of "
-    f"{growth['PyTorch']:.1f}, with the square of the length, and what the book's attention holds "
-    f"by {growth['Kernel Book']:.1f}, because beside q, k and v it keeps only the output and one "
-    "logarithm per row, and computes the weights again. At 16,384 "
-    + (
-        f"it is {times:.0f} times as fast. "
-        if times == times or not grid.rows
-        else "only it runs. "
+    + "".join(
+        f"At {name.partition(' ')[0]} a head has {head} numbers, and a tile of ours a power of two "
+        f"of columns, {1 << head.bit_length()}, so that it multiplies zeros as well. "
+        for name, head in padded.items()
     )
+    + "Between the matmuls the compiler writes layer norm and dropout on one side, and the book on "
+    "the other"
     + (
-        f"Do not compare the times at {' and '.join(f'{n:,}' for n in waited)}: there both passes "
-        "together sometimes take far longer than one after the other, because the GPU waited for "
-        "the host."
-        if waited
-        else ""
+        f", whose kernels take longer for {' and '.join(slower_in('between'))}. "
+        if slower_in("between")
+        else ", whose kernels take no longer at any size. "
     )
+    + "The linear layers and AdamW run the same kernels on both sides, so where these differ, the "
+    f"clocks did. Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at "
+    f"{CONTEXT:,}, so that a faster kernel moves little there, "
+    f"{step('attention, ms', 'Kernel Book'):.1f} of {step('busy, ms', 'Kernel Book'):.1f} ms; at "
+    f"{LONG:,} it is {share_of[LONG]:.0f} %."
 )
 
 # %%
@@ -2186,36 +2246,24 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A clock without a wait.** The passes are queued and the clock is read before they run, as
-# :doc:`/chapters/measuring` shows; the error then moves to whichever pass waits first.
+# **A clock without a wait.** If the clock is read before the queued passes have run, the error
+# moves to whichever pass waits first: see :doc:`/chapters/measuring`.
 #
-# **A model that is compiled in silence again and again.** Were the layers different to the
-# compiler, it would compile each of them and, after a few, give up and run eagerly without an
-# error. The measurement above therefore counts the graphs and stops if there is more than one per
-# version.
+# **A model that is compiled again and again.** Were the layers different to the compiler, it would
+# compile each of them and, after a few, give up and run eagerly without an error. The measurement
+# above therefore counts the compilations and stops if there is more than one per version.
 #
-# **Evaluation with dropout on.** ``model.eval()`` switches it off. The book's ``dropout`` takes the
-# same flag.
-
-model = Decoder(
-    Size(64, 128, 1, 2, 61), 32, LEARNERS["Kernel Book"], device=runtime.DEVICE
-)
-tokens = torch.arange(32, device=runtime.DEVICE)[None]
-for mode in (model.train, model.eval):
-    mode()
-    with torch.no_grad():
-        print(
-            f"{mode.__name__}: equal twice:", torch.equal(model(tokens), model(tokens))
-        )
-
-# %%
+# **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
+# captured. Training copies each new batch there first, with ``tokens.copy_(batch)``; a batch in
+# another tensor would never be read, and nothing would say so. Whatever the host knew, such as a
+# learning rate that is a Python number, stays what it was.
+#
 # In short
 # --------
 #
 # In bfloat16 most of a training step is no matmul, and operators that move fewer bytes shorten just
 # that part. Fused attention saves the most, in time and in memory, because no table of scores is
-# kept. Beside PyTorch's own fused attention, the kernels run about as long, and where a step is
-# short, the host decides. A profile tells which of the two to work on.
+# kept. Once the kernels are fast the host decides, and a CUDA graph removes it from the step.
 #
 # Exercises
 # ---------
@@ -2297,9 +2345,10 @@ print(forward.get_total_flops(), backward.get_total_flops())
 # %%
 
 # Closing
+eager = step("step, ms", "PyTorch") / step("step, ms", "+ dropout")
+raced_at = [f"{value:.2f}" for value in sorted(by_model.values())] or ["no"]
 lab.finish(
-    f"A compiled step with the book's attention runs at {min(by_model.values()):.2f} to "
-    f"{max(by_model.values()):.2f} times the speed of one with SDPA, and an eager one with its "
-    f"operators is {step('step, ms', 'PyTorch') / step('step, ms', '+ dropout'):.1f} times as fast "
-    "as with PyTorch's"
+    f"As a CUDA graph, a compiled step with the book's operators runs at {raced_at[0]} to "
+    f"{raced_at[-1]} times the speed of one with SDPA, and an eager one is {eager:.1f} times as "
+    "fast as with PyTorch's operators"
 )

@@ -142,8 +142,8 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
-            "one tile a program": "a lock for every tile",
-            "lock, looping": "a lock for many tiles",
+            "lock per tile": "a lock for every tile",
+            "lock per program": "a lock for many tiles",
             "partial sums": "partial sums, no lock",
         },
     ),
@@ -224,6 +224,19 @@ CHAPTERS = {
             "roles": "a loader, two consumers",
         },
     ),
+    "attention_hopper": Facts(
+        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
+        "roles make them overlap, and what is each step to that worth?",
+        "advanced",
+        ("attention_fast", "warps_with_roles"),
+        "ladder",
+        {"mask": "full"},
+        {
+            "plain Triton": "plain Triton",
+            "two roles": "a loader, two consumers",
+            "Kernel Book": "after all changes",
+        },
+    ),
     "attention_across_gpus": Facts(
         "How do several GPUs share one attention, and how much of their speed is left when they "
         "do?",
@@ -237,19 +250,6 @@ CHAPTERS = {
             "Kernel Book": "transfers behind the work",
         },
     ),
-    "attention_hopper": Facts(
-        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
-        "roles make them overlap, and what is each step to that worth?",
-        "advanced",
-        ("attention_fast", "warps_with_roles"),
-        "ladder",
-        {"mask": "full"},
-        {
-            "plain kernel": "the plain kernel",
-            "two roles": "a loader, two consumers",
-            "Kernel Book": "after all changes",
-        },
-    ),
     "transformer": Facts(
         "Where does the time of a training step go, where does its memory go, and how much of "
         "either do the book's operators save?",
@@ -261,7 +261,7 @@ CHAPTERS = {
             "PyTorch": "PyTorch's operators",
             "+ dropout": "the book's",
             "torch.compile": "PyTorch's, compiled",
-            "Kernel Book": "compiled, with our attention",
+            "Kernel Book": "the book's, compiled",
         },
     ),
 }

@@ -19,11 +19,12 @@ OPERATORS = {
     "softmax": ("softmax",),
     "layer norm": ("layer_norm", "layer_norm_backward"),
     "attention": ("attention_forward", "attention_fast", "attention_backward"),
+    "attention in Gluon": ("attention_hopper",),
     "decoding": ("attention_in_models",),
     "varlen": ("attention_in_models",),
     "fp8": ("attention_fp8",),
 }
-"""The chapters of a compiled case, by how its name begins."""
+"""The chapters of a compiled case, by how its name begins; the longest beginning counts."""
 FORWARD_ONLY = ("layer_norm", "attention_forward", "attention_fast")
 
 REASONS = ("refused", "fails")
@@ -52,8 +53,10 @@ def compiled(app):
     for name in sorted(architectures, key=newest_first):
         found = architectures[name]
         for case, outcome in found["cases"].items():
-            [chapters] = [c for start, c in OPERATORS.items() if case.startswith(start)]
-            for chapter in chapters:
+            if outcome.get("kernels") == 0:  # the package takes another kernel on this GPU
+                continue
+            start = max((start for start in OPERATORS if case.startswith(start)), key=len)
+            for chapter in OPERATORS[start]:
                 yield found["gpu"], found["triton"], chapter, case, outcome
 
 

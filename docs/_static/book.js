@@ -12,6 +12,43 @@ window.addEventListener("load", () => window.MathJax?.startup.promise.then(reach
 window.addEventListener("resize", reachFormulas);
 document.addEventListener("toggle", () => window.dispatchEvent(new Event("resize")), true);
 
+// On a phone most lines of code are too long. There each line becomes an element of its own, so that
+// what does not fit goes on below, further in than the line begins. What is copied does not change.
+
+const PHONE = window.matchMedia("(max-width: 40rem)");
+
+function linesOf(code) {
+  const lines = [document.createElement("span")];
+  const found = [...lines];
+  for (const node of [...code.childNodes]) {
+    for (const [number, part] of node.textContent.split("\n").entries()) {
+      if (number) {
+        lines.push(document.createElement("span"));
+        found.push("\n", lines.at(-1));
+      }
+      const piece = node.cloneNode(part === node.textContent);
+      if (part !== node.textContent) piece.textContent = part;
+      if (part) lines.at(-1).append(piece);
+    }
+  }
+  for (const line of lines) {
+    line.className = "kb-line";
+    line.style.setProperty("--indent", `${line.textContent.search(/\S|$/)}ch`);
+  }
+  return found.filter((line) => line === "\n" || line.textContent);
+}
+
+function breakLines() {
+  if (!PHONE.matches) return;
+  for (const pre of document.querySelectorAll(".bd-article div.highlight pre")) {
+    const code = pre.querySelector(":scope > code") ?? pre;
+    if (!code.querySelector(".kb-line")) code.replaceChildren(...linesOf(code));
+  }
+}
+
+document.addEventListener("DOMContentLoaded", breakLines);
+PHONE.addEventListener("change", breakLines);
+
 // Several GPUs ran some figures and tables. They stand in the page one after another; here each such
 // group becomes one, with buttons that choose the GPU for the whole page, and for the next one.
 

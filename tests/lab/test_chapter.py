@@ -148,3 +148,51 @@ def test_the_compiler_reports_on_every_kernel(live, monkeypatch):
     assert [row["kernel"] for row in rows] == ["seeded_dropout_kernel"]
     assert rows[0]["registers"] > 0
     assert rows[0]["spills"] == 0
+
+
+# -- what one kind of GPU may refuse
+
+
+def fail():
+    raise ValueError("no such instruction\nat /home/me/kernel.py")
+
+
+def test_an_experiment_that_fails_leaves_its_reason_and_no_rows(live, root):
+    truth = torch.tensor([1.0, 2.0]).double()
+    lab.check("sum", [case(truth.float(), truth)])
+    here = lab.attempt("memory", fail)
+    needs = lab.attempt("stamps", lab.Absent("it needs a Hopper GPU"))
+    fine = lab.attempt("times", lambda: [{"n": 1}])
+    assert (here.rows, needs.rows, fine.rows) == ([], [], [{"n": 1}])
+    assert "not measured, because" in here.plain
+    assert "ValueError: no such instruction" in here.plain
+    drawn = lab.draw(needs, "Stamps", pytest.fail, pytest.fail)
+    assert "Stamps. Not measured: it needs a Hopper GPU." in drawn.plain
+    assert "Not measured: it needs a Hopper GPU." in lab.read(f"It takes {float('nan')}.").plain
+    lab.finish("half of a copy")
+    tables = results.read(root / "test-gpu" / "tried.json")["tables"]
+    assert tables["stamps"]["rows"] == [["it needs a Hopper GPU"]]
+
+
+def test_a_recorded_reason_is_replayed_as_one(replayed, root):
+    found = record()
+    found["tables"]["memory"] = {"columns": [chapter.WHY_NOT], "rows": [["it needs a Hopper GPU"]]}
+    results.save(found)
+    lab.start("tried", "measured_module")
+    table = lab.attempt("memory", None)
+    assert table.rows == []
+    assert "it needs a Hopper GPU" in table.plain
+
+
+def test_a_check_that_fails_is_no_reason(live):
+    def wrong():
+        raise lab.CheckFailed("3 of 1,000 launches differ.")
+
+    with pytest.raises(lab.CheckFailed):
+        lab.attempt("soak", wrong)
+
+
+def test_a_version_that_does_not_run_is_absent_and_says_why(live):
+    absent = lab.tried(fail)
+    assert absent == lab.Absent("it does not run here: ValueError: no such instruction")
+    assert lab.tried(dict) is dict

@@ -1,5 +1,8 @@
 """The decoder: what it computes, that its operators are injected, and that it learns."""
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,3 +94,46 @@ def test_a_step_is_timed_pass_by_pass(monkeypatch):
     assert tuple(times) == PASSES
     assert min(times.values()) > 0
     assert not torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
+
+
+def test_a_captured_step_is_warmed_up_and_captured_once(monkeypatch):
+    model, seen = tiny(), []
+    training = Training(model, torch.optim.SGD(model.parameters())).draw(2, 16)
+    whole = training.whole
+
+    def noted():
+        seen.append((inside[0], training.optimizer.param_groups[0].get("capturable", False)))
+        whole()
+
+    inside, stream = [False], SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def capturing(graph, stream, capture_error_mode):
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    fakes = {"Stream": lambda: stream, "CUDAGraph": object, "graph": capturing}
+    fakes |= {"stream": lambda of: nullcontext(), "current_stream": lambda: stream}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(training, "whole", noted)
+    decoder.captured(training)
+    assert seen == [(False, False), (False, False), (True, True)]
+    assert not training.optimizer.param_groups[0]["capturable"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_replay_trains_as_a_step_does():
+    found = []
+    for replayed in (False, True):
+        model = tiny(p=0.0, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        training = Training(model, optimizer, torch.bfloat16)
+        training.tokens = training.following = tokens().cuda()
+        training.whole()
+        step = decoder.captured(training).replay if replayed else training.whole
+        for _ in range(3 if replayed else 5):  # of which the warm-up of a capture makes two
+            step()
+        found.append(nn.utils.parameters_to_vector(model.parameters()))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)

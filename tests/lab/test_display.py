@@ -28,6 +28,17 @@ def test_source_shows_the_piece_under_its_heading():
         lab.source(seeded_dropout_kernel, "paint")
 
 
+def test_a_listing_says_what_each_source_is_for():
+    from kernelbook.ops.dropout import masked_dropout_kernel, seeded_dropout_kernel
+
+    both = {"1. The mask < stored": masked_dropout_kernel, "2. Seeded": seeded_dropout_kernel}
+    shown = lab.listing(both)
+    assert shown.html.count('class="kb-source"') == shown.markdown.count("```python") == 2
+    assert "<p>1. The mask &lt; stored.</p>" in shown.html
+    first, second = (shown.plain.index(f"def {kernel.fn.__name__}") for kernel in both.values())
+    assert shown.plain.index("1. The mask < stored.") < first < shown.plain.index("2.") < second
+
+
 def test_prose_is_escaped():
     assert "<code>a &lt; b</code>" in lab.read("where `a < b`, **always**").html
     assert "<strong>always</strong>" in lab.read("where `a < b`, **always**").html
@@ -96,6 +107,16 @@ def test_the_best_peer_is_neither_the_book_nor_the_limit(replayed):
     sweep = lab.bench("forward", POINTS, None, **SWEEP)
     assert sweep.best_peer(elements=1000) == ("ours", 0.5)  # where the peer is absent
     assert sweep.best_peer(elements=2000) == ("ours", pytest.approx(0.8))
+    assert sweep.best_peer("peer", elements=2000) == ("peer", pytest.approx(0.5))
+    assert sweep.best_peer("peer", elements=1000)[0] == "none"
+
+
+def test_who_is_ahead_at_a_point_is_listed_from_the_fastest(replayed):
+    sweep = lab.bench("forward", POINTS, None, **SWEEP)
+    ahead = sweep.ahead_of("peer", "ours", "copy", "peer", elements=2000)
+    assert [name for name, _ in ahead] == ["copy", "ours"]
+    assert ahead[1][1] == sweep.rate("ours", elements=2000)
+    assert sweep.ahead_of("copy", "ours", "peer", elements=1000) == []
 
 
 def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):

@@ -238,7 +238,7 @@ def test_the_chapter_across_gpus_can_measure_and_leaves_a_record(tmp_path):
     environment = {"KERNELBOOK_REHEARSAL": "1", "KERNELBOOK_RESULTS": str(tmp_path)}
     environment |= {"PYTHONPATH": str(root / "src"), "MPLBACKEND": "agg"}
     done = subprocess.run(
-        [sys.executable, "-c", REHEARSAL, root / "gallery" / "_attention_across_gpus.py"],
+        [sys.executable, "-c", REHEARSAL, root / "gallery" / "attention_across_gpus.py"],
         env=os.environ | environment,
         capture_output=True,
         text=True,

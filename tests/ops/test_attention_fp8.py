@@ -92,9 +92,9 @@ def assert_lse_close(lse, truth, q, k, q_dtype, scale):
     """Compare lse, which rounded weights do not touch, with the truth, row by row.
 
     A score is a sum over head_dim, and may be wrong by some roundings to float32 of the sizes of
-    its terms. Hopper cuts each term of an 8-bit product off some 13 bits below the largest, so that
-    there it is 2^-13 of these sizes. lse errs by no more than the worst score of its row, and by
-    roundings of its own.
+    its terms. Hopper truncates each term of an 8-bit matmul 13 bits below the leading bit of the
+    largest, as the chapter measures, so that there it is 2^-13 of these sizes. lse errs by no more
+    than the worst score of its row, and by roundings of its own.
     """
     in_8_bits = q_dtype in fp8.DTYPES and not runtime.INTERPRETED
     sizes = (q.double().abs() @ k.double().abs().mT).amax(-1) * (scale or q.shape[-1] ** -0.5)

@@ -77,8 +77,14 @@ def test_the_page_shows_every_point():
 
 NCU = """#!/bin/sh
 echo '==PROF== Connected to process 7'
-echo '"ID","Host Name","Metric Name","Metric Unit","Metric Value"'
-echo '"0","here","dram__bytes_read.sum","byte","268,435,456"'
+echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+echo '"0","row_fwd_kernel","dram__bytes_read.sum","byte","268,435,456"'
+echo '"1","online_fwd_kernel","dram__bytes_read.sum","byte","268,435,464"'
+echo '"1","online_fwd_kernel","dram__bytes_write.sum","byte","268,435,464"'
+"""
+ANOTHER = """#!/bin/sh
+echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+echo '"0","row_fwd_kernel","dram__bytes_read.sum","byte","268,435,456"'
 """
 REFUSED = "#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM - no permission'\nexit 1\n"
 
@@ -86,14 +92,15 @@ REFUSED = "#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM - no permission'\nexit 1\
 @pytest.mark.parametrize(
     ("tool", "row"),
     [
-        (None, ("absent", 0, "", "ncu is not installed")),
-        (REFUSED, ("absent", 0, "", "ncu: ERR_NVGPUCTRPERM - no permission")),
-        (NCU, ("read from HBM", 2**28, "byte", "dram__bytes_read.sum")),
+        (None, ("absent", 0, 0, "", "ncu is not installed")),
+        (REFUSED, ("absent", 0, 0, "", "ncu: ERR_NVGPUCTRPERM - no permission")),
+        (ANOTHER, ("absent", 0, 0, "", "ncu did not name both kernels")),
+        (NCU, ("read from HBM", 2**28, 2**28 + 8, "byte", "dram__bytes_read.sum")),
     ],
-    ids=["absent", "refused", "present"],
+    ids=["absent", "refused", "one kernel of two", "present"],
 )
 def test_counters_are_read_or_their_absence_is_said(tool, row, monkeypatch, tmp_path):
-    *_, counters = parts("COUNTERS", "PROFILED", "ncu", "counters")
+    *_, counters = parts("COUNTERS", "KERNELS", "PROFILED", "ncu", "counters")
     if tool:
         (tmp_path / "ncu").write_text(tool)
         (tmp_path / "ncu").chmod(0o755)

@@ -1,6 +1,6 @@
 """The laboratory of the book: what a chapter uses to check, measure and show its kernels."""
 
-from kernelbook.lab.bench import Absent, Sweep, bench, event_times, peer
+from kernelbook.lab.bench import Absent, Sweep, attempt, bench, event_times, peer, tried
 from kernelbook.lab.chapter import (
     compiled_by,
     facts,
@@ -11,7 +11,7 @@ from kernelbook.lab.chapter import (
     start,
 )
 from kernelbook.lab.check import Case, CheckFailed, check
-from kernelbook.lab.display import note, read, source, table
+from kernelbook.lab.display import listing, note, read, source, table
 from kernelbook.lab.figures import colour, draw, ladder, plot, sketch
 from kernelbook.lab.ranks import Ranks, RanksFailed
 from kernelbook.lab.results import ResultsError
@@ -24,6 +24,7 @@ __all__ = [
     "RanksFailed",
     "ResultsError",
     "Sweep",
+    "attempt",
     "bench",
     "check",
     "colour",
@@ -34,6 +35,7 @@ __all__ = [
     "finish",
     "host_times",
     "ladder",
+    "listing",
     "measure",
     "note",
     "peer",
@@ -44,4 +46,5 @@ __all__ = [
     "source",
     "start",
     "table",
+    "tried",
 ]

@@ -60,6 +60,37 @@ def peer(module: str, use: Callable) -> Callable | Absent:
     return run
 
 
+def tried(run: Callable) -> Callable | Absent:
+    """Return a run, or why it fails here: for the version of a page, which one kind of GPU or one
+    Triton may refuse, and which must not take the rest of the page with it."""
+    try:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # what refuses may be the compiler, the assembler or the driver
+        return Absent(f"it does not run here: {_in_short(error)}")
+    return run
+
+
+def attempt(name: str, experiment: Callable[[], list[dict]] | Absent) -> chapter.Table:
+    """Measure as :func:`kernelbook.lab.measure` does, or record why it cannot be done.
+
+    A check that fails is raised all the same: it would be no reason, but a fault.
+    """
+
+    def reasoned() -> list[dict]:
+        if isinstance(experiment, Absent):
+            return [{chapter.WHY_NOT: experiment.reason}]
+        try:
+            return experiment()
+        except AssertionError:
+            raise
+        except Exception as error:  # as above
+            return [{chapter.WHY_NOT: _in_short(error)}]
+
+    return chapter.measure(name, reasoned)
+
+
 def _is_refusal(error: Exception, library: str, use: Callable) -> bool:
     """Tell whether an exception comes from the library, and not from the function that calls it.
 
@@ -163,15 +194,23 @@ class Sweep:
         """Return the provider's speed as a fraction of the limit's, at one point."""
         return self._one("share", provider, where)
 
-    def best_peer(self, **where) -> tuple[str, float]:
+    def best_peer(self, *among: str, **where) -> tuple[str, float]:
         """Return the fastest provider beside the book and the limit, with its share, at one point.
 
-        Where none was timed it is "none", with NaN.
+        ``among`` names those that count, where the book has more than one. Where none was timed it
+        is "none", with NaN.
         """
-        others = [name for name in self.providers if name not in (self.limit, "Kernel Book")]
+        others = among or [p for p in self.providers if p not in (self.limit, "Kernel Book")]
         found = {name: self.share(name, **where) for name in others}
         found = {name: share for name, share in found.items() if not math.isnan(share)}
         return max(found.items(), key=lambda item: item[1], default=("none", math.nan))
+
+    def ahead_of(self, own: str, *among: str, **where) -> list[tuple[str, float]]:
+        """Return which of the providers are faster than one at a point, with their speeds in the
+        sweep's unit, the fastest first."""
+        ours = self.rate(own, **where)
+        found = [(name, self.rate(name, **where)) for name in among]
+        return sorted((pair for pair in found if pair[1] > ours), key=lambda pair: -pair[1])
 
     def summary(self, **where) -> str:
         """Return a sentence: which shares of the limit the book's kernel reaches along the axis."""

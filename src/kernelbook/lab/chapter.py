@@ -173,12 +173,17 @@ def checked(name: str, rows: list[dict] | None = None) -> dict[str, list[dict]]:
     return on_gpu if rows is None else on_gpu | {"in Triton's interpreter": rows}
 
 
+WHY_NOT = "not measured, because"
+"""The only column of a table that says why it holds nothing."""
+
+
 class Table(Shown):
     """What an experiment found on one GPU.
 
-    ``rows`` are empty where nothing was recorded. ``mark`` says that the code has changed since,
-    and ``elsewhere`` holds the tables of this name that other GPUs recorded. The caption names the
-    GPU alone: driver, versions and commit stand at the top of the page and under its figures.
+    ``rows`` are empty where nothing was recorded, or nothing but why, which is ``why_not``.
+    ``mark`` says that the code has changed since, and ``elsewhere`` holds the tables of this name
+    that other GPUs recorded. The caption names the GPU alone: driver, versions and commit stand at
+    the top of the page and under its figures.
     """
 
     def __init__(
@@ -208,6 +213,10 @@ class Table(Shown):
             also = (f"{other.provenance['slug']}/{running().name}.json" for other in self.elsewhere)
             plain += f"\nAlso recorded: {', '.join(also)}"
         super().__init__(html, plain)
+        self.why_not = NOT_RECORDED
+        if rows and WHY_NOT in rows[0]:
+            self.rows, self.why_not = [], f"Not measured: {rows[0][WHY_NOT]}."
+            display.absences.append(self.why_not)
 
 
 def measure(name: str, experiment: Callable[[], list[dict]]) -> Table:

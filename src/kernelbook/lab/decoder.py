@@ -158,6 +158,10 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def whole(self):
+        for name in PASSES:
+            getattr(self, name)()
+
 
 def timed_step(training: Training) -> dict[str, float]:
     """Return the milliseconds of each pass of one step, by a clock that waits for the GPU."""
@@ -168,3 +172,27 @@ def timed_step(training: Training) -> dict[str, float]:
         torch.cuda.synchronize()
         times[name] = 1e3 * (time.perf_counter() - begin)
     return times
+
+
+def captured(training: Training, warmup: int = 2) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of one whole step. Its replay() trains on the batch of the training.
+
+    The parameters and the averages of AdamW stay where they are. What a step allocates lies in
+    memory of the graph's own. A step must have run before, so that everything is compiled.
+    """
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a stream sets up once must not be in the graph
+        for _ in range(warmup):
+            training.whole()
+    torch.cuda.current_stream().wait_stream(stream)
+    groups = training.optimizer.param_groups
+    try:
+        for group in groups:
+            group["capturable"] = True  # AdamW counts its steps on the GPU
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            training.whole()
+    finally:
+        for group in groups:
+            group["capturable"] = False
+    return graph

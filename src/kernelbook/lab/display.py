@@ -143,7 +143,9 @@ def _cell(value) -> str:
     if isinstance(value, int | float) and math.isfinite(value):
         precision = ",.0f" if value == int(value) or abs(value) >= 1000 else ",.3g"
         return f"<td{_kind(value)}>{value:{precision}}</td>"
-    return f"<td>{escape(str(value))}</td>"
+    text = str(value)
+    word = "" if " " in text or len(text) > 12 else ' class="kb-word"'  # 1e-07 breaks at no hyphen
+    return f"<td{word}>{escape(text)}</td>"
 
 
 def _kind(value) -> str:
@@ -174,6 +176,22 @@ def source(thing, piece: str | None = None) -> Markdown:
 
     A heading is a comment ``# -- name: what happens``; its piece ends at the next heading.
     """
+    return show(_sourced(thing, piece))
+
+
+def listing(parts: dict[str, object]) -> Markdown:
+    """Return the sources of several functions and kernels, each below what it is for."""
+    found = [(f"{what}.", _sourced(thing)) for what, thing in parts.items()]
+    return show(
+        Markdown(
+            "".join(f"<p>{escape(what)}</p>{shown.html}" for what, shown in found),
+            "\n\n".join(f"{what}\n{shown.plain}" for what, shown in found),
+            "\n\n".join(f"{what}\n\n{shown.markdown}" for what, shown in found),
+        )
+    )
+
+
+def _sourced(thing, piece: str | None = None) -> Markdown:
     function = getattr(thing, "fn", thing)  # a kernel keeps its Python function there
     lines, first = inspect.getsourcelines(function)
     if piece is not None:
@@ -188,9 +206,8 @@ def source(thing, piece: str | None = None) -> Markdown:
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
     html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
-    shown = Markdown(
+    return Markdown(
         f'<div class="kb-source"><div class="kb-caption">{caption}</div>{html}</div>',
         f"{where}\n{code}",
         f"{where}\n\n```python\n{code}\n```",
     )
-    return show(shown)

@@ -107,9 +107,9 @@ def draw(measured: Sweep | Table, title: str, alt: Callable, how: Callable) -> S
             how(axes, measured.rows)
         return _finish(axes.figure, measured, title, alt(measured.rows))
 
-    if measured.provenance is None:
-        return table([], f"{title}. {NOT_RECORDED}")
-    return _draw(one, measured, beside(measured.elsewhere))
+    if not measured.rows:
+        return table([], f"{title}. {getattr(measured, 'why_not', NOT_RECORDED)}")
+    return _draw(one, measured, [other for other in beside(measured.elsewhere) if other.rows])
 
 
 def sketch(title: str, alt: str, how: Callable, panels: int = 1, height: float = 3.6) -> None:

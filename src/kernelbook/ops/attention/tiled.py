@@ -129,6 +129,7 @@ def tiled_backward(
     rule = seqlen_q, seqlen_k, *bounds(is_causal, window, seqlen_q, seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # -- begin: delta, one number per query, and then a tile of queries
     delta = (do * out).sum(-1)  # sum over keys of p * dp, for each query
     for start_m in range(0, seqlen_q, block_m):
         rows = slice(start_m, min(start_m + block_m, seqlen_q))
@@ -136,6 +137,7 @@ def tiled_backward(
         lse_i, delta_i = (x[..., rows].unsqueeze(-1) for x in (lse, delta))
         tiles = key_tiles(start_m, seqlen_q, seqlen_k, block_m, block_n, is_causal, window)
         for start_n, end_n, masked in tiles:
+            # -- meet: a tile of keys, and what the pair contributes to each gradient
             keys = slice(start_n, end_n)
             k_j, v_j = k[..., keys, :], v[..., keys, :]
             scores = _scores(q_i, k_j, start_m, start_n, rule, scale, masked)

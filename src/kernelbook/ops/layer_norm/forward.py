@@ -350,17 +350,23 @@ def split_fwd_kernel(
     x, slot = moments_of_part(x_ptrs, there, part, n_cols, BLOCK_COLS)
     publish(slots_ptrs + part, slot)
 
-    # -- collect: those of all parts; if some are late, compute each of them here, mine last
+    # -- collect: wait until all parts have published, and read the slots of all
     parts = tl.arange(0, LOOKS)[None, :]
     slots, ready = wait(slots_ptrs + parts % N_PARTS, max_polls, THREADS)
+
+    # -- late: some parts have not published in time; compute each of them here, mine last
     if ready == 0:
         for turn in range(N_PARTS):
             other = (part + 1 + turn) % N_PARTS
             x, slot = moments_of_part(x_ptrs, there, other, n_cols, BLOCK_COLS)
             slots = tl.where(parts == other, slot, slots)
+
+    # -- merge: the moments of the parts to those of the row
     means, m2s = collect(slots, there & (parts < N_PARTS), 0.0, 0.0)
     mean, m2 = merge_moments(means, m2s, parts, n_cols, BLOCK_COLS)
     rstd = tl.rsqrt(m2 / n_cols + eps)
+
+    # -- far: such rows once more, and the statistics for backward
     far = m2 == float("inf")
     if (x_ptr.dtype.element_ty != tl.float16) and (tl.max(far.to(tl.int32)) != 0):
         rstd = tl.where(far, far_rstd(x_ptrs, far, mean, n_cols, eps, FAR_COLS), rstd)
