@@ -960,8 +960,8 @@ lab.sketch(
     "Eight SMs, four heads of eight tiles of keys, in a fixed order",
     "Each row is an SM, each colour a head, and grey is waiting. Without a mask the programs of "
     "the first head start one step after another, and those of the next heads follow without a "
-    "gap. With a causal mask programs of later keys have fewer steps, all of a head end together, and "
-    "those of the next head wait again.",
+    "gap. With a causal mask programs of later keys have fewer steps, all of a head end together, "
+    "and those of the next head wait again.",
     schedules,
     panels=2,
     height=3.2,
@@ -1032,9 +1032,9 @@ SHADES = {  # from one point to another
     ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
     ("met", "matmuls"): ("waits for dq", "Liger"),
     ("matmuls", "handed over"): ("hands it over", "FlexAttention"),
-    ("asks", "its turn"): ("waits for its turn", "PyTorch"),
+    ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
     ("its turn", "has parts"): ("waits for parts", "matmul"),
-    ("has parts", "added"): ("adds", "Kernel Book"),
+    ("has parts", "added"): ("adds", "quack"),
 }
 
 
@@ -1291,9 +1291,9 @@ lab.read(
 #
 # All points have 16,384 tokens in all. Beside the two ways of the package stand cuDNN, which
 # PyTorch calls as a backend of SDPA, and FlashAttention 4, which takes one sweep as well and has a
-# deterministic mode. Only the backward pass is timed. The libraries and two sweeps are called by
-# ``torch.autograd.grad``; the kernel in Gluon is called directly, which at these sizes makes no
-# difference, because the GPU takes longer than the host.
+# deterministic mode. Only the backward pass is timed. The libraries are called by
+# ``torch.autograd.grad`` and both of ours directly, which makes no difference as long as the GPU
+# takes longer than the host.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
