@@ -301,8 +301,8 @@ print(simple_weighted_sum(x, w).tolist())
 # -------
 #
 # The kernel takes both strides of ``x``, because a transposed matrix is the same memory with its
-# strides exchanged, and the kernel can read it where it lies, without a copy. If it assumed other
-# strides, it would sum the wrong numbers, without an error:
+# strides exchanged, which the kernel can read without a copy. If it assumed other strides, it would
+# sum the wrong numbers, without an error:
 
 columns = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)
 assumed = torch.empty(5, device=runtime.DEVICE)
@@ -532,7 +532,7 @@ lab.read(
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
 # its own block. The gradient of ``w`` is a sum over rows that belong to different programs, so we
-# compute it by partial sums, which give the same bits in every run.
+# compute it by partial sums.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -547,9 +547,8 @@ lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
 # Several programs have the same columns and share the rows; ``tl.num_programs(1)`` says how many.
-# In each iteration a program takes ``BLOCK_ROWS`` rows, and then moves ``step`` rows ahead, past
-# those of the others. A pointer is ``None`` where its gradient is not wanted, and the compiler then
-# drops the branch that uses it.
+# After each iteration a program moves ``step`` rows ahead, past those of the others. A pointer is
+# ``None`` where its gradient is not wanted, and the compiler then drops the branch that uses it.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 

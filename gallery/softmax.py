@@ -452,10 +452,10 @@ lab.source(split_row_fwd_kernel)
 # Is it right?
 # ------------
 #
-# We check each algorithm against float64, at row lengths that fill its blocks and at lengths that
-# do not. In float32 we allow four times PyTorch's error, because multiplying by the reciprocal
-# rounds once more than a division does, and the hardware's ``exp2`` errs in its last two bits. In
-# 16 bits we allow twice PyTorch's, because there the rounding of the result outweighs both.
+# We check each algorithm against float64, at row lengths that fill its blocks and at others. In
+# float32 we allow four times PyTorch's error, because multiplying by the reciprocal rounds once
+# more than a division, and the hardware's ``exp2`` errs in its last two bits. In 16 bits we allow
+# twice PyTorch's, because there the rounding of the result outweighs both.
 
 
 def cases():
@@ -571,9 +571,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %, because three of its operations do more than a copy: "
-    "the maximum also finds its position, and the subtraction and the division load element by "
-    "element, as PyTorch's source shows."
+    f"{share['simple_softmax', short]:.0f} %. We did not time its operations apart, but PyTorch's "
+    "source shows three that do more than a copy: the maximum also finds its position, and the "
+    "subtraction and the division load element by element."
 )
 
 # %%
@@ -591,8 +591,8 @@ if ahead:
     *most, last = (f"{n:,}" for n in ahead)
     faster = (
         f"At {' and '.join(filter(None, [', '.join(most), last]))} columns `online` is faster than "
-        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points, although it "
-        "reads twice; the section after this one looks for the reason. "
+        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; the "
+        "next section looks for the reason. "
     )
 keeps_up = "".join(
     f" On {other.provenance['gpu']}, whose memory is slower, the lone program keeps up better: it "
@@ -691,8 +691,8 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# The prediction is rough, because the cache also holds what is being written. Still, the bars that
-# leave the box are the lengths at which the online kernel loses speed.
+# The prediction is rough, because the cache also holds what is being written. Still, where the bars
+# leave the box, the online kernel loses speed.
 
 # %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
@@ -852,7 +852,7 @@ lab.read(
 # backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save something
 # once per launch? We time 32,768 rows and four times as many: a higher speed saves four times as
 # much there, and a saving per launch no more. Both kernels run with 64 numbers per thread, as the
-# row kernel has them, and with 32, as ``online`` has.
+# row kernel does, and with 32, as ``online`` does.
 
 HEIGHTS = (2**15, 2**17)
 
@@ -990,8 +990,7 @@ if written:
     text = (
         f"By the hardware's counters in the chapter on measuring, the row kernel has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
-        f"`online` {written['online']:.0f}. The rest is still in L2, and is written when nobody "
-        f"measures. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
+        f"`online` {written['online']:.0f}. The rest is still in L2, and is written later. At {at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
         f"{saved:.1f}. The second load of `online` says `evict_first`, so the cache gives up what "
         "was read and keeps what was written. Whether a model would gain by that, we have not "
         "measured."
@@ -1052,8 +1051,7 @@ lab.read(
 )
 
 # %%
-# With few rows only the host's time counts, because the GPU finishes first and waits.
-# :doc:`/hardware` says where this time goes.
+# With few rows only the host's time counts; :doc:`/hardware` says where it goes.
 
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(

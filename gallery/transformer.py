@@ -1701,7 +1701,7 @@ from contextlib import suppress
 
 from torch._dynamo.utils import counters
 
-ROUNDS, TURN = 5, 2
+ROUNDS, TURN = 4, 2
 GRAPHS = {
     "SDPA, compiled": "SDPA, CUDA graph",
     "Kernel Book": "Kernel Book, CUDA graph",
