@@ -292,6 +292,17 @@ def cases() -> dict:
             q, k, v = (new(1, heads, seqlen, head_dim, dtype=dtype, grad=False) for _ in range(3))
             kernelbook.attention(q, k, v, **options)
 
+    def backward_in_gluon(dtype, head_dim, is_causal, window=None):
+        if kernelbook.runtime.capability(None) != (9, 0):
+            return
+        from kernelbook.ops.hopper.backward import attention_backward
+        from kernelbook.ops.hopper.backward_choice import CONFIGS, FREE
+
+        q, k, v, out, do = (new(1, 8, 1000, head_dim, dtype=dtype, grad=False) for _ in range(5))
+        operands = q, k, v, out, torch.empty(1, 8, 1000), do, is_causal, 0.1
+        for configs in (CONFIGS, FREE):
+            attention_backward(*operands, False, None, window, config=configs[head_dim])
+
     def decoding(dtype, head_dim, is_causal):
         for seqlen_q, group, seqlen_k in ((1, 8, 2**15), (65, 1, 9001)):
             q = new(1, group, seqlen_q, head_dim, dtype=dtype, grad=False)
@@ -360,6 +371,10 @@ def cases() -> dict:
             add(name, in_gluon, dtype, head_dim, mask == "causal")
         name = f"attention in Gluon {spell(dtype)} {head_dim} window"
         add(name, in_gluon, dtype, head_dim, False, (200, 100))
+    for head_dim in (64, 128):
+        for mask in ("causal", "full"):
+            name = f"attention backward in Gluon bfloat16 {head_dim} {mask}"
+            add(name, backward_in_gluon, bf16, head_dim, mask == "causal")
     add("attention bfloat16 128 causal window", attention, bf16, 128, True, 1024, 1, (200, None))
     windows = {"full": None, "causal": (None, 0), "window": (300, 0)}
     for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (64, 128, 256))):

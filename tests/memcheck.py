@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -55,6 +56,7 @@ from kernelbook import (  # noqa: E402
 from kernelbook.ops import dropout as dropouts  # noqa: E402
 from kernelbook.ops import weighted_sum as weighted_sums  # noqa: E402
 from kernelbook.ops.attention import decoding  # noqa: E402
+from kernelbook.ops.hopper.backward_choice import FREE  # noqa: E402
 from kernelbook.ops.layer_norm import backward as layer_norm_backward  # noqa: E402
 from kernelbook.ops.layer_norm import tuned as layer_norm_tuned  # noqa: E402
 from kernelbook.ops.softmax import tuned as softmax_tuned  # noqa: E402
@@ -242,6 +244,24 @@ def run_attention_in_gluon() -> None:
             differentiate(what, attention(q, k, v, **options, return_lse=True), [q, k, v])
 
 
+def run_attention_backward_in_gluon() -> None:
+    if not ON_HOPPER:
+        return
+    from kernelbook.ops.hopper import backward
+
+    for dtype, heads, seqlen_q, seqlen_k, head_dim in ATTENTION:
+        if dtype == F32 or head_dim not in (64, 128):
+            continue
+        in_order = replace(backward.CONFIGS[head_dim], scaled_by_kernel=True)
+        for config, window in product((in_order, FREE[head_dim]), (None, (None, 0), (33, 40))):
+            q, do = (draw(2, heads, seqlen_q, head_dim, dtype=dtype).detach() for _ in range(2))
+            k, v = (draw(2, 2, seqlen_k, head_dim, dtype=dtype).detach() for _ in range(2))
+            out, lse = attention(q, k, v, window=window, enable_gqa=True, return_lse=True)
+            backward.attention_backward(
+                q, k, v, out, lse, do, False, 0.1, False, lse, window, config=config
+            )
+
+
 def run_attention_decoding() -> None:
     with changed(decoding, {"FEWEST_KEYS": 1, "FEWEST_TILES": 1} if runtime.INTERPRETED else {}):
         for dtype, heads, seqlen_q, seqlen_k, head_dim in DECODING:
@@ -327,6 +347,7 @@ def run_all() -> None:
             run_dropout,
             run_attention,
             run_attention_in_gluon,
+            run_attention_backward_in_gluon,
             run_attention_decoding,
             run_attention_fp8,
             run_attention_varlen,

@@ -26,6 +26,7 @@ CHAPTERS = {
     "attention_in_models": ("test_attention_varlen", "kernelbook.ops.attention"),
     "attention_fp8": ("test_attention_fp8", "kernelbook.ops.attention"),
     "attention_hopper": ("test_hopper", "kernelbook.ops.hopper.forward"),
+    "attention_hopper_backward": ("test_hopper_backward", "kernelbook.ops.hopper.backward"),
     "attention_across_gpus": ("test_ring", "kernelbook.ops.ring"),
 }
 """For each chapter the file of its tests, and the module that they test."""

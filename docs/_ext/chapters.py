@@ -237,6 +237,19 @@ CHAPTERS = {
             "Kernel Book": "after all changes",
         },
     ),
+    "attention_hopper_backward": Facts(
+        "What does it take to compute each weight once in the backward pass of attention, and can "
+        "the gradients still be the same bits in every run?",
+        "advanced",
+        ("attention_backward", "attention_hopper"),
+        "ladder",
+        {"mask": "full"},
+        {
+            "two sweeps": "two sweeps",
+            "one sweep with roles": "one sweep with roles",
+            "Kernel Book": "after all changes",
+        },
+    ),
     "attention_across_gpus": Facts(
         "How do several GPUs share one attention, and how much of their speed is left when they "
         "do?",

@@ -1,6 +1,8 @@
 """Attention for Hopper GPUs in Gluon, the language below Triton's: warps have roles.
 
-choice.py     which kernel computes a call of attention, this one or the plain one, and why
-forward.py    the forward pass
-parts.py      what Gluon lacks, or its versions name differently
+choice.py            which kernel computes a call of attention, this one or the plain one, and why
+backward_choice.py   the same for gradients
+forward.py           the forward pass
+backward.py          the backward pass, in one sweep
+parts.py             what Gluon lacks, or its versions name differently
 """

@@ -1,0 +1,165 @@
+"""Which kernels compute the backward pass of attention: plain Triton, or Gluon, below it.
+
+Plain Triton takes two sweeps, and the kernel in Gluon one.
+
+As :mod:`kernelbook.ops.hopper.choice` is for the forward pass. Nothing here imports Gluon.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+
+from kernelbook.ops.attention import scope, tiles
+from kernelbook.ops.hopper import choice
+from kernelbook.ops.hopper.choice import Choice, mask_of, refuse, unsupported
+from kernelbook.ops.launch import planned
+
+# -- how the Gluon kernel is cut
+
+
+@dataclass(frozen=True, eq=False)  # two are the same if they are one: that is quickly seen
+class Config:
+    """How the kernel is cut."""
+
+    block_m: int
+    """Queries in a tile: 64, or with head_dim 64 also 128."""
+    q_stages: int
+    """Tiles of queries on their way or in use at a time."""
+    do_stages: int
+    """Tiles of gradients of out, likewise."""
+    ordered: bool = True
+    """Whether parts of dq are added in a fixed order even if nobody asks for the same bits. To wait
+    for a turn costs time, but the first part is then written, and the sums need no zeros."""
+    heads: int = 1
+    """In a fixed order under a causal mask, between how many times as many heads tiles alternate as
+    fill the GPU. With more, programs of one head start further apart, and wait less for each
+    other's turn."""
+    late: str = "neither"
+    """Which statistics are read only when the matmul is waited for that they are subtracted from:
+    "neither", "delta" or "both". To read them before hides the time, and holds registers."""
+    scaled_by_kernel: bool = False
+    """Whether a kernel of this module scales and converts the sums of dq, or ``torch.mul``."""
+
+
+CONFIGS = {64: Config(128, 2, 2), 128: Config(64, 2, 2)}
+"""The configuration for each head_dim, where no other was measured to be faster."""
+
+FREE = {head_dim: replace(config, ordered=False) for head_dim, config in CONFIGS.items()}
+"""The same, but parts of dq are added as they come, if the caller allows it."""
+
+
+# -- which kernel is the fastest
+
+CHOICES = {
+    (64, "full", True): ((2048, None), (math.inf, CONFIGS[64])),
+    (64, "full", False): ((2048, None), (math.inf, CONFIGS[64])),
+    (64, "causal", True): ((math.inf, None),),
+    (64, "causal", False): ((8192, None), (math.inf, FREE[64])),
+    (64, "window", True): ((math.inf, None),),
+    (64, "window", False): ((math.inf, None),),
+    (128, "full", True): ((math.inf, CONFIGS[128]),),
+    (128, "full", False): ((2048, CONFIGS[128]), (math.inf, FREE[128])),
+    (128, "causal", True): ((math.inf, CONFIGS[128]),),
+    (128, "causal", False): ((2048, CONFIGS[128]), (math.inf, FREE[128])),
+    (128, "window", True): ((math.inf, None),),
+    (128, "window", False): ((math.inf, None),),
+}
+"""What was fastest, by head_dim, mask and whether gradients must be the same bits in every run:
+from the shortest on, up to how many keys that a query may see, and which configuration, or None for
+the kernels of ``attention.backward``.
+
+Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all, at 1,024, 4,096 and
+16,384 keys. In TFLOP/s, two sweeps in plain Triton, then this kernel in a fixed order, and as parts
+come: head_dim 64, full 344, 353, 309; 398, 410, 414; 405, 456, 430; causal 268, 226, 220; 399, 317,
+347; 410, 352, 428. head_dim 128, full 347, 426, 389; 416, 515, 529; 434, 547, 559; causal 278, 305,
+297; 380, 451, 457; 429, 515, 527. The first row of head_dim 64 differs by less than its spread, so
+that plain Triton keeps it. Windows were not measured. The limits between measured lengths are
+interpolated."""
+
+
+def choose(head_dim: int, mask: str, deterministic: bool, keys: int) -> Config | None:
+    """Return the fastest configuration, or None where that is ``attention.backward``."""
+    rows = CHOICES[head_dim, mask, deterministic]
+    return next(config for most, config in rows if keys <= most)
+
+
+@planned
+def backward_choice(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    is_causal: bool = False,
+    window: scope.Window | None = None,
+    deterministic: bool = True,
+    backend: str = "auto",
+) -> Choice:
+    """Return which kernels compute all three gradients, and why not the other.
+
+    It looks at no tensor and no device, so that it can be asked about GPUs that are not there:
+
+    >>> backward_choice((8, 0), torch.bfloat16, (4, 16, 4096, 128), (4, 16, 4096, 128)).reason
+    'compute capability 8.0 is not 9.0, which is Hopper'
+
+    Args:
+        capability: the GPU's compute capability, as :func:`kernelbook.runtime.capability` has it.
+        dtype: of q, k and v.
+        q_shape: (batch, heads, seqlen_q, head_dim), no size of which is 0.
+        k_shape: (batch, heads of keys, seqlen_k, head_dim), the same.
+        is_causal: as in :func:`kernelbook.attention`, and so ``window``, ``deterministic`` and
+            ``backend``.
+        window: (left, right), or None.
+        deterministic: whether gradients must be the same bits in every run.
+        backend: "auto", "triton" or "gluon".
+
+    Raises:
+        ValueError: ``backend`` is "gluon", and that kernel cannot run.
+    """
+    if backend == "triton":
+        return Choice("triton", None, "backend is 'triton'")
+    head_dim, seqlen_k = q_shape[3], k_shape[2]
+    why_not = unsupported(capability, dtype, head_dim) or _attention_in_gluon()[1]
+    if why_not:
+        if backend == "gluon":
+            refuse(why_not)
+        return Choice("triton", None, why_not)
+    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
+    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
+    config = choose(head_dim, mask, deterministic, keys)
+    if backend == "gluon":
+        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
+    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
+    if mask == "window":
+        reason = "the kernel in Gluon was not measured with a window"
+    return Choice("gluon" if config else "triton", config, reason)
+
+
+# -- where the Gluon kernel runs
+
+
+def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> str | None:
+    """Return why ``hopper.backward.attention_backward`` cannot take these operands as they lie, or
+    None where it can."""
+    reason = choice.supported(q, k, v)
+    if reason is None and not tiles.fits(do):
+        return "the address or a stride of do is not a multiple of 16 bytes"
+    return reason
+
+
+def attention_in_gluon() -> Callable:
+    """Return the host function of the Gluon kernel."""
+    return _attention_in_gluon()[0]
+
+
+@cache
+def _attention_in_gluon() -> tuple[Callable | None, str | None]:
+    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
+    try:
+        from kernelbook.ops.hopper.backward import attention_backward
+    except (ImportError, AttributeError) as error:
+        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
+    return attention_backward, None
