@@ -15,14 +15,15 @@ of keys gets its rows in an order after which each thread already has what it ne
 
 with thread b = 0 to 3, h and c = 0 or 1. In thread b, key and column differ by names of registers
 only, which cost nothing. Values stay as they are stored. The copy engine brings keys in this order:
-to it, they are rows of a quadruple of keys, and it copies rows 2 h and 2 h + 1 of 32 quadruples at a
-time. Masks ask for the key, not for the column.
+to it, they are rows 0 to 3 of quadruples of keys, and it copies rows 2 h and 2 h + 1 of all 32
+quadruples of a tile at a time. Masks ask for the key, not for the column.
 
-**Late conversion.** Weights stay float32 until the next scores are on their way, and are then
-converted four at a time into the register in which the second matmul reads them.
+**Words.** Weights are converted four at a time, into the register in which the second matmul reads
+them, and stay there until the next iteration issues it. In float32 they would need the registers of
+the next scores, and would have to be moved out of their way.
 
-**Sums.** wgmma adds numbers of 8 bits up with fewer bits than float32 has, so each tile has a sum of
-its own. To add it to what was before takes as many instructions as to rescale that alone:
+**Sums.** wgmma adds numbers of 8 bits up with fewer bits than float32 has, so each tile has a sum
+of its own. To add it to what was before takes as many instructions as to rescale that alone:
 acc * alpha + sum is one multiply-add.
 
 Sources: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024; which
@@ -138,7 +139,7 @@ def packed(p):
     bits would be taken apart, one in each register.
     """
     p = gl.reshape(p, [p.shape[0], 2, p.shape[1] // 16, 4, 2])
-    p = gl.reshape(gl.permute(p, (0, 2, 3, 1, 4)), [p.shape[0], p.shape[1] * p.shape[2] * 2, 2, 2])
+    p = gl.reshape(gl.permute(p, (0, 2, 3, 1, 4)), [p.shape[0], p.shape[2] * 4, 2, 2])
     even, odd = gl.split(p)
     key_0, key_2 = gl.split(even)
     key_1, key_3 = gl.split(odd)
@@ -431,7 +432,9 @@ def attention_hopper_fp8_fwd_kernel(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], out_dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], q_layout)
-    k_halves = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_N // 4, 2, HEAD_DIM], half_layout)
+    k_halves = gl.allocate_shared_memory(
+        dtype, [2 * STAGES, BLOCK_N // 4, 2, HEAD_DIM], half_layout
+    )
     k_s = k_halves._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], k_layout)
     v_s = gl.allocate_shared_memory(v_dtype, [STAGES, HEAD_DIM, BLOCK_N], v_layout)
     out_s = gl.allocate_shared_memory(out_dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], out_layout)
