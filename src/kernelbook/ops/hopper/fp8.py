@@ -67,6 +67,19 @@ from kernelbook.ops.launch import Launch, planned
 CONFIGS = {64: Config(2, 128, 4, True), 128: Config(2, 128, 4, True)}
 """The configuration for each head_dim, where no other was measured to be faster."""
 
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Whether this Triton has made the method public that reads a buffer as one of another shape."""
+
+
+@gluon.jit
+def reinterpreted(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a buffer in shared memory as one of another shape."""
+    if RENAMED:
+        return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+
 # -- the loader
 
 
@@ -435,7 +448,8 @@ def attention_hopper_fp8_fwd_kernel(
     k_halves = gl.allocate_shared_memory(
         dtype, [2 * STAGES, BLOCK_N // 4, 2, HEAD_DIM], half_layout
     )
-    k_s = k_halves._reinterpret(dtype, [STAGES, BLOCK_N, HEAD_DIM], k_layout)
+    k_shape: gl.constexpr = [STAGES, BLOCK_N, HEAD_DIM]
+    k_s = reinterpreted(k_halves, k_shape, k_layout)
     v_s = gl.allocate_shared_memory(v_dtype, [STAGES, HEAD_DIM, BLOCK_N], v_layout)
     out_s = gl.allocate_shared_memory(out_dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], out_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
