@@ -331,7 +331,6 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             start_m, first, whole, cut, tile, unseen = place_of_consumer(
                 turn, heads_and_limits, ME, constants
             )
-            scale_log2 = scale_of_turn(turn, scales, heads_and_limits, constants)
             give_back(i, unseen, barriers, ME, constants)
             i += unseen
             tile -= 1
@@ -351,10 +350,11 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         part = warpgroup_mma(weights, v, part, use_acc=False, is_async=True)
         if TURNS:
             pass_turn(ME, CONSUMERS)
-        # -- finish: statistics of the last turn, while the matmuls run
+        # -- finish: statistics of the last turn, and the scale of this one, while the matmuls run
         inverse = m_i
         if begins:
             inverse = finish(l_i, m_i, lse_ptr, turn - 1, scales, heads_and_limits, ME, constants)
+            scale_log2 = scale_of_turn(turn, scales, heads_and_limits, constants)
             m_i = gl.full([ROWS], LOWEST, gl.float32, row)
             l_i = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
         # -- weigh: while the sum is computed
