@@ -386,9 +386,9 @@ lab.table(
 # The ladder
 # ----------
 #
-# This is where the six changes lead. All rungs are timed in one run, at length 4,096 and head_dim
-# 128, with 128 queries and 64 keys in a tile, as a percentage of a :term:`cuBLAS` matmul. The last
-# bar is the package's kernel, which has all six built in and takes more inputs.
+# All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries and 64 keys in
+# a tile, as a percentage of a :term:`cuBLAS` matmul. The last bar is the package's kernel, which
+# has all six changes built in and takes more inputs.
 
 
 # Measuring
@@ -992,8 +992,7 @@ lab.read(
     )
     + (
         f"Without descriptors it has {compiled_to('without descriptors', 'spills')} spills, "
-        f"because addresses now compete for registers with the scores that are computed ahead; "
-        f"on rung 1, without such scores, it has {compiled_to('two programs', 'spills')}. "
+        f"because addresses now compete for registers with the scores that are computed ahead. "
         if compiled_to("without descriptors", "spills")
         > compiled_to("two programs", "spills")
         else ""
@@ -1533,12 +1532,15 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
 # the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
 # changes remove waits, instructions and idle slots.
-# :doc:`/chapters/attention_backward` turns to the gradient.
+#
+# :doc:`/chapters/attention_backward` turns to the gradient. :doc:`/chapters/attention_in_models`
+# splits the keys where one query per head, as when a model generates text, leaves most of the GPU
+# idle.
 #
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
+# **How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
 # registers. Which tiles of 64, 128 or 256 keys, and how many pipeline stages, leave room for two
 # programs of 128 queries at head_dim 128 in 16 bits, by shared memory alone?
 
@@ -1555,11 +1557,6 @@ for keys in (64, 128, 256):
     rows.append(row)
 assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
-
-# %%
-# A second one has grown into a chapter: with one query and many keys, as when a model generates
-# text, this kernel has one program per head and leaves most of the GPU idle.
-# :doc:`/chapters/attention_in_models` splits the keys.
 
 # %%
 # References
