@@ -3,13 +3,12 @@ Attention at full speed
 =======================
 
 The kernel of the last chapter skips the tiles that a mask empties, but the tensor cores, the GPU's
-matmul units, still wait for much of its time. *Which changes bring it close to the speed of a
+matmul units, still wait for much of the time. *Which changes bring it close to the speed of a
 matmul, and what is each of them worth?*
 
 You will learn
 
-- what six changes to the kernel gain or lose, in the order in which they are made, and when each is
-  taken back from the finished kernel;
+- what each of six changes gains when it is made, and what the finished kernel loses without it;
 - why two programs on an :term:`SM` can beat one, and how a loop hides its loads behind
   exponentials;
 - how the finished kernel compares with the libraries, and what keeps it below the speed of a
@@ -342,8 +341,8 @@ lab.read(
     f"GPU needs {needed:.0f} operations per byte to keep its arithmetic busy. If every byte "
     f"came from HBM, the memory outside the chip, attention could reach {from_hbm:.0f} TFLOP/s and "
     f"no more. It can exceed this, because the programs of a head run at the same time and load "
-    f"the same keys and values, so the L2 cache, which the whole chip shares, serves some of the "
-    f"loads."
+    f"the same keys and values, so the L2 cache, which the whole chip shares, can serve some of "
+    f"the loads."
 )
 
 # %%
@@ -387,9 +386,9 @@ lab.table(
 # The ladder
 # ----------
 #
-# This is where the six changes lead. All rungs are timed in one run, at length 4,096 and head_dim
-# 128, with 128 queries and 64 keys in a tile, as a percentage of a :term:`cuBLAS` matmul. The last
-# bar is the package's kernel, which has all six built in and takes more inputs.
+# All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries and 64 keys in
+# a tile, as a percentage of a :term:`cuBLAS` matmul. The last bar is the package's kernel, which
+# has all six changes built in and takes more inputs.
 
 
 # Measuring
@@ -504,17 +503,17 @@ cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
 lab.read(
     told("two programs")
     + f"A thread of the starting kernel has {compiled_to('in stages', 'registers')} registers. "
-    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills. Its code also holds "
+    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills, and the assembler no "
+    f"longer lets a matmul run beside other work: the code now holds "
     f"{compiled_to('two programs', 'waits for them')} waits for "
-    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, and that of the "
-    f"starting kernel {compiled_to('in stages', 'waits for them')}, because with so few registers "
-    f"the assembler lets no matmul run beside other work. The next rungs deal with both, and only "
-    f"then does the second program pay: taken back from the finished kernel, it costs "
-    f"{100 * cost:.0f} % with a causal mask."
+    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, instead of "
+    f"{compiled_to('in stages', 'waits for them')}. The next rungs remove the spills and most of "
+    f"the waits, and only then does the second program pay: without this rung, the finished kernel "
+    f"is {100 * cost:.0f} % slower with a causal mask."
 )
 
 # %%
-# The folds show what each of this rung's two changes does alone, at both ends of the ladder.
+# The folds show what the two stages and the register limit do alone, at both ends of the ladder.
 
 
 # Measuring
@@ -598,27 +597,28 @@ lost = {
 
 def loss_of(share):
     if share < -0.01:
-        return f"cost {-100 * share:.0f} % of the speed"
+        return f"costs {-100 * share:.0f} % of the speed"
     return (
         f"is worth {100 * share:.0f} %" if share > 0.01 else "is worth next to nothing"
     )
 
 
 lab.read(
-    f"At the start, with two stages alone, a thread has "
-    f"{start_half['two stages'].get('registers', nan)} registers and an SM room for "
-    f"{room['start']['two stages']} program. With the limit alone there are {spills} spills, and "
-    f"three stages leave room for {room['start']['register limit']}. "
+    f"At the start, two stages alone let {room['start']['two stages']} program run on an SM, "
+    f"because a thread has {start_half['two stages'].get('registers', nan)} registers. The limit "
+    f"alone, with its {spills} spills, lets {room['start']['register limit']} run, because the "
+    f"{start_half['register limit'].get('shared memory, KiB', nan)} KiB of three stages are more "
+    f"than half of the shared memory. "
     + (
         "So a second program needs both. "
         if max(room["start"].values()) == 1
         else "So one of the two is enough for a second program. "
     )
-    + f"Taken back from the finished kernel, the limit {loss_of(lost['two stages'])} with a causal "
-    f"mask, because without it a thread has {free} registers, "
+    + f"In the finished kernel, with a causal mask, the limit {loss_of(lost['two stages'])}, "
+    f"because without it a thread has {free} registers, "
     + ("no more than with it. " if free <= 128 else "too many for a second program. ")
-    + f"Having two stages and not three, with the limit, {loss_of(lost['register limit'])}, "
-    f"because three leave room for {room['finished']['register limit']} program on an SM."
+    + f"Having two stages instead of three {loss_of(lost['register limit'])}, because three leave "
+    f"room for {room['finished']['register limit']} program on an SM."
 )
 
 # %%
@@ -692,9 +692,8 @@ lab.read(
     told("one iteration ahead")
     + f"The first tile is scored before the loops and the last one weighed after them, so the code "
     f"now has {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions. It "
-    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, although hardly "
-    f"any register is lacking ({compiled_to('one iteration ahead', 'spills')} values spill). The "
-    f"next rung finds the reason."
+    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, no longer "
+    f"because registers are scarce, but for a reason that the next rung removes."
 )
 
 # %%
@@ -702,8 +701,9 @@ lab.read(
 # --------------------------------
 #
 # A matmul on Hopper runs beside other work, until the program waits for its result. On the first
-# two rungs the program waits after every matmul instruction because registers are scarce. On the
-# third, a single line forces it to wait: the maximum of a row, ``tl.max(qk, axis=1)``. The package
+# two rungs the program waits after every matmul instruction, because the assembler finds too few
+# registers to overlap them with anything, even where none spills. On the third, a single line
+# forces it to wait: the maximum of a row, ``tl.max(qk, axis=1)``. The package
 # has this function instead, which ``TWO_STEPS`` selects:
 
 lab.source(forward.row_max)
@@ -761,8 +761,8 @@ lab.read(
     f"(`WARPGROUP.DEPBAR`) for {compiled_to('one iteration ahead', 'matmul instructions')} matmul "
     f"instructions (`HGMMA`), and with two steps "
     f"{compiled_to('two-step maximum', 'waits for them')}. No error and no warning reports this, "
-    f"because Triton does not show the assembler's messages (C7514 for this one, C7512 for too few "
-    f"registers). If a loop with matmuls is slower than it should be, count the waits."
+    f"because Triton does not show the assembler's messages (C7512 for the waits of the first two "
+    f"rungs, C7514 for these). If a loop with matmuls is slower than it should be, count the waits."
 )
 
 # %%
@@ -774,7 +774,8 @@ lab.read(
 # is positive, so the largest dot product belongs to the largest score, and we can take the maximum
 # before we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`,
 # and :math:`m = c \max x`, a weight is :math:`2^{c x - m}`. Multiplication and subtraction are now
-# one instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes:
+# one instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes;
+# without the flag, ``qk`` has been scaled before:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -859,8 +860,8 @@ lab.measure("Instructions for one exponential", instructions)
 
 # %%
 # How much does that gain? Let's simulate it with 264 slots, because an H200 has 132 SMs and two
-# programs of our kernel fit on each. A slot takes the next program when it is free, and a program
-# takes as long as it has tiles.
+# programs of our kernel fit on each. A slot takes the next program when it is free, and the time of
+# a program is the number of its tiles of keys.
 
 
 # Measuring
@@ -893,8 +894,8 @@ lab.table(rows, "Share of 264 slots at work, causal")
 # all. Head by head, the order changes little there, because the heavy tiles of the last heads still
 # start late. If the heaviest tiles of *all* heads start first, nearly every slot stays at work. But
 # all heads at once may have more keys and values than L2 holds, so ``place`` alternates between
-# only ``heads_at_once`` of them, as many as fit into half of the cache, and ``HEAVY_FIRST``
-# reverses the tiles. Without a mask all tiles weigh the same, and ``heads_at_once`` is 1.
+# only ``heads_at_once`` of them, a power of two that fits into half of the cache, and
+# ``HEAVY_FIRST`` reverses the tiles. Without a mask ``heads_at_once`` is 1.
 
 lab.source(place)
 
@@ -932,8 +933,8 @@ lab.read(
     f"would allow"
     + (", so L2 does serve some of the loads. " if above else ". ")
     + f"(The matmul runs at {steps.rate('matmul', mask='full'):.0f} TFLOP/s here and at "
-    f"{matmul_speed:.0f} in the section on memory, where it is timed call after call, so the chip "
-    f"may lower its clocks.)"
+    f"{matmul_speed:.0f} in the section on memory, where it is timed call after call, which may "
+    f"make the chip lower its clocks.)"
 )
 
 # %%
@@ -983,23 +984,22 @@ lab.read(
     f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
     f"“{most}”"
     + (
-        f", although that rung gained nothing when it was made: with three stages, "
-        f"{compiled_to('without two programs', 'shared memory, KiB')} KiB of shared memory leave "
-        f"no room for a second program. "
+        f", because the {compiled_to('without two programs', 'shared memory, KiB')} KiB of three "
+        f"stages leave no room for a second program. That rung gained nothing when it was made, "
+        f"because then each program waited for each of its matmul instructions. "
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ". "
     )
     + (
         f"Without descriptors it has {compiled_to('without descriptors', 'spills')} spills, "
-        f"because addresses now compete for registers with the scores that are computed ahead; "
-        f"rung 1, without such scores, has {compiled_to('two programs', 'spills')}. "
+        f"because addresses now compete for registers with the scores that are computed ahead. "
         if compiled_to("without descriptors", "spills")
         > compiled_to("two programs", "spills")
         else ""
     )
     + (
-        "Without scores ahead, registers are scarce again, and the code waits for each matmul "
-        "instruction, although the maximum is taken in two steps. "
+        "Without scores ahead, the assembler finds too few registers again, so the code waits for "
+        "each matmul instruction, although the maximum is taken in two steps. "
         if compiled_to("without one iteration ahead", "waits for them")
         == compiled_to("without one iteration ahead", "matmul instructions")
         else ""
@@ -1090,8 +1090,10 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # ------------
 #
 # The check compares with float64 truth over lengths of 1, 127 and 1,000, queries and keys of
-# different length, head_dim 80 and 96, shared heads, and transposed views. The bound in float32 is
-# that of the rungs, and holds for lse, too, which is float32 for every input dtype.
+# different length, head_dim 80 and 96, shared heads, and transposed views. In the table, an input
+# is its batch, heads, heads of keys, queries, keys and head_dim. The bound in float32 is that of
+# the rungs, and holds for lse, too, which is float32 for every input dtype; in 16 bits it is twice
+# PyTorch's error.
 
 
 # Measuring
@@ -1247,35 +1249,47 @@ lab.table(
 
 
 # Reading
-def leads(name, lengths):
-    """At how many points a library is ahead; "none" counts where no library is."""
-    found = [row for row in at_points if row["length"] in lengths]
-    return f"{sum(name in row['faster libraries'] for row in found)} of {len(found)}"
+def gaps(name):
+    """By how many percent a library is ahead, at the points where it is, with their lengths."""
+    found = []
+    for point in points(LENGTHS, (128, 64)):
+        where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
+        ahead = dict(speed.ahead_of("Kernel Book", name, **where))
+        if name in ahead:
+            share = ahead[name] / speed.rate("Kernel Book", **where) - 1
+            found.append((point["seqlen"], 100 * share))
+    return found
 
 
 def told_of(name):
     """Where a library is ahead, in words."""
     if name in speed.skipped:
         return f"{name} is absent from this run; the notes under the figures say why. "
+    found = gaps(name)
+    if not found:
+        return f"{name} is faster at none. "
+    lengths = [length for length, _ in found]
     return (
-        f"{name} is faster at {leads(name, LENGTHS[-1:])} points of the longest length and at "
-        f"{leads(name, LENGTHS[:1])} of the shortest. "
+        f"{name} is faster at {len(found)}, by up to {max(gap for _, gap in found):.0f} %: "
+        f"at {lengths.count(LENGTHS[-1])} of the {of_length} of length {LENGTHS[-1]:,} and at "
+        f"{lengths.count(LENGTHS[0])} of the {of_length} of length {LENGTHS[0]:,}. "
     )
 
 
+beaten = sum(row["faster libraries"] != "none" for row in at_points)
+of_length = len(at_points) // len(LENGTHS)
 lab.read(
-    f"No library is faster than the kernel at {leads('none', LENGTHS)} points. "
-    + told_of("SDPA cuDNN")
-    + told_of("FlashAttention")
+    f"At {beaten} of the {len(at_points)} points a library is faster than this kernel. "
+    + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
 )
 
 # %%
-# **Why do short lengths lose more?** What happens once per program weighs more if the loop has few
-# iterations: loading the queries and the first keys, and writing the output. Without a mask, the
-# time of a program is such a constant plus a time for each tile of keys. The longest and the
-# shortest length have the same number of programs, so their two times give both parts.
+# **Why do short lengths lose more?** Because what happens once per program weighs more if the loop
+# has few iterations: loading the queries and the first keys, and writing the output. Without a
+# mask, the time of a program is such a constant plus a time for each tile of keys. The longest and
+# the shortest length have the same number of programs, so their two times give both parts.
 
 # Reading
 
@@ -1298,8 +1312,9 @@ lab.read(
     f"64 keys: {100 * own / (16 + own):.0f} % of its time at length 1,024, and "
     f"{100 * own / (256 + own):.1f} % at 16,384. For {best}, the fastest library at 1,024, it is "
     + (f"{beside:.1f} such tiles. " if not beside < 0.5 else "less than half a tile. ")
-    + "Under a causal mask there is a second loss: the kernel computes the tiles on the diagonal "
-    "whole and discards half of their scores, which is an eighth more work with 8 tiles of queries."
+    + "Under a causal mask there is a second loss, because the kernel computes the tiles on the "
+    "diagonal whole and discards half of their scores. With the 8 tiles of queries of length "
+    "1,024, that is an eighth more work."
 )
 
 # %%
@@ -1368,7 +1383,19 @@ def small_inputs():
 # %%
 
 # Folded: Time per call
-lab.measure("Time per call, back to back, 16 heads, head_dim 128", small_inputs)
+small = lab.measure("Time per call, back to back, 16 heads, head_dim 128", small_inputs)
+small
+
+# %%
+
+# Reading
+first, last_one = (small.rows[0], small.rows[-1]) if small.rows else ({}, {})
+lab.read(
+    f"At length {first.get('length', nan):,} a call takes {first.get('Kernel Book, µs', nan):.0f} "
+    f"µs here and {first.get('SDPA, µs', nan):.0f} in PyTorch; at {last_one.get('length', nan):,} "
+    f"it takes {last_one.get('Kernel Book, µs', nan):.0f} and "
+    f"{last_one.get('SDPA, µs', nan):.0f}, because there the kernel outlasts the host code."
+)
 
 # %%
 # What breaks it
@@ -1505,12 +1532,15 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
 # the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
 # changes remove waits, instructions and idle slots.
-# :doc:`/chapters/attention_backward` turns to the gradient.
+#
+# :doc:`/chapters/attention_backward` turns to the gradient. :doc:`/chapters/attention_in_models`
+# splits the keys where one query per head, as when a model generates text, leaves most of the GPU
+# idle.
 #
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
+# **How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
 # registers. Which tiles of 64, 128 or 256 keys, and how many pipeline stages, leave room for two
 # programs of 128 queries at head_dim 128 in 16 bits, by shared memory alone?
 
@@ -1527,11 +1557,6 @@ for keys in (64, 128, 256):
     rows.append(row)
 assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
-
-# %%
-# A second one has grown into a chapter: with one query and many keys, as when a model generates
-# text, this kernel has one program per head and leaves most of the GPU idle.
-# :doc:`/chapters/attention_in_models` splits the keys.
 
 # %%
 # References

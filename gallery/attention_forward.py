@@ -59,9 +59,10 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
-# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are :math:`N
-# D` numbers each and make one trip each, which no implementation can avoid. In the table, "FLOPs
-# per byte" divides the operations by all of these trips, and "at best" by the unavoidable ones.
+# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output, "the rest" in
+# the table, are :math:`N D` numbers each and make one trip each, which no implementation can avoid.
+# "FLOPs per byte" divides the operations by the bytes of all these trips, and "at best" by those of
+# the unavoidable ones.
 
 rows = []
 for length in (1024, 4096, 16384, 65536):
@@ -115,13 +116,13 @@ needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOPs per byte"] / needed
 lab.read(
     f"On this machine, memory limits a kernel that does fewer than {needed:.0f} operations per "
-    f"byte. Standard attention does at most {rows[-1]['FLOPs per byte']}, about half of head_dim, "
-    f"so it waits for memory at any length. At length 4,096 it can reach at most "
-    f"{rows[1]['FLOPs per byte']} / {needed:.0f} = {100 * rate_of_table:.0f} % of the speed of "
-    f"a matmul. Without the table of scores "
-    f"it would do {rows[1]['at best']:,} there and could run as fast as a matmul, if it "
-    f"read each input from memory only once. A kernel in tiles reads keys and values more often; "
-    f"the next chapter returns to that."
+    f"byte. Standard attention does at most {rows[-1]['FLOPs per byte']}, because each score takes "
+    f"4 × 128 operations and moves 8 bytes, so it waits for memory at any length. At length 4,096 "
+    f"it can reach at most {rows[1]['FLOPs per byte']} / {needed:.0f} = {100 * rate_of_table:.0f} "
+    f"% of the speed of a matmul. Without the table of scores it would do "
+    f"{rows[1]['at best']:,} operations per byte and could run as fast as a matmul, if it read "
+    f"each input only once. A kernel in tiles reads keys and values more often; the next chapter "
+    f"counts how often."
 )
 
 # %%
@@ -163,8 +164,9 @@ memory = lab.measure("Peak memory beyond q, k, v and out", memory_experiment)
 
 # Drawing
 def ends(rows):
-    found = (f"{name} {value}" for name, value in rows[-1].items())
-    return f"Two lines over the length. At the last: {', '.join(found)}."
+    last = dict(rows[-1])
+    found = (f"{name.removesuffix(', MiB')} {last[name]}" for name in list(last)[1:])
+    return f"MiB over the length, two lines. At length {last['length']:,}: {', '.join(found)}."
 
 
 def two_lines(axes, rows):
@@ -176,7 +178,11 @@ def two_lines(axes, rows):
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="length", ylabel="MiB")
+    axes.set_xticks([2**n for n in (10, 12, 14, 16)], ["1Ki", "4Ki", "16Ki", "64Ki"])
+    sizes = {2**-4: "64 KiB", 1: "1 MiB", 2**4: "16 MiB", 2**8: "256 MiB"}
+    sizes |= {2**12: "4 GiB", 2**16: "64 GiB"}
+    axes.set_yticks(list(sizes), list(sizes.values()))
+    axes.set(xlabel="length")
 
 
 lab.draw(memory, "Memory beyond inputs and output", ends, two_lines)
@@ -190,8 +196,8 @@ last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
     f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB beyond its inputs and its output. The "
-    f"book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because it keeps one "
-    f"number per query, called lse below. "
+    f"book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because beside its output "
+    f"it keeps only one number per query, called lse below. "
     + (
         f"At {fails[0]:,} the standard version runs out of memory."
         if fails
@@ -460,8 +466,8 @@ lab.source(tiled_forward, "end")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
-# We check the result against float64. The error may be up to four times PyTorch's in the same
-# dtype, a margin chosen by hand, because each multiplication by ``alpha`` adds a rounding.
+# We check the result against float64. Because each multiplication by ``alpha`` adds a rounding, the
+# error may be up to four times PyTorch's in the same dtype, a factor chosen by hand.
 
 
 def tiled_cases():
@@ -731,8 +737,8 @@ lab.check("With stages", first_cases(_staged_kernel))
 #       :pyobject: _staged_kernel
 
 # %%
-# **The tiles beyond the diagonal are never computed.** The trace confirms it: each computed tile
-# added 1 to its counter in the first stage, or 2 in the second.
+# **The tiles beyond the diagonal are never computed.** The counters of ``visits_ptr`` confirm it:
+# each computed tile added 1 to its counter in the first stage, or 2 in the second.
 
 
 def trace(seqlen_q, seqlen_k, is_causal):
@@ -889,8 +895,8 @@ lab.measure("Patterns of torch.compile that match standard attention", recognise
 # %%
 # The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
 # :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and ``num_stages=3``: the number of tiles of keys that are on their way, or
-# in use, at a time, and not that of the causal stages.
+# :term:`warps <warp>`, and ``num_stages=3``, which says how many tiles of keys are on their way, or
+# in use, at a time, and has nothing to do with the causal stages.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -1003,20 +1009,16 @@ def percent(name, mask):
 
 
 by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked_fill_"}
-together = sum(row["ms"] for row in by_step.values()) if by_step else nan
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
-at_best = sum(row["GB moved"] for row in by_step.values()) / copied * 1e3
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
-few = "none" if max(of_copy.values(), default=nan) < 95 else "not each"
+slowest, *others = sorted(of_copy, key=of_copy.get) or [""]
 lab.read(
-    f"Standard attention reaches {percent('PyTorch', 'full')} of the matmul without a mask, and "
-    f"not the {100 * rate_of_table:.0f} % that its bytes allow: its steps take "
-    f"{together / at_best:.1f} times as long as a copy of these bytes, because {few} of them moves "
-    f"its bytes as fast as a copy. Softmax reaches {of_copy.get('softmax', nan):.0f} % of it, the "
-    f"two matmuls {of_copy.get('q @ k.mT', nan):.0f} and "
-    f"{of_copy.get('weights @ v', nan):.0f} %. With the mask "
-    f"it reaches {percent('PyTorch', 'causal')}, because half of what it computes no "
-    f"longer counts, and `masked_fill_` reads and writes the table once more. "
+    f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul and "
+    f"not the {100 * rate_of_table:.0f} % that its bytes allow, because `{slowest}` moves its "
+    f"bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy ("
+    + ", ".join(f"`{step}` at {of_copy[step]:.0f} %" for step in others)
+    + f"). With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it "
+    f"computes no longer counts, and `masked_fill_` reads and writes the table once more. "
     f"Compiled, the code is "
     f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
     f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
@@ -1043,14 +1045,15 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` takes this kernel on, one change at a time, to
-# the package's kernel, and compares that with the libraries.
+# :doc:`The next chapter </chapters/attention_fast>` turns this kernel into the package's, one
+# change at a time, and compares that with the libraries.
 
 # %%
 # What breaks it
 # --------------
 #
-# The kernel below, for 64 queries of one head, can make five mistakes, one at a time.
+# The kernel in the fold, for 64 queries of one head, can make five mistakes, one at a time. Each
+# table compares one query's result with and without the mistake.
 
 
 # Whole
@@ -1113,13 +1116,13 @@ q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 
 # %%
 # **No maximum subtracted.** On paper the maximum cancels, but in float32 :math:`e^{89}` is
-# infinite, so scores around a hundred are enough to make the result infinity divided by infinity.
+# infinite, so scores around a hundred make the result infinity divided by infinity, which is NaN.
 
 compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
 # **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
-# sees nothing and its result is NaN; the second should average two values, and returns the first.
+# sees nothing and its result is NaN; the second should average two values and returns the first.
 
 compare("> for >=", 1, q, k, v)
 

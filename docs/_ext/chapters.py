@@ -169,8 +169,8 @@ CHAPTERS = {
         {"mask": "causal"},
         {
             "in stages": "masked tiles skipped",
-            "descriptors": "tiles by descriptors",
-            "Kernel Book": "after all changes",
+            "two-step maximum": "after four changes",
+            "Kernel Book": "after all six",
         },
     ),
     "attention_backward": Facts(
