@@ -603,8 +603,8 @@ def _roles_kernel(
 
 
 # %%
-# Each rung of ``LADDER`` adds its switch to those before it. Each version of ``CHANGED`` changes one
-# switch of the last rung. All are timed in one run at length 4,096 and head_dim 128, beside a
+# Each rung of ``LADDER`` adds its switch to those before it. Each version of ``CHANGED`` changes
+# one switch of the last rung. All are timed in one run at length 4,096 and head_dim 128, beside a
 # :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in three forms.
 
 LADDER = {
@@ -831,8 +831,8 @@ lab.read(
     )
     + f"The package's kernel reaches {100 * steps.share('Kernel Book', mask='full'):.0f} %. "
     + (
-        f"Not every rung on the way gains: {', '.join(f'“{name}”' for name in losing)} by "
-        f"{'itself loses' if len(losing) == 1 else 'themselves lose'} speed without a mask."
+        f"Not every rung on the way gains: {' and '.join(f'“{name}”' for name in losing)} "
+        f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask."
         if losing
         else "No rung on the way loses."
     )
@@ -896,6 +896,11 @@ lab.read(
         "is that it issues both matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
         else ", as planned."
+    )
+    + (
+        " Rung 4 tells why that is worth less with a causal mask."
+        if gain("scores ahead", "causal") < gain("scores ahead", "full") - 0.02
+        else ""
     )
 )
 
@@ -1187,21 +1192,6 @@ def part_of(rows, version, a, b):
     return spent / len(own) / cycles_a_tile(rows, version) if own else nan
 
 
-def apart(rows, version):
-    """How far the consumers are apart when they issue, as a share of the time of a tile."""
-    issued = {
-        (r["role"], r["tile"]): r["issued"] for r in rows if r["version"] == version
-    }
-    shares = [
-        (issued["consumer 1", i] - issued["consumer 0", i])
-        / cycles_a_tile(rows, version)
-        % 1
-        for i in SPAN
-        if issued
-    ]
-    return sum(min(x, 1 - x) for x in shares) / len(shares) if shares else nan
-
-
 def mean_cycles(rows, version, a, b):
     """How many cycles a consumer spends between two points, in the mean."""
     return part_of(rows, version, a, b) * cycles_a_tile(rows, version)
@@ -1265,22 +1255,27 @@ lab.read(
     f"{by_version['turns']:,.0f} with turns; its matmuls alone take {ideal:,.0f}. **In order**, "
     f"consumer 1 weighs, too, for {100 * together:.0f} % of the time for which consumer 0 does, "
     "and then no matmul is under way. **With scores ahead**, the consumers issue at the same time "
-    f"for {100 * at_issue:.0f} % of the time even without turns"
     + (
-        ", so turns find nothing to mend. "
-        if at_issue < 0.05
-        else f", and with turns for "
-        f"{100 * both_at(traced.rows, 'turns', 'begins', 'issued'):.0f} %. "
+        "hardly ever, even without turns, so turns find nothing to mend."
+        if at_issue < 0.02
+        else f"for {100 * at_issue:.0f} % of the time without turns, and with them for "
+        f"{100 * both_at(traced.rows, 'turns', 'begins', 'issued'):.0f} %."
     )
-    + f"With turns, a consumer issues for {spent('begins', 'issued')} of its time and weighs for "
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"With turns, a consumer issues for {spent('begins', 'issued')} of its time and weighs for "
     f"{spent('scores', 'weighed')}. It waits {spent('asks', 'begins')} for its turn, "
     f"{spent('issued', 'scores')} for scores and {spent('weighed', 'sum')} for sums, and even that "
-    f"is hardly more than what a stamp costs: {own_cost:.0f} cycles, by two with nothing between "
-    "them. So the scores are there as soon as both matmuls are issued, which means that to issue "
-    "the second takes until the first is done. The loader is not late either, because it asks for "
-    f"keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles before their turn. Still, of each tile, "
-    f"the matmul units idle for {idle:,.0f} cycles, {100 * idle / by_version['turns']:.0f} % of "
-    "the time, of which the stamps cause a part."
+    f"is mostly the cost of the stamps, which without turns are {own_cost:.0f} cycles apart where "
+    "nothing stands between two. The scores are there as soon as both matmuls are issued, which "
+    "means that to issue the second takes until the first is done. The loader is not late either, "
+    f"because it asks for keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles before a consumer "
+    f"needs them. Still, of each tile, the matmul units idle for {idle:,.0f} cycles, "
+    f"{100 * idle / by_version['turns']:.0f} % of the time, of which the stamps cause a part."
 )
 
 # %%
@@ -1383,7 +1378,7 @@ lab.table(
 # Its loop has the same steps: issue, weigh, rescale. New is how it begins, because a persistent
 # program goes on from one tile of queries to the next without a stop. ``place_of_consumer`` says
 # where the next queries lie and which tiles of keys they see. The loader fetches what any consumer
-# of the program sees, so each gives back at once the tiles that it does not see itself:
+# of the program sees, so each gives back, unread, the tiles that it does not see itself:
 
 lab.source(hopper.consume, "next")
 
@@ -1406,11 +1401,11 @@ lab.source(hopper.consume, "next")
 # Which kernel runs, and why?
 # ---------------------------
 #
-# By default, ``backend="auto"``, the package asks two questions. Can the Gluon kernel compute this
-# at all? It needs a Hopper GPU, 16 bits and head_dim 64 or 128. And was it measured to be the
-# faster one for this head_dim, mask and number of keys? ``forward_choice`` answers both without
-# looking at a tensor, so we can ask it about GPUs that are not here. Decoding, packed sequences,
-# FP8 and all gradients are plain Triton.
+# By default, ``backend="auto"``, the package runs the Gluon kernel if two things hold. It must be
+# able to compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128. And
+# it must have been measured to be the faster one for this head_dim, mask and number of keys.
+# ``forward_choice`` decides both without looking at a tensor, so we can ask it about GPUs that are
+# not here.
 
 
 # Measuring
@@ -1441,18 +1436,18 @@ lab.table(
 )
 
 # %%
-# Blackwell has no wgmma: its matmul instructions read and write another memory, and a fast kernel
-# for it looks different.
+# Blackwell (B200) has no :term:`wgmma`: its matmul instructions read and write another memory, so a
+# fast kernel for it looks different.
 
 # %%
 # Is it right?
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, and
-# may err by 24 times the rounding to float32: where a query sees few keys, it is hardly more than a
-# score, whose products the tensor cores add up with truncation, and four roundings follow. Where
-# there is no Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
+# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input. It
+# may err by 24 times the rounding to float32, because where a query sees few keys, lse is hardly
+# more than a score, whose products the matmul units add up with truncation, and four roundings
+# follow. Without a Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1499,11 +1494,11 @@ def case_of_kernel(sizes, dtype, mask):
 lab.check("The package's kernel", every_case())
 
 # %%
-# Roles that run side by side can be right a thousand times and wrong once, if a barrier is missing.
+# If a barrier is missing, roles that run side by side can be right a thousand times and wrong once.
 # So three more experiments look for what a comparison with the truth may miss: whether the result
 # agrees with plain Triton's, which has no roles; whether repeated launches give the same bits,
 # because a race would show there first; and whether a long series of random shapes comes to its
-# end, because a role that waits for a barrier which nobody arrives at waits for ever.
+# end, because a role that waits at a barrier where nobody arrives waits for ever.
 
 
 # Measuring
@@ -1573,10 +1568,10 @@ lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
 # How fast is it?
 # ---------------
 #
-# We compare both kernels with the two libraries that are fastest on Hopper, at 16,384 tokens in
-# all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of FlashAttention, which also
-# has a loader and consumers with turns, written in CuTe. (:doc:`/chapters/attention_fast` has more
-# libraries.) "Kernel Book" is what a caller gets who names no backend.
+# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
+# 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
+# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
+# gets who names no backend, so its line lies on that of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1635,9 +1630,16 @@ for point in points(LENGTHS, (128, 64)):
             "its speed": nan if library == "none" else speed.rate(library, **where),
         }
     )
+
+
+def share_of_library(row):
+    return row["by default"] / row["its speed"]
+
+
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
+        | {"default, % of it": f"{100 * share_of_library(row):.0f}"}
         for row in at_points
         if speed.rows
     ],
@@ -1659,60 +1661,94 @@ def needed(seqlen, head_dim, mask):
     return useful / (tiles * 64 * config.block_n)
 
 
-def share_of_library(row):
-    return row["by default"] / row["its speed"]
-
-
 def named(rows):
-    return "; ".join(
-        f"head_dim {row['head_dim']}, {row['mask']}, {row['length']:,} "
-        f"({100 * share_of_library(row):.0f} %)"
-        for row in rows
-    )
+    """The points of some rows, as text: the lengths of each head_dim and mask."""
+    lengths = {}
+    for row in rows:
+        kind = f"head_dim {row['head_dim']}, {row['mask']}"
+        lengths.setdefault(kind, []).append(f"{row['length']:,}")
+    return "; ".join(f"{kind}, {' and '.join(of)}" for kind, of in lengths.items())
 
 
-faster = [row for row in at_points if row["in Gluon"] > row["plain"]]
-unbeaten = [row for row in at_points if share_of_library(row) >= 0.995]
-behind = [row for row in at_points if share_of_library(row) < 0.95]
+def of_chosen(row):
+    """The speed of the kernel that the package chooses, timed under its own name."""
+    return row["plain" if row["chosen"] == "plain" else "in Gluon"]
+
+
+slower = [row for row in at_points if not row["in Gluon"] > row["plain"]]
+ahead = [row for row in at_points if share_of_library(row) > 1.02]
+behind = [row for row in at_points if share_of_library(row) < 0.98]
 wrong = [
     row
     for row in at_points
-    if max(row["plain"], row["in Gluon"]) > 1.03 * row["by default"]
+    if max(row["plain"], row["in Gluon"]) > 1.03 * of_chosen(row)
 ]
 wasteful = [
-    row for row in behind if needed(row["length"], row["head_dim"], row["mask"]) < 0.92
+    row
+    for row in behind
+    if row["chosen"] == "in Gluon"
+    and needed(row["length"], row["head_dim"], row["mask"]) < 0.92
 ]
+twice = max(abs(row["by default"] / of_chosen(row) - 1) for row in at_points)
 absent = [name for name in PEERS if name in speed.skipped]
 lab.read(
-    f"The kernel in Gluon is faster than plain Triton at {len(faster)} of {len(at_points)} points. "
+    f"The kernel in Gluon is faster than plain Triton at {len(at_points) - len(slower)} of "
+    f"{len(at_points)} points"
+    + (f", and slower at {named(slower)}. " if slower else ". ")
     + (
         f"At {len(wrong)} points the package takes the slower of the two by more than 3 %. "
         if wrong
         else "The package takes the faster one everywhere, to within 3 %. "
     )
-    + f"No library is more than half a percent faster than what it takes at {len(unbeaten)} points"
+    + "The column “by default” times that kernel a second time, and the two times differ by up to "
+    f"{100 * twice:.0f} %, so we count no smaller difference. The package is ahead of both "
+    f"libraries by more than 2 % at {len(ahead)} points"
+    + (f" ({named(ahead)})" if ahead else "")
     + (
-        f", and at these a library is more than 5 % faster: {named(behind)}, where the number is "
-        f"our share of its speed. "
+        f" and **behind the faster one by more than 2 % at {len(behind)}**: {named(behind)}. The "
+        f"worst is {100 * min(map(share_of_library, behind)):.0f} % of its speed."
         if behind
-        else ", and none is more than 5 % faster anywhere. "
+        else ", and behind by as much nowhere."
     )
-    + (
-        f"At {len(wasteful)} of these, more than 8 % of the scores that our kernel in Gluon "
-        f"computes are not needed, which smaller tiles at the edge would save. "
-        if wasteful
-        else ""
-    )
-    + (f"Absent from this run: {', '.join(absent)}. " if absent else "")
+    + (f" Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
 
 # %%
-# **What a start costs.** At short lengths each tile of queries has few tiles of keys, so whatever
-# happens once per tile of queries weighs more: its queries are loaded, its place is computed, its
-# output is written. As in the chapter on plain Triton, two lengths tell this constant from the time
-# of a tile of keys.
+
+# Reading
+lab.read(
+    "**What stops it.** "
+    + (
+        "At head_dim 128 it is what the timeline shows: an iteration of a consumer takes "
+        f"{by_version['turns']:,.0f} cycles, while the matmul units have work for {ideal:,.0f} of "
+        "them. "
+        if any(row["head_dim"] == 128 for row in behind)
+        else ""
+    )
+    + (
+        "For head_dim 64 this page has no timeline. The count of instructions says that the "
+        "consumers set the pace there, but not why plain Triton is the faster of our two kernels "
+        "where it is. "
+        if any(row["head_dim"] == 64 for row in [*behind, *slower])
+        else ""
+    )
+    + (
+        f"At {named(wasteful)}, more than 8 % of the scores that our kernel computes are not "
+        "needed, which smaller tiles at the edge would save."
+        if wasteful
+        else ""
+    )
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+# **What a start costs.** Some work is done once per tile of queries: to find its place, to load it,
+# to write its output. At short lengths, where each tile of queries has few tiles of keys, this
+# weighs more. As in the chapter on plain Triton, the times at two lengths tell this constant from
+# the time of a tile of keys.
 
 # Reading
 
@@ -1732,14 +1768,17 @@ def in_tiles(name):
     return f"{constant:.1f}" if not constant < 0.5 else "less than half"
 
 
-best, _ = speed.best_peer(*PEERS, head_dim=128, mask="full", seqlen=1024)
+others = [name for name in PEERS if name not in speed.skipped]
 lab.read(
     f"At head_dim 128, in units of the time that 64 keys take, the constant is "
     f"{in_tiles('in Gluon')} for the kernel in Gluon, which computes the first scores of a tile of "
     f"queries beside the last sum of the one before, and {in_tiles('plain Triton')} for plain "
-    f"Triton. For {best}, the faster library at length 1,024, it is "
-    f"{in_tiles(best) if best != 'none' else nan}. At that length there are 16 such tiles of keys, "
-    f"so each unit costs about 6 % of the time."
+    f"Triton. "
+    + "".join(f"For {name} it is {in_tiles(name)}. " for name in others)
+    + "At length 1,024 there are 16 such tiles of keys, so each unit costs about 6 % of the time, "
+    "and a kernel with a small constant can be ahead there of one that is faster in the long run."
+    if speed.rows
+    else f"{nan}"
 )
 
 # %%
@@ -1747,9 +1786,11 @@ lab.read(
 # --------------
 #
 # **To rescale too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
-# and to add to it when the sum arrives. But what arrives was weighed with the old maximum.
+# and to add the sum when it arrives. That is wrong, because what arrives was weighed with the old
+# maximum.
+#
 # **To forget the end.** The loop runs one tile behind, so after it one sum is still to be computed.
-# Both mistakes leave results that look like attention.
+# Neither mistake raises an error or leaves a NaN; only a comparison shows them:
 
 rows = []
 q, k, v = drawn((1, 2, 2, 64, 256, 64), torch.float32)
@@ -1762,19 +1803,19 @@ assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
 lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
-# **To trust the order of the source.** Rung 3 is the mistake to know: the source says "issue,
-# weigh, wait", and the machine code says "issue, wait, weigh". The result is right either way, and
-# only the machine code or a timeline tells.
+# **To trust the order of the source.** In rung 2, the source says "issue, weigh, wait", and the
+# machine code says "issue, wait, weigh". The result is right either way, so only the machine code
+# or a timeline tells.
 #
 # **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
-# take part: 256, those of one consumer that waits and one that arrives. With 128, each turn would
-# be free for whoever comes. With 384, two consumers would wait for a third for ever.
+# take part: 256, those of one consumer that waits and one that arrives. With 128, a consumer would
+# not wait for the other at all. With 384, two consumers would wait for a third for ever.
 
 # %%
 # Exercises
 # ---------
 #
-# **1. Head size 64.** Which share of the speed of the matmul units can a kernel reach at head_dim
+# **1. Head sizes.** Which share of the speed of the matmul units can a kernel reach at head_dim
 # 64, 128 and 256, if its exponentials overlap with matmuls fully, and if not at all?
 
 # %%
@@ -1809,11 +1850,10 @@ lab.table(rows, "Shared memory of a program")
 # The third does not fit with a buffer of its own for the output, which is what persistence costs:
 # a kernel with one program per tile may write its output where its queries were.
 #
-# **3. A model of turns.** Two consumers share the matmul units. In each iteration a consumer needs
-# them for 1,024 cycles (two matmuls of 64 rows), and then computes for :math:`w` cycles without
-# them, in the order of rung 1, where the first matmul takes half of that and the weighing stands
-# between both. Simulate the two for :math:`w` of 512 and 1,024. When are the matmul units always at
-# work?
+# **3. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
+# iteration a consumer needs the units for 512 cycles for its scores, weighs for :math:`w` cycles
+# without them, and needs them for another 512 cycles for its sum. Simulate the two for :math:`w` of
+# 512, 1,024 and 1,536. When are the matmul units always at work?
 
 # %%
 
@@ -1841,8 +1881,8 @@ assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
 
 # %%
-# So two consumers in order would be enough, if weighing took no longer than the other's matmuls and
-# nothing else took time. The scores ahead are for what this model leaves out.
+# So two consumers in order would be enough, if weighing took no longer than the other's matmuls,
+# which are 1,024 cycles. On the timeline it takes longer, so the loop issues scores ahead.
 
 # %%
 # References
