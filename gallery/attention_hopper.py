@@ -603,10 +603,10 @@ def _roles_kernel(
 
 
 # %%
-# Each rung of ``LADDER`` adds its switch to those before it. Each version of ``CHANGED`` changes
-# one switch of the last rung. All are timed in one run at length 4,096 and head_dim 128, beside a
-# :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in three forms.
+# Each rung adds its switch to those before it. All are timed in one run at length 4,096 and head_dim
+# 128, beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in three forms.
 
+# Measuring
 LADDER = {
     "two roles": {
         "STAGES": 2, "REGISTERS": 240, "LOADER_REGISTERS": 24, "ON_DEVICE": False,
@@ -829,7 +829,6 @@ lab.read(
         if share > in_turn
         else ", so what overlaps of its work does not even make up for its other instructions. "
     )
-    + f"The package's kernel reaches {100 * steps.share('Kernel Book', mask='full'):.0f} %. "
     + (
         f"Not every rung on the way gains: {' and '.join(f'“{name}”' for name in losing)} "
         f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask."
@@ -1060,7 +1059,6 @@ lab.table(
 
 # Reading
 third = max(gain("three stages", mask, last) for mask in ("full", "causal"))
-by_device = [gain("described on the device", mask, last) for mask in ("full", "causal")]
 lab.read(
     "A third stage "
     + (
@@ -1072,15 +1070,13 @@ lab.read(
     "the assembler, short of registers, waits after every matmul instruction "
     f"({compiled_to('equal registers', 'waits for them')} waits for "
     f"{compiled_to('equal registers', 'matmul instructions')}; its message C7512 is not shown by "
-    f"Triton). To describe on the device {verdict(by_device[0])} without a mask and "
-    f"{verdict(by_device[1])} with a causal one. In the package's kernel, persistence "
+    f"Triton). In the package's kernel, persistence "
     f"{verdict(gain('persistent', 'full', 'a program per tile'))} without a mask, but "
     f"{verdict(gain('persistent', 'causal', 'a program per tile'))} with a causal one, because "
     "some programs then get more work than others; with tiles in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there, beside a program per "
-    f"tile. That brings the kernel, which also writes lse and takes windows, grouped heads and any "
-    f"length, to {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a "
-    f"mask and {100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there. That brings the kernel "
+    f"to {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
 )
 
 # %%
@@ -1256,7 +1252,7 @@ lab.read(
     f"consumer 1 weighs, too, for {100 * together:.0f} % of the time for which consumer 0 does, "
     "and then no matmul is under way. **With scores ahead**, the consumers issue at the same time "
     + (
-        "hardly ever, even without turns, so turns find nothing to mend."
+        "almost never, even without turns, so turns find nothing to mend."
         if at_issue < 0.02
         else f"for {100 * at_issue:.0f} % of the time without turns, and with them for "
         f"{100 * both_at(traced.rows, 'turns', 'begins', 'issued'):.0f} %."
@@ -1331,13 +1327,11 @@ lab.read(
     )
     + f"**What stops the kernel:** half of them, {others / 2:,.0f} cycles, belong to one consumer, "
     f"but on the timeline it weighs for {weighing:,.0f}. One reason is that for "
-    f"{100 * contended:.0f} % of that time the other weighs, too, on the same units; what else "
-    "there is, waits for shuffles and for results of other instructions, the stamps do not tell "
-    "apart. So an iteration of a consumer, to issue, to weigh and to rescale, takes "
-    f"{by_version['turns']:,.0f} cycles, although it waits for no other role, and "
-    f"the matmul units, with work for {ideal:,.0f}, wait for the consumers. At head_dim 64 the "
-    "matmuls are half as long and these instructions nearly the same, so there the consumers set "
-    "the pace even more, and each instruction that is saved counts."
+    f"{100 * contended:.0f} % of that time the other weighs, too, on the same units; the stamps do "
+    "not tell what else delays it. So an iteration of a consumer, which issues, weighs and "
+    f"rescales, takes {by_version['turns']:,.0f} cycles, and the matmul units, with work for "
+    f"{ideal:,.0f}, wait for the consumers. At head_dim 64 the matmuls are half as long and these "
+    "instructions nearly the same, so there the consumers set the pace even more."
 )
 
 # %%
@@ -1700,10 +1694,9 @@ lab.read(
         if wrong
         else "The package takes the faster one everywhere, to within 3 %. "
     )
-    + "The column “by default” times that kernel a second time, and the two times differ by up to "
+    + "“By default” times that kernel a second time, and the two times differ by up to "
     f"{100 * twice:.0f} %, so we count no smaller difference. The package is ahead of both "
     f"libraries by more than 2 % at {len(ahead)} points"
-    + (f" ({named(ahead)})" if ahead else "")
     + (
         f" and **behind the faster one by more than 2 % at {len(behind)}**: {named(behind)}. The "
         f"worst is {100 * min(map(share_of_library, behind)):.0f} % of its speed."
@@ -1775,8 +1768,8 @@ lab.read(
     f"queries beside the last sum of the one before, and {in_tiles('plain Triton')} for plain "
     f"Triton. "
     + "".join(f"For {name} it is {in_tiles(name)}. " for name in others)
-    + "At length 1,024 there are 16 such tiles of keys, so each unit costs about 6 % of the time, "
-    "and a kernel with a small constant can be ahead there of one that is faster in the long run."
+    + "At length 1,024 there are 16 such tiles of keys, so a unit costs about 6 % of the time, "
+    "and a small constant can outweigh a slower loop."
     if speed.rows
     else f"{nan}"
 )
