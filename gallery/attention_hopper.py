@@ -603,8 +603,9 @@ def _roles_kernel(
 
 
 # %%
-# Each rung adds its switch to those before it. All are timed in one run at length 4,096 and head_dim
-# 128, beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in three forms.
+# Each rung adds its switch to those before it. All are timed in one run at length 4,096 and
+# head_dim 128, beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in
+# three forms.
 
 # Measuring
 LADDER = {
