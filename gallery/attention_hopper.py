@@ -831,8 +831,9 @@ lab.read(
         else ", so what overlaps of its work does not even make up for its other instructions. "
     )
     + (
-        f"Not every rung on the way gains: {' and '.join(f'“{name}”' for name in losing)} "
-        f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask."
+        f"Not every rung from there gains: without a mask, "
+        f"{' and '.join(f'“{name}”' for name in losing)} "
+        f"{'loses' if len(losing) == 1 else 'lose'} speed."
         if losing
         else "No rung on the way loses."
     )
@@ -1400,7 +1401,7 @@ lab.source(hopper.consume, "next")
 # able to compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128. And
 # it must have been measured to be the faster one for this head_dim, mask and number of keys.
 # ``forward_choice`` decides both without looking at a tensor, so we can ask it about GPUs that are
-# not here.
+# not here. Decoding, packed sequences, FP8 and all gradients are always plain Triton.
 
 
 # Measuring
@@ -1634,7 +1635,7 @@ def share_of_library(row):
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
-        | {"default, % of it": f"{100 * share_of_library(row):.0f}"}
+        | {"default, % of it": f"{100 * share_of_library(row):.1f}"}
         for row in at_points
         if speed.rows
     ],
@@ -1716,8 +1717,8 @@ lab.read(
     "**What stops it.** "
     + (
         "At head_dim 128 it is what the timeline shows: an iteration of a consumer takes "
-        f"{by_version['turns']:,.0f} cycles, while the matmul units have work for {ideal:,.0f} of "
-        "them. "
+        f"{by_version['turns']:,.0f} cycles, of which the matmul units have work for "
+        f"{ideal:,.0f}. "
         if any(row["head_dim"] == 128 for row in behind)
         else ""
     )
