@@ -922,7 +922,7 @@ lab.read(
     + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum, "
     "as planned"
     + (
-        ", and yet the kernel is slower. "
+        ", and yet the kernel is slower, which our counts of instructions do not explain. "
         if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
         else ". "
     )
