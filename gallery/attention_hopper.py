@@ -124,16 +124,16 @@ lab.sketch(
 # multiply-add, a sum and a conversion to 16 bits, and ``acc`` is rescaled for each tile. A table
 # below counts these instructions.
 #
-# Plain Triton puts two :term:`programs <program>` on an SM and hopes that one does matmuls while
-# the other computes exponentials. Nothing makes them do so: they may as well ask for the matmul
-# units at the same time and then leave them idle at the same time. Its 512 threads also share
-# 65,536 registers, so a tile has only 64 keys.
+# Plain Triton puts two :term:`programs <program>` on an SM, so that one can do matmuls while the
+# other computes exponentials. But nothing makes them alternate: they may as well ask for the
+# :term:`matmul units <matrix unit>` at the same time and then leave them idle at the same time. And
+# because its 512 threads share 65,536 registers, a tile has only 64 keys.
 #
 # :doc:`/chapters/warps_with_roles` shows the means to do better: :term:`warps <warp>` of one
-# program with different roles, which talk through barriers. This chapter uses them all: a *loader*
-# warp that fills rings of tiles, two *consumers*, each a warpgroup of four warps with its own 64
-# queries, ``full`` and ``empty`` barriers for each slot of a ring, and registers that the loader
-# hands over to the consumers.
+# program with different roles, which synchronise through barriers. This chapter uses all of them: a
+# *loader* warp that fills rings of tiles; two *consumers*, each a :term:`warpgroup` with its own 64
+# queries; ``full`` and ``empty`` :term:`barriers <mbarrier>` for each slot of a ring; and registers
+# that the loader hands over to the consumers.
 
 # %%
 # The order of the loop
@@ -141,9 +141,10 @@ lab.sketch(
 #
 # Matmuls on Hopper are asynchronous: a warpgroup *issues* one and *waits* for its result later. So
 # even a single consumer can compute exponentials while the matmul units work for it, if there is a
-# matmul that does not need these exponentials. There is one. The scores of tile :math:`i` become
-# weights :math:`p_i`, and the weighted sum with :math:`p_i` needs them; but the sum with
-# :math:`p_{i-1}` does not. So iteration :math:`i`
+# matmul that does not need these exponentials. There is one, because the weights :math:`p_i` of
+# tile :math:`i` are needed by their own weighted sum, but not by the sum of the tile before, which
+# takes :math:`p_{i-1}`. (From here on, "the sum" is this matmul of weights and values, and "to
+# weigh" is to turn scores into weights.) So iteration :math:`i`
 #
 # 1. issues the scores :math:`s_i = q k_i^T`, and behind them the sum
 #    :math:`acc \mathrel{+}= p_{i-1} v_{i-1}`,
@@ -232,9 +233,9 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 # -------------------------
 #
 # As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch
-# on. It takes less than the package's kernel: head_dim 128, and lengths that 128 divides. Each rung
-# shows its piece of it; the kernel as a whole is in the next box. ``_stamp`` notes the time for a
-# timeline later and is compiled away unless ``TRACE`` is set.
+# on. It accepts less than the package's kernel: only head_dim 128, and lengths that 128 divides.
+# Each rung shows its piece of the kernel; the whole is in the next box. ``_stamp`` notes the time
+# for a timeline later, and is compiled away unless ``TRACE`` is set.
 
 # Whole
 import triton
@@ -602,11 +603,11 @@ def _roles_kernel(
 
 
 # %%
-# Each change adds its switch to those before it. The versions of ``CHANGED`` take one thing back
-# from the finished rung, or change it. All are timed in one run at length 4,096 and head_dim 128,
-# beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in three forms. A
-# version that this GPU or this Triton refuses is absent, and the notes under the figure say why.
+# Each rung adds its switch to those before it. All are timed in one run at length 4,096 and
+# head_dim 128, beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in
+# three forms.
 
+# Measuring
 LADDER = {
     "two roles": {
         "STAGES": 2, "REGISTERS": 240, "LOADER_REGISTERS": 24, "ON_DEVICE": False,
@@ -711,8 +712,8 @@ lab.ladder(
 )
 
 # %%
-# The six bars after the first are explained below, one rung each. The last three are the package's
-# kernel, of which a later section tells.
+# The six bars after the first are explained below, one rung each. The last three are forms of the
+# package's kernel, which a later section compares.
 
 
 # Measuring
@@ -819,14 +820,22 @@ def told(name):
 # Reading
 share = steps.share("plain Triton", mask="full")
 in_turn = cycles(128)[0] / sum(cycles(128))
+losing = [name for name in LADDER if gain(name, "full") < -0.01]
 lab.read(
     f"**Where we start:** plain Triton reaches {100 * share:.0f} % of the matmul without a "
     f"mask. A kernel that did matmuls and exponentials strictly in turn could reach "
     f"{100 * in_turn:.0f} %"
     + (
-        ", so some of its work does overlap, but far from all."
+        ", so some of its work does overlap, but far from all. "
         if share > in_turn
-        else ", so what overlaps of its work does not even make up for its other instructions."
+        else ", so what overlaps of its work does not even make up for its other instructions. "
+    )
+    + (
+        f"Not every rung from there gains: without a mask, "
+        f"{' and '.join(f'“{name}”' for name in losing)} "
+        f"{'loses' if len(losing) == 1 else 'lose'} speed."
+        if losing
+        else "No rung on the way loses."
     )
 )
 
@@ -834,8 +843,8 @@ lab.read(
 # Rung 1: a loader and two consumers
 # ----------------------------------
 #
-# The loader asks for tiles as soon as their slots are empty. A consumer waits for keys, computes
-# their scores, weighs them, waits for values, computes their sum, and never issues a load:
+# The loader asks for a tile as soon as its slot is empty. A consumer waits for keys, computes their
+# scores, weighs them, waits for values, computes their sum, and never issues a load:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -844,8 +853,8 @@ lab.read(
 #    :end-before: return acc
 #    :dedent:
 #
-# Each consumer does one thing after the other. But there are two of them, and while one weighs, the
-# other may use the matmul units.
+# Each consumer does one thing after the other. But because there are two, one may use the matmul
+# units while the other weighs.
 
 # Reading
 ahead = gain("two roles", "full") > 0.01
@@ -855,9 +864,9 @@ lab.read(
         "The roles alone are worth that: tiles of 128 keys instead of 64, and no consumer ever "
         "waits for an address."
         if ahead
-        else "So roles alone make nothing faster. They replace two programs per SM by two "
-        "consumers, which fall into step as badly as those did; but only now can we say in which "
-        "order things happen."
+        else "So roles alone make nothing faster: they replace two programs per SM by two "
+        "consumers, and nothing makes these alternate either, as a timeline below shows. What we "
+        "have gained is that we now decide in which order a consumer does its work."
     )
 )
 
@@ -866,8 +875,8 @@ lab.read(
 # -----------------------------
 #
 # Now the loop takes the order that we wrote in PyTorch. ``warpgroup_mma_wait(1)`` waits until only
-# one of the matmuls that were issued is under way. They end in the order of their issue, so then
-# the scores are there.
+# one of the issued matmuls is still under way. Because they end in the order of their issue, the
+# scores are then there.
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -884,9 +893,15 @@ lab.read(
     f"wait for the sum stand {compiled_to('scores ahead', beside):.0f} exponentials"
     + (
         ". The assembler has moved the wait for the sum up, above all of them, so the consumer "
-        "waits for both matmuls and computes its exponentials afterwards, as before."
+        "waits for both matmuls and only then computes its exponentials. What is left of the plan "
+        "is that it issues both matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
         else ", as planned."
+    )
+    + (
+        " Rung 4 tells why that is worth less with a causal mask."
+        if gain("scores ahead", "causal") < gain("scores ahead", "full") - 0.02
+        else ""
     )
 )
 
@@ -894,39 +909,51 @@ lab.read(
 # Rung 3: a branch before the wait
 # --------------------------------
 #
-# For the assembler, a wait is an instruction that it may move among others, as long as every result
-# is used after its wait. It cannot know that a wait costs hundreds of cycles, so it moves this one
-# to a place that suits its registers. What it does not do is move an instruction across a branch.
-# So we put one there. The next iteration needs its keys anyway, and waiting for a barrier is a loop
-# that tries and branches back. If that wait stands *between* the exponentials and the wait for the
-# sum, and not at the top of the loop, the exponentials have to stay above it. That is what the
-# switch ``BRANCH`` does in the piece above.
+# The assembler may move a wait among other instructions, as long as every result is used after its
+# wait, and it does not take into account that a wait may last hundreds of cycles. What it does not
+# do is move an instruction across a branch, so we put one there. The next iteration has to wait for
+# its keys anyway, and a wait for a barrier is a loop that tries and branches back. If that wait
+# stands *between* the exponentials and the wait for the sum, and not at the top of the loop, the
+# exponentials have to stay above it. That is what the switch ``BRANCH`` does in the piece above.
 
 # Reading
 lab.read(
     told("a branch")
-    + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum. "
-    "No error and no warning reports the difference. If a loop with asynchronous matmuls is slower "
-    "than it should be, look for `WARPGROUP.DEPBAR` in its SASS, and count what stands before it. "
-    f"From the last rung, taking it back {verdict(gain('without the branch', 'full', 'turns'))} "
-    "without a mask."
+    + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum, "
+    "as planned"
+    + (
+        ", and yet the kernel is slower, which our counts of instructions do not explain. "
+        if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
+        else ". "
+    )
+    + "In the last rung, to take the branch back "
+    f"{verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
+    f"{verdict(gain('without the branch', 'causal', 'turns'))} with a causal one"
+    + (
+        ". So with two consumers the order within one matters little: while one waits, the other's "
+        "matmuls can keep the units at work. "
+        if abs(gain("without the branch", "full", "turns")) < 0.03
+        else ". "
+    )
+    + "No error and no warning tells which order was compiled; to see it, look for "
+    "`WARPGROUP.DEPBAR`, the wait, in the SASS, and count what stands before it."
 )
 
 # %%
 # Rung 4: one loop, with the mask in a branch
 # -------------------------------------------
 #
-# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here
-# that costs more, because the loops hand over the weights ``p`` of the last tile. Triton passes a
-# tile from one loop to the next number by number. These weights are pairs of 16-bit numbers in
-# 32-bit registers, so the compiler takes each pair apart at the end of every iteration and puts it
-# together again at the start of the next, although it never needs one alone.
+# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here two
+# loops cost more, because one hands the weights ``p`` of its last tile to the other, and Triton
+# passes a tile on element by element. These weights are pairs of 16-bit numbers in 32-bit
+# registers, so the compiler takes each pair apart at the end of every iteration and puts it
+# together again at the start of the next, although no instruction needs half a pair.
 #
-# With ``ONE_LOOP`` there is a single loop, and a branch inside asks whether the tile needs a mask.
-# ``p`` then never leaves its registers. The mask itself compares *constants* with a bound of the
-# row: which keys of a tile a thread holds is known at compile time, but for an offset that depends
-# on the thread, and the package's function moves this offset to the side of the bound. Otherwise
-# the numbers of the keys would take registers that a consumer does not have.
+# With ``ONE_LOOP`` there is a single loop, and a branch inside asks whether the tile needs a mask,
+# so ``p`` never leaves its registers. The mask must not need registers either, because a consumer
+# has none to spare. Which keys of a tile a thread holds is known at compile time, but for an offset
+# that depends on the thread. The package's function subtracts this offset from the last key that
+# the row sees, so that what it compares with the difference are constants.
 
 # %%
 # .. dropdown:: The mask
@@ -940,18 +967,18 @@ lab.read(
 lab.read(
     told("one loop")
     + "Without a mask there is one loop in either case. With a causal one, the code of two loops "
-    f"has {compiled_to('a branch', 'permutations')} permutations of bytes (`PRMT`), and that of "
-    f"one has {compiled_to('one loop', 'permutations')}."
+    f"has {compiled_to('a branch', 'permutations')} instructions that permute bytes (`PRMT`), and "
+    f"that of one loop has {compiled_to('one loop', 'permutations')}."
 )
 
 # %%
 # Rung 5: sums that stay in their threads
 # ---------------------------------------
 #
-# Four threads share a row of scores. Its maximum must be known to all four before the first
-# exponential, and they exchange theirs by :term:`shuffles <shuffle>`. Its *sum* is not needed
-# before the end. So each thread keeps a sum of its own part, rescales it like ``acc``, and the four
-# are added once, after the last tile. ``sum_in_thread`` adds only what lies in one thread:
+# Four threads share a row of scores. All four must know its maximum before the first exponential,
+# so they exchange theirs by :term:`shuffles <shuffle>`. But the sum of its weights, ``l_i``, is not
+# needed before the end. So each thread keeps a sum of its own part and rescales it like ``acc``,
+# and the four are added once, after the last tile. ``sum_in_thread`` adds what lies in one thread:
 
 lab.source(sum_in_thread)
 
@@ -970,36 +997,39 @@ lab.read(
 # -------------
 #
 # If both consumers issue their matmuls at the same time, both wait for them, and then both compute
-# exponentials. To prevent it they take turns, which FlashAttention-3 calls :term:`ping-pong
+# exponentials. To prevent that they take turns, which FlashAttention-3 calls :term:`ping-pong
 # scheduling`. A consumer waits for its turn before it issues, and passes the turn on when both of
 # its matmuls are issued. The other's matmuls then queue behind these, and meanwhile the first has
-# time to weigh. Turns are named barriers of the SM, which :doc:`the chapter before
-# </chapters/warps_with_roles>` explains; Gluon has no function for them, so the package writes them
-# in PTX.
+# time to weigh. A turn is a :term:`named barrier`, which :doc:`/chapters/warps_with_roles`
+# explains.
 
 # Reading
-lab.read(told("turns") + "The timelines below show what they change.")
+small = max(abs(gain("turns", mask)) for mask in ("full", "causal")) < 0.01
+lab.read(
+    told("turns")
+    + f"The timelines below show {'why they change so little' if small else 'what they change'}."
+)
 
 # %%
 # What else was tried
 # -------------------
 #
-# Three versions change one thing of the last rung. Two more are the package's kernel without what
-# makes it fast at short lengths and under a causal mask.
+# Three more versions change one thing of the last rung. Two others are the package's kernel without
+# what makes it fast at short lengths and under a causal mask.
 #
 # - **Three stages** instead of two: a ring of three tiles needs more shared memory, and helps only
 #   if the loader is ever late.
-# - **Equal registers**: nobody hands any over, so each of the 12 warps that the hardware reserves
-#   has 168 per thread.
-# - **Described on the device**: each program makes its descriptors itself, as a kernel must that
-#   cannot have them from the host. It writes them to memory, and the copy engine reads them there.
+# - **Equal registers**: no role hands any over, so each thread of the program's three warpgroups
+#   has 168.
+# - **Described on the device**: each program makes its :term:`descriptors <descriptor>` itself, as
+#   it must where the host cannot. It writes them to memory, and the copy engine reads them there.
 # - :term:`Persistent <persistent>` **or not**: the package's kernel can run as one program per SM,
-#   which computes one tile of queries after another, or as one program per tile. One program alone
-#   fits on an SM, so nothing fills the time in which a program starts, loads its first tiles, and
-#   writes its last ones. A persistent one computes the first scores of a tile beside the last sum
-#   of the tile before.
+#   which computes one tile of queries after another, or as one program per tile. Because only one
+#   program fits on an SM, nothing fills the time in which a program starts, loads its first tiles,
+#   and writes its last ones. A persistent one computes the first scores of a tile beside the last
+#   sum of the tile before.
 # - **Paired**: with a causal mask, tiles of queries take unequal time. If the persistent programs
-#   are dealt tiles in order, some get longer ones than others, and all wait for the last. So each
+#   are dealt tiles in order, some get longer ones than others, and the slowest decides. So each
 #   takes its tiles in pairs, a long one and a short one that together are as long as any other
 #   pair. Without a mask there is nothing to pair.
 
@@ -1032,29 +1062,33 @@ lab.table(
 # Reading
 third = max(gain("three stages", mask, last) for mask in ("full", "causal"))
 lab.read(
-    f"A third stage {verdict(third)} at most"
-    + (", so the loader is not late with two. " if third < 0.02 else ". ")
+    "A third stage "
+    + (
+        "gains nothing, so the loader is not late with two. "
+        if third < 0.01
+        else f"{verdict(third)} at most. "
+    )
     + f"With equal registers the kernel has {compiled_to('equal registers', 'spills')} spills, and "
     "the assembler, short of registers, waits after every matmul instruction "
     f"({compiled_to('equal registers', 'waits for them')} waits for "
     f"{compiled_to('equal registers', 'matmul instructions')}; its message C7512 is not shown by "
-    "Triton). The package's kernel, which also writes lse and takes windows, grouped heads and any "
-    f"length, is at {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a "
-    f"mask and at {100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. "
-    f"Persistence {verdict(gain('persistent', 'full', 'a program per tile'))} without a mask and "
-    f"{verdict(gain('persistent', 'causal', 'a program per tile'))} with a causal one; in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there."
+    f"Triton). In the package's kernel, persistence "
+    f"{verdict(gain('persistent', 'full', 'a program per tile'))} without a mask, but "
+    f"{verdict(gain('persistent', 'causal', 'a program per tile'))} with a causal one, because "
+    "some programs then get more work than others; with tiles in pairs it "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there. That brings the kernel "
+    f"to {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# A profiler sees a kernel from outside. To see inside, the roles of program 0 write down when they
-# come to certain points: ``_stamp`` reads ``%clock``, the cycle counter of the SM. All warps of a
-# program run on one SM, so their stamps can be compared to the cycle. (The other clock,
-# ``%globaltimer``, is the same on all SMs, but on many GPUs it moves in steps of a microsecond,
-# which is half an iteration.)
+# To see who waits for whom, the roles of program 0 write down when they come to certain points:
+# ``_stamp`` reads ``%clock``, the cycle counter of the SM. All warps of a program run on one SM, so
+# their stamps can be compared to the cycle. (The other clock, ``%globaltimer``, is the same on all
+# SMs, but on many GPUs it moves in steps of a microsecond, which is more than half an iteration.)
 
 
 # Measuring
@@ -1098,6 +1132,7 @@ traced = lab.attempt(
 # Drawing
 SHADES = {  # from one point to another
     ("asks", "begins"): ("waits for its turn, or keys", "PyTorch"),
+    ("begins", "issued"): ("issues matmuls", "matmul"),
     ("issued", "scores"): ("waits for scores", "SDPA flash"),
     ("scores", "weighed"): ("weighs", "Kernel Book"),
     ("weighed", "sum"): ("waits for the sum", "Liger"),
@@ -1155,19 +1190,29 @@ def part_of(rows, version, a, b):
     return spent / len(own) / cycles_a_tile(rows, version) if own else nan
 
 
-def apart(rows, version):
-    """How far the consumers are apart when they issue, as a share of the time of a tile."""
-    issued = {
-        (r["role"], r["tile"]): r["issued"] for r in rows if r["version"] == version
-    }
-    shares = [
-        (issued["consumer 1", i] - issued["consumer 0", i])
-        / cycles_a_tile(rows, version)
-        % 1
-        for i in SPAN
-        if issued
-    ]
-    return sum(min(x, 1 - x) for x in shares) / len(shares) if shares else nan
+def mean_cycles(rows, version, a, b):
+    """How many cycles a consumer spends between two points, in the mean."""
+    return part_of(rows, version, a, b) * cycles_a_tile(rows, version)
+
+
+def both_at(rows, version, a, b):
+    """The share of consumer 0's time between two points at which consumer 1 is there, too."""
+    first, second = (
+        [(r[a], r[b]) for r in rows if (r["version"], r["role"]) == (version, role)]
+        for role in ("consumer 0", "consumer 1")
+    )
+    both = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    return both / sum(b - a for a, b in first) if first else nan
+
+
+def asked_ahead(rows, version):
+    """How many cycles before consumer 0 comes to a tile the loader asks for its keys."""
+    asked, needed = (
+        [r["asks"] for r in rows if (r["version"], r["role"]) == (version, role)]
+        for role in ("loader", "consumer 0")
+    )
+    ahead = [late - early for early, late in zip(asked, needed, strict=True)]
+    return sum(ahead) / len(ahead) if ahead else nan
 
 
 def in_words(rows):
@@ -1183,37 +1228,58 @@ def in_words(rows):
 lab.draw(traced, "Three roles of one program", in_words, timelines)
 
 # %%
-# Each bar is what a consumer does. In the gaps it issues matmuls, rescales ``acc``, and converts
-# the weights. The marks of the loader are the moments at which it asks for keys (upward) and for
-# values (downward), that is when the slot is empty again.
+# Each bar is what a consumer does; in the gaps it rescales ``acc`` and converts the weights. The
+# marks of the loader are the moments at which it asks for keys (pointing up) and for values
+# (pointing down), which it does as soon as the slot is empty.
 
 # Reading
 by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
 ideal = cycles(128)[0]
 if not traced.rows:
     steps.rate("turns", mask="full")  # says why numbers are missing
+
+
+def spent(a, b, version="turns"):
+    return f"{100 * part_of(traced.rows, version, a, b):.0f} %"
+
+
+idle = by_version["turns"] - ideal
+own_cost = mean_cycles(traced.rows, "no turns", "asks", "begins")
+together = both_at(traced.rows, "two roles", "scores", "weighed")
+at_issue = both_at(traced.rows, "no turns", "begins", "issued")
 lab.read(
     f"A tile takes {by_version['two roles']:,.0f} cycles with two roles in order, "
     f"{by_version['no turns']:,.0f} with scores ahead and without turns, and "
-    f"{by_version['turns']:,.0f} with turns; its matmuls alone take {ideal:,.0f}. Without turns a "
-    f"consumer waits {100 * part_of(traced.rows, 'no turns', 'issued', 'scores'):.0f} % of its "
-    "time for scores and "
-    f"{100 * part_of(traced.rows, 'no turns', 'weighed', 'sum'):.0f} % for sums, and the two issue "
-    f"{100 * apart(traced.rows, 'no turns'):.0f} % of a tile's time apart, where 50 % would be "
-    f"perfect alternation. With turns they are {100 * apart(traced.rows, 'turns'):.0f} % apart. A "
-    "consumer then waits "
-    f"{100 * part_of(traced.rows, 'turns', 'asks', 'begins'):.0f} % for its turn, "
-    f"{100 * part_of(traced.rows, 'turns', 'issued', 'scores'):.0f} % for scores and "
-    f"{100 * part_of(traced.rows, 'turns', 'weighed', 'sum'):.0f} % for sums. A consumer that "
-    "waits is no loss as long as the matmul units work: of each tile, these idle for "
-    f"{by_version['turns'] - ideal:,.0f} cycles, "
-    f"{100 * (1 - ideal / by_version['turns']):.0f} % of the time, in the last version."
+    f"{by_version['turns']:,.0f} with turns; its matmuls alone take {ideal:,.0f}. **In order**, "
+    f"consumer 1 weighs, too, for {100 * together:.0f} % of the time for which consumer 0 does, "
+    "and then no matmul is under way. **With scores ahead**, the consumers issue at the same time "
+    + (
+        "almost never, even without turns, so turns find nothing to mend."
+        if at_issue < 0.02
+        else f"for {100 * at_issue:.0f} % of the time without turns, and with them for "
+        f"{100 * both_at(traced.rows, 'turns', 'begins', 'issued'):.0f} %."
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"With turns, a consumer issues for {spent('begins', 'issued')} of its time and weighs for "
+    f"{spent('scores', 'weighed')}. It waits {spent('asks', 'begins')} for its turn, "
+    f"{spent('issued', 'scores')} for scores and {spent('weighed', 'sum')} for sums, and even that "
+    f"is mostly the cost of the stamps, which without turns are {own_cost:.0f} cycles apart where "
+    "nothing stands between two. The scores are there as soon as both matmuls are issued, which "
+    "means that to issue the second takes until the first is done. The loader is not late either, "
+    f"because it asks for keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles before a consumer "
+    f"needs them. Still, of each tile, the matmul units idle for {idle:,.0f} cycles, "
+    f"{100 * idle / by_version['turns']:.0f} % of the time, of which the stamps cause a part."
 )
 
 # %%
 # What fills the time of a consumer while it weighs? The table counts the instructions of one thread
-# in one iteration, as compiled for the last rung, and divides by the rate at which an SM executes
-# each kind.
+# in one iteration, as compiled for the last rung, multiplies by the 256 threads of both consumers,
+# and divides by the rate at which an SM executes each kind.
 
 
 # Measuring
@@ -1250,17 +1316,24 @@ work
 # Reading
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 exponentials, others = busy.get("exponential", nan), sum(busy.values())
+weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
+contended = both_at(traced.rows, "turns", "scores", "weighed")
 lab.read(
     f"The exponentials keep their units busy for {exponentials:,.0f} cycles of a tile. If no two "
     f"kinds overlapped, all these instructions together would take {others:,.0f}, "
     f"{100 * others / ideal:.0f} % of the {ideal:,.0f} cycles of the matmuls"
     + (
-        ", so at head_dim 128 all of them fit beside the matmuls. "
+        ", so at head_dim 128 all of them could be done beside the matmuls. "
         if others < ideal
         else ", so even at head_dim 128 some of them have to overlap each other. "
     )
-    + "At head_dim 64 the matmuls are half as long and these instructions nearly the same, so "
-    "there it is they that set the pace, and each one that is saved counts."
+    + f"**What stops the kernel:** half of them, {others / 2:,.0f} cycles, belong to one consumer, "
+    f"but on the timeline it weighs for {weighing:,.0f}. One reason is that for "
+    f"{100 * contended:.0f} % of that time the other weighs, too, on the same units; the stamps do "
+    "not tell what else delays it. So an iteration of a consumer, which issues, weighs and "
+    f"rescales, takes {by_version['turns']:,.0f} cycles, and the matmul units, with work for "
+    f"{ideal:,.0f}, wait for the consumers. At head_dim 64 the matmuls are half as long and these "
+    "instructions nearly the same, so there the consumers set the pace even more."
 )
 
 # %%
@@ -1268,8 +1341,7 @@ lab.read(
 # -------------------------
 #
 # The package's kernel is the last rung for any length, windows and grouped heads. At head_dim 64,
-# ``acc`` is half as large, so that a thread needs fewer registers, and more consumers may share an
-# SM.
+# ``acc`` is half as large, so a thread needs fewer registers, and three consumers can share an SM.
 
 # %%
 
@@ -1299,8 +1371,10 @@ lab.table(
 )
 
 # %%
-# Its loop has the same steps: issue, weigh, rescale. New is what comes first, where a program goes
-# on from one tile of queries to the next without a stop.
+# Its loop has the same steps: issue, weigh, rescale. New is how it begins, because a persistent
+# program goes on from one tile of queries to the next without a stop. ``place_of_consumer`` says
+# where the next queries lie and which tiles of keys they see. The loader fetches what any consumer
+# of the program sees, so each gives back, unread, the tiles that it does not see itself:
 
 lab.source(hopper.consume, "next")
 
@@ -1323,11 +1397,11 @@ lab.source(hopper.consume, "next")
 # Which kernel runs, and why?
 # ---------------------------
 #
-# By default, ``backend="auto"``, the package asks two questions. Can the Gluon kernel compute this
-# at all? It needs a Hopper GPU, 16 bits and head_dim 64 or 128. And was it measured to be the
-# faster one for this head_dim, mask and number of keys? ``forward_choice`` answers both without
-# looking at a tensor, so we can ask it about GPUs that are not here. Decoding, packed sequences,
-# FP8 and all gradients are plain Triton.
+# By default, ``backend="auto"``, the package runs the Gluon kernel if two things hold. It must be
+# able to compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128. And
+# it must have been measured to be the faster one for this head_dim, mask and number of keys.
+# ``forward_choice`` decides both without looking at a tensor, so we can ask it about GPUs that are
+# not here. Decoding, packed sequences, FP8 and all gradients are always plain Triton.
 
 
 # Measuring
@@ -1358,18 +1432,18 @@ lab.table(
 )
 
 # %%
-# Blackwell has no wgmma: its matmul instructions read and write another memory, and a fast kernel
-# for it looks different.
+# Blackwell (B200) has no :term:`wgmma`: its matmul instructions read and write another memory, so a
+# fast kernel for it looks different.
 
 # %%
 # Is it right?
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input, and
-# may err by 24 times the rounding to float32: where a query sees few keys, it is hardly more than a
-# score, whose products the tensor cores add up with truncation, and four roundings follow. Where
-# there is no Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
+# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input. It
+# may err by 24 times the rounding to float32, because where a query sees few keys, lse is hardly
+# more than a score, whose products the matmul units add up with truncation, and four roundings
+# follow. Without a Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1416,11 +1490,11 @@ def case_of_kernel(sizes, dtype, mask):
 lab.check("The package's kernel", every_case())
 
 # %%
-# Roles that run side by side can be right a thousand times and wrong once, if a barrier is missing.
+# If a barrier is missing, roles that run side by side can be right a thousand times and wrong once.
 # So three more experiments look for what a comparison with the truth may miss: whether the result
 # agrees with plain Triton's, which has no roles; whether repeated launches give the same bits,
 # because a race would show there first; and whether a long series of random shapes comes to its
-# end, because a role that waits for a barrier which nobody arrives at waits for ever.
+# end, because a role that waits at a barrier where nobody arrives waits for ever.
 
 
 # Measuring
@@ -1490,10 +1564,10 @@ lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
 # How fast is it?
 # ---------------
 #
-# We compare both kernels with the two libraries that are fastest on Hopper, at 16,384 tokens in
-# all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of FlashAttention, which also
-# has a loader and consumers with turns, written in CuTe. (:doc:`/chapters/attention_fast` has more
-# libraries.) "Kernel Book" is what a caller gets who names no backend.
+# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
+# 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
+# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
+# gets who names no backend, so its line lies on that of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1552,9 +1626,16 @@ for point in points(LENGTHS, (128, 64)):
             "its speed": nan if library == "none" else speed.rate(library, **where),
         }
     )
+
+
+def share_of_library(row):
+    return row["by default"] / row["its speed"]
+
+
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
+        | {"default, % of it": f"{100 * share_of_library(row):.1f}"}
         for row in at_points
         if speed.rows
     ],
@@ -1576,60 +1657,93 @@ def needed(seqlen, head_dim, mask):
     return useful / (tiles * 64 * config.block_n)
 
 
-def share_of_library(row):
-    return row["by default"] / row["its speed"]
-
-
 def named(rows):
-    return "; ".join(
-        f"head_dim {row['head_dim']}, {row['mask']}, {row['length']:,} "
-        f"({100 * share_of_library(row):.0f} %)"
-        for row in rows
-    )
+    """The points of some rows, as text: the lengths of each head_dim and mask."""
+    lengths = {}
+    for row in rows:
+        kind = f"head_dim {row['head_dim']}, {row['mask']}"
+        lengths.setdefault(kind, []).append(f"{row['length']:,}")
+    return "; ".join(f"{kind}, {' and '.join(of)}" for kind, of in lengths.items())
 
 
-faster = [row for row in at_points if row["in Gluon"] > row["plain"]]
-unbeaten = [row for row in at_points if share_of_library(row) >= 0.995]
-behind = [row for row in at_points if share_of_library(row) < 0.95]
+def of_chosen(row):
+    """The speed of the kernel that the package chooses, timed under its own name."""
+    return row["plain" if row["chosen"] == "plain" else "in Gluon"]
+
+
+slower = [row for row in at_points if not row["in Gluon"] > row["plain"]]
+ahead = [row for row in at_points if share_of_library(row) > 1.02]
+behind = [row for row in at_points if share_of_library(row) < 0.98]
 wrong = [
     row
     for row in at_points
-    if max(row["plain"], row["in Gluon"]) > 1.03 * row["by default"]
+    if max(row["plain"], row["in Gluon"]) > 1.03 * of_chosen(row)
 ]
 wasteful = [
-    row for row in behind if needed(row["length"], row["head_dim"], row["mask"]) < 0.92
+    row
+    for row in behind
+    if row["chosen"] == "in Gluon"
+    and needed(row["length"], row["head_dim"], row["mask"]) < 0.92
 ]
+twice = max(abs(row["by default"] / of_chosen(row) - 1) for row in at_points)
 absent = [name for name in PEERS if name in speed.skipped]
 lab.read(
-    f"The kernel in Gluon is faster than plain Triton at {len(faster)} of {len(at_points)} points. "
+    f"The kernel in Gluon is faster than plain Triton at {len(at_points) - len(slower)} of "
+    f"{len(at_points)} points"
+    + (f", and slower at {named(slower)}. " if slower else ". ")
     + (
         f"At {len(wrong)} points the package takes the slower of the two by more than 3 %. "
         if wrong
         else "The package takes the faster one everywhere, to within 3 %. "
     )
-    + f"No library is more than half a percent faster than what it takes at {len(unbeaten)} points"
+    + "“By default” times that kernel a second time, and the two times differ by up to "
+    f"{100 * twice:.0f} %, so we count no smaller difference. The package is ahead of both "
+    f"libraries by more than 2 % at {len(ahead)} points"
     + (
-        f", and at these a library is more than 5 % faster: {named(behind)}, where the number is "
-        f"our share of its speed. "
+        f" and **behind the faster one by more than 2 % at {len(behind)}**: {named(behind)}. The "
+        f"worst is {100 * min(map(share_of_library, behind)):.0f} % of its speed."
         if behind
-        else ", and none is more than 5 % faster anywhere. "
+        else ", and behind by as much nowhere."
     )
-    + (
-        f"At {len(wasteful)} of these, more than 8 % of the scores that our kernel in Gluon "
-        f"computes are not needed, which smaller tiles at the edge would save. "
-        if wasteful
-        else ""
-    )
-    + (f"Absent from this run: {', '.join(absent)}. " if absent else "")
+    + (f" Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
 
 # %%
-# **What a start costs.** At short lengths each tile of queries has few tiles of keys, so whatever
-# happens once per tile of queries weighs more: its queries are loaded, its place is computed, its
-# output is written. As in the chapter on plain Triton, two lengths tell this constant from the time
-# of a tile of keys.
+
+# Reading
+lab.read(
+    "**What stops it.** "
+    + (
+        "At head_dim 128 it is what the timeline shows: an iteration of a consumer takes "
+        f"{by_version['turns']:,.0f} cycles, of which the matmul units have work for "
+        f"{ideal:,.0f}. "
+        if any(row["head_dim"] == 128 for row in behind)
+        else ""
+    )
+    + (
+        "For head_dim 64 this page has no timeline. The count of instructions says that the "
+        "consumers set the pace there, but not why plain Triton is the faster of our two kernels "
+        "where it is. "
+        if any(row["head_dim"] == 64 for row in [*behind, *slower])
+        else ""
+    )
+    + (
+        f"At {named(wasteful)}, more than 8 % of the scores that our kernel computes are not "
+        "needed, which smaller tiles at the edge would save."
+        if wasteful
+        else ""
+    )
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+# **What a start costs.** Some work is done once per tile of queries: to find its place, to load it,
+# to write its output. At short lengths, where each tile of queries has few tiles of keys, this
+# weighs more. As in the chapter on plain Triton, the times at two lengths tell this constant from
+# the time of a tile of keys.
 
 # Reading
 
@@ -1649,14 +1763,17 @@ def in_tiles(name):
     return f"{constant:.1f}" if not constant < 0.5 else "less than half"
 
 
-best, _ = speed.best_peer(*PEERS, head_dim=128, mask="full", seqlen=1024)
+others = [name for name in PEERS if name not in speed.skipped]
 lab.read(
     f"At head_dim 128, in units of the time that 64 keys take, the constant is "
     f"{in_tiles('in Gluon')} for the kernel in Gluon, which computes the first scores of a tile of "
     f"queries beside the last sum of the one before, and {in_tiles('plain Triton')} for plain "
-    f"Triton. For {best}, the faster library at length 1,024, it is "
-    f"{in_tiles(best) if best != 'none' else nan}. At that length there are 16 such tiles of keys, "
-    f"so each unit costs about 6 % of the time."
+    f"Triton. "
+    + "".join(f"For {name} it is {in_tiles(name)}. " for name in others)
+    + "At length 1,024 there are 16 such tiles of keys, so a unit costs about 6 % of the time, "
+    "and a small constant can outweigh a slower loop."
+    if speed.rows
+    else f"{nan}"
 )
 
 # %%
@@ -1664,9 +1781,11 @@ lab.read(
 # --------------
 #
 # **To rescale too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
-# and to add to it when the sum arrives. But what arrives was weighed with the old maximum.
+# and to add the sum when it arrives. That is wrong, because what arrives was weighed with the old
+# maximum.
+#
 # **To forget the end.** The loop runs one tile behind, so after it one sum is still to be computed.
-# Both mistakes leave results that look like attention.
+# Neither mistake raises an error or leaves a NaN; only a comparison shows them:
 
 rows = []
 q, k, v = drawn((1, 2, 2, 64, 256, 64), torch.float32)
@@ -1679,19 +1798,19 @@ assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
 lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
-# **To trust the order of the source.** Rung 3 is the mistake to know: the source says "issue,
-# weigh, wait", and the machine code says "issue, wait, weigh". The result is right either way, and
-# only the machine code or a timeline tells.
+# **To trust the order of the source.** In rung 2, the source says "issue, weigh, wait", and the
+# machine code says "issue, wait, weigh". The result is right either way, so only the machine code
+# or a timeline tells.
 #
 # **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
-# take part: 256, those of one consumer that waits and one that arrives. With 128, each turn would
-# be free for whoever comes. With 384, two consumers would wait for a third for ever.
+# take part: 256, those of one consumer that waits and one that arrives. With 128, a consumer would
+# not wait for the other at all. With 384, two consumers would wait for a third for ever.
 
 # %%
 # Exercises
 # ---------
 #
-# **1. Head size 64.** Which share of the speed of the matmul units can a kernel reach at head_dim
+# **1. Head sizes.** Which share of the speed of the matmul units can a kernel reach at head_dim
 # 64, 128 and 256, if its exponentials overlap with matmuls fully, and if not at all?
 
 # %%
@@ -1726,11 +1845,10 @@ lab.table(rows, "Shared memory of a program")
 # The third does not fit with a buffer of its own for the output, which is what persistence costs:
 # a kernel with one program per tile may write its output where its queries were.
 #
-# **3. A model of turns.** Two consumers share the matmul units. In each iteration a consumer needs
-# them for 1,024 cycles (two matmuls of 64 rows), and then computes for :math:`w` cycles without
-# them, in the order of rung 1, where the first matmul takes half of that and the weighing stands
-# between both. Simulate the two for :math:`w` of 512 and 1,024. When are the matmul units always at
-# work?
+# **3. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
+# iteration a consumer needs the units for 512 cycles for its scores, weighs for :math:`w` cycles
+# without them, and needs them for another 512 cycles for its sum. Simulate the two for :math:`w` of
+# 512, 1,024 and 1,536. When are the matmul units always at work?
 
 # %%
 
@@ -1758,8 +1876,8 @@ assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
 
 # %%
-# So two consumers in order would be enough, if weighing took no longer than the other's matmuls and
-# nothing else took time. The scores ahead are for what this model leaves out.
+# So two consumers in order would be enough, if weighing took no longer than the other's matmuls,
+# which are 1,024 cycles. On the timeline it takes longer, so the loop issues scores ahead.
 
 # %%
 # References
