@@ -2187,7 +2187,9 @@ lab.read(
                 *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
                 *([f"**takes more time for {listed(behind)}**"] if behind else []),
                 *(
-                    [f"differs by less than the times scatter for {listed(level)}"]
+                    [
+                        f"differs by less than its times scatter, so that p20 to p80 overlap, for {listed(level)}"
+                    ]
                     if level
                     else []
                 ),
@@ -2247,9 +2249,9 @@ def more_of(kind, model, scaled=False):
     return own - theirs * (linear[1] / linear[0] if scaled else 1)
 
 
-def longer(model, columns, versions):
+def longer(model, column, versions):
     """By how many milliseconds the second of two versions takes longer."""
-    theirs, own = (race[model][name][columns] for name in versions)
+    theirs, own = (race[model][name][column] for name in versions)
     return nan if None in (theirs, own) else own - theirs
 
 
