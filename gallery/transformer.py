@@ -2187,15 +2187,13 @@ lab.read(
                 *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
                 *([f"**takes more time for {listed(behind)}**"] if behind else []),
                 *(
-                    [
-                        f"differs by less than its times scatter, so that p20 to p80 overlap, for {listed(level)}"
-                    ]
+                    [f"differs by less than its times scatter for {listed(level)}"]
                     if level
                     else []
                 ),
             ]
         )
-        + ". "
+        + (", where p20 to p80 overlap. " if level else ". ")
         if by_model or not race
         else ""
     )
