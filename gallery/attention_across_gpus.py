@@ -20,6 +20,7 @@ of :doc:`/chapters/attention_in_models`.
 # sphinx_gallery_thumbnail_number = 1
 import json
 import os
+import re
 import resource
 import statistics
 import tempfile
@@ -317,10 +318,10 @@ lab.check("Attention across ranks", cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is *linear scaling*: the time that one GPU takes alone for the same sequence, divided
-# by the number of GPUs, so that 100 % means that sharing loses nothing. The figures call it the
-# ideal. Forward and backward run together, under a causal mask, with 16 heads of 128 in bfloat16.
-# Two changes lead from the obvious version to the package's:
+# The yardstick is *linear scaling*: the time that one GPU takes alone for the same sequence,
+# divided by the number of GPUs, so that 100 % means that sharing loses nothing. The figures call it
+# the ideal. Forward and backward run together, under a causal mask, with 16 heads of 128 in
+# bfloat16. Two changes lead from the obvious version to the package's:
 #
 # 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
 # 2. *zig-zag*: the same with two pieces, one from either end;
@@ -680,13 +681,13 @@ computed_until = max(
 lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms, and with transfers behind the "
     f"computation {after:.1f}. In the second, {hidden:.1f} of {moved:.1f} ms of transfers happen "
-    "while something is computed. Of those that show, "
+    "while something is computed. Of the rest, "
     f"{max(0.0, after - computed_until):.1f} ms are the last gradients, which travel when nothing "
     "is left to compute. "
     + (
-        "But what is hidden is not free, because NCCL copies with a kernel of its own, which takes "
-        f"SMs and bandwidth from the others: computing takes {worked:.1f} ms instead of "
-        f"{undisturbed:.1f}, and the transfers last longer, too. "
+        "**What is hidden is not free**, because NCCL transfers with a kernel of its own, which "
+        f"takes SMs and bandwidth from the others: computing takes {worked:.1f} ms instead of "
+        f"{undisturbed:.1f}, and the transfers, too, last longer. "
         if worked > 1.02 * undisturbed
         else ""
     )
@@ -698,28 +699,35 @@ lab.read(
 # What the connection must carry
 # ------------------------------
 #
-# A transfer is hidden if it takes no longer than the computation beside it. Let a rank hold
-# :math:`n` tokens, with :math:`H` heads of :math:`D` numbers, :math:`H_k` of them for keys and
-# values. Let it compute :math:`S` FLOP/s, and let :math:`B` bytes per second reach the next rank.
-# With zig-zag a step computes half of :math:`n^2` scores per head, with 4 FLOPs for each and each
-# number of a head, and 16-bit keys and values travel:
+# *How fast must it be, so that a transfer takes no longer than the computation beside it?*
+#
+# Let a rank hold :math:`n` tokens, with :math:`H` heads of :math:`D` numbers for queries and
+# :math:`H_k` heads for keys and values. Let it compute :math:`S` FLOPs per second, and let
+# :math:`B` bytes per second reach the next rank. With zig-zag, a step computes :math:`n^2 / 2`
+# scores per head, each of which takes :math:`4 D` FLOPs, while keys and values of 16 bits travel:
 #
 # .. math::
 #
 #    \text{forward:} \quad \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B}
 #    \quad\Longleftrightarrow\quad n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
 #
-# The number of ranks and the size of the heads cancel: only the tokens *per rank* count, and the
-# FLOPs that a GPU does per byte it sends. In the backward pass a step does 2.5 times the FLOPs and
-# sends, beside keys and values in 16 bits, their gradients in 32, if there are more than two ranks:
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The number of ranks and the size of the heads cancel. What counts is the number of tokens *per
+#    rank*, because the scores grow with its square and the bytes only with the number itself.
+#
+# In the backward pass, a step does 2.5 times the FLOPs. Beside keys and values of 16 bits it sends
+# their gradients, which have 32 bits with more than two ranks:
 #
 # .. math::
 #
 #    \text{backward:} \quad \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B}
 #    \quad\Longleftrightarrow\quad n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
 #
-# We measure :math:`B` by passing tensors round the ring with nothing beside, and :math:`S` by the
-# two kinds of steps: the rank's own part, which is causal, and half of the scores with another.
+# We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
+# the two kinds of steps: a rank's own part, under the mask, and half of the scores with another
+# part, which is as many.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -845,6 +853,8 @@ def measured_step(part, which):
     times = [row[f"{which}, ms"] for row in steps.rows]
     if not sizes:
         return nan
+    # A smaller part that took longer than a larger one waited for the host, which counts apart.
+    times = numpy.minimum.accumulate(times[::-1])[::-1]
     if part > sizes[-1]:
         return times[-1] * (part / sizes[-1]) ** 2
     return float(
@@ -858,14 +868,51 @@ FORWARD_FLOPS = 2 * HEADS * HEAD_DIM
 flops = FORWARD_FLOPS * largest**2 / (at_largest / 1e3)
 crossing = {"forward": 2 * flops / bandwidth, "backward": 2.4 * flops / bandwidth}
 links = of_record.get("interconnect", "")
+joined = re.search(r"NV(\d+)", links)
 lab.read(
-    f"The next rank receives up to {bandwidth / 1e9:.0f} GB/s, and a step of {largest:,} tokens "
-    f"computes at {flops / 1e12:.0f} TFLOP/s, {flops / bandwidth:,.0f} FLOPs for each byte. So "
-    f"with as many heads for keys as for queries a transfer is hidden from "
+    f"The next rank receives up to {bandwidth / 1e9:.0f} GB/s"
+    + (
+        f", where NVLink, which joins the two GPUs, carries {25 * int(joined[1])} on paper. "
+        if joined
+        else ". "
+    )
+    + f"A step of {largest:,} tokens computes at {flops / 1e12:.0f} TFLOP/s, or "
+    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes. By the formulas, with as many "
+    "heads for keys as for queries, a transfer is hidden from "
     f"{crossing['forward']:,.0f} tokens per rank on in the forward pass, and from "
     f"{crossing['backward']:,.0f} in the backward pass. With an eighth as many heads for keys, as "
-    "many models have, it is an eighth of that. Smaller parts compute more slowly and send more "
-    "slowly than that, so take these as the order of magnitude."
+    "many models have, an eighth of that is enough. Take these as orders of magnitude, because "
+    "small parts compute and travel more slowly."
+)
+
+# %%
+
+# Reading
+of_part = LENGTHS[0] // WORLD
+by_kernels = sum(
+    measured_step(of_part, f"own, {which}")
+    + (WORLD - 1) * measured_step(of_part, f"step, {which}")
+    for which in ("forward", "backward")
+)
+ideal_ms, ring_ms = (
+    speed.milliseconds_at(name, seqlen=LENGTHS[0]) for name in ("ideal", "Kernel Book")
+)
+slower = measured_step(of_part, "step, forward") / measured_step(
+    of_part, "own, forward"
+)
+at_most = at_largest / measured_step(largest, "own, forward") if steps.rows else nan
+lab.read(
+    f"**Where short sequences lose.** At {LENGTHS[0]:,} tokens each rank has {of_part:,}. Linear "
+    f"scaling would take {ideal_ms:.1f} ms, the ring takes {ring_ms:.1f}, and its kernels take "
+    f"{by_kernels:.1f} if they run alone. "
+    + (
+        "So the loss lies in the kernels, and not in transfers: they are less efficient on small "
+        "parts, and the merge reads and writes the output once more. "
+        if by_kernels > ideal_ms + 0.5 * (ring_ms - ideal_ms)
+        else "The rest is transfers and waiting. "
+    )
+    + f"With as many scores, a forward step with another part takes {slower:.2f} times as long as "
+    f"the own part at {of_part:,} tokens, and {at_most:.2f} times at {largest:,}."
 )
 
 # %%
@@ -874,9 +921,9 @@ lab.read(
 print(links or "Not recorded yet.")
 
 # %%
-# A call also costs the host time: the ranks tell each other what they pass, so that a mismatch is
-# an error and no hang, and each step launches its kernels. We time calls whose scores take next to
-# nothing:
+# A call also takes the :term:`host` time. The ranks tell each other what they pass, so that a
+# mismatch is an error and not a hang, and each step launches its kernels. We time calls whose
+# scores take next to nothing:
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -912,18 +959,20 @@ ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 took = speed.milliseconds_at("Kernel Book", seqlen=length)
 lab.read(
     f"A call of the ring takes {ring_cost:.1f} ms in both passes together, however short the "
-    f"sequence, and one of `attention` on one GPU {alone_cost:.1f} ms. At {length:,} tokens the "
-    f"ring's call takes {took:.0f} ms, and as long as the host is ahead of the GPU its time is "
-    "hidden as well."
+    f"sequence, and one of `attention` on one GPU {alone_cost:.1f} ms. Beside the {took:.0f} ms of "
+    f"{length:,} tokens that is hidden, because the host runs ahead of the GPU. At "
+    f"{LENGTHS[0]:,} tokens, where the ring takes {ring_ms:.1f} ms, "
+    + ("it just is." if ring_cost < ring_ms else "it is not.")
 )
 
 # %%
 # Memory, and a long sequence
 # ---------------------------
 #
-# The point of it all is memory. Groups of the first one, two and more ranks share 131,072 tokens,
-# and each notes the most that its allocator held during a forward and a backward pass, inputs and
-# gradients included.
+# *What falls when GPUs share a sequence, and what does not?*
+#
+# One GPU alone and then all ranks together compute 131,072 tokens, and each notes the most that its
+# allocator held during a forward and a backward pass, inputs and gradients included.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -980,24 +1029,40 @@ memory
 
 # Reading
 gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
-several = {size: held for size, held in gib.items() if size > 1}
-falls = ", ".join(f"{held:.2f} GiB on each of {size}" for size, held in several.items())
-ratio = (
-    gib.get(1, nan) / (several[max(several)] * max(several))
-    if any(several.values())
-    else nan
-)
+most = max(gib, default=1)
+together = gib.get(most, nan)
+
+
+def tensors(held, size):
+    """How many tensors of a part, such as q, some GiB are."""
+    return held * 2**30 / (MEMORY_LENGTH / size * per_token)
+
+
+kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.read(
-    f"One GPU needs {gib.get(1, nan):.2f} GiB for {MEMORY_LENGTH:,} tokens, and the ring "
-    f"{falls or nan}. Each rank keeps sums, and two parts of keys and of their "
-    f"gradients, so that one GPU alone needs {ratio:.2f} times what all ranks need together; every "
-    "one of these is proportional to the rank's part, so that the memory per GPU falls as the "
-    "number of GPUs grows."
+    f"On {most} GPUs, the peak of each is {together:.2f} GiB, and that of one GPU alone "
+    f"{gib.get(1, nan):.2f}: **it falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, and not "
+    f"by {100 * (1 - 1 / most):.0f}.** One GPU holds {tensors(gib.get(1, nan), 1):.1f} tensors of "
+    "the size of `q`: `q`, `k`, `v`, `out` and their gradients. A rank's tensors have "
+    f"1/{most} of this size, but at the peak it holds {tensors(together, most):.1f} of them, "
+    "because a second part of keys and values, gradients that travel, and terms that are still to "
+    "be added come on top."
 )
 
 # %%
-# The last measurement is a long one: 262,144 tokens on each GPU, which is a million on four,
-# forward and backward, once.
+
+# Reading
+lab.read(
+    "**What a model keeps falls as one would hope.** From the forward to the backward pass, a "
+    "layer keeps `q`, `k`, `v` and `out` of the rank's own part, and nothing that travels. With "
+    f"{LAYERS} layers and {MEMORY_LENGTH:,} tokens these are {kept:.0f} GiB on one GPU and "
+    f"{kept / most:.0f} on each of {most}, on paper. What comes on top exists in one layer at a "
+    "time. It too is proportional to the rank's part, and falls as ranks are added; but from three "
+    "ranks on, sums have 32 bits and take twice the room."
+)
+
+# %%
+# The last measurement is a long one: 262,144 tokens on each GPU, forward and backward, once.
 
 # Measuring
 LONG = 262144 // SHRINK // (4 if TINY else 1)
@@ -1039,18 +1104,18 @@ row = long.rows[0] if long.rows else {}
 long_tokens, long_gpus = row.get("tokens", nan), row.get("GPUs", nan)
 lab.read(
     f"{long_tokens:,} tokens on {long_gpus} GPUs take {row.get('seconds', nan):.1f} s and at most "
-    f"{row.get('GiB per GPU', nan):.0f} GiB on each, at {row.get('TFLOP/s', nan):.0f} TFLOP/s. "
-    f"A table of their scores would have {16 * 2 * long_tokens**2 / 2**40:,.0f} TiB in 16 bits."
+    f"{row.get('GiB per GPU', nan):.1f} GiB on each, at {row.get('TFLOP/s', nan):.0f} TFLOP/s on "
+    "all together. The table of scores that standard attention writes would take "
+    f"{16 * 2 * long_tokens**2 / 2**40:,.0f} TiB in 16 bits."
 )
 
 # %%
 # Beside PyTorch
 # --------------
 #
-# PyTorch has a ring of its own, ``torch.distributed.tensor.experimental.context_parallel``, which
-# replaces ``scaled_dot_product_attention`` and is called experimental. It orders the tokens as our
-# zig-zag does. We run it around cuDNN's attention, and time it only if its output is that of our
-# ring; what it refuses is named under the figure.
+# PyTorch has a ring of its own, still experimental: within ``context_parallel``,
+# ``scaled_dot_product_attention`` runs on all ranks. It orders the tokens as our zig-zag does. We
+# run it around cuDNN's attention (*cuDNN CP*), and time it only if its output is that of our ring.
 
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
@@ -1155,16 +1220,29 @@ timed_peers = [
     for name in BACKENDS
     if name in beside.providers and not beside.at(provider=name, seqlen=at).empty
 ]
+ours_ms = beside.milliseconds_at("Kernel Book", seqlen=at)
 lab.read(
-    f"At {at:,} tokens the ring reaches {100 * ours:.0f} % of linear scaling of the book's own "
-    "kernel. "
+    f"At {at:,} tokens, our ring reaches {100 * ours:.0f} % of linear scaling of the book's own "
+    "kernel"
     + (
-        "PyTorch's context parallelism reaches "
-        + " and ".join(
-            f"{100 * found:.0f} % around {name.removesuffix(' CP')}"
+        f", after {100 * speed.share('Kernel Book', seqlen=at):.0f} % in the run above. "
+        if at in LENGTHS
+        else ". "
+    )
+    + (
+        "".join(
+            f"PyTorch's around {name.removesuffix(' CP')} reaches {100 * found:.0f} % of the same "
+            f"yardstick: it takes {beside.milliseconds_at(name, seqlen=at):.0f} ms, where ours "
+            f"takes {ours_ms:.0f}. "
             for name, found in timed_peers
         )
-        + " of the same yardstick, so that its attention on one GPU counts in it as well."
+        + (
+            "More than 100 % is possible, because the yardstick is our kernel on one GPU, and "
+            "cuDNN's backward pass is faster than ours, as its chapter measured. **The faster "
+            "kernel makes the faster ring.**"
+            if any(found > 1 for _, found in timed_peers)
+            else ""
+        )
         if timed_peers
         else "PyTorch's context parallelism did not run here; the figure names the reason."
     )
@@ -1174,10 +1252,12 @@ lab.read(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# We have no such machine, but a step has only four parts, and we have measured them: the rank's own
-# scores, a step's scores, the transfer beside it, and the host's time to launch it. A step takes
-# as long as the longest of the last three, and what comes after all steps is added: the last
-# gradients, which nothing hides.
+# *How far does a ring go?*
+#
+# We have no such machine, but we have measured the pieces. The first step takes as long as the
+# rank's own scores or the transfer beside them. Every later step takes as long as the longest of
+# three: its scores, the transfer beside them, and the host's time to launch it. The last gradients,
+# which nothing hides, are added.
 
 
 def simulated(world, tokens, bandwidth):
@@ -1199,7 +1279,6 @@ def simulated(world, tokens, bandwidth):
 
 
 # %%
-# We first let it predict what was measured:
 
 # Reading
 predicted = []
@@ -1208,14 +1287,17 @@ for seqlen in LENGTHS:
     told_by = simulated(WORLD, seqlen, bandwidth)[0]
     predicted.append((seqlen, told_by, real))
 lab.read(
-    "Predicted and measured: "
-    + "; ".join(f"{n:,} tokens, {a:.1f} and {b:.1f} ms" for n, a, b in predicted)
-    + f". It is off by at most {max(abs(a / b - 1) for _, a, b in predicted) * 100:.0f} %."
+    "We first let it predict what was measured. It says "
+    + ", ".join(f"{told_by:.1f} ms for {n:,} tokens" for n, told_by, _ in predicted)
+    + ", and we measured "
+    + ", ".join(f"{real:.1f}" for *_, real in predicted)
+    + f": it is off by at most {max(abs(a / b - 1) for _, a, b in predicted) * 100:.0f} %, and "
+    "does not know that transfers slow down what is computed beside them."
 )
 
 # %%
-# Now with more GPUs. Eight GPUs of one host have the connection that we measured. Beyond, the
-# slowest link of the ring counts: we assume one network card of 400 Gb/s per GPU, which is
+# Now with more GPUs. For eight GPUs of one host we assume the connection that we measured. Beyond,
+# the slowest link of the ring counts, and we assume one network card of 400 Gb/s per GPU, which is
 # 50 GB/s.
 
 # Measuring
@@ -1229,19 +1311,53 @@ def alone(tokens):
     )
 
 
+CLUSTERS = {8: bandwidth, 64: NETWORK, 1024: NETWORK}
+
+
+def linear(world, tokens):
+    """The share of linear scaling that is predicted, in percent."""
+    return 100 * alone(tokens) / world / simulated(world, tokens, CLUSTERS[world])[0]
+
+
+# %%
+
+
+# Drawing
+def curves(axes, rows):
+    lengths = [2**power for power in range(16, 27)]
+    for world, style in zip(CLUSTERS, ("-", "--", ":"), strict=True):
+        look = {"color": lab.colour("Kernel Book"), "linestyle": style}
+        shares = [linear(world, tokens) for tokens in lengths]
+        axes.plot(lengths, shares, label=f"{world:,} GPUs", **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2**17, 2**20, 2**23, 2**26], ["128Ki", "1Mi", "8Mi", "64Mi"])
+    axes.set_ylim(0, 105)
+    axes.set(xlabel="tokens", ylabel="% of linear scaling, simulated")
+
+
+def in_words_of(rows):
+    found = ", ".join(
+        f"{linear(world, 2**23):.0f} % with {world:,} GPUs" for world in CLUSTERS
+    )
+    return f"Three lines that rise with the number of tokens; at 8Mi tokens: {found}."
+
+
+lab.draw(steps, "The ring with more GPUs, simulated", in_words_of, curves)
+
+# %%
+
+# Folded: The simulation in numbers
 rows = []
-for world, link in ((8, bandwidth), (64, NETWORK), (1024, NETWORK)):
+for world, link in CLUSTERS.items():
     for tokens in (131072, 1048576, 8388608):
         took, bounds = simulated(world, tokens, link)
-        percent = 100 * alone(tokens) / world / took
         rows.append(
             {
                 "GPUs": world,
-                "GB/s": f"{link / 1e9:.0f}",
                 "tokens": tokens,
                 "tokens per GPU": tokens // world,
-                "ms": f"{took:,.1f}",
-                "% of linear": f"{percent:.0f}",
+                "ms": f"{took:,.0f}",
+                "% of linear": f"{linear(world, tokens):.0f}",
                 "bound, forward": bounds[0],
                 "bound, backward": bounds[1],
             }
@@ -1252,32 +1368,38 @@ lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
 
 # Reading
 network_crossing = 2.4 * flops / NETWORK
-good = [row for row in rows if float(row["% of linear"]) >= 80]
-lab.read(
-    f"Over a network a rank needs {network_crossing:,.0f} tokens to hide the backward pass, and "
-    f"with 1,024 GPUs that is a sequence of {1024 * network_crossing / 1e6:,.0f} million. "
-    + (
-        "Of the cases in the table, "
-        + ", ".join(f"{row['tokens']:,} tokens on {row['GPUs']:,} GPUs" for row in good)
-        + " keep 80 % of linear scaling or more. "
-        if good
-        else "No case in the table keeps 80 % of linear scaling. "
+GOOD = 80
+from_tokens = {
+    world: min(
+        (2**power for power in range(16, 27) if linear(world, 2**power) >= GOOD),
+        default=0,
     )
-    + "A ring is for few ranks with long parts. With more GPUs one shares heads within a host, "
-    "sends whole parts round a ring of hosts, and gives the rest of the machine other sequences."
+    for world in CLUSTERS
+}
+lab.read(
+    f"The ring keeps {GOOD} % of linear scaling or more "
+    + ", ".join(
+        f"with {world:,} GPUs from {tokens:,} tokens on"
+        for world, tokens in from_tokens.items()
+        if tokens
+    )
+    + f". Over a network, a rank needs {network_crossing:,.0f} tokens to hide the transfers of the "
+    f"backward pass, and with 1,024 GPUs that is a sequence of "
+    f"{1024 * network_crossing / 1e6:,.0f} million. So a ring is for few ranks with long parts. "
+    "On more GPUs one shares heads within a host, sends parts round a ring of hosts, and gives the "
+    "rest of the machine other sequences."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# In a program of several processes a mistake on one rank usually shows as a hang on the others:
-# they wait for a message that never comes. The operators therefore agree before they compute,
-# within the time-out of the process group.
+# In a program of several processes, a mistake on one rank usually shows as a hang on the others,
+# because they wait for a message that never comes. So the ranks first agree on what they are about
+# to compute, and wait for each other no longer than the time-out of their process group allows.
 #
-# **Numbers that only differ.** What ranks cannot see is a sequence in another order than the layout
-# says. A contiguous part passed as zig-zag has the right shape, and gives wrong results without a
-# word. Here the ring is right for one layout and wrong for the other:
+# **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
+# contiguous part passed as zig-zag has the right shape, and raises no error. Its result is wrong:
 
 
 def passed_as(rank, world, q, k, v, layout):
@@ -1297,7 +1419,8 @@ for layout in ring.LAYOUTS:
     print(f"contiguous parts passed as {layout}: error {error:.1e}")
 
 # %%
-# **What ranks do see.** We make the three usual mistakes, on the ranks at hand.
+# **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank makes each
+# mistake, and the table shows what it and rank 0 are told, and after how long.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1392,20 +1515,28 @@ lab.read(
         if silent
         else ""
     )
-    + "A shape that differs is refused on all "
-    "ranks, and each names the rank that passed it. A rank that is late or dead is an error on the "
-    f"others as soon as their patience, here {LATE:.0f} s for the late one, is over, or at once if "
-    "its connection is closed. The late rank then gets an error as well, because nobody waits for "
-    "it any more."
+    + "Another shape is refused on all ranks, and the error names the rank that passed it. For a "
+    f"late rank the others wait until the time-out, here {LATE:.0f} s, is over. Then they give up, "
+    "and the late one gets an error, too, because nobody waits for it any more. For a dead rank "
+    "the others need not wait, because its connection is closed."
 )
 
 # %%
+# In short
+# --------
+#
+# Attention to parts of the keys can be merged by one number per query, so queries stay and keys
+# travel: each rank of a ring computes with one part of them while the next arrives. Under a causal
+# mask, two pieces from both ends give every rank the same work. Whether the connection keeps up is
+# decided by the tokens per rank, so a ring suits few ranks with long parts. What a layer keeps
+# falls with the number of GPUs; the memory at the peak of a single layer falls by less.
+#
 # Exercises
 # ---------
 #
-# **1. Grouped heads.** A model has 64 heads for queries and 8 for keys, and a part of 2,048 tokens
-# per rank. By the formula, which bandwidth hides the forward pass at 600 TFLOP/s? With which does
-# all to all work at all on 16 ranks?
+# **1. Grouped heads.** A model has 64 heads for queries and 8 for keys, and each rank a part of
+# 2,048 tokens. By the formula, which bandwidth hides the transfers of the forward pass at
+# 600 TFLOP/s? Can 16 ranks use all to all instead?
 
 # %%
 
@@ -1413,9 +1544,7 @@ lab.read(
 part, speed_of_one = 2048, 600e12
 needed = 2 * (8 / 64) * speed_of_one / part
 assert abs(part - 2 * (8 / 64) * speed_of_one / needed) < 1e-6
-print(
-    f"{needed / 1e9:.0f} GB/s; all to all would need 16 heads for keys, and there are 8"
-)
+print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 heads of keys evenly.")
 
 # %%
 # **2. How long does the contiguous layout wait?** Count, for a world of :math:`W`, the scores of
