@@ -111,8 +111,8 @@ lab.table(rows, "What attention keeps, on paper")
 lab.source(ring.merge)
 
 # %%
-# We cut the keys of a small attention in three, merge the parts, and compare with all keys at once:
 
+# Reading
 q, k, v = torch.randn(3, 1, 2, 12, 16, dtype=torch.float64)
 whole, lse_of_all = reference.attention(q, k, v)
 out, lse = torch.zeros(1, 2, 12, 16), torch.full((1, 2, 12), -torch.inf)
@@ -121,7 +121,10 @@ for keys in (slice(0, 5), slice(5, 6), slice(6, 12)):
     ring.merge(out, lse, part, lse_part.float())
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 torch.testing.assert_close(lse.double(), lse_of_all, rtol=1e-5, atol=1e-6)
-print("largest difference:", f"{(out - whole).abs().max().item():.1e}")
+lab.read(
+    "With the keys of a small attention cut in three, the merged output differs from that over all "
+    f"keys at once by at most {(out - whole).abs().max().item():.0e}, the rounding of float32."
+)
 
 # %%
 # The forward pass of the package is a loop over these steps, and ``operator.run`` is the forward
@@ -619,7 +622,10 @@ def draw_schedule(axes, rows):
     places, note = [], ""
     for number, version in enumerate(VERSIONS_TRACED):
         top = 2.7 * number
-        title = {"waited for": "transfers waited for", "behind": "transfers behind"}
+        title = {
+            "waited for": "transfers waited for",
+            "behind": "transfers behind the computation",
+        }
         axes.text(0, top - 0.5, title[version], fontsize=10, color="#59636e")
         for place, lane in zip((top, top + 1), ("compute", "transfer"), strict=True):
             bars = [
@@ -872,7 +878,7 @@ joined = re.search(r"NV(\d+)", links)
 lab.read(
     f"The next rank receives up to {bandwidth / 1e9:.0f} GB/s"
     + (
-        f", where NVLink, which joins the two GPUs, carries {25 * int(joined[1])} on paper. "
+        f", of {25 * int(joined[1])} that NVLink, the connection within a host, has on paper. "
         if joined
         else ". "
     )
@@ -1260,6 +1266,7 @@ lab.read(
 # which nothing hides, are added.
 
 
+# Measuring
 def simulated(world, tokens, bandwidth):
     """Milliseconds of a call of the ring with zig-zag, both passes, and what bounds its steps."""
     part = tokens / world
