@@ -82,7 +82,7 @@ lab.table(rows, "What attention keeps, on paper")
 #
 # *How can a query meet keys that are on another GPU?*
 #
-# It must meet all keys, but not all at the same time: :doc:`decoding
+# A query must meet all keys, but not all at once: :doc:`decoding
 # </chapters/attention_in_models>` cut the keys of a query into parts, attended to each, and merged
 # the outputs by their :term:`logsumexp`. There the programs of one GPU computed the parts side by
 # side. Here a rank computes them one after another, and merges after each. Let :math:`A` be the
