@@ -1401,8 +1401,8 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 # A window, a packed batch and a single query need one kernel each time, told which tiles it may
 # leave out or share. Two bounds name the tiles of a window, two offsets those of a sequence, and
 # programs that share the keys of a query are merged by their lse. What stays is what a program does
-# only once, which short programs feel most. The package's :func:`~kernelbook.ring_attention` merges
-# parts in the same way, with the keys on several GPUs.
+# only once, which short programs feel most. :doc:`/chapters/attention_across_gpus` merges parts in
+# the same way, with the keys on several GPUs.
 #
 # Exercises
 # ---------

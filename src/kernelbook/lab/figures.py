@@ -157,7 +157,8 @@ def plot(
             if log:
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
-            axes.set_ylim(bottom=0)
+            # room for the highest mark, also where all lines lie close together
+            axes.set_ylim(0, max(axes.get_ylim()[1], 1.04 * axes.dataLim.y1))
             axes.set(xlabel=sweep.axis, ylabel=unit)
             _name_lines(axes)
         alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
