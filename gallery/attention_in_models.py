@@ -435,9 +435,9 @@ lab.read(
     f"What a program does once takes as long as {max(fixed, 0):.1f} tiles, which adds "
     f"{100 * (once - 1):.0f} % to the {n_middle} tiles of this window, and is hardly visible "
     f"beside the {TOKENS // CONFIG.block_n // 2} of an average program without one. Together the "
-    f"two predict that the window takes {masked * once:.2f} times as long as its visible scores would "
-    f"take without one, and we measure {ahead:.2f} times. The backward pass takes {back:.2f} times "
-    "as long. "
+    f"two predict that the window takes {masked * once:.2f} times as long as its visible scores "
+    f"would take without one, and we measure {ahead:.2f} times. The backward pass takes "
+    f"{back:.2f} times as long. "
     + (
         f"**We aim at no more than {AIM} times in both directions, and miss it at `left` = "
         f"{' and '.join(over)}.**"
