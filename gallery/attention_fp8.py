@@ -79,7 +79,8 @@ nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
 lab.read(
     f"The matmul runs at {slow:,.0f} TFLOP/s in bfloat16 and at {fast:,.0f} in FP8, "
-    f"{fast / slow:.2f} times as fast. That is the most that attention can gain."
+    f"{fast / slow:.2f} times as fast. Attention cannot gain more, because its matmuls are the "
+    "only arithmetic that eight bits make faster."
 )
 
 # %%
@@ -136,8 +137,9 @@ lab.table(rows, "e4m3: exponent and bits after the leading one")
 
 # %%
 # Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}` in e4m3 and
-# :math:`2^{-3}` in e5m2, unless the number is too small: the lowest numbers have no leading one,
-# and the steps between them no longer shrink. We round numbers of all sizes to see where.
+# :math:`2^{-3}` in e5m2, unless the number is too small: the lowest numbers, called *subnormal*,
+# have no leading one, and the steps between them no longer shrink. We round numbers of all sizes to
+# see where.
 
 
 # Drawing
@@ -155,7 +157,7 @@ def rounding_errors(axes):
         errors = [100 * relative_error(2.0**n * mantissas, dtype) for n in powers]
         axes.plot(powers, errors, "-o", ms=3.5, color=lab.colour(ink), label=name)
     axes.set_yscale("log", base=2)
-    axes.set_yticks((6.25, 12.5, 25, 50, 100), ("6", "12", "25", "50", "100"))
+    axes.set_yticks((6.25, 12.5, 25, 50, 100), ("6.25", "12.5", "25", "50", "100"))
     axes.set_xticks((-16, -9, -6, 0, 8, 15))
     axes.set_xticklabels(["2⁻¹⁶", "2⁻⁹", "2⁻⁶", "1", "2⁸", "2¹⁵"])
     axes.set(xlabel="size of the number", ylabel="largest error, %")
@@ -198,8 +200,8 @@ lab.read(
 # Scales
 # ------
 #
-# The kernel receives *stored* numbers and one factor, the :term:`descale`, and the value of an
-# element is the product of both. We choose the descale so that the largest element becomes the
+# The kernel receives *stored* numbers and one factor, the :term:`descale`. An element's value is
+# its stored number times the descale. We choose the descale so that the largest element becomes the
 # largest number of the format: then nothing is too large, and as few small elements as possible
 # fall below the range.
 
@@ -223,7 +225,8 @@ for name, dims in {"tensor": (0, 1, 2, 3), "head": (2, 3)}.items():
     off = (back - x).square().mean((0, 2, 3)).sqrt() / x.square().mean((0, 2, 3)).sqrt()
     row = {"one descale per": name, "descales": descale.numel()}
     rows.append(
-        row | {f"head {i}": f"{value:.1%}" for i, value in enumerate(off.tolist())}
+        row
+        | {f"head {i}": f"{100 * value:.1f} %" for i, value in enumerate(off.tolist())}
     )
 theirs, their_descale = quantize(x)
 assert torch.equal(theirs.float(), stored.float())
@@ -268,13 +271,14 @@ lab.table(rows, "What quantize returns")
 #    o_i &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
-# The descales cost two multiplications per program, because the kernel multiplies the scores by a
-# scale and divides the result by :math:`l_i` anyway.
+# The descales cost a handful of multiplications per program, because the kernel multiplies the
+# scores by a scale and divides the result by :math:`l_i` anyway.
 
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# A step of 0 means that all heads share one descale.
+# A step of 0 means that all heads share one descale. A descale of q or k has to be positive; that
+# of V may be negative, because it does not enter the maximum of the scores.
 
 
 # Measuring
@@ -310,9 +314,15 @@ for x in operands:
         changes[name].append((attention(*changed) - before).abs().max().item())
 assert max(changes["doubled"]) < 0.05 < min(changes["forgotten"])
 lab.read(
-    "To check the formula, we halve what is stored of q, of k and of v in turn. If the descale is "
-    f"doubled with it, the output changes by at most {max(changes['doubled']):.1g}. If that is "
-    f"forgotten, it changes by at least {min(changes['forgotten']):.1g}, and nothing warns."
+    "To check the formula, we halve what is stored of q, of k and of v in turn. If we double its "
+    "descale, the output "
+    + (
+        f"changes by at most {max(changes['doubled']):.1g}"
+        if max(changes["doubled"]) > 0
+        else "keeps every bit"
+    )
+    + ". If we forget to, the output changes by "
+    f"{min(changes['forgotten']):.1g} or more, and nothing warns."
 )
 
 # %%
@@ -395,9 +405,9 @@ lab.check("The matmul, either way", cases)
 
 # %%
 # Both layouts give the right result. Now we look at the instructions of a tile of 128 × 128 × 64.
-# The matmul is ``wgmma``, which four :term:`warps <warp>` execute together; its *transpose bits*
-# say for 16-bit operands whether the first and the second matrix are transposed. ``prmt`` permutes
-# the bytes of a :term:`register`.
+# The matmul is :term:`wgmma`, which four :term:`warps <warp>` execute together; its *transpose
+# bits* say for 16-bit operands whether the first and the second matrix are transposed. ``prmt``
+# permutes the bytes of a :term:`register`.
 
 
 def instructions():
@@ -437,7 +447,8 @@ straight, turned = (
     found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "columns")
 )
 lab.read(
-    f"With 16 bits, the two layouts differ in one bit of the instruction. With 8 bits and the "
+    "With 16 bits, the two layouts differ in one bit of the instruction, and hardly in time. With "
+    "8 bits and the "
     f"wrong layout, the compiler transposes every tile in registers, with "
     f"{turned.get('prmt', nan)} permutations and "
     f"{turned.get('1-byte stores', nan)} stores of single bytes per thread and tile, so "
@@ -446,9 +457,9 @@ lab.read(
 
 # %%
 # In attention, every tile of queries reads each tile of V, so it is better to transpose V once, and
-# best while rounding it: ``quantize(v, contiguous="seqlen")``. A V that is not transposed is first
-# copied by the package, which matters only in short sequences, because the copy takes as long for
-# the same number of tokens and attention takes longer in longer ones.
+# best while rounding it: ``quantize(v, contiguous="seqlen")``. If V is not transposed, the package
+# first makes a transposed copy. Its time depends on the number of tokens alone, while that of
+# attention also grows with the length, so the copy matters in short sequences only.
 
 # %%
 
@@ -499,8 +510,8 @@ lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transpositio
 # --------------------
 #
 # The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
-# well, in every tile. The largest is 1, but with a thousand keys a typical weight is a few
-# hundredths or thousandths of that. There e4m3 has few numbers: below :math:`2^{-6}` its steps no
+# well, in every tile. The largest is 1, but with a thousand keys a typical weight may be a
+# hundredth or a thousandth of that. There e4m3 has few numbers: below :math:`2^{-6}` its steps no
 # longer shrink, and below :math:`2^{-10}` everything is rounded to zero. Its numbers above 1 are
 # not used at all. So we multiply the weights by :math:`2^8` before rounding them. This factor never
 # has to be undone, because it cancels if the denominator sums :math:`2^8 p_j` too:
@@ -513,7 +524,9 @@ lab.measure("Transposing V, 16 heads, head_dim 128, 16,384 tokens", transpositio
 # It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
 # combines the 8 with the maximum that it subtracts from the score. A factor of :math:`2^9` would be
 # too large, because the largest weights would become 512 and be stored as 448. We try several
-# powers in float64, with nothing rounded but the weights.
+# powers in float64, with nothing rounded but the weights. The scores are normal, with a given
+# standard deviation; in two rows, one key is ahead of all others by 4 or 6. *Lost* is the share of
+# the weights that are rounded to zero.
 
 
 # Measuring
@@ -547,14 +560,14 @@ for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
     zeros = {}
     for power in (0, 8, 9):
         out, zeros[power] = with_rounded_weights(s, v, power)
-        row[f"error with 2^{power}"] = f"{off_by(out, truth):.1%}"
-    row |= {f"weights of 0, 2^{power}": f"{zeros[power]:.0%}" for power in (0, 8)}
+        row[f"error with 2^{power}"] = f"{100 * off_by(out, truth):.1f} %"
+    row |= {f"lost with 2^{power}": f"{100 * zeros[power]:.0f} %" for power in (0, 8)}
     rows.append(row)
 lab.table(rows, "Error of the output with weights times a power of two, 4,096 keys")
 
 # %%
-# With normal scores the weights that matter are large, so scaling gains little. But models like to
-# put one key far ahead of the others, often the very first. All other weights are then small, and
+# Without a key ahead, the weights that matter are large, so scaling gains little. But models often
+# put one key far ahead of the others, usually the very first. All other weights are then small, and
 # matter only together; without the factor they are rounded coarsely, or to zero. These are the
 # weights of the last row of the table:
 
@@ -595,10 +608,10 @@ lab.sketch(
 # Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero. The
 # factor moves the weights eight powers of two to the right.
 #
-# **Why does l sum the weights before they are rounded?** One might expect numerator and denominator
-# to need the same numbers. The output hardly differs, because rounding errors go up and down. But a
-# sum of rounded weights makes lse wrong, the logarithm (:term:`logsumexp`) by which this output is
-# merged with those of other keys, so the kernel sums :math:`p` itself.
+# **Why does l sum the weights before they are rounded?** The output would even be a little better
+# if numerator and denominator held the same numbers. But a sum of rounded weights makes lse wrong,
+# the logarithm (:term:`logsumexp`) by which this output is merged with those of other keys, so the
+# kernel sums :math:`p` itself.
 
 # %%
 
@@ -614,7 +627,7 @@ for mean in (0, 1):
         p = (256 * p).to(E4M3).double() / 256 if sum_rounded else p
         found = p.sum(-1).log() + m.squeeze(-1)
         row = {"mean of v": mean, "l sums": "rounded p" if sum_rounded else "p"}
-        row |= {"error of out": f"{off_by(out, truth):.2%}"}
+        row |= {"error of out": f"{100 * off_by(out, truth):.2f} %"}
         rows.append(row | {"error of lse": f"{(found - lse).abs().max():.0e}"})
 lab.table(rows, "Two ways to sum")
 
@@ -627,8 +640,9 @@ lab.table(rows, "Two ways to sum")
 # tiles are smaller: up to head_dim 128 they have 64 queries and 4 warps, so that more programs fit
 # on an SM.
 #
-# Each iteration begins with ``weigh``, the function of the 16-bit kernel, where ``P_LOG2`` is 0.
-# Here it is 8, and it is combined with ``m_new`` once per row, so a weight costs no more.
+# Each iteration begins with ``weigh``, the function of the 16-bit kernel, which passes a ``P_LOG2``
+# of 0. Here it is 8, and it is subtracted from ``m_new`` once per row, so it costs nothing per
+# weight.
 
 lab.source(weigh, "rescale")
 
@@ -664,11 +678,11 @@ lab.source(fp8.add_values)
 # Accumulators with fewer bits
 # ----------------------------
 #
-# The accumulators of an 8-bit matmul are float32 registers, with 24 bits from the leading one on.
-# While Hopper's matrix unit adds, however, it keeps fewer. It aligns 32 products and the sum so far
-# with the largest of them, and cuts off every bit that lies more than 13 places below the leading
-# bit of that one. Where all terms have the same sign, the sum grows, and each new term loses more
-# of its low bits.
+# The accumulators of an 8-bit matmul are float32 registers, with 24 significant bits. While
+# Hopper's matrix unit adds, however, it keeps fewer. It aligns 32 products and the sum so far with
+# the largest of them, and cuts off every bit that lies more than 13 places below that one's leading
+# bit. Where all terms have the same sign, the sum grows, and each new term loses more of its low
+# bits.
 #
 # The remedy is called *promotion*: the matrix unit sums over one tile of keys only, starting from
 # zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly
@@ -766,13 +780,24 @@ left = {
 }
 last = max((n for n, (whole, _) in left.items() if whole == 1), default=nan)
 beyond = left.get(last + 1, (nan, nan))[1]
+
+
+def two_to_the(n):
+    """2 to the -n, in words that a page can show."""
+    return (
+        "2⁻" + str(n).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        if n == n
+        else "nan"
+    )
+
+
 lab.read(
-    f"The smallest power of two that the sum keeps beside 1 is the one with n = {last}. "
+    f"Beside 1, the smallest power of two that the sum keeps is {two_to_the(last)}. "
     + (
-        f"Of 1.75 times the power with n = {last + 1} nothing is left, although it is nearer to "
-        "the last place than to 0, so the matrix unit truncates and does not round."
+        f"Nothing is left of 1.75 · {two_to_the(last + 1)}, although that is nearer to "
+        f"{two_to_the(last)} than to 0, so the matrix unit truncates and does not round."
         if beyond == 0
-        else f"Of 1.75 times the power with n = {last + 1}, {beyond:g} times that power is left."
+        else f"Of 1.75 · {two_to_the(last + 1)}, {beyond:g} times that power is left."
     )
 )
 
@@ -909,8 +934,9 @@ lab.read(
     f"{100 * apart[nearest]:.0f} % of what we measure, and every other is off by "
     f"{100 * min(x for n, x in apart.items() if n != nearest):.0f} % or more. At {KEYS[-1]:,} keys "
     f"promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %, little above rounding alone. Values around 0 "
-    f"lose less, because their sums hardly grow: {sum_error(0, KEYS[-1], 'not promoted'):.2f} % "
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %, where rounding alone makes "
+    f"{sum_error(1, KEYS[-1], 'rounding alone'):.2f} %. Values around 0 lose less, because their "
+    f"sums hardly grow: {sum_error(0, KEYS[-1], 'not promoted'):.2f} % "
     f"becomes {sum_error(0, KEYS[-1], 'promoted'):.2f} %."
 )
 
@@ -928,7 +954,8 @@ lab.read(
 # boundary.
 #
 # Each head has a size of its own here and is compared on its own, because a wrong head could hide
-# behind one whose values are larger.
+# behind one whose values are larger. The name of an input lists batch, heads, heads of keys,
+# queries, keys and head_dim.
 
 
 # Measuring
@@ -1116,17 +1143,19 @@ whole_error
 # Reading
 
 
-def in_all(operands, data):
+def in_all(operands, data, part="in all"):
     rows = [row for row in whole_error.rows if row["operands"] == operands]
-    return rows[0][f"{data}: in all, %"] if rows else nan
+    return rows[0][f"{data}: {part}, %"] if rows else nan
 
 
 lab.read(
-    f"On normal data bf16 errs by {in_all('bf16', 'normal'):.1f} %, V alone in e4m3 by "
+    f"On normal data bf16 errs by {in_all('bf16', 'normal'):.1f} % in all, V alone in e4m3 by "
     f"{in_all('V in e4m3', 'normal'):.1f} %, and all operands by "
     f"{in_all('all in e4m3', 'normal'):.1f} %. In e5m2 the last two become "
     f"{in_all('V in e5m2', 'normal'):.1f} and {in_all('all in e5m2', 'normal'):.1f} %, because its "
-    "mantissa has one bit less. With outliers V alone errs by "
+    "mantissa has one bit less. The kernel's own part is about "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} % wherever V has 8 bits, because it comes "
+    "from rounding the weights. With outliers V alone errs by "
     f"{in_all('V in e4m3', 'outliers'):.1f} % and all operands by "
     f"{in_all('all in e4m3', 'outliers'):.1f} %. These errors are relative to an output that is a "
     "mean of thousands of random values, and therefore small itself."
@@ -1215,22 +1244,28 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
 speed = lab.bench("fp8", points([1024, 4096, 16384], [64, 128]), providers, **units)
-lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
+lab.plot(
+    speed, "Speed, head_dim 128, full mask", where={"head_dim": 128, "mask": "full"}
+)
 
 # %%
 
 # Folded: The same with a causal mask
-lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+lab.plot(
+    speed, "Speed, head_dim 128, causal mask", where={"head_dim": 128, "mask": "causal"}
+)
 
 # %%
 
 # Folded: The same with head_dim 64, full mask
-lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+lab.plot(speed, "Speed, head_dim 64, full mask", where={"head_dim": 64, "mask": "full"})
 
 # %%
 
 # Folded: The same with head_dim 64, causal mask
-lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
+lab.plot(
+    speed, "Speed, head_dim 64, causal mask", where={"head_dim": 64, "mask": "causal"}
+)
 
 # %%
 
@@ -1268,10 +1303,10 @@ lab.table(rows, "TFLOP/s at length 16,384, and how many times as fast")
 # %%
 # **Why is FP8 not twice as fast?** We count the cycles of one score, as in
 # :doc:`/chapters/attention_fast`. In a cycle an SM does 4,096 operations of a matmul with 16 bits
-# or 8,192 with 8, but only 16 exponentials in either case. The last two columns say how much faster
-# 8 bits would be, if matmuls and exponentials took turns, and if they overlapped perfectly. With
-# head_dim 64 the exponentials take as long as 16-bit matmuls, so perfect overlap leaves nothing to
-# gain.
+# or 8,192 with 8, but only 16 exponentials in either case. From these peaks, the last two columns
+# compute how many times as fast 8 bits would be if matmuls and exponentials took turns, and if they
+# overlapped perfectly in both formats. With head_dim 64 the exponentials take as long as 16-bit
+# matmuls, so perfect overlap leaves nothing to gain.
 
 # %%
 
@@ -1285,17 +1320,18 @@ in_8, in_16, plain_16 = (
 in_turns, overlapped = (gain_if(combine, 128) for combine in (sum, max))
 lab.read(
     f"With head_dim 128 and a full mask, FP8 is {in_8 / plain_16:.2f} times as fast as the same "
-    "kernel in bfloat16, and V alone "
-    f"{rate.get('V in FP8', nan) / plain_16:.2f} times. "
+    "kernel in bfloat16. "
     + (
-        f"That is less than the {in_turns:.2f} of a kernel that overlaps nothing: FP8 has work "
-        "that bfloat16 has not, because it promotes sums and converts weights to 8 bits. "
+        f"Even a kernel that overlaps nothing would be {in_turns:.2f} times as fast, but ours "
+        "has work in FP8 that it does not have in bfloat16: it promotes sums and converts weights "
+        "to 8 bits. What each costs was not measured. "
         if in_8 / plain_16 < in_turns
         else f"That lies between {in_turns:.2f}, with no overlap, and {overlapped:.2f}. "
     )
     + (
         f"In bfloat16 the kernel for Hopper is {in_16 / plain_16:.2f} times as fast as the plain "
-        f"one, so that beside it FP8 is {in_8 / in_16:.2f} times as fast"
+        f"one, so beside it FP8 is {in_8 / in_16:.2f} times as fast, and V alone "
+        f"{rate.get('V in FP8', nan) / in_16:.2f} times"
         + (
             ": eight bits gain less than better overlap does, and no kernel of this book has both."
             if in_16 / plain_16 >= in_8 / in_16
@@ -1307,8 +1343,8 @@ lab.read(
 )
 
 # %%
-# With V alone in 8 bits, only the second matmul can speed up, and its weights have to be converted
-# first.
+# V alone gains so little because only the second matmul speeds up, and its weights have to be
+# converted first.
 
 
 # Measuring
@@ -1474,8 +1510,8 @@ lab.read(
 
 # %%
 # Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens in all, where
-# either ``quantize`` or PyTorch operations make the operands of FP8. FP8 pays where its line is
-# above 1. Solid lines are for a full mask, dotted ones for a causal mask.
+# either ``quantize`` or PyTorch operations make the operands of FP8; *FP8 alone* is given them. FP8
+# pays where its line is above 1. Solid lines are for a full mask, dotted ones for a causal mask.
 
 
 # Measuring
@@ -1598,22 +1634,22 @@ lab.read(
     f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected from "
     "the times of the parts. With "
     f"PyTorch operations it reaches {in_operations:.2f} times the speed of bfloat16 at best"
-    f"{', so it never pays' if in_operations < 1 else ''}. A model avoids part of "
-    f"the cost if the kernel that computes q, k and v also takes their amax, and nearly all of it "
-    f"for keys and values of earlier tokens that it keeps in 8 bits."
+    f"{', so it does not pay at any of these lengths' if in_operations < 1 else ''}. A model "
+    "avoids part of the cost if the kernel that computes q, k and v also takes their amax, and "
+    "nearly all of it for keys and values of earlier tokens that it keeps in 8 bits."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# **A flattened descriptor of the transposed V.** This mistake is in a kernel that was copied many
-# times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as *one*
-# matrix of head_dim rows and heads · length columns, whose rows are one length apart, and selects
-# the tile of a head by its column. The address is right, but the hardware that copies tiles also
-# checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, head :math:`h`
-# begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h \ge H / D`.
-# Such a head reads as zero. A few lines show it, with the weights given.
+# **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
+# many times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as
+# *one* matrix of head_dim rows and heads · length columns, whose rows are one length apart, and
+# selects the tile of a head by its column. The address is right, but the hardware that copies tiles
+# also checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, head
+# :math:`h` begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h
+# \ge H / D`. Such a head reads as zero. A few lines show it; they are given the weights.
 
 
 @triton.jit
@@ -1652,8 +1688,8 @@ def average(p, v_t, flat):
 
 
 # %%
-# The kernel passed its test, which allowed an absolute error of 3 "because eight bits are coarse",
-# since an average of normal numbers is smaller than 3. So we give the same test a result of zeros.
+# The kernel passed its test nevertheless, because the test allowed an absolute error of 3, and an
+# average of normal numbers is smaller than that. So we also give this test a result of zeros.
 
 
 # Measuring
@@ -1686,8 +1722,9 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
 # error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
-# **A forgotten descale** changes the result a lot, as we saw above, and nothing warns, because a
-# missing one means 1. The pair that ``quantize`` returns keeps stored numbers and descale together.
+# **A forgotten descale** changes the result a lot, as we saw above. Nothing warns, because a
+# missing descale means 1. The pair that ``quantize`` returns keeps stored numbers and descale
+# together.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
@@ -1710,17 +1747,17 @@ q.requires_grad_()
 lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward())}`")
 
 # %%
-# The reason is that the gradient of the weights would be rounded to 8 bits as well, and it spans a
-# far wider range. Training in eight bits keeps such matmuls in 16 bits, and then the gradient of
-# :doc:`/chapters/attention_backward` applies.
+# The package has none because the gradient of the weights would be rounded to 8 bits as well, and
+# it spans a far wider range. Training in eight bits keeps such matmuls in 16 bits, and then the
+# gradient of :doc:`/chapters/attention_backward` applies.
 
 # %%
 # In short
 # --------
 #
-# Eight bits pay in long sequences, and most safely in V alone. They need one descale per head, a
-# transposed V, weights scaled up to where the format has numbers, and accumulators emptied after
-# every tile.
+# Eight bits in all operands pay in long sequences. V alone loses the least accuracy, and gains the
+# least speed. They need one descale per head, a transposed V, weights scaled up to where the format
+# has numbers, and accumulators emptied after every tile.
 #
 # Exercises
 # ---------
@@ -1734,9 +1771,8 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 
 # Solution: a rotation against outliers
 #
-# The rows of a Hadamard matrix are orthogonal, and its entries are plus or minus one. It helps
-# where a whole column is large. It gains nothing where a few large elements lie anywhere, because
-# e4m3 rounds every element relative to itself.
+# The rows of a Hadamard matrix are orthogonal, and its entries are plus or minus one. The rotation
+# gains most where a whole column is large. It gains less where a few large elements lie anywhere.
 
 
 def hadamard(n, device):

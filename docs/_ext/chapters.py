@@ -194,7 +194,7 @@ CHAPTERS = {
         {"seqlen_k": 131072},
         {
             "one part": "one program per head",
-            "SDPA flash": "PyTorch",
+            "SDPA cuDNN": "PyTorch, cuDNN",
             "Kernel Book": "keys shared by programs",
         },
     ),
