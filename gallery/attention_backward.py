@@ -1291,10 +1291,10 @@ elif executed > 0.95 * first["library"]:
     meaning = "so what puts them behind is the extra work, and not the rate"
 else:
     meaning = "so they execute more, at a lower rate"
-counted = ", ".join(f"{beaten[name] or 'none'} ({name})" for name in measured)
+counted = ", ".join(f"{name} at {beaten[name] or 'none'}" for name in measured)
 lab.read(
     f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
-    f"than the libraries at {counted}. The fastest library is up to {max(ratios):.2f} times as "
+    f"than {counted}. The fastest library is up to {max(ratios):.2f} times as "
     f"fast as two sweeps, and seven matmuls instead of five explain a factor of 7 / 5 = 1.4. Two "
     f"sweeps reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
     f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls run at "
@@ -1483,13 +1483,14 @@ if FIXED in speed and "FlashAttention" in speed:
         else "repeats the same bits"
     )
     said += (
-        f"{whose} deterministic mode {bits}, at "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of its other mode, "
+        f"{whose} deterministic mode {bits}; it has "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of its other mode "
         + (
-            f"and still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
+            f"and is still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
             f"sweeps, so the same bits need not cost a second sweep."
             if speed[FIXED] > speed["Kernel Book"]
-            else f"and {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two sweeps."
+            else f"and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
+            f"sweeps."
         )
     )
 lab.read(said)
@@ -1513,8 +1514,7 @@ lab.read(
     f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
     f"{added[128]:.1f} TB/s at 128"
     + (
-        ", which the GPU could do faster, as head_dim 64 shows. So the additions are not the limit "
-        "at 128."
+        ". So at 128 this is not the limit, because the GPU can add faster."
         if added[64] > 1.1 * added[128]
         else ", so the additions may be the limit at both."
     )
@@ -1631,7 +1631,7 @@ relative_speed = {
 lab.read(
     f"Each box is one program. At head_dim 128 an SM has room for {once:.0f} "
     f"program{'s' * (once != 1)} of one sweep, in which {spilt:.0f} values spill, and for "
-    f"{twice:.0f} of the first of two sweeps, in which {none:.0f} spill. There one sweep "
+    f"{twice:.0f} of the first of two sweeps, in which {none or 'none'} spill. There one sweep "
     f"reaches {relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} "
     f"programs of one sweep fit, it reaches {relative_speed[64]:.0f} %."
 )
