@@ -104,8 +104,8 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and we measure every kernel of this chapter against a matmul. (The "
-    f"count has each byte read once; what a kernel reads again can come from L2.)"
+    f"arithmetic is the limit, and we measure every kernel of this chapter against a matmul. (What "
+    f"a kernel reads again can come from L2.)"
 )
 
 # %%
@@ -204,12 +204,12 @@ def growth(version):
 lab.read(
     f"At 16,384 tokens standard attention keeps "
     f"{mib(16384, 'standard attention', 'kept'):,.0f} MiB, {growth('standard attention'):.1f} "
-    f"times as much as at a quarter of the length. Our kernel keeps `out` and `lse`, "
-    f"{mib(16384, 'two sweeps', 'kept'):,.0f} MiB, which is {growth('two sweeps'):.1f} times as "
-    f"much as at a quarter. Its backward pass allocates another "
+    f"times as much as at a quarter of the length. Our kernel keeps "
+    f"{mib(16384, 'two sweeps', 'kept'):,.0f} MiB (`out` and `lse`), {growth('two sweeps'):.1f} "
+    f"times as much. Its backward pass allocates another "
     f"{mib(16384, 'two sweeps', 'peak in backward'):,.0f} MiB in two sweeps, and "
-    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep, which adds up `dq` in a "
-    f"buffer of float32."
+    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep, which sums `dq` in "
+    f"float32."
 )
 
 # %%
@@ -630,10 +630,10 @@ ways
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.read(
-    f"The kernel that starts with Sᵀ contains {direct.get('stmatrix', nan):.0f} `stmatrix` and the "
-    f"one that transposes `P` {detour.get('stmatrix', nan):.0f}. The second needs "
+    f"The kernel that starts with Sᵀ contains {direct.get('stmatrix', nan):.0f} `stmatrix`. The "
+    f"one that transposes `P` contains {detour.get('stmatrix', nan):.0f}, needs "
     f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB more of shared "
-    f"memory per program, and takes {slower:.2f} times as long."
+    f"memory, and takes {slower:.2f} times as long."
 )
 
 # %%
@@ -976,7 +976,7 @@ lab.read(
     f"{unlike.get('one sweep', {}).get('dq', nan):.0f} of 99, because the order of the atomic "
     f"additions changes, but in at most "
     f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
-    f"the sums are rounded from float32 to bfloat16 in the end."
+    f"it is rounded to bfloat16."
 )
 
 # %%
@@ -988,8 +988,7 @@ lab.read(
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
 # All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
 # sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them. Only backward is timed: it needs nothing of the forward pass but ``out`` and
-# ``lse``, whichever kernel computed them.
+# skipping them. Only the backward pass is timed.
 
 
 # Measuring
@@ -1108,7 +1107,7 @@ skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
     f"Standard attention and the tiles of plain PyTorch reach at most "
     f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
-    f"because every score goes through memory several times, as in the forward pass. "
+    f"because every score goes through memory several times. "
     f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
     f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
     f"take {skipping:.2f} times as long. One sweep reaches "
@@ -1295,8 +1294,8 @@ counted = ", ".join(f"{name} at {beaten[name] or 'none'}" for name in measured)
 lab.read(
     f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
     f"than {counted}. The fastest library is up to {max(ratios):.2f} times as "
-    f"fast as two sweeps, and seven matmuls instead of five explain a factor of 7 / 5 = 1.4. Two "
-    f"sweeps reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
+    f"fast as two sweeps; seven matmuls instead of five explain 7 / 5 = 1.4. Two sweeps "
+    f"reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
     f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls run at "
     f"{executed:.0f} TFLOP/s, while {first['fastest library']} reaches {first['library']:.0f} for "
     f"the five that are counted, {meaning}."
@@ -1418,7 +1417,7 @@ lab.read(
     f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice: in its "
     f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with "
     f"the additions to `dq` takes another {adding:.1f} ms, although the sweep that it saves takes "
-    f"only {saved:.1f}. In the tiles of the first of two sweeps, one sweep takes {small:.1f} ms."
+    f"only {saved:.1f}."
     if whole > two + saved and adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. In the tiles of one "
     f"sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with the "
@@ -1637,14 +1636,13 @@ lab.read(
 )
 
 # %%
-# So the lack of room is the reason that remains. In one sweep :math:`dS^\top` is transposed through
+# This reason remains. In one sweep :math:`dS^\top` is transposed through
 # shared memory, ``dq`` passes through it on its way to the additions, and all warps run the same
 # code. While they wait for such a step, the matrix units have nothing to do, because at head_dim
-# 128 there is no room for a second program whose matmuls could run meanwhile. FlashAttention-3
+# 128 there is no room for a second program. FlashAttention-3
 # gives loads, matmuls and the additions to ``dq`` to different groups of warps, each with as many
 # registers as it needs, so they work at the same time. Triton's version of this, specialized warps,
-# gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds it in a lower
-# language.
+# gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds roles by hand.
 #
 # A call of the public operator, with the forward kernel that it chooses, also costs time on the
 # host: see :doc:`/hardware`.
@@ -1665,7 +1663,7 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# We compute the gradients by the formula, first as it is and then with one mistake at a time.
+# Here are the gradients by the formula, first right and then with one mistake at a time.
 
 
 def with_mistake(q, k, v, do, mistake):

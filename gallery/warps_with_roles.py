@@ -170,8 +170,8 @@ lab.sketch(
 # the same time).
 #
 # The copy is *asynchronous*: the thread goes on at once, and needs to be told when the tile is
-# there. This is what a barrier in shared memory is for; the next section explains it. A store needs
-# none, because the thread that asks for it can wait for it with ``store_wait``.
+# there. This is what a barrier in shared memory is for, which the next section explains. (For a
+# store there is ``store_wait``.)
 
 
 @gluon.jit
@@ -362,8 +362,8 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # ``index(slot)`` is one slot of the ring. In Gluon each block of numbers in registers has a
 # *layout*, which says which thread holds which number: in the one below a thread holds four
 # neighbouring columns, so the 4 × 8 threads of a warp hold four rows. ``pause`` lets the threads
-# sleep for some microseconds, as if they had to compute exponentials; it makes the consumer slow
-# enough that mistakes will show. ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on
+# sleep for some microseconds, as if they had to compute exponentials, so that mistakes will show.
+# ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on
 # what breaks.
 
 
@@ -676,7 +676,7 @@ lab.read(
         else "So Triton does not insert it for us. "
         + (
             "No number was wrong without it all the same, but by luck only, because nothing orders "
-            "the two paths, and a kernel that is right by luck can be wrong on another day."
+            "the two paths."
             if wrong == 0
             else f"Without it {wrong:,.0f} numbers were wrong."
         )
@@ -926,7 +926,7 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loop falls into two, and each is shorter than the one it came from. The loader:
+# **Roles.** The loop falls into two. Here is the loader:
 
 
 @gluon.jit
@@ -1140,8 +1140,8 @@ registers = {row["rung"]: row["registers"] for row in needed.rows}
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
 lab.read(
     f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread. "
-    "Its instructions ask for the 24 and 240 of the section above, and for others before the "
-    f"roles begin and after they end. {spills or 'No'} value{'s' * (spills > 1)} "
+    "Its instructions ask for the 24 and 240 above, and for others before and after the roles. "
+    f"{spills or 'No'} value{'s' * (spills > 1)} "
     f"spill{'s' * (spills <= 1)}."
 )
 
@@ -1149,9 +1149,8 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# Tracing shows what a loop does with its time. We let one program of a matmul of size 4,096 stamp
-# the clock before and after each wait, for sixteen steps, once in the ring without roles and once
-# with them.
+# We let one program of a matmul of size 4,096 stamp the clock before and after each wait, for
+# sixteen steps, once in the ring without roles and once with them.
 
 
 # Measuring
@@ -1260,8 +1259,7 @@ lab.read(
 
 # %%
 # A bar of "multiplies" begins when a matmul is issued and ends when the wait for matmuls lets the
-# warps go on. With roles this wait is for the matmul *before*, so the tensor cores have
-# the next one in their queue when they finish one.
+# warps go on; with roles this is the wait for the matmul *before*.
 #
 # The ladder
 # ----------
@@ -1309,8 +1307,7 @@ lab.read(
     f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
     f"{speed['tl.dot']:.0f}. "
     + (
-        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, which "
-        "is enough to keep the tensor cores busy."
+        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight."
         if beside < 1.01
         else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
     )
@@ -1319,7 +1316,7 @@ lab.read(
 # %%
 # A plain matmul is the easiest case for a loop without roles, because it has nothing to do between
 # two matmuls. Attention has: while one consumer computes exponentials, the other can keep the
-# tensor cores busy, and the loader works for both.
+# tensor cores busy.
 #
 # What breaks it
 # --------------
