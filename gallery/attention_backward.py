@@ -976,7 +976,7 @@ lab.read(
     f"{unlike.get('one sweep', {}).get('dq', nan):.0f} of 99, because the order of the atomic "
     f"additions changes, but in at most "
     f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
-    f"it is rounded to bfloat16."
+    f"`dq` is rounded to bfloat16."
 )
 
 # %%
@@ -1125,7 +1125,7 @@ full, causal = (
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
     f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
-    f"pass takes four matmuls and is credited with five, while two sweeps take seven. Its four "
+    f"pass takes four matmuls and is credited with five. Its four "
     f"matmuls run at {4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
     f"sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
@@ -1644,8 +1644,7 @@ lab.read(
 # registers as it needs, so they work at the same time. Triton's version of this, specialized warps,
 # gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds roles by hand.
 #
-# A call of the public operator, with the forward kernel that it chooses, also costs time on the
-# host: see :doc:`/hardware`.
+# A call also costs time on the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
