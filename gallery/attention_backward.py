@@ -1576,7 +1576,7 @@ def sweeps_of(rows):
                 version = (
                     f"{'first' if row['kernel'] == 'dkdv_kernel' else 'second'} of two"
                 )
-            yield f"{head_dim}\n{version}", row
+            yield f"{head_dim}, {version}", row
 
 
 def in_words(rows):

@@ -1215,13 +1215,11 @@ def drawn_trace(axes, rows):
             ("loads", row["ends"], row["asked"]),
         )
         for label, begin, end in parts:
-            axes.barh(
-                at, (end - begin) / 1000, left=begin / 1000, height=0.66,
-                color=shades[label], edgecolor="#59636e", linewidth=0.3,
-            )  # fmt: skip
+            look = {"color": shades[label], "edgecolor": "#59636e"}
+            look["linewidth"] = 0.3 * label.startswith("waits")
+            axes.barh(at, (end - begin) / 1000, left=begin / 1000, height=0.66, **look)
     for label, shade in shades.items():
-        look = {"color": shade, "edgecolor": "#59636e", "linewidth": 0.3}
-        axes.barh([0], [0], label=label, **look)
+        axes.barh([0], [0], color=shade, label=label)
     axes.set_yticks(range(len(lanes)), [f"{kernel}: {lane}" for kernel, lane in lanes])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
