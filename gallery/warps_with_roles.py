@@ -1242,14 +1242,14 @@ for kernel, lane in (
     share[lane], cycles[lane] = 100 * here[0], here[1]
 lab.read(
     f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring "
-    f"without roles takes {cycles['all warps']:,.0f}, because they are idle while its warps wait "
-    f"for a tile, {share['all warps']:.0f} % of the time, and while they ask for the next one. "
+    f"without roles takes {cycles['all warps']:,.0f}, because the tensor cores are idle while the "
+    f"warps wait for a tile, {share['all warps']:.0f} % of the time, or ask for the next one. "
     f"With roles a step takes {cycles['consumer 0']:,.0f}. The loader waits for an empty slot for "
     f"{share['loader']:.0f} % of its time, and the consumers for a full one for "
     f"{share['consumer 0']:.0f} and {share['consumer 1']:.0f} %"
     + (
-        ", but the tensor cores do not, because each consumer waits while its last matmul is in "
-        "flight."
+        ", but the tensor cores never wait, because each consumer waits while its last matmul is "
+        "in flight."
         if cycles["consumer 0"] < 1.03 * step_cycles
         else "."
     )
