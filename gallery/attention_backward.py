@@ -104,16 +104,16 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and the yardstick of this chapter is a matmul. (Repeated reads can "
-    f"come from L2.)"
+    f"arithmetic is the limit, and we measure every kernel of this chapter against a matmul. (What "
+    f"a kernel reads again can come from L2.)"
 )
 
 # %%
 # **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
-# what the forward pass leaves for the backward pass, without inputs, and "extra" is the most that
-# the backward pass allocates in addition, without its gradients. *Two sweeps* and *one sweep* are
-# the versions that this chapter builds.
+# what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
+# that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
+# are the two versions of the kernel that this chapter builds.
 
 
 # Measuring
@@ -204,10 +204,12 @@ def growth(version):
 lab.read(
     f"At 16,384 tokens standard attention keeps "
     f"{mib(16384, 'standard attention', 'kept'):,.0f} MiB, {growth('standard attention'):.1f} "
-    f"times as much as at a quarter of the length, and the kernel "
-    f"{mib(16384, 'two sweeps', 'kept'):,.0f}, which is `out` and `lse`, "
-    f"{growth('two sweeps'):.1f} times as much. Its backward pass needs hardly more in two sweeps, "
-    f"and {mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep."
+    f"times as much as at a quarter of the length. Our kernel keeps "
+    f"{mib(16384, 'two sweeps', 'kept'):,.0f} MiB (`out` and `lse`), {growth('two sweeps'):.1f} "
+    f"times as much. Its backward pass allocates another "
+    f"{mib(16384, 'two sweeps', 'peak in backward'):,.0f} MiB in two sweeps, and "
+    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep, which sums `dq` in "
+    f"float32."
 )
 
 # %%
@@ -628,9 +630,10 @@ ways
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.read(
-    f"With Sᵀ the detour is avoided, which saves "
-    f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB of shared memory "
-    f"per program; from `S`, the kernel takes {slower:.2f} times as long."
+    f"The kernel that starts with Sᵀ contains {direct.get('stmatrix', nan):.0f} `stmatrix`. The "
+    f"one that transposes `P` contains {detour.get('stmatrix', nan):.0f}, needs "
+    f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB more of shared "
+    f"memory, and takes {slower:.2f} times as long."
 )
 
 # %%
@@ -969,10 +972,11 @@ repeated
 unlike = {row["version"]: row for row in repeated.rows}
 lab.read(
     f"In two sweeps `dq` differs from the first run in "
-    f"{unlike.get('two sweeps', {}).get('dq', nan):.0f} of 99 runs, and in one sweep in "
-    f"{unlike.get('one sweep', {}).get('dq', nan):.0f}, in up to "
+    f"{unlike.get('two sweeps', {}).get('dq', nan):.0f} of 99 runs. In one sweep it differs in "
+    f"{unlike.get('one sweep', {}).get('dq', nan):.0f} of 99, because the order of the atomic "
+    f"additions changes, but in at most "
     f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
-    f"the order of the atomic additions changes."
+    f"`dq` is rounded to bfloat16."
 )
 
 # %%
@@ -984,8 +988,7 @@ lab.read(
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
 # All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
 # sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them. Only backward is timed: it needs nothing of the forward pass but ``out`` and
-# ``lse``, whichever kernel computed them.
+# skipping them. Only the backward pass is timed.
 
 
 # Measuring
@@ -1104,7 +1107,7 @@ skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 lab.read(
     f"Standard attention and the tiles of plain PyTorch reach at most "
     f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
-    f"because every score goes through memory several times, as in the forward pass. "
+    f"because every score goes through memory several times. "
     f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
     f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
     f"take {skipping:.2f} times as long. One sweep reaches "
@@ -1122,9 +1125,9 @@ full, causal = (
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
     f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
-    f"pass takes four matmuls and is credited with five, while two sweeps take seven. The matmuls "
-    f"that it executes run at {4 / 5 * full[0]:.0f} % of the large one, and those of two sweeps at "
-    f"{7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"pass takes four matmuls and is credited with five. Its four "
+    f"matmuls run at {4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
+    f"sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
@@ -1267,12 +1270,15 @@ rates = [
     for point in everywhere
 ]
 faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
+beaten = {
+    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in PEERS
+}
 ratios = [  # of the fastest library to us
     max((rate[name] for name in PEERS if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
     for rate in rates
 ]
-ahead = sum(ratio < 1 for ratio in ratios)
+measured = [name for name in PEERS if all(rate[name] == rate[name] for rate in rates)]
 best = max(
     (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
@@ -1281,26 +1287,18 @@ executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
     meaning = "and they are ahead all the same"
 elif executed > 0.95 * first["library"]:
-    meaning = "so their extra work puts them behind, and not their rate"
+    meaning = "so what puts them behind is the extra work, and not the rate"
 else:
     meaning = "so they execute more, at a lower rate"
-seven_for_five = "as seven matmuls instead of five would explain (7 / 5 = 1.4)"
-if max(ratios) > 7 / 5:
-    seven_for_five = "of which seven matmuls instead of five explain 7 / 5 = 1.4"
+counted = ", ".join(f"{name} at {beaten[name] or 'none'}" for name in measured)
 lab.read(
     f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
-    f"than every library measured at {ahead or 'none'}"
-    + (
-        f". {'Elsewhere the' if ahead else 'The'} fastest library is up to {max(ratios):.2f} times "
-        f"as fast, {seven_for_five}"
-        if ahead < len(everywhere)
-        else ""
-    )
-    + f". Two sweeps reach {100 * best:.0f} % of "
-    f"a matmul at best, where {100 * 5 / 7:.0f} % is possible. At head_dim {first['head_dim']}, "
-    f"{first['mask']}, their seven matmuls run at {executed:.0f} TFLOP/s, while "
-    f"{first['fastest library']} reaches {first['library']:.0f} for the five that are counted, "
-    f"{meaning}."
+    f"than {counted}. The fastest library is up to {max(ratios):.2f} times as "
+    f"fast as two sweeps; seven matmuls instead of five explain 7 / 5 = 1.4. Two sweeps "
+    f"reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
+    f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls run at "
+    f"{executed:.0f} TFLOP/s, while {first['fastest library']} reaches {first['library']:.0f} for "
+    f"the five that are counted, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1323,10 +1321,11 @@ in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
 limit = backward.rate("matmul", **points(16384, head_dims=(128,))[0])
 lab.read(
     f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
-    f"a product, two conversions. At head_dim 64 a score takes half of the matmul operations and "
-    f"as much of this work. So if a score takes the time a d + b, where d is head_dim and b what "
-    f"matmuls do not hide, two head_dims give b. At 16,384 tokens without a mask, a million scores "
-    f"of a head take {score[128]:.2f} µs at head_dim 128 and {score[64]:.2f} µs at 64"
+    f"a product, two conversions. At head_dim 64 a score takes half as many operations in matmuls "
+    f"and as many of the others. So if a score takes the time a d + b, where d is head_dim and b "
+    f"what matmuls do not hide, the times at two head_dims give b. At 16,384 tokens without a "
+    f"mask, a million scores of a head take {score[128]:.2f} µs at head_dim 128 and "
+    f"{score[64]:.2f} µs at 64"
     + (
         f", which is more than half. So b is {rest:.2f} µs: {100 * rest / score[128]:.0f} % of the "
         f"time at 128, and {100 * rest / score[64]:.0f} % at 64, if the tiles of both are equally "
@@ -1417,8 +1416,8 @@ whole = took.get(("dk, dv, dq", "all"), nan)
 lab.read(
     f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice: in its "
     f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with "
-    f"the additions to `dq` takes {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of "
-    f"the first of two sweeps, it takes {small:.1f} ms."
+    f"the additions to `dq` takes another {adding:.1f} ms, although the sweep that it saves takes "
+    f"only {saved:.1f}."
     if whole > two + saved and adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. In the tiles of one "
     f"sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with the "
@@ -1427,8 +1426,8 @@ lab.read(
 )
 
 # %%
-# We test three possible reasons. *Atomic additions may be slow by themselves.* Whoever adds to
-# ``dq`` in any order gives other bits in every run, so we compare 20 runs of each library. In
+# We test three possible reasons. *Atomic additions may be slow by themselves.* A library that adds
+# to ``dq`` in no fixed order gives other bits in every run, so we compare 20 runs of each. In
 # FlashAttention's deterministic mode, programs wait for their turn to add.
 
 
@@ -1470,9 +1469,9 @@ peer = max((name for name in PEERS if name in speed), key=speed.get, default="no
 said = (
     f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
-        "so it adds in any order, too, and is fast all the same. "
+        "so it adds in no fixed order, too, and is fast all the same. "
         if unlike.get(peer)
-        else "so it does not add in any order, and this reason stays possible. "
+        else "so it adds in a fixed order, and this reason stays possible. "
     )
 )
 if FIXED in speed and "FlashAttention" in speed:
@@ -1483,19 +1482,21 @@ if FIXED in speed and "FlashAttention" in speed:
         else "repeats the same bits"
     )
     said += (
-        f"{whose} deterministic mode {bits}, at "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of the other, "
+        f"{whose} deterministic mode {bits}; it has "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of its other mode "
         + (
-            f"which is still {speed[FIXED] / speed['Kernel Book']:.2f} times that of our two "
+            f"and is still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
             f"sweeps, so the same bits need not cost a second sweep."
             if speed[FIXED] > speed["Kernel Book"]
-            else f"which is {speed[FIXED] / speed['Kernel Book']:.2f} times that of our two sweeps."
+            else f"and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
+            f"sweeps."
         )
     )
 lab.read(said)
 
 # %%
-# *The GPU may not be able to add so much.* Each tile of keys adds a row of float32 for each query.
+# *The GPU may not be able to add that fast.* For each tile of keys, a row of float32 is added to
+# ``dq`` for each query.
 
 # Reading
 added = {}
@@ -1510,11 +1511,11 @@ for head_dim in (64, 128):
     added[head_dim] = gigabytes / took
 lab.read(
     f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
-    f"{added[128]:.1f} TB/s at 128, "
+    f"{added[128]:.1f} TB/s at 128"
     + (
-        "where the additions are therefore not the limit."
+        ". So at 128 this is not the limit, because the GPU can add faster."
         if added[64] > 1.1 * added[128]
-        else "so the additions may be the limit at both."
+        else ", so the additions may be the limit at both."
     )
 )
 
@@ -1575,7 +1576,7 @@ def sweeps_of(rows):
                 version = (
                     f"{'first' if row['kernel'] == 'dkdv_kernel' else 'second'} of two"
                 )
-            yield f"{head_dim}\n{version}", row
+            yield f"{head_dim}, {version}", row
 
 
 def in_words(rows):
@@ -1627,23 +1628,23 @@ relative_speed = {
     if row["mask"] == "full"
 }
 lab.read(
-    f"Each bar is one program. At head_dim 128 an SM has room for {once:.0f} program of one sweep, "
-    f"in which {spilt:.0f} values spill, and for {twice:.0f} of the first of two sweeps, in which "
-    f"{none:.0f} spill. One sweep then reaches {relative_speed[128]:.0f} % of the speed of two. At "
-    f"head_dim 64, where {small:.0f} programs of one sweep fit, it reaches "
-    f"{relative_speed[64]:.0f} %."
+    f"Each box is one program. At head_dim 128 an SM has room for {once:.0f} "
+    f"program{'s' * (once != 1)} of one sweep, in which {spilt:.0f} values spill, and for "
+    f"{twice:.0f} of the first of two sweeps, in which {none or 'none'} spill. There one sweep "
+    f"reaches {relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} "
+    f"programs of one sweep fit, it reaches {relative_speed[64]:.0f} %."
 )
 
 # %%
-# This reason remains. In one sweep :math:`dS^\top` has to be transposed through shared memory and
-# ``dq`` has to pass through it on its way to the additions, and all warps run the same code. While
-# they wait for such a step, the matrix units have nothing to do, unless a second program runs on
-# the SM, and there is no room for one. FlashAttention-3 gives loads, matmuls and the additions to
-# ``dq`` to different groups of warps, each with as many registers as it needs, so they work at the
-# same time. Triton's version of this, specialized warps, gave wrong results with Triton 3.6.
+# This reason remains. In one sweep :math:`dS^\top` is transposed through
+# shared memory, ``dq`` passes through it on its way to the additions, and all warps run the same
+# code. While they wait for such a step, the matrix units have nothing to do, because at head_dim
+# 128 there is no room for a second program. FlashAttention-3
+# gives loads, matmuls and the additions to ``dq`` to different groups of warps, each with as many
+# registers as it needs, so they work at the same time. Triton's version of this, specialized warps,
+# gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds roles by hand.
 #
-# A call of the public operator, with the forward kernel that it chooses, also costs time on the
-# host: see :doc:`/hardware`.
+# A call also costs time on the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1661,7 +1662,7 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Here is the formula once right, and then with one mistake at a time.
+# Here are the gradients by the formula, first right and then with one mistake at a time.
 
 
 def with_mistake(q, k, v, do, mistake):
@@ -1707,8 +1708,8 @@ for mistake in MISTAKES:
 lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
-# A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
-# the last.
+# A test of ``dv`` alone finds only two of the four mistakes, because ``delta`` and the scale do not
+# enter ``dv``, and a test with ``scale=1`` would miss the last.
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
 # with only *one* number in memory, because all its strides are zero. A kernel that computes its own
@@ -1753,6 +1754,7 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
 # matmuls and loses here all the same, probably because it leaves no room for a second program on an
 # SM.
+#
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises

@@ -17,10 +17,10 @@ You will learn
   and with :term:`cuBLAS`;
 - what a deadlock and a race look like, and how to find out who waits for whom.
 
-The kernels are written in Gluon, the language below Triton's, in which we decide what each warp
-does and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200),
+The kernels are written in :term:`Gluon`, the language below Triton's, in which we decide what each
+warp does and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200),
 because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
-page shows a recorded run, and only the models in Python are computed anew.
+page shows a recorded run, and only the models in Python run anew.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -77,7 +77,8 @@ lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 #
 # We multiply two square matrices, ``c = a @ b``, in bfloat16. A matmul of size :math:`n` does
 # :math:`2 n^3` operations. One :term:`program` computes a tile of 128 × 256 numbers of ``c``. Its
-# loop takes 64 columns of ``a`` and 64 rows of ``b`` in each step.
+# loop takes 64 columns of ``a`` and 64 rows of ``b`` in each step, and the SM's tensor cores
+# (:term:`matrix units <matrix unit>`) multiply them.
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
@@ -91,8 +92,8 @@ step_cycles = step_flops / 4096  # what the tensor cores of an SM do per cycle
 lab.read(
     f"A step does {step_flops / 1e6:.1f} MFLOP on {step_bytes / 1024:.0f} KiB. The tensor cores of "
     f"an SM do 4,096 operations per cycle in 16 bits, so a step keeps them busy for "
-    f"{step_cycles:,.0f} cycles. In the same time the loads of the next step must arrive, "
-    f"{step_bytes / step_cycles:.0f} bytes per cycle, and nobody should wait for either."
+    f"{step_cycles:,.0f} cycles. They never have to wait if the tiles of the next step arrive in "
+    f"the same time, which takes {step_bytes / step_cycles:.0f} bytes per cycle."
 )
 
 # %%
@@ -165,10 +166,12 @@ lab.sketch(
 # fetches it into :term:`shared memory`. The host has described the tensor before the launch, in a
 # *descriptor*: address, sizes, :term:`strides <stride>`, the shape of a tile, and how its rows are
 # laid out in shared memory. That layout is swizzled, which means that the 16-byte pieces of each
-# row are permuted so that later reads use all banks of the memory.
+# row are permuted, so that later reads use all banks (the parts of the memory that can answer at
+# the same time).
 #
 # The copy is *asynchronous*: the thread goes on at once, and needs to be told when the tile is
-# there. This is what a barrier in shared memory is for.
+# there. This is what a barrier in shared memory is for, which the next section explains. (For a
+# store there is ``store_wait``.)
 
 
 @gluon.jit
@@ -355,10 +358,13 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # The ring in Gluon
 # -----------------
 #
-# The same two roles, as kernels. The consumer adds up tiles of 32 × 32 numbers. ``pause`` lets its
-# threads sleep for some microseconds, as if they had to compute exponentials; it makes the consumer
-# slow enough that mistakes will show. ``FIRST``, ``MISTAKE`` and what is written to ``log_ptr``
-# belong to the section on what breaks.
+# Here are the same two roles as kernels. The consumer adds up tiles of 32 × 32 numbers, and
+# ``index(slot)`` is one slot of the ring. In Gluon each block of numbers in registers has a
+# *layout*, which says which thread holds which number: in the one below a thread holds four
+# neighbouring columns, so the 4 × 8 threads of a warp hold four rows. ``pause`` lets the threads
+# sleep for some microseconds, as if they had to compute exponentials, so that mistakes will show.
+# ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on
+# what breaks.
 
 
 @gluon.jit
@@ -407,8 +413,9 @@ def add_tiles(
 
 # %%
 # ``warp_specialize`` starts the roles. The first function is the *default partition*: it runs in
-# the warps that the launch has asked for, here four. Each of the others gets warps of its own, here
-# one. When all have ended, the kernel goes on.
+# the warps that the launch has asked for, here four. For each of the others, two lists say how many
+# warps of its own it gets, here one, and how many registers per thread, of which more below. When
+# all have ended, the kernel goes on.
 
 
 @gluon.jit
@@ -443,9 +450,10 @@ def sum_kernel(
 # waits until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can
 # compute something else, as attention does with its exponentials.
 #
-# The accumulators live in registers, in a *layout* that the hardware prescribes. Its second operand
-# always lies in shared memory, and its first may lie in registers. The figure shows which thread of
-# a warp holds which number of 16 rows and 16 columns of the accumulators. The first operand of the
+# The second operand of ``wgmma`` always lies in shared memory, and its first may lie in registers.
+# The accumulators live in registers, in a layout that the hardware prescribes. The figure shows
+# which thread of a warp holds which number of 16 rows and 16 columns of them; for thread 5, in
+# orange, the number after the colon is the register. The first operand of the
 # *next* matmul must have exactly the same distribution, so the result of one matmul can be the
 # operand of another where it lies, without a :term:`shuffle` and without shared memory.
 
@@ -655,22 +663,22 @@ def count(kernel, column):
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
-    f"`chain` needs {count('chain', 'shuffles'):.0f} shuffles between its "
-    f"{count('chain', 'wgmma'):.0f} instructions of wgmma; in the kernels with roles a warp learns "
-    "its number from one. "
-    f"With our fence `double` has "
-    f"{written:.0f} in its PTX and without it {left_out:.0f}. "
+    f"`chain` contains {count('chain', 'wgmma'):.0f} `wgmma` and "
+    f"{count('chain', 'shuffles') or 'no'} shuffles: the second matmul takes its operand "
+    "where the first has left it. (The shuffle of the kernels with roles tells a warp its number.) "
+    f"With our line `double` contains {written or 'no'} fence, and without it "
+    f"{left_out or 'none'}. "
     + (
         "Triton inserts the fence itself where it sees both sides in one kernel, so leaving out "
         "our line changes nothing here. It is right to write it all the same, because a compiler "
         "may see less in another kernel, and a fence that is missing shows by chance only."
         if left_out >= written
-        else f"Without it {wrong:,.0f} numbers were wrong."
+        else "So Triton does not insert it for us. "
         + (
-            " That none was is luck: nothing orders the two paths, and a program that is right by "
-            "luck is wrong on another day."
+            "No number was wrong without it all the same, but by luck only, because nothing orders "
+            "the two paths."
             if wrong == 0
-            else ""
+            else f"Without it {wrong:,.0f} numbers were wrong."
         )
     )
 )
@@ -687,12 +695,12 @@ lab.read(
 # A consumer needs more, because it holds 64 × 256 sums, which are 128 registers per thread, and
 # attention needs a tile of scores beside them. The loader needs hardly any. The instruction
 # ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With ``[240, 24]`` as the
-# last argument of ``warp_specialize``, the workers get 240 and 24, and what is left goes to the
-# default partition.
+# last argument of ``warp_specialize``, the second consumer gets 240 and the loader 24, and what is
+# left, another 240, goes to the default partition, the first consumer.
 
-given = 3 * 168
-assert given == 2 * 240 + 24  # in threads of a warpgroup: 504 of the SM's 512
+given = 3 * 168  # per thread, in three warpgroups
 registers_left = given - 240 - 24
+assert registers_left == 240
 
 # %%
 # Taking turns
@@ -834,8 +842,8 @@ lab.read(
 # **One buffer, then a ring, without roles.** All eight warps do the same. The kernel below has two
 # options. ``STAGES`` is the number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul
 # unfinished while it waits for the next tile, and refills the slot of the one before. There are no
-# ``empty`` barriers, because the same warps read and refill. Triton puts barriers of all
-# threads between the two.
+# ``empty`` barriers, because the same warps read and refill, and Triton puts barriers of all
+# threads between reading and refilling.
 
 
 # Whole
@@ -918,7 +926,7 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loop falls into two, and each is shorter than the one it came from. The loader:
+# **Roles.** The loop falls into two. Here is the loader:
 
 
 @gluon.jit
@@ -1132,17 +1140,17 @@ registers = {row["rung"]: row["registers"] for row in needed.rows}
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
 lab.read(
     f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread. "
-    "Its instructions ask for the 24 and 240 of the section above, and for others before the "
-    f"roles begin and after they end. {spills:.0f} values spill."
+    "Its instructions ask for the 24 and 240 above, and for others before and after the roles. "
+    f"{spills or 'No'} value{'s' * (spills > 1)} "
+    f"spill{'s' * (spills <= 1)}."
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# Tracing shows what a loop does with its time. We let one program of a matmul of size 4,096 stamp
-# the clock before and after each wait, for sixteen steps, once in the ring without roles and once
-# with them.
+# We let one program of a matmul of size 4,096 stamp the clock before and after each wait, for
+# sixteen steps, once in the ring without roles and once with them.
 
 
 # Measuring
@@ -1175,16 +1183,17 @@ def in_lanes(rows):
 
 
 def waiting(rows, kernel, lane, skip=4):
-    """The share of its time that a lane waits at a barrier, and its cycles a step."""
+    """The share of its time that a lane waits at a barrier, and its cycles per step."""
     rows = [r for r in rows if (r["kernel"], r["lane"]) == (kernel, lane)][skip:]
-    span = rows[-1]["asked"] - rows[0]["waits"]
+    *rows, last = rows  # each step lasts until the next begins
+    span = last["waits"] - rows[0]["waits"]
     return sum(r["works"] - r["waits"] for r in rows) / span, span / len(rows)
 
 
 def said(rows):
     found = (
         f"{kernel}, {lane}: {100 * waiting(rows, kernel, lane)[0]:.0f} % of the time waiting, "
-        f"{waiting(rows, kernel, lane)[1]:.0f} cycles a step"
+        f"{waiting(rows, kernel, lane)[1]:.0f} cycles per step"
         for kernel, lane in in_lanes(rows)
     )
     return f"Bars over cycles. {'; '.join(found)}."
@@ -1192,6 +1201,11 @@ def said(rows):
 
 def drawn_trace(axes, rows):
     lanes = in_lanes(rows)
+    shades = {
+        "waits at a barrier": "#fff4e5",
+        "multiplies": lab.colour("Kernel Book"),
+        "loads": lab.colour("PyTorch"),
+    }
     for row in rows:
         at = lanes.index((row["kernel"], row["lane"]))
         work = "loads" if row["lane"] == "loader" else "multiplies"
@@ -1201,16 +1215,11 @@ def drawn_trace(axes, rows):
             ("loads", row["ends"], row["asked"]),
         )
         for label, begin, end in parts:
-            shade = "#fff4e5" if label.startswith("waits") else lab.colour(label)
-            axes.barh(
-                at, (end - begin) / 1000, left=begin / 1000, height=0.66, color=shade,
-                edgecolor="#59636e", linewidth=0.3,
-            )  # fmt: skip
-    for label in ("waits at a barrier", "multiplies", "loads"):
-        shade = "#fff4e5" if label.startswith("waits") else lab.colour(label)
-        axes.barh(
-            [0], [0], color=shade, edgecolor="#59636e", linewidth=0.3, label=label
-        )
+            look = {"color": shades[label], "edgecolor": "#59636e"}
+            look["linewidth"] = 0.3 * label.startswith("waits")
+            axes.barh(at, (end - begin) / 1000, left=begin / 1000, height=0.66, **look)
+    for label, shade in shades.items():
+        axes.barh([0], [0], color=shade, label=label)
     axes.set_yticks(range(len(lanes)), [f"{kernel}: {lane}" for kernel, lane in lanes])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -1233,17 +1242,22 @@ for kernel, lane in (
     share[lane], cycles[lane] = 100 * here[0], here[1]
 lab.read(
     f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring "
-    f"without roles takes {cycles['all warps']:,.0f}, of which its warps spend "
-    f"{share['all warps']:.0f} % waiting for a tile. With roles a step takes "
-    f"{cycles['consumer 0']:,.0f}: the loader waits for an empty slot for {share['loader']:.0f} % "
-    f"of its time, which costs nothing, and the consumers wait for a full one for "
-    f"{share['consumer 0']:.0f} and {share['consumer 1']:.0f} %."
+    f"without roles takes {cycles['all warps']:,.0f}, because the tensor cores are idle while the "
+    f"warps wait for a tile, {share['all warps']:.0f} % of the time, or ask for the next one. "
+    f"With roles a step takes {cycles['consumer 0']:,.0f}. The loader waits for an empty slot for "
+    f"{share['loader']:.0f} % of its time, and the consumers for a full one for "
+    f"{share['consumer 0']:.0f} and {share['consumer 1']:.0f} %"
+    + (
+        ", but the tensor cores never wait, because each consumer waits while its last matmul is "
+        "in flight."
+        if cycles["consumer 0"] < 1.03 * step_cycles
+        else "."
+    )
 )
 
 # %%
-# A bar that says "multiplies" begins when a matmul is issued and ends when the wait for matmuls
-# lets the warps go on. With roles this wait is for the matmul *before*, so the tensor cores have
-# the next one in their queue when they finish one.
+# A bar of "multiplies" begins when a matmul is issued and ends when the wait for matmuls lets the
+# warps go on; with roles this is the wait for the matmul *before*.
 #
 # The ladder
 # ----------
@@ -1284,18 +1298,23 @@ speed = {
     for name in (*NAMES, "matmul")
 }
 against = 100 * speed["roles"] / speed["matmul"]
-beside = speed["roles"] / speed["tl.dot"]
+beside = speed["roles"] / speed["one in flight"]
 lab.read(
-    f"At size 8,192 the rungs reach {speed['one buffer']:.0f}, {speed['ring']:.0f}, "
-    f"{speed['one in flight']:.0f} and, with roles, {speed['roles']:.0f} TFLOP/s. `tl.dot` reaches "
-    f"{speed['tl.dot']:.0f} and cuBLAS {speed['matmul']:.0f}, so roles stand at {against:.0f} % of "
-    f"cuBLAS and at {beside:.2f} times `tl.dot`."
+    f"At size 8,192 a ring of three slots raises the speed from {speed['one buffer']:.0f} to "
+    f"{speed['ring']:.0f} TFLOP/s, and one matmul in flight to {speed['one in flight']:.0f}. Roles "
+    f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
+    f"{speed['tl.dot']:.0f}. "
+    + (
+        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight."
+        if beside < 1.01
+        else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
+    )
 )
 
 # %%
 # A plain matmul is the easiest case for a loop without roles, because it has nothing to do between
 # two matmuls. Attention has: while one consumer computes exponentials, the other can keep the
-# tensor cores busy, and the loader works for both.
+# tensor cores busy.
 #
 # What breaks it
 # --------------
@@ -1434,20 +1453,36 @@ hung = [name for name, result in outcome.items() if result.startswith("none")]
 wrong = [
     name for name, result in outcome.items() if name not in hung and result != "111111"
 ]
+lucky = [name for name in outcome if name not in (*hung, *wrong, "none")]
+
+
+def listed(names):
+    return "; ".join(f"“{name}”" for name in names) or "none"
+
+
+early = outcome.get("releases before it reads", "")
 lab.read(
     f"{nan} mistakes"
     if not outcome
-    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: "
-    f"{'; '.join(hung) or 'none'}. {len(wrong)} {'gives' if len(wrong) == 1 else 'give'} a wrong "
-    f"sum: {'; '.join(f'{name} ({outcome[name]})' for name in wrong) or 'none'}. "
+    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: {listed(hung)}. "
     + (
         "The model predicted the first two: they stop where it stopped. "
         if set(list(MISTAKES)[1:3]) <= set(hung)
         else ""
     )
+    + f"A wrong sum comes from {listed(wrong)}. "
     + (
-        "The others were right by luck, as a race can be."
-        if len(hung) + len(wrong) < len(outcome) - 1
+        f"Its {early} says that {early.count('2')} tiles were added twice and {early.count('0')} "
+        "never, because the loader overwrote them before they were read. "
+        if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
+        else ""
+    )
+    + (
+        f"By luck the sum is right in spite of {listed(lucky)}: the pause before each read gives "
+        "the tile time to arrive."
+        if lucky == ["does not wait for the tile"]
+        else f"By luck the sum is right in spite of {listed(lucky)}."
+        if lucky
         else "A deadlock is the kinder mistake, because nobody can overlook it."
     )
 )
@@ -1467,9 +1502,9 @@ lab.read(
 # Exercises
 # ---------
 #
-# **1. Does it hang?** The loader of a ring has ``STAGES`` slots, but the consumer releases a slot
-# one step late: it releases slot ``i - 1`` after it has read tile ``i``, as the consumers of our
-# matmul do. For which numbers of slots does the ring work? Use the model.
+# **1. Does it hang?** A consumer releases each slot one step late: it releases the slot of tile
+# ``i - 1`` after it has waited for tile ``i``, as the consumers of our matmul do. For which numbers
+# of slots does the ring work? Use the model.
 
 # %%
 
@@ -1518,7 +1553,7 @@ lab.read(
 
 # %%
 # **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
-# Why can it not have four with these tiles, on an SM with 227 KiB of shared memory for a program?
+# Why can it not have four with these tiles, if a program can have 227 KiB of shared memory?
 
 
 # %%
@@ -1542,16 +1577,25 @@ assert kib == 256
 lab.measure("The matmul with roles, by slots", depths)
 
 # %%
+
+# Solution: how deep must the ring be, in bytes
+lab.read(
+    f"Four slots of {step_bytes / 1024:.0f} KiB and the tile of `c` would take {kib:.0f} KiB of "
+    "shared memory, more than a program can have."
+)
+
+# %%
 # References
 # ----------
 #
 # - NVIDIA. *Parallel thread execution ISA*: ``mbarrier``, ``cp.async.bulk.tensor``, ``wgmma``,
-#   ``setmaxnreg``, ``bar``, and the chapter on proxies of the memory consistency model. - NVIDIA.
-#   *Hopper tuning guide*, and the whitepaper *NVIDIA H100 Tensor Core GPU architecture*. - Triton.
-#   *Gluon tutorials*: TMA, wgmma, and warp specialisation. - Bauer, Cook, Khailany. *CudaDMA:
-#   optimizing GPU memory bandwidth via warp specialization.* SC 2011. The idea of warps that only
-#   load. - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate
-#   attention with asynchrony and low-precision.* NeurIPS 2024. Roles and ping-pong in attention.
+#   ``setmaxnreg``, ``bar``, and the chapter on proxies of the memory consistency model.
+# - NVIDIA. *Hopper tuning guide*, and the whitepaper *NVIDIA H100 Tensor Core GPU architecture*.
+# - Triton. *Gluon tutorials*: TMA, wgmma, and warp specialisation.
+# - Bauer, Cook, Khailany. *CudaDMA: optimizing GPU memory bandwidth via warp specialization.* SC
+#   2011. The idea of warps that only load.
+# - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
+#   with asynchrony and low-precision.* NeurIPS 2024. Roles and ping-pong in attention.
 
 # %%
 
