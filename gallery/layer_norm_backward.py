@@ -435,34 +435,33 @@ def race_said(race):
         for n in (1024, 4096)
     }
     locked, stored, best = (
-        race.milliseconds_at(name, columns=4096)
+        {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
         for name in ("lock per tile", "partial sums per tile", "partial sums")
     )
-    waiting = 100 * (locked - stored) / (locked - best)
+    waits = [
+        f"{100 * (locked[n] - stored[n]) / (locked[n] - best[n]):.0f} % at {n:,} columns"
+        for n in locked
+        if locked[n] > stored[n]
+    ]
     said = (
         f"At 1,024 columns, a lock per tile reaches {share['lock per tile', 1024]:.0f} % of the "
         f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial "
         f"sums {share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
         f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
-        f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes {locked / best:.1f} times "
-        f"as long as partial sums. Partial sums per tile wait for nobody, and yet take "
-        f"{stored / best:.1f} times as long, because they, too, move a row of both sums to and from "
-        "memory for every tile. "
+        f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes "
+        f"{locked[4096] / best[4096]:.1f} times as long as partial sums. Partial sums per tile wait "
+        f"for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long, because they, "
+        "too, move a row of both sums to and from memory for every tile."
     )
-    if waiting >= 50:
-        return said + (
-            f"So the rest, {waiting:.0f} % of what the lock per tile adds, is the price of waiting."
-        )
-    said += "So moving the sums costs more than waiting for the lock."
-    locked, stored = (
-        race.share(name, columns=8192)
-        for name in ("lock per tile", "partial sums per tile")
-    )
-    if locked > stored:
+    if waits:
         said += (
-            f" At 8,192 columns the lock per tile is even the faster of the two, with "
-            f"{100 * locked:.0f} and {100 * stored:.0f} %, because its few buffers fit in L2, the "
-            "cache that all SMs share, and one buffer per tile does not."
+            " What the lock per tile takes beyond them is waiting: of all that it adds to partial "
+            f"sums, {' and '.join(waits)}."
+        )
+    if locked[8192] < stored[8192]:
+        said += (
+            " At 8,192 columns it takes even less than they, probably because its few buffers stay "
+            "in L2, the cache that all SMs share, where one buffer per tile finds no room."
         )
     return said
 

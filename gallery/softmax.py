@@ -572,9 +572,9 @@ share = {
 }
 lab.read(
     f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and at {short:,} columns it "
-    f"reaches {share['simple_softmax', short]:.0f} %. We did not time its operations apart, but PyTorch's "
-    "source shows three that do more than a copy: the maximum also finds its position, and the "
-    "subtraction and the division load element by element."
+    f"reaches {share['simple_softmax', short]:.0f} %. We did not time its operations apart, but "
+    "PyTorch's source shows three that do more than a copy: the maximum also finds its position, "
+    "and the subtraction and the division load element by element."
 )
 
 # %%
