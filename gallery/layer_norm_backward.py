@@ -449,9 +449,9 @@ def race_said(race):
         f"sums {share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
         f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
         f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes "
-        f"{locked[4096] / best[4096]:.1f} times as long as partial sums. Partial sums per tile wait "
-        f"for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long, because they, "
-        "too, move a row of both sums to and from memory for every tile."
+        f"{locked[4096] / best[4096]:.1f} times as long as partial sums. Partial sums per tile "
+        f"wait for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long, because "
+        "they, too, move a row of both sums to and from memory for every tile."
     )
     if waits:
         said += (
