@@ -430,9 +430,8 @@ lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
 # Reading
 def race_said(race):
     share = {
-        (name, n): 100 * race.share(name, columns=n)
+        name: 100 * race.share(name, columns=4096)
         for name in ("lock per tile", "lock per program", "partial sums")
-        for n in (1024, 4096)
     }
     locked, stored, best = (
         {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
@@ -444,11 +443,9 @@ def race_said(race):
         if locked[n] > stored[n]
     ]
     said = (
-        f"At 1,024 columns, a lock per tile reaches {share['lock per tile', 1024]:.0f} % of the "
-        f"speed of a copy, a lock per program {share['lock per program', 1024]:.0f} %, and partial "
-        f"sums {share['partial sums', 1024]:.0f} %. At 4,096 columns they reach "
-        f"{share['lock per tile', 4096]:.0f}, {share['lock per program', 4096]:.0f} and "
-        f"{share['partial sums', 4096]:.0f} %, so a lock per tile takes "
+        f"At 4,096 columns a lock per tile reaches {share['lock per tile']:.0f} % of the speed of "
+        f"a copy, a lock per program {share['lock per program']:.0f} % and partial sums "
+        f"{share['partial sums']:.0f} %, so a lock per tile takes "
         f"{locked[4096] / best[4096]:.1f} times as long as partial sums. Partial sums per tile "
         f"wait for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long, because "
         "they, too, move a row of both sums to and from memory for every tile."
@@ -801,8 +798,7 @@ behind = [
     > 1.01 * backward.share("Kernel Book", dtype="float32", columns=n)
 ]
 unknown = (
-    "In these rows of float32 our kernel shares a row among programs, as described above; why "
-    "quack's is faster we have not measured."
+    "Our kernel shares these rows among programs; why quack is faster we have not measured."
     if behind and min(behind) > 8192
     else ""
 )

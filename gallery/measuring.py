@@ -1055,7 +1055,8 @@ lab.read(
 # %%
 # Where do the operators of this book stand? We count FLOPs by the formulas of each chapter (an
 # exponential is one, random bits are none) and bytes as inputs that are read once and outputs that
-# are written once. Times below 20 µs are left out, because the launch is a large part of them.
+# are written once. Times below 20 µs are left out, because the launch is a large part of them. A
+# range in the table covers all shapes that the chapter timed.
 
 # %%
 
@@ -1207,8 +1208,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 lab.read(
     "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
-    f"recorded operators {len(waiting)} lie, like it, left of the ridge of {ridge:,.0f} "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. It is one of "
+    f"{len(waiting)} operators, of the {len(placed)} recorded, left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
     "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
     "with the square of the length and its bytes with the length."

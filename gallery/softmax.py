@@ -767,13 +767,6 @@ def took(provider, sweep=forward, dtype="bfloat16", columns=4096):
 double, others = (
     took(name, dtype="float32") / took(name) for name in ("torch.compile", "PyTorch")
 )
-slower = "".join(
-    f", and on {other.provenance['gpu']}, whose memory is slower, the kernel in bfloat16 takes "
-    f"{took('torch.compile', other) / took('torch.compile'):.2f} times as long as here"
-    for other in forward.elsewhere
-    if other.rate("copy", dtype="bfloat16", columns=4096)
-    < 0.9 * forward.rate("copy", dtype="bfloat16", columns=4096)
-)
 reason = (
     f"So bytes do not set its time. PyTorch's own kernel behaves alike: in float32 it takes "
     f"{others:.2f} times as long. "
@@ -786,8 +779,8 @@ reason = (
 lab.read(
     f"In bfloat16 `torch.compile` goes from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
     f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. In float32 every number has "
-    f"twice the bytes, and yet its kernel takes only {double:.2f} times as long at 4,096 columns"
-    f"{slower}. {reason}"
+    f"twice the bytes, and yet its kernel takes only {double:.2f} times as long at 4,096 columns. "
+    f"{reason}"
 )
 
 # %%
@@ -977,13 +970,14 @@ fewer = {
 }
 few = max(abs(ratio - 1) for ratio in fewer.values())
 lab.read(
-    f"`online` leads the row kernel by {meaning} With 32 numbers per thread instead of 64, the "
-    f"time of one read changes by {100 * (fewer['one read'] - 1):+.1f} % and that of two reads by "
-    f"{100 * (fewer['two reads'] - 1):+.1f} %"
+    f"`online` leads the row kernel by {meaning} "
     + (
-        ", so the number per thread is not the reason."
+        "The numbers per thread are not the reason, because 32 instead of 64 change a time by at "
+        f"most {100 * few:.1f} %."
         if few < 0.25 * saved / times_of(reads, one_read)[0]
-        else "."
+        else "With 32 numbers per thread instead of 64, the time of one read changes by "
+        f"{100 * (fewer['one read'] - 1):+.1f} % and that of two reads by "
+        f"{100 * (fewer['two reads'] - 1):+.1f} %."
     )
 )
 
@@ -1014,11 +1008,10 @@ if written:
         "was read and keeps what was written. Whether a model would gain by that, we have not "
         "measured."
         if left > 2
-        else "A kernel also looks faster if more of its result is still in L2 when it ends and is "
-        "written to memory later. The hardware's counters in the chapter on measuring rule this "
-        f"out: of {16384 * 8192 * 2 / 1e6:.0f} MB the row kernel has written {written['row']:.0f} "
-        f"when it ends, and `online` {written['online']:.0f}. The lead has another reason, which "
-        "we did not find."
+        else "Nor does `online` leave more of its result in L2, to be written later: by the "
+        "hardware's counters in the chapter on measuring, the row kernel has written "
+        f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB when it ends, and `online` "
+        f"{written['online']:.0f}. So the lead has a reason that we did not find."
     )
 lab.read(text)
 
@@ -1061,7 +1054,6 @@ facts
 
 # Reading
 registers = {(r["case"], r["kernel"]): r["registers"] for r in facts.rows}
-plain = registers.get(("4,096 columns, bfloat16", "row_fwd_kernel"), float("nan"))
 packed = registers.get(
     ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
 )
@@ -1070,9 +1062,8 @@ threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
-    f"At 4,096 columns the plain kernel takes {plain:.0f} registers per thread. At 32,768 the "
-    f"packed one takes {packed:.0f}, so {'two' if fitting == 2 else fitting} programs of {threads} "
-    "threads fit on an SM, as planned."
+    f"At 32,768 columns the packed kernel takes {packed:.0f} registers per thread, so "
+    f"{'two' if fitting == 2 else fitting} programs of {threads} threads fit on an SM."
 )
 
 # %%
