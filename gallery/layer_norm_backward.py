@@ -438,7 +438,7 @@ def race_said(race):
         for name in ("lock per tile", "partial sums per tile", "partial sums")
     )
     waits = [
-        f"{100 * (locked[n] - stored[n]) / (locked[n] - best[n]):.0f} % at {n:,} columns"
+        f"{100 * (locked[n] - stored[n]) / (locked[n] - best[n]):.0f} % at {n:,}"
         for n in locked
         if locked[n] > stored[n]
     ]
@@ -453,12 +453,12 @@ def race_said(race):
     if waits:
         said += (
             " What the lock per tile takes beyond them is waiting: of all that it adds to partial "
-            f"sums, {' and '.join(waits)}."
+            f"sums, {' and '.join(waits)} columns."
         )
     if locked[8192] < stored[8192]:
         said += (
             " At 8,192 columns it takes even less than they, probably because its few buffers stay "
-            "in L2, the cache that all SMs share, where one buffer per tile finds no room."
+            "in the GPU's cache, where one buffer per tile finds no room."
         )
     return said
 
@@ -717,8 +717,7 @@ lab.check("Both reductions", lock_cases())
 # The yardstick is the speed of a copy. A copy reads one byte for each that it writes, while the
 # backward pass reads two tensors, ``x`` and ``dy``, for the one that it writes. Reads and writes do
 # not cost the same, so 100 % is a reference and not a limit. The libraries are called through
-# autograd, except quack, whose backward kernels are called directly, with a float32 weight. What
-# could not run is named under the figure.
+# autograd, except quack, whose backward kernels are called directly, with a float32 weight.
 
 
 # Measuring
@@ -890,8 +889,8 @@ def ahead_said(rows):
         )
     if alone <= four:
         said.append(
-            "The waiting costs nothing that we can see, because four programs whose parts are rows "
-            f"of their own are no faster, at {alone:.0f} %."
+            "The waiting costs nothing: four programs whose parts are rows of their own are no "
+            f"faster, at {alone:.0f} %."
         )
     elif alone - four >= 5:
         said.append(

@@ -517,7 +517,7 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
 # once and write it once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
 # The ladder shows each algorithm over the length of the row, in bfloat16. "one program" is the row
-# kernel without packing and without splitting.
+# kernel without packing or splitting.
 
 
 def one_program(x):
@@ -697,9 +697,8 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
 # Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
-# the row. Liger is a collection of Triton kernels by LinkedIn, which takes no rows of 131,072
-# columns. quack, by the authors of FlashAttention, is written in CuTe DSL, NVIDIA's own language
-# for kernels in Python.
+# the row. Liger is a collection of Triton kernels by LinkedIn. quack, by the authors of
+# FlashAttention, is written in CuTe DSL, NVIDIA's own language for kernels in Python.
 
 
 def liger(x):
@@ -768,8 +767,7 @@ double, others = (
     took(name, dtype="float32") / took(name) for name in ("torch.compile", "PyTorch")
 )
 reason = (
-    f"So bytes do not set its time. PyTorch's own kernel behaves alike: in float32 it takes "
-    f"{others:.2f} times as long. "
+    f"So bytes do not set its time, nor that of PyTorch's own kernel ({others:.2f} times). "
     "PyTorch's source shows what can: beyond 1,024 columns the compiled kernel loops over the row "
     "and corrects the sum for every number, not for every block, which makes three exponentials "
     "per number, where our row kernel computes one."
@@ -1011,7 +1009,7 @@ if written:
         else "Nor does `online` leave more of its result in L2, to be written later: by the "
         "hardware's counters in the chapter on measuring, the row kernel has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB when it ends, and `online` "
-        f"{written['online']:.0f}. So the lead has a reason that we did not find."
+        f"{written['online']:.0f}. We did not find the reason."
     )
 lab.read(text)
 
@@ -1029,7 +1027,7 @@ lab.read(
 )
 
 # %%
-# How many programs fit on an SM? The compiler says how many registers each needs.
+# The compiler says how many registers each kernel needs.
 
 
 def launch(columns, dtype):
