@@ -585,19 +585,24 @@ single
 # Reading
 def single_said(rows):
     speed = {row["operation"]: row["% of a copy"] for row in rows}
-    square = speed.pop("deviation * deviation", nan)
-    slowest = min(speed, key=speed.get, default="")
-    said = (
-        f"The square, whose operands have the same shape, runs at {square:.0f} % of the speed of a "
-        f"copy. The others run at {speed.get(slowest, nan):.0f} to "
-        f"{max(speed.values(), default=nan):.0f} %, the slowest being `{slowest}`."
+    square, mean = (
+        speed.get(name, nan) for name in ("deviation * deviation", "x.mean()")
     )
-    repeating = ("x - mean", "deviation * rstd", "… * w", "… + b")
-    if max(speed.get(name, nan) for name in repeating) < 0.9 * square:
+    repeating = [
+        speed.get(name, nan)
+        for name in ("x - mean", "deviation * rstd", "… * w", "… + b")
+    ]
+    low, high = (f"{found(repeating):.0f}" for found in (min, max))
+    said = (
+        f"The means run at {mean:.0f} % of the speed of a copy, and the square, whose operands "
+        f"have the same shape, at {square:.0f} %. The other four operations run at "
+        f"{low if low == high else f'{low} to {high}'} %."
+    )
+    if max(repeating) < 0.9 * square:
         said += (
             " PyTorch loads several elements at once only where all operands have the same layout. "
-            "Mean, rstd, weight and bias are repeated over columns or rows, so these operations "
-            "take one element at a time."
+            "Mean, rstd, weight and bias are repeated over columns or rows, so these four take one "
+            "element at a time."
         )
     return said
 
@@ -730,7 +735,8 @@ lines
 
 # Reading
 def count(number, noun="program"):
-    word = {1: "one", 2: "two", 3: "three"}.get(number, f"{number:.0f}")
+    words = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+    word = words.get(number, f"{number:.0f}")
     return f"{word} {noun}{'s' if number != 1 else ''}"
 
 
@@ -749,8 +755,8 @@ def held_back_said(rows):
         )
     elif alone >= fall:
         said.append(
-            f"That is no more than the {long[0]:.0f} % at 65,536 columns, so the lone program "
-            "explains the whole fall."
+            f"That is no more than the {long[0]:.0f} % at 65,536 columns, so having only one "
+            "program is enough to explain the fall."
         )
     elif alone >= 0.5 * fall:
         said.append(
@@ -766,7 +772,7 @@ def held_back_said(rows):
     if bare >= 3:
         said.append(
             f"Without weight and bias the long row reaches {long[1]:.0f} %: a lone program cannot "
-            f"hide their loads either, and they cost {bare:.0f} points."
+            f"hide their loads either, and they cost {bare:.0f} percentage points."
         )
     else:
         said.append(
@@ -782,7 +788,10 @@ def held_back_said(rows):
         if split[1] - split[0] >= 10:
             said.append("So splitting serves softmax, which has no parameters to load.")
         else:
-            said.append("So the parameters are not what makes splitting slow here.")
+            said.append(
+                "So the parameters are not what makes splitting slow here, and we have not found "
+                "what does."
+            )
     return " ".join(said)
 
 
@@ -998,14 +1007,19 @@ def small_said(rows):
     said = (
         f"With 16 rows both passes together take {few.get(called, nan):.0f} µs when called, and "
         f"{few.get(alone, nan):.0f} µs in a graph: the rest is the host. PyTorch, whose host code "
-        f"is C++, takes {few.get('PyTorch, µs', nan):.0f} µs. With 32,768 rows the two ways take "
-        f"{mine:.0f} and {my_graph:.0f} µs"
+        f"is C++, takes {few.get('PyTorch, µs', nan):.0f} µs when called. With 32,768 rows our "
+        f"call takes {mine:.0f} µs and our graph {my_graph:.0f}"
     )
     if mine > 1.1 * my_graph:
         said += (
             ", because the GPU still finishes before the host has prepared the next launches. "
-            f"PyTorch takes {theirs:.0f} and {their_graph:.0f} µs."
+            f"PyTorch's take {theirs:.0f} and {their_graph:.0f} µs."
         )
+        if mine < few.get(called, nan):
+            said += (
+                " That the call takes less time with more rows only shows how much the host's time "
+                "varies."
+            )
     else:
         said += (
             ", because the GPU now works for longer than the host prepares launches."

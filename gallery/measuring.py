@@ -247,13 +247,14 @@ moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
 best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
+alone = large["clock"] + nothing["clock and wait"]
 lab.read(
     f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
     f"time, it would move {moved / large['clock']:,.0f} GB/s, "
     f"{large[best] / large['clock']:.1f} times the true {moved / large[best]:,.0f}. "
     f"With a wait the clock shows {large['clock and wait']:.0f} µs, {added:.0f} more than the "
-    f"kernel's {large[best]:.0f}; the launch and a wait for nothing take the host "
-    f"{large['clock'] + nothing['clock and wait']:.0f}."
+    f"kernel's {large[best]:.0f}. The launch and a wait for nothing take the host {alone:.0f}"
+    + (", a part of which passes while the kernel runs." if alone > added else ".")
 )
 
 # %%
@@ -510,7 +511,7 @@ def curve(axes, rows):
     for share in (20, 50, 80):
         axes.plot(times[share], share, "o", color=ours)
         axes.annotate(
-            f"p{share}", (times[share], share), (8, -4), textcoords="offset points"
+            f"p{share}", (times[share], share), (7, -11), textcoords="offset points"
         )
     axes.set(xlabel="µs", ylabel="% of the runs", xlim=(None, times[99]), ylim=0)
 
@@ -562,11 +563,20 @@ lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 # %%
 
 # Reading
-by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+by_median, by_mean = (
+    [row[f"{name} strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+    for name in ("median", "mean")
+)
 lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
     f"{by_median[-1]:.2f}."
+    + (
+        f" The mean strays as little here, by {by_mean[0]:.2f} and {by_mean[-1]:.2f} %, because no "
+        "run of these 2,000 took even twice the median."
+        if by_mean[-1] < 1.5 * by_median[-1] and times[100] < 2 * times[50]
+        else ""
+    )
 )
 
 # %%
@@ -877,7 +887,7 @@ lab.draw(
     host,
     "What one call of dropout costs the host",
     bars_in_words({"µs": ""}, "µs until the call returns"),
-    bars({"µs": ""}, "µs until the call returns, fastest of 60 turns"),
+    bars({"µs": ""}, "µs until the call returns, fastest of 60 rounds"),
 )
 
 # %%
@@ -896,8 +906,8 @@ lab.read(
     f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
     "it looks at every argument to find the compiled kernel. The book's operators remember the "
     f"compiled kernel, and launch it in {took['a cached launch']:.1f}. Checks, the output and "
-    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. Here the fastest turn "
-    "counts and not the median, because a host is interrupted often."
+    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. Here the fastest "
+    "of 60 rounds counts and not the median, because a host is interrupted often."
 )
 
 # %%
@@ -985,8 +995,8 @@ lab.read(
     f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
     f"{many:,} rows it takes {as_graph[many]:,.0f} instead of {singly[many]:,.0f}, because there "
     "the host is ahead of the GPU anyway. The kernels timed alone take longer than the graph, "
-    f"because each starts from a cold cache, and their sum holds the {marks:.0f} µs between ten "
-    "times two events."
+    f"because each starts from a cold cache, and their sum includes {marks:.0f} µs that pass "
+    "between the events of ten measurements with nothing between them."
 )
 
 # %%
@@ -1045,7 +1055,8 @@ lab.read(
 # %%
 # Where do the operators of this book stand? We count FLOPs by the formulas of each chapter (an
 # exponential is one, random bits are none) and bytes as inputs that are read once and outputs that
-# are written once. Times below 20 µs are left out, because the launch is a large part of them.
+# are written once. Times below 20 µs are left out, because the launch is a large part of them. A
+# range in the table covers all shapes that the chapter timed.
 
 # %%
 
@@ -1197,8 +1208,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 lab.read(
     "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
     f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
-    f"recorded operators {len(waiting)} lie, like it, left of the ridge of {ridge:,.0f} "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. It is one of "
+    f"{len(waiting)} operators, of the {len(placed)} recorded, left of the ridge of {ridge:,.0f} "
     "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
     "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
     "with the square of the length and its bytes with the length."
@@ -1319,7 +1330,7 @@ despite = (
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
     f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
-    f"of the speed of a copy. With 32 registers, {spilled:.0f} values of each thread live in "
+    f"of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values in "
     f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
@@ -1387,7 +1398,9 @@ load = cell(code, "load", "times")
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
     f"memory and {cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it are "
-    "added, which is where spilled values live."
+    "added, which is where spilled values live. These are more than the "
+    f"{cell(facts, '32 registers', 'spills'):.0f} values in the table above, because that counts "
+    "places in memory, and a place holds several values in turn."
 )
 if code.rows and "first in PTX" in code.rows[0]:
     spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
@@ -1532,9 +1545,9 @@ lab.read(found)
 # Reading
 left, left_online = ((paper - moved) * 1e6 / 2**20 for moved in (written, kept))
 explained = (
-    f" That also explains the warm copy, above. If as much of what was read is there too, the L2 "
-    f"keeps the last {2 * left:.0f} MiB that passed, and a copy of {beyond:.0f} MiB finds its "
-    "beginning gone."
+    f" That may also explain the warm copy, above: if as much of what was read is there too, the "
+    f"L2 keeps only the last {2 * left:.0f} MiB that passed, and a copy of {beyond:.0f} MiB finds "
+    "its beginning gone."
     if beyond < l2
     else ""
 )

@@ -230,7 +230,7 @@ class Sweep:
         )
 
     def faster_peers(self, *wheres: dict) -> str:
-        """Return a sentence: where on the axis a library is ahead of the book by more than 1 %."""
+        """Return a sentence: where the fastest library is ahead of the book by more than 1 %."""
         ahead = []
         for where in wheres:
             found = {}
@@ -248,7 +248,7 @@ class Sweep:
                 )
         if not ahead:
             return "No library in the figures is ahead of ours by more than 1 %."
-        return f"Ahead of ours by more than 1 % are: {'; '.join(ahead)}."
+        return f"Where a library is ahead by more than 1 %, the fastest is {'; '.join(ahead)}."
 
     def _along(self, where: dict) -> list:
         """Return the values of the axis at the points that fit, in their order."""
