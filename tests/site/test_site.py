@@ -157,6 +157,10 @@ def test_page(visit, path):
     page = phone.open(path)
     overflow = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     assert overflow <= 0, f"the page scrolls sideways by {overflow} px on a phone"
+    cut = page.locator(".prev-next-area a, .sd-card").evaluate_all(
+        "all => all.filter(x => x.scrollHeight > x.clientHeight + 1).map(x => x.innerText)"
+    )
+    assert cut == [], "a card is cut off on a phone"
     assert not re.search(r"\\[(\[a-z]", page.evaluate(PROSE)), "raw TeX is visible"
     assert page.locator("mjx-merror").count() == 0, "MathJax could not read a formula"
     if page.locator("details").count():
