@@ -54,8 +54,9 @@ def ring_attention(
     """Attention of a sequence that is spread over ranks, with keys and values sent round a ring.
 
     Every rank calls it with its part of the sequence and gets the same part of the result. Memory
-    per rank grows with its part: at most two parts of keys and values are there at a time, and
-    sums of its own part of the result, which are float32 with more than two ranks.
+    per rank grows with its part: at most two parts of keys and values are there at a time, beside
+    them in the backward pass as many of their gradients, and sums of its own part of the result,
+    which, like gradients on their way, are float32 with more than two ranks.
 
     Ranks first tell each other what they pass, through the CPU, so that a mismatch raises on all of
     them. The GPU does not wait for that; the host waits for the slowest rank.

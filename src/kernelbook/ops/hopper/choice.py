@@ -72,11 +72,10 @@ CHOICES = {
 """What was fastest, by head_dim and mask: from the shortest on, up to how many keys that a query
 may see, and which configuration, or None for the kernel of ``attention.forward``.
 
-Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all and from 1,024 to 16,384
-keys; a window of 1,024 keys among 16,384. In TFLOP/s, plain Triton and then this kernel: head_dim
-64, full 427 and 439, 458 and 506, 480 and 530 (1,024, 4,096, 16,384 keys); causal 312 and 324 at
-1,024, 401 and 380 at 2,048; the window 287 and 343. head_dim 128, full 502 and 623, 563 and 646,
-567 and 648; causal 382 and 471, 536 and 599, 591 and 648; the window 413 and 494. The limits
+Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all. The chapter on Hopper
+records both kernels at 1,024, 4,096 and 16,384 keys, and that on attention in models a window of
+1,024 at head_dim 128. Beside them these decided, in TFLOP/s, plain Triton first: at head_dim 64,
+401 and 380 for causal at 2,048 keys, and 287 and 343 for a window of 1,024 among 16,384. The limits
 between measured lengths are interpolated."""
 
 
