@@ -291,7 +291,7 @@ REFUSED = {
     "head_dim": (lambda: (draw(1, 2, 2, 20, 40, 32, dtype=HALF), {}), "head_dim is 32"),
     "no keys": (lambda: (small(0), {}), "k is empty"),
     "no queries": (lambda: ([small()[0][:, :, :0], *small()[1:]], {}), "q is empty"),
-    "FP8": (of_8_bits, "v is in float8_e4m3fn, and it multiplies 16 bits"),
+    "v in FP8": (of_8_bits, "q is float16, and the kernel multiplies 8 bits by 8 bits"),
 }
 
 

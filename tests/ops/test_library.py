@@ -246,6 +246,13 @@ CALLS = {
             True, None, 0, 0.25, True, [True, False, False],
         ),
     ),
+    "attention_fp8": (
+        OPERATORS.attention_fp8,
+        lambda: (
+            *(randn(1, 2, 9, 16).to(torch.float8_e4m3fn) for _ in range(3)),
+            randn(1, 2).abs(), None, randn(1, 2), True, None, 0, 0.25, torch.float16, "auto",
+        ),
+    ),
     "attention_varlen": (
         OPERATORS.attention_varlen,
         lambda: (
