@@ -143,7 +143,9 @@ def test_importing_the_package_does_not_import_gluon():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True,
         cwd=Path(__file__).parents[2] / "src",
     )  # fmt: skip
-    assert eval(done.stdout) == ["kernelbook.ops.hopper", "kernelbook.ops.hopper.choice"]
+    found = set(eval(done.stdout))
+    assert "kernelbook.ops.hopper.choice" in found
+    assert all(name.endswith(("hopper", "choice")) for name in found)
 
 
 # -- what attention does with it

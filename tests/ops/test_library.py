@@ -243,14 +243,7 @@ CALLS = {
         OPERATORS.attention_backward,
         lambda: (
             *(randn(1, 2, 9, 16) for _ in range(4)), randn(1, 2, 9), randn(1, 2, 9, 16), None,
-            True, None, 0, 0.25, True, [True, False, False],
-        ),
-    ),
-    "attention_fp8": (
-        OPERATORS.attention_fp8,
-        lambda: (
-            *(randn(1, 2, 9, 16).to(torch.float8_e4m3fn) for _ in range(3)),
-            randn(1, 2).abs(), None, randn(1, 2), True, None, 0, 0.25, torch.float16, "auto",
+            True, None, 0, 0.25, True, "auto", [True, False, False],
         ),
     ),
     "attention_varlen": (
