@@ -293,7 +293,8 @@ def test_a_descale_that_is_no_scale_makes_its_head_nan(name, value, seqlen_k):
     assert lse[others].isfinite().all()
     if name == "v" and abs(value) < 1:
         factor = value / descales["v_descale"][1, 1]
-        assert torch.allclose(out[1, 1], right[1, 1] * factor, rtol=2**-7, atol=0)
+        # three roundings to bfloat16: of right, of its product, and of out
+        assert torch.allclose(out[1, 1], right[1, 1] * factor, rtol=3 * 2**-8, atol=0)
     else:
         assert out[1, 1].isnan().all()
     assert lse[1, 1].isfinite().all() if name == "v" else lse[1, 1].isnan().all()

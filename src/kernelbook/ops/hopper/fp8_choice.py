@@ -5,7 +5,7 @@ As :mod:`kernelbook.ops.hopper.choice` is for operands of 16 bits. Nothing here 
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from kernelbook.ops import checks
 from kernelbook.ops.attention import scope
 from kernelbook.ops.attention.fp8 import DTYPES
 from kernelbook.ops.hopper import choice
-from kernelbook.ops.hopper.choice import Choice, Config, mask_of, refuse
+from kernelbook.ops.hopper.choice import Choice, Config, decided
 from kernelbook.ops.launch import planned
 
 CONFIGS = {64: Config(2, 128, 4, True), 128: Config(2, 128, 4, True)}
@@ -79,23 +79,12 @@ def fp8_choice(
     Raises:
         ValueError: ``backend`` is "gluon", and that kernel cannot run.
     """
-    if backend == "triton":
-        return Choice("triton", None, "backend is 'triton'")
-    head_dim, seqlen_k = q_shape[3], k_shape[2]
+    head_dim = q_shape[3]
     why_not = unsupported(capability, q_dtype, v_dtype, head_dim) or _attention_in_gluon()[1]
-    if why_not:
-        if backend == "gluon":
-            refuse(why_not)
-        return Choice("triton", None, why_not)
-    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
-    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
-    config = choose(head_dim, mask, keys)
-    if backend == "gluon":
-        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
-    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
-    if mask == "window":
-        reason = "the kernel in Gluon was not measured with a window"
-    return Choice("gluon" if config else "triton", config, reason)
+    return decided(
+        backend, why_not, CONFIGS.get(head_dim), partial(choose, head_dim),
+        q_shape[2], k_shape[2], is_causal, window,
+    )  # fmt: skip
 
 
 # -- where the Gluon kernel runs
