@@ -1049,8 +1049,8 @@ lab.read(
         if third < 0.01
         else f"{verdict(third)} at most. "
     )
-    + "With equal registers the assembler, short of them, waits after "
-    f"{compiled_to('equal registers', 'waits for them')} of "
+    + "With equal registers the assembler, short of them, puts "
+    f"{compiled_to('equal registers', 'waits for them')} waits after "
     f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions. With a causal "
     f"mask, persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
     "because some programs get more work than others, and with tiles in pairs it "
@@ -1370,7 +1370,7 @@ lab.table(
 # **Which kernel runs?** By default, ``backend="auto"``, the package runs the Gluon kernel if it can
 # compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it
 # was measured to be the faster one for this head_dim, mask and number of keys. Else it runs plain
-# Triton, which ``backend="triton"`` asks for. The fold asks it about some GPUs and inputs.
+# Triton, which ``backend="triton"`` asks for. The fold shows the choice for some GPUs and inputs.
 # Gradients and FP8 are chosen in the same way, each by what was measured for them; decoding and
 # packed sequences are always plain Triton.
 
@@ -1807,6 +1807,14 @@ lab.table(rows, "Error of the whole, relative to its size")
 # not wait at all. With 384, two consumers would wait for a third for ever.
 
 # %%
+# In short
+# --------
+#
+# Roles alone gain nothing; they let us decide the order of the work. The order that pays computes
+# scores one tile ahead, keeps ``p`` and ``l_i`` in their threads, and gives each program a long and
+# a short tile. What is left to gain lies in the consumers, because one of them needs more cycles to
+# weigh a tile than the matmuls of the other can fill.
+#
 # Exercises
 # ---------
 #
