@@ -549,10 +549,7 @@ rows = [
 # %%
 
 # Reading
-by_median, by_mean = (
-    [row[f"{name} strays by, %"] for row in rows] or [nan] * len(SAMPLES)
-    for name in ("median", "mean")
-)
+by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
     f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
@@ -1154,9 +1151,6 @@ def waits_for(points):
     return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
 
 
-# %%
-
-# Reading
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 [(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
 lab.read(
@@ -1613,8 +1607,8 @@ assert rows[5]["sum"] == rows[6]["sum"]
 lab.table(rows, "0.01, a thousand times")
 
 # %%
-# Neighbours among floats lie the further apart, the larger they are. In bfloat16 half of the gap is
-# more than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
+# The gap between neighbouring floats grows with their size. In bfloat16 half of the gap is more
+# than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
 # accumulator only the rounding of 0.01 to 16 bits is left, and a cast first makes no difference,
 # because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
 # in 32, as every kernel of this book does.

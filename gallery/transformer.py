@@ -227,8 +227,8 @@ cold = number(first, "forward", 1)
 after_two, again = (ten_after(warmup, "forward") for warmup in (2, 5))
 lab.read(
     f"The first forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first "
-    "called, sets up cuBLAS, and asks the driver for all of its memory. After one step the second "
-    "still differs"
+    "called, sets up cuBLAS, and asks the driver for all of its memory. The second step still "
+    "differs"
     + (
         "; two steps of warm-up would do."
         if abs(again[0] - after_two[0]) <= max(again[1], after_two[1])
