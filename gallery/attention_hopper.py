@@ -1054,7 +1054,8 @@ lab.read(
     f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions. With a causal "
     f"mask, persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
     "because some programs get more work than others, and with tiles in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))}. So the kernel reaches "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. So "
+    "the kernel reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
 )
