@@ -526,14 +526,11 @@ lab.draw(
 # %%
 
 
-# Reading
+# Folded: The clock beside the profiler
 def profile_number(column, dtype, part):
     return number(profile_of, column, dtype, part)
 
 
-# %%
-
-# Folded: The clock beside the profiler
 lab.table(
     [
         {
