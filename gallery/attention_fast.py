@@ -1208,8 +1208,9 @@ lab.table(
 # ---------------
 #
 # We compare the kernel with the libraries, at 16,384 tokens in all. SDPA is PyTorch's
-# ``scaled_dot_product_attention``, of which we call two kernels by name. FlashAttention is version
-# 4 of that library, written in CuTe, which is closer to the GPU than Triton.
+# ``scaled_dot_product_attention``, of which we call two kernels by name. FlexAttention is compiled
+# for each size. FlashAttention is version 4 of that library, written in CuTe, which is closer to
+# the GPU than Triton.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
