@@ -695,8 +695,8 @@ lab.read(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# A matmul on Hopper runs beside other work, until the program waits for its result. On the last
-# rung a single line forces it to wait after every instruction: the maximum of a row, ``tl.max(qk,
+# A matmul on Hopper runs beside other work, until the program waits for its result. After rung 3 a
+# single line still forces it to wait after every instruction: the maximum of a row, ``tl.max(qk,
 # axis=1)``. The package has this function instead, which ``TWO_STEPS`` selects:
 
 lab.source(forward.row_max)

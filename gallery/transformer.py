@@ -841,29 +841,25 @@ lab.table(
 # Where the memory goes
 # ---------------------
 #
-# Backward needs some tensors of forward, so a step keeps them. We count on paper what a layer
-# keeps, and measure it for the largest model.
+# Backward needs some tensors of forward, so a step keeps them. We count what a layer keeps, for
+# :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
+# :math:`B` batches, :math:`H` heads and a context of :math:`T`. In float32 it keeps
 #
-# .. dropdown:: The count on paper
+# - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
+#   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
+# - q, k and v, which the matmuls of attention copy into the layout that they want: :math:`3 N d`;
+# - the output of softmax: :math:`B H T^2`;
+# - two masks of dropout, one byte per number: :math:`2 N d` bytes.
 #
-#    For :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
-#    :math:`B` batches, :math:`H` heads and a context of :math:`T`, in float32, a layer keeps
+# .. math::
 #
-#    - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
-#      ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
-#    - q, k and v, which the matmuls of attention copy into the layout that they want:
-#      :math:`3 N d`;
-#    - the output of softmax: :math:`B H T^2`;
-#    - two masks of dropout, one byte per number: :math:`2 N d` bytes.
+#    \text{kept in float32} = 4\,(8 N d + 2 N f + B H T^2) + 2 N d \ \text{bytes a layer}
 #
-#    .. math::
+# .. dropdown:: The count under autocast
 #
-#       \text{kept in float32} = 4\,(8 N d + 2 N f + B H T^2) + 2 N d \ \text{bytes a layer}
-#
-#    Under autocast, the inputs of the layer norms stay in float32 and most others have 2 bytes. But
-#    softmax computes in float32 and keeps its output there, and the next matmul casts it and keeps
-#    the copy as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy,
-#    too.
+#    The inputs of the layer norms stay in float32 and most others have 2 bytes. But softmax
+#    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
+#    as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
 
 # Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
@@ -1111,7 +1107,7 @@ lab.read(
     "tensors that live for one operation. At the end the gradients are released one by one, and "
     f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. Checkpointing lowers the peak "
     f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    f"forward pass. A count on paper promises to save {spared:.1f} GiB, but the peak moves to the "
+    f"forward pass. The count promises to save {spared:.1f} GiB, but the peak moves to the "
     f"end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
