@@ -58,19 +58,111 @@ attention = partial(public_attention, backend="triton")
 lab.start("attention_fast", "kernelbook.ops.attention")
 
 # %%
+# What could stop it
+# ------------------
+#
+# **Memory.** The programs of a head load all its keys and values again for each tile of 128
+# queries. Is that too much? We count the operations per byte that is loaded or stored, and compare
+# them with those that the GPU needs.
+
+
+# Measuring
+def balance():
+    from triton.testing import do_bench
+
+    x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
+    y = torch.empty_like(x)
+    flops = 2 * MATMUL**3 / do_bench(matmul()) * 1e3
+    moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
+    row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
+    return [row | {"FLOP per byte": round(flops / moved)}]
+
+
+def moved_by(length):
+    """MiB of one head in tiles of 128, and those if a program kept a tile of keys instead."""
+    tensor, tiles = length * 128 * 2 / 2**20, length // 128
+    queries_stay = tensor + tiles * 2 * tensor + tensor
+    keys_stay = 2 * tensor + tiles * (tensor + 2 * tensor + 2 * tensor)
+    return queries_stay, keys_stay
+
+
+machine = lab.measure("What the GPU can do, bfloat16", balance)
+
+# %%
+
+# Reading
+nan = float("nan")
+best = machine.rows[0] if machine.rows else {}
+needed, matmul_speed = best.get("FLOP per byte", nan), best.get("matmul, TFLOP/s", nan)
+per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
+from_hbm = per_byte * best.get("copy, GB/s", nan) / 1e3
+lab.read(
+    f"At length 4,096 attention does {per_byte:.0f} operations per byte, and this GPU needs "
+    f"{needed:.0f} to keep its arithmetic busy. If every byte came from HBM, the memory outside "
+    f"the chip, attention could reach {from_hbm:.0f} TFLOP/s and no more. It can exceed this, "
+    f"because the programs of a head load the same keys and values at the same time, so the L2 "
+    f"cache, which the whole chip shares, can serve some of the loads."
+)
+
+# %%
+
+# Folded: The operations and the bytes, counted
+lab.read(
+    f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
+    f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
+    f"{best.get('copy, GB/s', nan):,.0f} GB/s. (On the ladder below the matmul is faster, because "
+    f"it is not timed call after call, which may make the chip lower its clocks.)"
+)
+
+# %%
+# .. dropdown:: Why not keep the keys and load the queries?
+#
+#    A program that keeps a tile of keys has to read all queries, and to read and write back their
+#    ``acc`` in float32. It also meets a worse problem: programs with different keys add to the same
+#    ``acc``, so they would have to wait for each other. The first FlashAttention avoided that by
+#    running one program per head, but a GPU with more than a hundred :term:`SMs <SM>` then stands
+#    idle for the most part if there are few heads. If queries stay, no two programs write to the
+#    same address, and there are as many programs as tiles of queries.
+
+# %%
+
+# Folded: The bytes of both orders
+lab.table(
+    [
+        {"length": length}
+        | {
+            "queries stay, MiB": moved_by(length)[0],
+            "keys stay, MiB": moved_by(length)[1],
+        }
+        for length in (4096, 16384)
+    ],
+    "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits",
+)
+
+# %%
+# **Exponentials.** For each score the tensor cores do :math:`4 D` operations in two matmuls, for
+# head_dim :math:`D`, and one exponential is computed. A Hopper SM does 4,096 of these operations
+# per cycle, and 16 exponentials. So at head_dim 128 the exponential of a score takes half as long
+# as its matmuls, and at head_dim 64 as long. A kernel that never did both at once would leave the
+# tensor cores idle for a third of its time, or for half of it.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The way up is to do less besides the matmuls, and to do it at the same time.
+
+# %%
 # Where we start
 # --------------
 #
 # We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>`. One
 # :term:`program` keeps a :term:`tile` of queries. Its loop loads one tile of keys and values after
-# the other, computes their scores, and updates for each query the largest score ``m_i``, the sum of
-# weights ``l_i``, and the weighted sum of values ``acc``. With a causal mask it runs in two stages:
-# first over the tiles that need no mask, then over those on the diagonal.
+# the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
+# the weighted sum of values ``acc``.
 #
-# The six changes of this chapter are flags of one kernel or options of its launch, so that we can
-# turn each of them on, and later off again. This is the body of its loop, where ``_tile`` loads
-# some rows, and ``_weigh`` turns a tile of scores into weights. With all flags off, it is the loop
-# of the last chapter. Each flag is explained on its rung.
+# The six changes are flags of one kernel or options of its launch, so that each can be turned on,
+# and later off again. This is the body of the loop. ``_tile`` loads some rows, and ``_weigh`` turns
+# scores into weights. With all flags off, it is the loop of the last chapter.
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -227,7 +319,7 @@ def _rung_kernel(
 #    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
 #    the tensor cores.
 #
-# Each change adds its flag, or its options of the launch, to those before it:
+# Each rung of the ladder adds its flag, or its options of the launch, to those before it:
 
 LADDER = {
     "in stages": {
@@ -290,105 +382,16 @@ def cases():
 
 
 # %%
-# Every rung is checked against float64. The error may be up to eight times PyTorch's, because each
-# multiplication by ``alpha`` adds a rounding and float32 is split into parts.
 
+# Folded: Every rung, checked against float64
 lab.check("The rungs", cases())
 
 # %%
-# What could stop it
-# ------------------
-#
-# **Memory.** A tile of keys that is loaded serves only the 128 queries of one program, so programs
-# load the keys and values again for each tile of queries. We count the bytes that the programs of
-# one head load and store, and compare the operations per byte with those that the GPU needs.
-
-
-# Measuring
-def balance():
-    from triton.testing import do_bench
-
-    x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
-    y = torch.empty_like(x)
-    flops = 2 * MATMUL**3 / do_bench(matmul()) * 1e3
-    moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
-    row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOP per byte": round(flops / moved)}]
-
-
-def moved_by(length):
-    """MiB of one head in tiles of 128, and those if a program kept a tile of keys instead."""
-    tensor, tiles = length * 128 * 2 / 2**20, length // 128
-    queries_stay = tensor + tiles * 2 * tensor + tensor
-    keys_stay = 2 * tensor + tiles * (tensor + 2 * tensor + 2 * tensor)
-    return queries_stay, keys_stay
-
-
-machine = lab.measure("What the GPU can do, bfloat16", balance)
-
-# %%
-
-# Reading
-nan = float("nan")
-best = machine.rows[0] if machine.rows else {}
-needed, matmul_speed = best.get("FLOP per byte", nan), best.get("matmul, TFLOP/s", nan)
-per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
-from_hbm = per_byte * best.get("copy, GB/s", nan) / 1e3
-lab.read(
-    f"At length 4,096 a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
-    f"{moved_by(4096)[0]:.0f} MiB, which is {per_byte:.0f} operations per byte. A matmul runs at "
-    f"{matmul_speed:.0f} TFLOP/s and a copy at {best.get('copy, GB/s', nan):,.0f} GB/s, so this "
-    f"GPU needs {needed:.0f} operations per byte to keep its arithmetic busy. If every byte "
-    f"came from HBM, the memory outside the chip, attention could reach {from_hbm:.0f} TFLOP/s and "
-    f"no more. It can exceed this, because the programs of a head run at the same time and load "
-    f"the same keys and values, so the L2 cache, which the whole chip shares, can serve some of "
-    f"the loads."
-)
-
-# %%
-# .. dropdown:: Why not keep the keys and load the queries?
-#
-#    A program that keeps a tile of keys has to read all queries, and to read and write back their
-#    ``acc`` in float32. It also meets a worse problem: programs with different keys add to the same
-#    ``acc``, so they would have to wait for each other. The first FlashAttention avoided that by
-#    running one program per head, but a GPU with more than a hundred :term:`SMs <SM>` then stands
-#    idle for the most part if there are few heads. If queries stay, no two programs write to the
-#    same address, and there are as many programs as tiles of queries.
-
-# %%
-
-# Folded: The bytes of both orders
-lab.table(
-    [
-        {"length": length}
-        | {
-            "queries stay, MiB": moved_by(length)[0],
-            "keys stay, MiB": moved_by(length)[1],
-        }
-        for length in (4096, 16384)
-    ],
-    "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits",
-)
-
-# %%
-# **Exponentials.** For each score the tensor cores do :math:`4 D` operations in two matmuls, for
-# head_dim :math:`D`, and one exponential is computed. A Hopper SM does 4,096 of these operations
-# per cycle, and 16 exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of
-# a cycle and its exponential a sixteenth, which is half as long; at head_dim 64 both take a
-# sixteenth. A kernel that never did both at once would spend two thirds of its time on matmuls at
-# head_dim 128, and half at head_dim 64, even at the full rate of the tensor cores.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    The way up is to do less besides the matmuls, and to do it at the same time.
-#
 # The ladder
 # ----------
 #
-# All rungs are timed in one run, at length 4,096 and head_dim 128, with 128 queries and 64 keys in
-# a tile, as a percentage of a :term:`cuBLAS` matmul. The last bar is the package's kernel, which
-# has all six changes built in and takes more inputs.
+# All rungs are timed in one run, as a percentage of a :term:`cuBLAS` matmul. The last bar is the
+# package's kernel, which has all six changes built in and takes more inputs.
 
 
 # Measuring
@@ -426,9 +429,8 @@ lab.ladder(
 )
 
 # %%
-# Each rung below explains one bar: the change, what it does to the machine code, and what it gains.
-# From that code we read how many registers a thread has, how many instructions do matmuls, and how
-# many wait for them.
+# Each section below explains one bar: the change, what it does to the machine code, and what it
+# gains.
 
 
 # Measuring
@@ -474,27 +476,24 @@ def told(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# A program often waits: for its keys, for a matmul, for exponentials. If a second program runs on
-# the same SM, it can work meanwhile. Two programs fit if each takes at most half of the SM's
-# storage, of which there are two kinds.
+# A program often waits: for its keys, for a matmul, for exponentials. A second program on the same
+# SM can work meanwhile, if each takes at most half of the SM's storage, of which there are two
+# kinds.
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
 #          three stages fills 128 of 227 KiB of shared memory, and a second one does not fit. On the
 #          right two programs with two stages take 96 KiB and half of the registers each.
 #
-# **Shared memory**, storage of the SM from which Hopper's matmul instructions read, holds the tiles
-# of 16-bit numbers. The queries take 32 KiB and each tile of 64 keys or values 16 KiB. The number
-# of *pipeline stages*, ``num_stages`` (not the causal stages), says how many tiles of keys and of
-# values are on their way, or in use, at a time. Three stages add up to 128 KiB, so only one program
-# fits into 227 KiB; two stages take 96 KiB, and two programs fit.
+# **Shared memory**, from which Hopper's matmul instructions read, holds the tiles. The queries take
+# 32 KiB and each tile of 64 keys or values 16 KiB. ``num_stages``, the number of *pipeline stages*,
+# says how many tiles of keys and of values are on their way, or in use, at a time. Three stages
+# add up to 128 KiB, so only one program fits into 227 KiB; two take 96 KiB, and two programs fit.
 #
-# **Registers**, storage private to a thread, hold ``acc`` and the scores. An SM has 65,536. A
-# :term:`warp` is a group of 32 threads that execute the same instruction together, and a program of
-# 8 warps has 256 threads, so two programs leave 65,536 / 512 = 128 registers for a thread. ``acc``,
-# with 128 queries by 128 numbers, takes 64 of them in each thread, and a tile of scores takes 32.
-# The option ``maxnreg`` of the launch sets the limit of 128, and what does not fit :term:`spills
-# <spill>` to memory.
+# **Registers**, private to a thread, hold ``acc`` and the scores. An SM has 65,536. Two programs of
+# 8 :term:`warps <warp>` have 512 threads, which leaves 128 registers for each, of which ``acc``
+# takes 64 and a tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and what
+# does not fit :term:`spills <spill>` to memory.
 
 # Reading
 cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
@@ -502,18 +501,17 @@ cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
 )
 lab.read(
     told("two programs")
-    + f"A thread of the starting kernel has {compiled_to('in stages', 'registers')} registers. "
-    f"Limited to 128, it has {compiled_to('two programs', 'spills')} spills, and the assembler no "
-    f"longer lets a matmul run beside other work: the code now holds "
-    f"{compiled_to('two programs', 'waits for them')} waits for "
-    f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, instead of "
-    f"{compiled_to('in stages', 'waits for them')}. The next rungs remove the spills and most of "
-    f"the waits, and only then does the second program pay: without this rung, the finished kernel "
-    f"is {100 * cost:.0f} % slower with a causal mask."
+    + f"Limited to 128 registers instead of {compiled_to('in stages', 'registers')}, a thread has "
+    f"{compiled_to('two programs', 'spills')} spills, and the assembler no longer lets a matmul "
+    f"run beside other work: the code waits {compiled_to('two programs', 'waits for them')} times "
+    f"for {compiled_to('two programs', 'matmul instructions')} matmul instructions, instead of "
+    f"{compiled_to('in stages', 'waits for them')} times. The second program pays only when the "
+    f"next rungs have removed the spills and most of the waits: without this rung, the finished "
+    f"kernel is {100 * cost:.0f} % slower with a causal mask."
 )
 
 # %%
-# The folds show what the two stages and the register limit do alone, at both ends of the ladder.
+# The folds take the two stages and the register limit apart.
 
 
 # Measuring
@@ -625,10 +623,9 @@ lab.read(
 # Rung 2: descriptors name tiles
 # ------------------------------
 #
-# In the starting kernel every thread computes an address and a mask for each of its elements, and
-# keeps them in registers. A :term:`tensor descriptor <descriptor>` takes this work from the
-# threads. It states once what a tensor looks like: its address, its sizes, its strides, and the
-# size of a tile.
+# So far every thread computes an address and a mask for each of its elements, and keeps them in
+# registers. A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its
+# address, its sizes, its strides, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -636,9 +633,9 @@ lab.read(
 #          its coordinates, and the copy engine TMA computes addresses, checks the bounds, and puts
 #          the tile into shared memory.
 #
-# One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
+# One thread then names a tile by its coordinates, and the Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. ``DESCRIBED`` selects this function of the package:
+# the tile into shared memory. ``DESCRIBED`` selects this function:
 
 lab.source(load_tile)
 
@@ -673,9 +670,9 @@ lab.read(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# With two pipeline stages, the copy of a tile starts only when the previous iteration ends. An
-# iteration that begins with a matmul therefore waits for its keys. It can do something useful
-# meanwhile: exponentials need no new data, once the scores are there.
+# With two pipeline stages, the copy of a tile starts only when the previous iteration ends, so an
+# iteration that begins with a matmul waits for its keys. Exponentials need no new data, once the
+# scores are there, so they should come first.
 #
 # .. image:: /figures/attention-ahead.svg
 #    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
@@ -683,16 +680,14 @@ lab.read(
 #          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
 #          q k of the next tile. The iteration is shorter by the wait.
 #
-# So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step, and
-# passes them on in ``qk``. The next iteration begins with exponentials, while its values and the
-# keys after them arrive.
+# So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step. The
+# next iteration begins with their exponentials, while its values and the keys after them arrive.
 
 # Reading
 lab.read(
     told("one iteration ahead")
-    + f"The first tile is scored before the loops and the last one weighed after them, so the code "
-    f"now has {compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions. It "
-    f"holds {compiled_to('one iteration ahead', 'waits for them')} waits for them, no longer "
+    + f"The code still waits {compiled_to('one iteration ahead', 'waits for them')} times for "
+    f"{compiled_to('one iteration ahead', 'matmul instructions')} matmul instructions, no longer "
     f"because registers are scarce, but for a reason that the next rung removes."
 )
 
@@ -700,11 +695,9 @@ lab.read(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# A matmul on Hopper runs beside other work, until the program waits for its result. On the first
-# two rungs the program waits after every matmul instruction, because the assembler finds too few
-# registers to overlap them with anything, even where none spills. On the third, a single line
-# forces it to wait: the maximum of a row, ``tl.max(qk, axis=1)``. The package
-# has this function instead, which ``TWO_STEPS`` selects:
+# A matmul on Hopper runs beside other work, until the program waits for its result. After rung 3 a
+# single line still forces it to wait after every instruction: the maximum of a row, ``tl.max(qk,
+# axis=1)``. The package has this function instead, which ``TWO_STEPS`` selects:
 
 lab.source(forward.row_max)
 
@@ -745,37 +738,40 @@ lab.sketch(
 )
 
 # %%
-# A row of scores and the same row of ``acc`` belong to the same four threads, so each of these
-# threads could scale its part of ``acc`` by ``alpha`` without asking another. But a result with 64
-# columns and one with 128 have different layouts for the compiler. A one-step reduction inherits
-# the layout of the scores, and ``alpha`` is computed from it. If the scores come from the iteration
-# before, the compiler then carries ``acc`` through the loop twice, once in each of the two layouts,
-# to multiply it by ``alpha``. The assembler finds registers of ``acc`` in use while a matmul is
-# under way, plays safe, and waits after every instruction. The reshape gives the maximum a layout
-# of its own, so ``acc`` is carried once.
+# A row of scores and the same row of ``acc`` belong to the same four threads, but for the compiler
+# 64 columns and 128 are two layouts. A one-step reduction inherits the layout of the scores, and so
+# does ``alpha``, which is computed from it. Where the scores come from the iteration before, the
+# compiler then carries ``acc`` through the loop in both layouts, to multiply it by ``alpha``. The
+# assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and waits
+# after every instruction. The reshape gives the maximum a layout of its own, so ``acc`` is carried
+# once.
 
 # Reading
 lab.read(
     told("two-step maximum")
-    + f"With one step the code holds {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"(`WARPGROUP.DEPBAR`) for {compiled_to('one iteration ahead', 'matmul instructions')} matmul "
-    f"instructions (`HGMMA`), and with two steps "
-    f"{compiled_to('two-step maximum', 'waits for them')}. No error and no warning reports this, "
-    f"because Triton does not show the assembler's messages (C7512 for the waits of the first two "
-    f"rungs, C7514 for these). If a loop with matmuls is slower than it should be, count the waits."
+    + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
+    f"{compiled_to('two-step maximum', 'waits for them')} are left. No warning reports them, "
+    f"because Triton does not show the assembler's messages. So if a loop with matmuls is slower "
+    f"than it should be, count the waits (`WARPGROUP.DEPBAR`) and the matmul instructions "
+    f"(`HGMMA`) in the machine code."
 )
+
+# %%
+# .. dropdown:: Two reasons for waits, and the messages that Triton hides
+#
+#    The assembler reports the waits of this rung as C7514. Those of the first two rungs have
+#    another reason, C7512: it finds too few registers to overlap a matmul with anything, even where
+#    none spills.
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# The exponential competes with the matmuls for time, so each instruction beside it counts. The
-# starting kernel multiplies every score by the scale and then subtracts the maximum. But the scale
-# is positive, so the largest dot product belongs to the largest score, and we can take the maximum
-# before we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`,
-# and :math:`m = c \max x`, a weight is :math:`2^{c x - m}`. Multiplication and subtraction are now
-# one instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes;
-# without the flag, ``qk`` has been scaled before:
+# So far the kernel multiplies every score by the scale and then subtracts the maximum. But the
+# scale is positive, so we can take the maximum before we scale. With :math:`x` for a dot product,
+# :math:`c` for the scale times :math:`\log_2 e`, and :math:`m = c \max x`, a weight is
+# :math:`2^{c x - m}`, and multiplication and subtraction are one instruction, a fused multiply-add.
+# This is the part of ``_weigh`` that ``FOLDED`` changes; without it, ``qk`` has been scaled before:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -852,16 +848,16 @@ lab.measure("Instructions for one exponential", instructions)
 # run on at the end while the rest of the GPU has nothing to do.
 
 # %% An animation
-# A small example shows the difference: 16 programs run on three SMs, two at a time on each. Light
-# first, a program of 8 tiles starts when most of the work is done, and the other slots idle until
-# it ends. Heavy first, the light programs fill the gaps.
+# In this example 16 programs run on three SMs, two at a time on each. Light first, a program of 8
+# tiles starts when most of the work is done. Heavy first, the light programs fill the gaps.
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# How much does that gain? Let's simulate it with 264 slots, because an H200 has 132 SMs and two
-# programs of our kernel fit on each. A slot takes the next program when it is free, and the time of
-# a program is the number of its tiles of keys.
+# The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
+# last heads still start late. But all heads at once may have more keys and values than L2 holds, so
+# the package alternates between only as many heads as fit into half of the cache. The folds hold a
+# simulation of an H200, and the function that says which program computes what.
 
 
 # Measuring
@@ -887,17 +883,27 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     if not rows:
         promised = finish_time(light_first) / finish_time(heavy_first) - 1
     rows.append(row)
+
+# %%
+# .. dropdown:: The simulation: 264 slots
+#
+#    An H200 has 132 SMs, and two programs of our kernel fit on each, so we simulate 264 slots. A
+#    slot takes the next program when it is free, and the time of a program is the number of its
+#    tiles of keys. The first row of the table is the case that we measure: length 4,096 in tiles of
+#    128 queries, and 64 heads in all.
+
+# %%
+
+# Folded: The share of the slots at work
 lab.table(rows, "Share of 264 slots at work, causal")
 
 # %%
-# The first row is the case that we measure: length 4,096 in tiles of 128 queries, and 64 heads in
-# all. Head by head, the order changes little there, because the heavy tiles of the last heads still
-# start late. If the heaviest tiles of *all* heads start first, nearly every slot stays at work. But
-# all heads at once may have more keys and values than L2 holds, so ``place`` alternates between
-# only ``heads_at_once`` of them, a power of two that fits into half of the cache, and
-# ``HEAVY_FIRST`` reverses the tiles. Without a mask ``heads_at_once`` is 1.
-
-lab.source(place)
+# .. dropdown:: Which tile of which head a program computes
+#
+#    ``heads_at_once`` is a power of two, and 1 without a mask. ``HEAVY_FIRST`` reverses the tiles.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: place
 
 # %%
 
@@ -905,14 +911,14 @@ lab.source(place)
 short = gain("heavy first", "causal") < promised
 lab.read(
     told("heavy first")
-    + f"The simulation of all heads promises {100 * promised:.0f} % with the causal mask"
+    + f"The simulation promises {100 * promised:.0f} % with the causal mask"
     + (
         ", more than we measure, because it counts an idle slot as lost, although the other "
         "program on that SM then has it to itself and runs faster. "
         if short
         else ". "
     )
-    + "Without a mask all programs weigh the same, so there is nothing to gain."
+    + "Without a mask there is nothing to gain."
 )
 
 # %%
@@ -928,21 +934,20 @@ both = [
 ]
 above = [name for name in LADDER if steps.rate(name, mask="full") > from_hbm]
 lab.read(
-    f"Together, the six changes raise the speed {both[0]}, and {both[1]}. Without a mask, "
-    f"{len(above)} of the {len(LADDER)} versions exceed the {from_hbm:.0f} TFLOP/s that HBM alone "
-    f"would allow"
-    + (", so L2 does serve some of the loads. " if above else ". ")
-    + f"(The matmul runs at {steps.rate('matmul', mask='full'):.0f} TFLOP/s here and at "
-    f"{matmul_speed:.0f} in the section on memory, where it is timed call after call, which may "
-    f"make the chip lower its clocks.)"
+    f"Together, the six changes raise the speed {both[0]}, and {both[1]}"
+    + (
+        f", beyond the {from_hbm:.0f} TFLOP/s that HBM alone would allow, so L2 does serve some of "
+        f"the loads."
+        if above
+        else "."
+    )
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The order of the rungs is ours, and a change may be worth little at one place of the ladder and
-#    much at another.
+#    A change may be worth little at one place of the ladder and much at another.
 #
 # So we also take each change back from the finished kernel and leave the others.
 
@@ -1013,21 +1018,34 @@ lab.read(
 #
 # The package's kernel has these six changes built in, and handles more inputs: any head_dim up to
 # 256, windows, grouped heads, and strides. It also writes :term:`lse <logsumexp>`, the logarithm of
-# each query's sum of exponentials, from which the backward pass computes the weights again. ``m_i``
-# is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers are 64 bits
-# wide, because ``out`` may have more than :math:`2^{31}` elements. ``sum_of_weights`` returns
-# ``l_i``, or NaN where a query sees keys and all their scores are :math:`-\infty`.
-
-lab.source(forward.attention_fwd_kernel, "write")
-
-# %%
-# **Grouped heads.** Several query heads may share one head of keys and values. If :math:`g` of them
-# share one, query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
-# ``head // group`` in the kernel. Nothing is copied.
+# each query's sum of exponentials, from which the backward pass computes the weights again. The
+# folds show how.
 #
-# **Strides.** A model often keeps its tensors as (batch, length, heads, head_dim) and passes a
-# transposed view. A descriptor takes any strides, as long as the last dimension is contiguous and
-# the others are multiples of 16 bytes. Any other view is copied first.
+# .. dropdown:: How it writes ``out`` and ``lse``
+#
+#    ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers
+#    are 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
+#    ``sum_of_weights`` returns ``l_i``, or NaN where a query sees keys and all their scores are
+#    :math:`-\infty`.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
+#       :pyobject: attention_fwd_kernel
+#       :start-at: # -- write
+#       :dedent:
+#
+# .. dropdown:: Grouped heads, strides, and sizes of tiles
+#
+#    Several query heads may share one head of keys and values. If :math:`g` of them share one,
+#    query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
+#    ``head // group`` in the kernel. Nothing is copied.
+#
+#    A model often keeps its tensors as (batch, length, heads, head_dim) and passes a transposed
+#    view. A descriptor takes any strides, as long as the last dimension is contiguous and the
+#    others are multiples of 16 bytes. Any other view is copied first.
+#
+#    With more queries in a tile, keys and values are read less often, but a larger tile needs more
+#    registers and more shared memory. We tuned this once, and the package keeps the winners in a
+#    table.
 
 # %%
 
@@ -1048,11 +1066,6 @@ for name, view in views.items():
         {"view of float32": name, "read": "in place" if same else "after a copy"}
     )
 lab.table(rows, "Which views are copied")
-
-# %%
-# **Sizes of tiles.** With more queries in a tile, keys and values are read less often, but a larger
-# tile needs more registers and more shared memory. We tuned this once, and the package keeps the
-# winners in a table.
 
 # %%
 
@@ -1089,11 +1102,11 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # Is it right?
 # ------------
 #
-# The check compares with float64 truth over lengths of 1, 127 and 1,000, queries and keys of
-# different length, head_dim 80 and 96, shared heads, and transposed views. In the table, an input
-# is its batch, heads, heads of keys, queries, keys and head_dim. The bound in float32 is that of
-# the rungs, and holds for lse, too, which is float32 for every input dtype; in 16 bits it is twice
-# PyTorch's error.
+# The check compares with float64 truth, over lengths of 1, 127 and 1,000, head_dim 80 and 96,
+# queries and keys of different length, shared heads, and transposed views. The error may be twice
+# PyTorch's in 16 bits, and eight times PyTorch's in float32, because each multiplication by
+# ``alpha`` adds a rounding and float32 is split into parts. In the table, an input is its batch,
+# heads, heads of keys, queries, keys and head_dim.
 
 
 # Measuring
@@ -1151,8 +1164,8 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# Some relations must hold for any input, and they catch mistakes that a comparison on random inputs
-# may miss.
+# The fold holds relations that must be true for any input. They catch mistakes that a comparison on
+# random inputs may miss.
 
 # Measuring
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
@@ -1181,6 +1194,10 @@ properties = {
     ),
 }
 assert all(properties.values())
+
+# %%
+
+# Folded: Properties, all of which hold
 lab.table(
     [{"property": name, "holds": holds} for name, holds in properties.items()],
     "Properties",
@@ -1225,6 +1242,8 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
+
+# Measuring
 at_points = []
 for point in points(LENGTHS, (128, 64)):
     where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
@@ -1240,6 +1259,9 @@ for point in points(LENGTHS, (128, 64)):
             or "none",
         }
     )
+# %%
+
+# Folded: All points, and the libraries that are faster
 lab.table(
     at_points if speed.rows else [],
     "The plain Triton kernel, and the libraries that are faster",
@@ -1250,14 +1272,14 @@ lab.table(
 
 # Reading
 def gaps(name):
-    """By how many percent a library is ahead, at the points where it is, with their lengths."""
+    """By how many percent a library is ahead, at the points where it is."""
     found = []
     for point in points(LENGTHS, (128, 64)):
         where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
         ahead = dict(speed.ahead_of("Kernel Book", name, **where))
         if name in ahead:
             share = ahead[name] / speed.rate("Kernel Book", **where) - 1
-            found.append((point["seqlen"], 100 * share))
+            found.append(100 * share)
     return found
 
 
@@ -1268,16 +1290,11 @@ def told_of(name):
     found = gaps(name)
     if not found:
         return f"{name} is faster at none. "
-    lengths = [length for length, _ in found]
-    return (
-        f"{name} is faster at {len(found)}, by up to {max(gap for _, gap in found):.0f} %: "
-        f"at {lengths.count(LENGTHS[-1])} of the {of_length} of length {LENGTHS[-1]:,} and at "
-        f"{lengths.count(LENGTHS[0])} of the {of_length} of length {LENGTHS[0]:,}. "
-    )
+    return f"{name} is faster at {len(found)}, by up to {max(found):.0f} %. "
 
 
 beaten = sum(row["faster libraries"] != "none" for row in at_points)
-of_length = len(at_points) // len(LENGTHS)
+
 lab.read(
     f"At {beaten} of the {len(at_points)} points a library is faster than this kernel. "
     + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
@@ -1287,9 +1304,7 @@ lab.read(
 
 # %%
 # **Why do short lengths lose more?** Because what happens once per program weighs more if the loop
-# has few iterations: loading the queries and the first keys, and writing the output. Without a
-# mask, the time of a program is such a constant plus a time for each tile of keys. The longest and
-# the shortest length have the same number of programs, so their two times give both parts.
+# has few iterations: loading the queries and the first keys, and writing the output.
 
 # Reading
 
@@ -1308,21 +1323,28 @@ own = constant_of("Kernel Book")
 best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constant_of(best) if best != "none" else nan
 lab.read(
-    f"At head_dim 128, what our kernel does once per program takes as long as {own:.1f} tiles of "
-    f"64 keys: {100 * own / (16 + own):.0f} % of its time at length 1,024, and "
-    f"{100 * own / (256 + own):.1f} % at 16,384. For {best}, the fastest library at 1,024, it is "
-    + (f"{beside:.1f} such tiles. " if not beside < 0.5 else "less than half a tile. ")
-    + "Under a causal mask there is a second loss, because the kernel computes the tiles on the "
-    "diagonal whole and discards half of their scores. With the 8 tiles of queries of length "
-    "1,024, that is an eighth more work."
+    f"At head_dim 128 without a mask, this takes {100 * own / (16 + own):.0f} % of our kernel's "
+    f"time at length 1,024, and {100 * own / (256 + own):.1f} % at 16,384. Under a causal mask "
+    f"there is a second loss, because the kernel computes the tiles on the diagonal whole and "
+    f"discards half of their scores. At length 1,024 that is an eighth more work."
 )
 
 # %%
-# **What keeps it below the speed of a matmul?** One cost is the exponentials, which by the count
-# above take half as long as the matmuls at head_dim 128 and as long at head_dim 64. While one of
-# the two programs on an SM waits for a matmul, the other may compute exponentials, but nothing
-# keeps them in step. A kernel that does keep them in step needs warps with different roles, which
-# plain Triton cannot express. The book writes it in :term:`Gluon`, Triton's lower language:
+
+# Folded: How the two parts of a program's time were found
+lab.read(
+    f"Without a mask, the time of a program is a constant plus a time for each tile of keys. The "
+    f"longest and the shortest length have the same number of programs, so their two times give "
+    f"both parts. What our kernel does once per program takes as long as {own:.1f} tiles of 64 "
+    f"keys. For {best}, the fastest library at 1,024, it is "
+    + (f"{beside:.1f} such tiles." if not beside < 0.5 else "less than half a tile.")
+)
+
+# %%
+# **What keeps it below the speed of a matmul?** One cost is the exponentials. While one of the two
+# programs on an SM waits for a matmul, the other may compute exponentials, but nothing keeps them
+# in step. A kernel that does so needs warps with different roles, which plain Triton cannot
+# express. The book writes it in :term:`Gluon`, Triton's lower language:
 # :doc:`/chapters/attention_hopper` measures how much of this loss it wins back.
 
 # %%
@@ -1350,8 +1372,8 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** At small sizes a call takes as long as its host code, whatever the kernel does,
-# and the host code is Python here and C++ in PyTorch.
+# **Small inputs.** At small sizes a call takes as long as its host code, which is Python here and
+# C++ in PyTorch.
 
 # Measuring
 
@@ -1403,8 +1425,8 @@ lab.read(
 #
 # **A descriptor that flattens the heads.** All heads lie one after the other in memory, so a
 # descriptor could present them as one matrix of (batch · heads · length) rows. But then the copy
-# engine knows only where the whole matrix ends, and not where a head ends. The experiment takes two
-# heads of 20 rows and tiles of 16: one program copies the last tile of the *first* head, times ten.
+# engine does not know where a head ends. We take two heads of 20 rows and tiles of 16, and one
+# program copies the last tile of the *first* head, times ten.
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -1437,13 +1459,14 @@ assert [row["rows written in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "What the program of head 0 wrote")
 
 # %%
-# With the flattened descriptor the program wrote 12 rows of the wrong head, whose own program
-# writes them, too, and whichever finishes last wins. Where the length is a multiple of the tile,
-# nothing goes wrong, which is why such a kernel passes many tests.
+# The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
+# finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
+# such a kernel passes many tests.
 #
 # Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
 # times infinity is NaN.
 
+# Measuring
 v = torch.zeros(32, 16)
 v[20:] = torch.inf  # the first rows of the next head
 weights = torch.zeros(1, 32)
@@ -1459,6 +1482,7 @@ lab.table(
 # is written; the launch fails.
 
 
+# Measuring
 def greedy():
     q, _, _ = draw(1, 4, 1024, 128)
     config = tuned.by_descriptor(128, 128, num_warps=8, num_stages=5, shared=0)
@@ -1475,11 +1499,11 @@ lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 # So the package knows what each configuration needs, and takes the first that fits. If none does,
-# it says so, and names what needs less. Here it meets a made-up device that has only 8 KiB.
+# it says so, and names what needs less.
 
 # %%
 
-# Folded: What the package says
+# Folded: What the package says on a made-up device that has only 8 KiB
 made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
 made_up["shared_memory"] = lambda device: 8192
 name = mock.patch.object(
@@ -1496,8 +1520,8 @@ lab.table([{"what the package says": line} for line in lines], "Too little memor
 # %%
 # **An address that the compiler cannot prove aligned.** A thread may load 16 bytes at once only if
 # the compiler can prove that their address is aligned. ``tl.multiple_of`` promises what it cannot
-# prove. A descriptor makes the promise unnecessary, because the copy engine computes its addresses.
-# We load from a start that is unknown at compile time, with and without the promise.
+# prove, and a descriptor makes the promise unnecessary. We load from a start that is unknown at
+# compile time.
 
 
 # Measuring

@@ -50,8 +50,42 @@ def standard_attention(q, k, v, is_causal=False):
 
 # %%
 # All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side,
-# its *heads*, each on vectors of head_dim numbers. Because the heads are independent of each other,
-# we count for a single one, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# its *heads*, each on vectors of head_dim numbers. The scores are a table with a row for each query
+# and a column for each key.
+
+# %%
+# The idea
+# --------
+#
+# A query needs all keys and all values, but not all at the same time, because a softmax can be
+# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
+# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
+# keys and values one tile at a time.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Each iteration computes a small tile of scores, uses it, and discards it: the table never
+#    exists.
+#
+# .. image:: /figures/attention-memory.svg
+#    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
+#          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v,
+#          out and one column lse in memory; on chip a tile each of q, k, v, scores and acc.
+#
+# Three things pass from one iteration to the next: the two numbers of online softmax for each
+# query, and the weighted sum of the values so far.
+#
+# .. image:: /figures/attention-stream.svg
+#    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
+#          from these m, alpha and p, and with them l = l alpha + sum of p and
+#          acc = acc alpha + p v. m, l and acc are carried to the next tile. After the last:
+#          out = acc / l and lse = m + log l, written once.
+#
+# What the table costs
+# --------------------
+#
+# We count for a single head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
 #
 # **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
 # and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
@@ -59,11 +93,14 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
-# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output, "the rest" in
-# the table, are :math:`N D` numbers each and make one trip each, which no implementation can avoid.
-# "FLOPs per byte" divides the operations by the bytes of all these trips, and "at best" by those of
-# the unavoidable ones.
+# memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are only
+# :math:`N D` numbers each, and make one trip each.
+#
+# How many operations must we do per byte? As many as the GPU can execute while it moves one. We
+# measure its arithmetic with a :term:`cuBLAS` matmul and its memory with a copy.
 
+
+# Measuring
 rows = []
 for length in (1024, 4096, 16384, 65536):
     flops = 4 * length**2 * 128
@@ -79,12 +116,6 @@ for length in (1024, 4096, 16384, 65536):
             "at best": round(flops / least),
         }
     )
-lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16 bits")
-
-# %%
-# How many operations must we do per byte? As many as the GPU can execute while it moves one. We
-# measure its arithmetic with a :term:`cuBLAS` matmul and its memory with a copy.
-
 MATMUL = 8192
 
 
@@ -106,7 +137,6 @@ def balance():
 
 
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
-machine
 
 # %%
 
@@ -115,20 +145,28 @@ nan = float("nan")
 needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOPs per byte"] / needed
 lab.read(
-    f"On this machine, memory limits a kernel that does fewer than {needed:.0f} operations per "
-    f"byte. Standard attention does at most {rows[-1]['FLOPs per byte']}, because each score takes "
-    f"4 × 128 operations and moves 8 bytes, so it waits for memory at any length. At length 4,096 "
-    f"it can reach at most {rows[1]['FLOPs per byte']} / {needed:.0f} = {100 * rate_of_table:.0f} "
-    f"% of the speed of a matmul. Without the table of scores it would do "
-    f"{rows[1]['at best']:,} operations per byte and could run as fast as a matmul, if it read "
-    f"each input only once. A kernel in tiles reads keys and values more often; the next chapter "
-    f"counts how often."
+    f"This machine needs {needed:.0f} operations per byte. Standard attention does at most "
+    f"{rows[-1]['FLOPs per byte']} at head_dim 128, because each score takes 4 × 128 operations "
+    f"and moves 8 bytes, so it waits for memory at any length, and can reach at most "
+    f"{100 * rate_of_table:.0f} % of the speed of a matmul at length 4,096. Without the table of "
+    f"scores it would do {rows[1]['at best']:,} operations per byte, if it read each input only "
+    f"once. A kernel in tiles reads keys and values more often; the next chapter counts how often."
 )
 
 # %%
-# **Memory.** Standard attention holds the scores and the weights at the same time. For 16 heads and
-# growing lengths, we measure the memory that it allocates beyond inputs and output, until it no
-# longer fits. "Kernel Book" is the package's Triton kernel, which the next chapter builds.
+
+# Folded: Operations and bytes, by length
+lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16 bits")
+
+# %%
+
+# Folded: What this machine can do
+machine
+
+# %%
+# **Memory.** Standard attention holds the scores and the weights at the same time. We measure what
+# it allocates beyond inputs and output for 16 heads, until it no longer fits. "Kernel Book" is the
+# package's Triton kernel, which the next chapter builds.
 
 package = partial(attention, backend="triton")
 
@@ -195,9 +233,9 @@ fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB beyond its inputs and its output. The "
-    f"book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, because beside its output "
-    f"it keeps only one number per query, called lse below. "
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB, and the book's kernel "
+    f"{last.get('Kernel Book, MiB', nan):,.1f} MiB, because beside its output it keeps only one "
+    f"number per query. "
     + (
         f"At {fails[0]:,} the standard version runs out of memory."
         if fails
@@ -206,34 +244,6 @@ lab.read(
 )
 
 # %%
-# The idea
-# --------
-#
-# A query needs all keys and all values, but not all at the same time, because a softmax can be
-# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
-# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
-# keys and values one tile at a time.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Each iteration computes a small tile of scores, uses it, and discards it: the table never
-#    exists.
-#
-# .. image:: /figures/attention-memory.svg
-#    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
-#          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v,
-#          out and one column lse in memory; on chip a tile each of q, k, v, scores and acc.
-#
-# Three things pass from one iteration to the next: the two numbers of online softmax for each
-# query, and the weighted sum of the values so far.
-#
-# .. image:: /figures/attention-stream.svg
-#    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
-#          from these m, alpha and p, and with them l = l alpha + sum of p and
-#          acc = acc alpha + p v. m, l and acc are carried to the next tile. After the last:
-#          out = acc / l and lse = m + log l, written once.
-#
 # The mathematics
 # ---------------
 #
@@ -268,8 +278,7 @@ lab.read(
 # for the set :math:`A \cup B`, so it does not matter how we split the keys.
 #
 # **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. If we update the
-# maximum :math:`m` first and compute the terms of the new tile relative to it at once, these need
-# no correction, and a single factor is left:
+# maximum first and compute the terms of the new tile relative to it, a single factor is left:
 #
 # .. math::
 #
@@ -281,11 +290,12 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# The factor ``alpha`` rescales the old sums to the new maximum.
-#
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and the merge keeps it right. To test the merge, we cut 300 keys
-# into pieces and merge their triples in a random order.
+# -\infty` and both sums are 0, and the merge keeps it right. A run confirms that: it cuts 300 keys
+# into pieces and merges their triples in a random order.
+
+
+# Measuring
 
 
 def triple(s, v):
@@ -313,6 +323,10 @@ for pieces in (2, 7, 100):
     off = (acc / l_i - truth).abs().max().item()
     rows.append({"pieces": pieces, "off by": f"{off:.0e}", "right": off < 1e-13})
 assert all(row["right"] for row in rows)
+
+# %%
+
+# Folded: The merge, tested
 lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 
 # %%
@@ -372,12 +386,11 @@ lab.table(rows, "l in the end")
 
 # %%
 # **One number per query is enough for the backward pass.** The gradient needs the weights again. A
-# weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the maximum and the
-# sum are never needed apart. The forward pass stores :math:`lse_i = m_i + \log l_i`, the
-# :term:`logsumexp` of the scores, in 4 bytes per query, and the scores and lse give the weights
-# back, as a run of the package's kernel confirms.
+# weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the package's forward
+# pass stores :math:`lse_i = m_i + \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per
+# query.
 
-# Reading
+# Folded: The weights, from the scores and lse
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 _, lse = attention(q, k, v, return_lse=True)
@@ -426,15 +439,14 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Before any kernel, we write the whole algorithm in PyTorch. A tile of queries begins with the
-# triple of the empty set.
+# Before any kernel, we write the algorithm in PyTorch. A tile of queries begins with the triple of
+# the empty set.
 
 lab.source(tiled_forward, "begin")
 
 # %%
-# The inner loop takes one tile of keys and values after the other: ``q_i`` stays, ``k_j`` and
-# ``v_j`` change. ``_scores`` returns their scaled dot products, with :math:`-\infty` wherever a
-# query does not see a key.
+# The inner loop takes one tile of keys and values after the other. ``_scores`` returns their scaled
+# dot products, with :math:`-\infty` wherever a query does not see a key.
 
 lab.source(tiled_forward, "meet")
 
@@ -466,10 +478,12 @@ lab.source(tiled_forward, "end")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
-# We check the result against float64. Because each multiplication by ``alpha`` adds a rounding, the
-# error may be up to four times PyTorch's in the same dtype, a factor chosen by hand.
+# We check this and both kernels below against float64. Because each multiplication by ``alpha``
+# adds a rounding, the error may be up to four times PyTorch's in the same dtype, a factor chosen by
+# hand.
 
 
+# Measuring
 def tiled_cases():
     for seqlen_q, seqlen_k, is_causal in (
         (100, 100, False),
@@ -485,6 +499,9 @@ def tiled_cases():
         yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
 
 
+# %%
+
+# Folded: Tiles in PyTorch, checked against float64
 lab.check("Tiled PyTorch", tiled_cases())
 
 # %%
@@ -492,21 +509,17 @@ lab.check("Tiled PyTorch", tiled_cases())
 # --------------
 #
 # Now we write the same loop in Triton, as simply as possible: with an address for every element and
-# a mask for every tile. The kernels of this page write out and not lse. The update of the triple
-# comes first. ``m_exp`` replaces :math:`-\infty` by zero, as ``_finite`` did, and three more
-# details are new.
+# a mask for every tile. The update of the triple comes first. ``m_exp`` replaces :math:`-\infty` by
+# zero, as ``_finite`` did, and three more details are new.
 #
-# **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for :math:`e^x`.
-# Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we keep all scores, and the maximum, multiplied
-# by :math:`\log_2 e = 1 / \ln 2`. This costs nothing, because the factor joins the scale, which
-# multiplies every score anyway. The kernels call their product ``scale_log2``.
-#
-# **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
-# because a :term:`matrix unit` takes both operands in one format. Their sum ``l_i`` is taken
-# before, in float32.
-#
-# **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
-# 16-bit inputs.
+# - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
+#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
+#   :math:`\log_2 e = 1 / \ln 2`. This costs nothing, because the factor joins the scale:
+#   ``scale_log2`` is their product.
+# - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
+#   because a :term:`matrix unit` takes both operands in one format.
+# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
+#   16-bit inputs.
 #
 # .. dropdown:: What the other choices do to float32
 #
@@ -550,9 +563,9 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# The first kernel loops over all keys, one tile per iteration, and masks every tile. ``n_visible``
-# says how many keys each query sees. Keys past the end are loaded as zeros by ``other=0.0``,
-# because a masked ``tl.load`` without ``other`` leaves those elements undefined.
+# The first kernel loops over all keys and masks every tile. ``n_visible`` says how many keys each
+# query sees. Keys past the end are loaded as zeros by ``other=0.0``, because a masked ``tl.load``
+# without ``other`` leaves those elements undefined.
 
 
 @triton.jit
@@ -601,9 +614,9 @@ _first_kernel[two_heads](
 assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
 
 # %%
-# ``run`` makes this launch for any kernel of this page and inputs of any size. We check the result
-# as before.
 
+
+# Measuring
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that small inputs have many tiles
 
 
@@ -634,6 +647,9 @@ def first_cases(kernel):
             yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
 
 
+# %%
+
+# Folded: The first kernel, checked against float64
 lab.check("The first kernel", first_cases(_first_kernel))
 
 # %%
@@ -654,17 +670,24 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *cut*: the diagonal passes through, so some scores become :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
-# In each row the whole tiles come first and the cut ones next, so the loop can stop after the cut
-# ones. We split it into two *stages*: the first, which does most of the work, needs no mask, and
-# only the second pays for one. If the first query of a tile sees :math:`f` keys, and the last
-# one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
+# In each row the whole tiles come first and the cut ones next. So we split the loop into two
+# *stages*, and stop after the cut tiles: the first stage, which does most of the work, needs no
+# mask, and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the
+# last one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
 # :math:`\lceil n / B \rceil` are computed.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. If ``visits_ptr`` is given, an
-# :term:`atomic` addition records each tile that the kernel computes; we count them below.
+# the two loops, and the loop over whole tiles has no mask. The rest is as before:
+#
+# .. literalinclude:: attention_forward.py
+#    :language: python
+#    :pyobject: _staged_kernel
+#    :start-at: # -- stages
+#    :end-before: if visits_ptr is not None
+#    :dedent:
 
 
+# Whole
 @triton.jit
 def _staged_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
@@ -715,8 +738,7 @@ def _staged_kernel(
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
 # head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled
-# before the new terms are added. Only the last tile, on the diagonal, is masked. The animation
-# computes ``exp`` where the kernel computes ``exp2``.
+# before the new terms are added. It computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -725,20 +747,8 @@ def _staged_kernel(
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# .. dropdown:: The kernel whole
-#
-#    .. literalinclude:: attention_forward.py
-#       :pyobject: _update
-#
-#    .. literalinclude:: attention_forward.py
-#       :pyobject: _begin
-#
-#    .. literalinclude:: attention_forward.py
-#       :pyobject: _staged_kernel
-
-# %%
-# **The tiles beyond the diagonal are never computed.** The counters of ``visits_ptr`` confirm it:
-# each computed tile added 1 to its counter in the first stage, or 2 in the second.
+# **The tiles beyond the diagonal are never computed.** For proof, the kernel counts: with
+# ``visits_ptr``, an :term:`atomic` addition records each tile that it computes, and in which stage.
 
 
 def trace(seqlen_q, seqlen_k, is_causal):
@@ -795,13 +805,14 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
 # %%
-# **Queries and keys of different length.** If the lengths differ, where the diagonal lies is a
-# convention. A model that has already read 997 tokens and now processes 3 more has 3 queries and
-# 1,000 keys, and its last query should see all keys. So this book aligns the diagonal to the
-# *bottom right*: query :math:`i` sees key :math:`j` if :math:`j \le i + \text{seqlen}_k -
-# \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top left.
+# **Queries and keys of different length.** A model that has already read 997 tokens and now
+# processes 3 more has 3 queries and 1,000 keys, and its last query should see all keys. So this
+# book aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top
+# left.
 
 
+# Measuring
 def who_sees(operator, seqlen_q, seqlen_k):
     q = torch.zeros(1, 1, seqlen_q, 16, device=runtime.DEVICE)
     k = torch.zeros(1, 1, seqlen_k, 16, device=runtime.DEVICE)
@@ -826,6 +837,10 @@ for seqlen_q, seqlen_k in ((3, 5), (5, 3)):
         for i in range(seqlen_q)
     ]
 assert rows[2]["Kernel Book"] == "■■■■■"  # the last of three queries sees all five keys
+
+# %%
+
+# Folded: Which keys a query sees, here and in PyTorch
 lab.table(rows, "Which keys a query sees with is_causal")
 
 # %%
@@ -863,10 +878,9 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 # ---------------
 #
 # The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
-# number of operations is that of the first section, halved for a causal mask.
-#
-# ``torch.compile`` gets the standard version. It replaces code that it recognises as attention by a
-# ready-made kernel, but our function matches none of its patterns, so it keeps the table of scores.
+# number of operations is the one counted above, halved for a causal mask. ``torch.compile`` gets
+# the standard version. It would replace code that it recognises as attention by a ready-made
+# kernel, but our function matches none of its patterns.
 
 
 # Measuring
@@ -893,10 +907,12 @@ def recognised():
 lab.measure("Patterns of torch.compile that match standard attention", recognised)
 
 # %%
-# The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time on
-# :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a tile, 8
-# :term:`warps <warp>`, and ``num_stages=3``, which says how many tiles of keys are on their way, or
-# in use, at a time, and has nothing to do with the causal stages.
+# .. dropdown:: The sizes of the tiles
+#
+#    The tiled PyTorch version gets tiles of 1,024, because with small tiles it would spend its time
+#    on :term:`launches <launch>`. The two kernels of this page have 128 queries and 64 keys in a
+#    tile, 8 :term:`warps <warp>`, and ``num_stages=3``, which says how many tiles of keys are on
+#    their way, or in use, at a time, and has nothing to do with the causal stages.
 
 # Measuring
 A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
@@ -1011,18 +1027,14 @@ def percent(name, mask):
 by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked_fill_"}
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
-slowest, *others = sorted(of_copy, key=of_copy.get) or [""]
+slowest = min(of_copy, key=of_copy.get, default="")
 lab.read(
     f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul and "
     f"not the {100 * rate_of_table:.0f} % that its bytes allow, because `{slowest}` moves its "
-    f"bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy ("
-    + ", ".join(f"`{step}` at {of_copy[step]:.0f} %" for step in others)
-    + f"). With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it "
-    f"computes no longer counts, and `masked_fill_` reads and writes the table once more. "
-    f"Compiled, the code is "
-    f"{at('torch.compile', 'full') / at('PyTorch', 'full'):.2f} times as fast without a mask and "
-    f"{at('torch.compile', 'causal') / at('PyTorch', 'causal'):.2f} times with it, but the table "
-    f"still goes through memory. Without a mask, tiles in plain PyTorch take "
+    f"bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy. With the mask it "
+    f"reaches {percent('PyTorch', 'causal')}, because half of what it computes no longer counts, "
+    f"and `masked_fill_` reads and writes the table once more. Compiled, the table still goes "
+    f"through memory. Tiles in plain PyTorch take "
     f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
     f"attention, because every tile goes through memory, and `acc` with it in each iteration."
 )
@@ -1052,8 +1064,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# The kernel in the fold, for 64 queries of one head, can make five mistakes, one at a time. Each
-# table compares one query's result with and without the mistake.
+# The kernel in the fold can make five mistakes, one at a time. Each table compares one query's
+# result with and without the mistake.
 
 
 # Whole
@@ -1142,10 +1154,10 @@ rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 compare("acc not rescaled", 40, q.abs(), k + rising, v)
 
 # %%
-# **-1e6 in place of minus infinity.** The finite number avoids a NaN: when a whole row of a tile is
-# masked, :math:`-\infty - (-\infty)` is NaN, and the difference of two finite numbers is 0. It
-# works as long as every true score is above it. Lower scores are rare, but nothing forbids them,
-# and then the *masked* keys win, so that a query sees nothing but the future.
+# **-1e6 in place of minus infinity.** The finite number avoids the NaN of :math:`-\infty -
+# (-\infty)` where a whole row of a tile is masked. It works as long as every true score is above
+# it. Lower scores are rare, but nothing forbids them, and then the *masked* keys win, so that a
+# query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 

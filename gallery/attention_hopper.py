@@ -8,18 +8,14 @@ that worth?*
 
 You will learn
 
-- how much of the work of attention is not matmuls, counted in cycles, and in which order a loop
-  must issue its work so that both parts run at once;
+- in which order a loop must issue its work so that matmuls and exponentials run at once;
 - what each change from two roles to the finished kernel gains, and how to see in the machine code,
   or on a timeline of the :term:`SM`, who waits for whom;
-- which of the two kernels the package runs when, how they compare with the fastest libraries, and
-  where they are behind.
+- how the kernel compares with plain Triton and the fastest libraries, and where it is behind.
 
 The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
-H200). Triton's interpreter cannot run Gluon. So without such a GPU, this page computes the order of
-the loop in PyTorch, and shows the checks and times of a recorded run. In the package,
-``attention(..., backend="gluon")`` runs the finished kernel, ``backend="triton"`` the one in plain
-Triton, and by default the package takes whichever was measured to be faster.
+H200). Elsewhere this page computes the order of the loop in PyTorch, and shows the checks and times
+of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -67,12 +63,14 @@ lab.start(
 # Where plain Triton stops
 # ------------------------
 #
-# The kernel of :doc:`/chapters/attention_fast`, which we call *plain Triton* here, does two
-# kinds of work. For each score, the matmul units do :math:`4 D` operations for head_dim :math:`D`,
-# :math:`2 D` for the score and :math:`2 D` for the weighted sum, and the units for special
-# functions compute one exponential. A Hopper SM does 4,096 of the former per cycle in 16 bits, and
-# 16 of the latter. A :term:`tile` of 128 queries and 128 keys has 16,384 scores:
+# The kernel of :doc:`/chapters/attention_fast`, which we call *plain Triton* here, does two kinds
+# of work: for each score the matmul units do :math:`4 D` operations for head_dim :math:`D`, and
+# other units compute one exponential. A Hopper SM does 4,096 of the former per cycle, and 16 of the
+# latter, so one after the other, the matmuls would get two thirds of the time at head_dim 128, and
+# half of it at head_dim 64.
 
+
+# Drawing
 MATMUL_RATE, EXPONENTIAL_RATE = 4096, 16  # operations of an SM per cycle
 
 
@@ -82,10 +80,6 @@ def cycles(head_dim, rows=128, keys=128):
     return scores * 4 * head_dim / MATMUL_RATE, scores / EXPONENTIAL_RATE
 
 
-# %%
-
-
-# Drawing
 def both_orders(axes):
     place = 0
     for head_dim in (128, 64):
@@ -119,21 +113,20 @@ lab.sketch(
 )
 
 # %%
-# One after the other, the matmuls get two thirds of the time at head_dim 128 and half of it at
-# head_dim 64. And exponentials are not all: each score also takes part in a maximum, a fused
-# multiply-add, a sum and a conversion to 16 bits, and ``acc`` is rescaled for each tile. A table
-# below counts these instructions.
-#
 # Plain Triton puts two :term:`programs <program>` on an SM, so that one can do matmuls while the
 # other computes exponentials. But nothing makes them alternate: they may as well ask for the
-# :term:`matmul units <matrix unit>` at the same time and then leave them idle at the same time. And
-# because its 512 threads share 65,536 registers, a tile has only 64 keys.
+# :term:`matmul units <matrix unit>` at the same time and then leave them idle at the same time.
 #
-# :doc:`/chapters/warps_with_roles` shows the means to do better: :term:`warps <warp>` of one
-# program with different roles, which synchronise through barriers. This chapter uses all of them: a
-# *loader* warp that fills rings of tiles; two *consumers*, each a :term:`warpgroup` with its own 64
-# queries; ``full`` and ``empty`` :term:`barriers <mbarrier>` for each slot of a ring; and registers
-# that the loader hands over to the consumers.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Give each warp a role, and let every consumer issue its matmuls before it computes the
+#    exponentials that they do not need.
+#
+# The means are those of :doc:`/chapters/warps_with_roles`: a *loader* :term:`warp` that fills rings
+# of tiles; two *consumers*, each a :term:`warpgroup` with its own 64 queries; ``full`` and
+# ``empty`` :term:`barriers <mbarrier>` for each slot of a ring; and registers that the loader hands
+# over to the consumers.
 
 # %%
 # The order of the loop
@@ -141,9 +134,8 @@ lab.sketch(
 #
 # Matmuls on Hopper are asynchronous: a warpgroup *issues* one and *waits* for its result later. So
 # even a single consumer can compute exponentials while the matmul units work for it, if there is a
-# matmul that does not need these exponentials. There is one, because the weights :math:`p_i` of
-# tile :math:`i` are needed by their own weighted sum, but not by the sum of the tile before, which
-# takes :math:`p_{i-1}`. (From here on, "the sum" is this matmul of weights and values, and "to
+# matmul that does not need them. There is one: the weighted sum of the tile before, which takes the
+# weights :math:`p_{i-1}`. (From here on, "the sum" is this matmul of weights and values, and "to
 # weigh" is to turn scores into weights.) So iteration :math:`i`
 #
 # 1. issues the scores :math:`s_i = q k_i^T`, and behind them the sum
@@ -152,8 +144,8 @@ lab.sketch(
 #    :math:`p_i = e^{s_i - m_i}`, while the sum is computed,
 # 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
 #
-# The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum: both
-# ``acc`` and what is added to it are in units of :math:`e^{m_{i-1}}` until then. In PyTorch:
+# The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
+# PyTorch:
 
 
 def one_tile_behind(q, k, v, scale, is_causal=False, block_n=32, mistake=None):
@@ -188,8 +180,6 @@ def one_tile_behind(q, k, v, scale, is_causal=False, block_n=32, mistake=None):
 
 
 # %%
-# The check compares it with float64. As in the chapters before, the error may be up to eight times
-# PyTorch's, because each multiplication by :math:`\alpha` adds a rounding.
 
 
 # Measuring
@@ -226,16 +216,18 @@ def cases_in_pytorch():
             yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
 
 
+# %%
+
+# Folded: The order of the loop, checked against float64
 lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 
 # %%
 # One kernel, many switches
 # -------------------------
 #
-# As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch
-# on. It accepts less than the package's kernel: only head_dim 128, and lengths that 128 divides.
-# Each rung shows its piece of the kernel; the whole is in the next box. ``_stamp`` notes the time
-# for a timeline later, and is compiled away unless ``TRACE`` is set.
+# As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch on
+# and shows its piece of the kernel. ``_stamp`` notes the time for a timeline later, and is compiled
+# away unless ``TRACE`` is set.
 
 # Whole
 import triton
@@ -603,9 +595,8 @@ def _roles_kernel(
 
 
 # %%
-# Each rung adds its switch to those before it. All are timed in one run at length 4,096 and
-# head_dim 128, beside a :term:`cuBLAS` matmul, plain Triton, and the package's Gluon kernel in
-# three forms.
+# All rungs are timed in one run, beside a :term:`cuBLAS` matmul, plain Triton, and the package's
+# Gluon kernel in three forms.
 
 # Measuring
 LADDER = {
@@ -712,8 +703,8 @@ lab.ladder(
 )
 
 # %%
-# The six bars after the first are explained below, one rung each. The last three are forms of the
-# package's kernel, which a later section compares.
+# The six bars after the first are explained below, one rung each, and the last three in the section
+# after them.
 
 
 # Measuring
@@ -843,8 +834,7 @@ lab.read(
 # Rung 1: a loader and two consumers
 # ----------------------------------
 #
-# The loader asks for a tile as soon as its slot is empty. A consumer waits for keys, computes their
-# scores, weighs them, waits for values, computes their sum, and never issues a load:
+# The loader asks for a tile as soon as its slot is empty. A consumer never issues a load:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -853,8 +843,8 @@ lab.read(
 #    :end-before: return acc
 #    :dedent:
 #
-# Each consumer does one thing after the other. But because there are two, one may use the matmul
-# units while the other weighs.
+# Each consumer does one thing after the other, but one may use the matmul units while the other
+# weighs.
 
 # Reading
 ahead = gain("two roles", "full") > 0.01
@@ -864,9 +854,9 @@ lab.read(
         "The roles alone are worth that: tiles of 128 keys instead of 64, and no consumer ever "
         "waits for an address."
         if ahead
-        else "So roles alone make nothing faster: they replace two programs per SM by two "
-        "consumers, and nothing makes these alternate either, as a timeline below shows. What we "
-        "have gained is that we now decide in which order a consumer does its work."
+        else "So roles alone make nothing faster, because nothing makes the two consumers "
+        "alternate either. What we have gained is that we now decide in which order a consumer "
+        "does its work."
     )
 )
 
@@ -874,9 +864,8 @@ lab.read(
 # Rung 2: scores one tile ahead
 # -----------------------------
 #
-# Now the loop takes the order that we wrote in PyTorch. ``warpgroup_mma_wait(1)`` waits until only
-# one of the issued matmuls is still under way. Because they end in the order of their issue, the
-# scores are then there.
+# Now the loop takes the order that we wrote in PyTorch. Matmuls end in the order of their issue, so
+# ``warpgroup_mma_wait(1)``, which waits until only one is under way, waits for the scores.
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -888,13 +877,12 @@ lab.read(
 # Reading
 beside = "exponentials before the sum is waited for"
 lab.read(
-    told("scores ahead")
-    + "The machine code shows what became of the plan. Between the wait for the scores and the "
-    f"wait for the sum stand {compiled_to('scores ahead', beside):.0f} exponentials"
+    told("scores ahead") + "But in the machine code "
+    f"{compiled_to('scores ahead', beside):.0f} exponentials stand between the wait for the scores "
+    "and the wait for the sum"
     + (
-        ". The assembler has moved the wait for the sum up, above all of them, so the consumer "
-        "waits for both matmuls and only then computes its exponentials. What is left of the plan "
-        "is that it issues both matmuls together and stands still once per tile instead of twice."
+        ", because the assembler has moved the second wait up. What is left of the plan is that a "
+        "consumer issues both matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
         else ", as planned."
     )
@@ -909,12 +897,10 @@ lab.read(
 # Rung 3: a branch before the wait
 # --------------------------------
 #
-# The assembler may move a wait among other instructions, as long as every result is used after its
-# wait, and it does not take into account that a wait may last hundreds of cycles. What it does not
-# do is move an instruction across a branch, so we put one there. The next iteration has to wait for
-# its keys anyway, and a wait for a barrier is a loop that tries and branches back. If that wait
-# stands *between* the exponentials and the wait for the sum, and not at the top of the loop, the
-# exponentials have to stay above it. That is what the switch ``BRANCH`` does in the piece above.
+# The assembler may move a wait, as long as every result is used after it. What it does not do is
+# move an instruction across a branch, so we put one there. The next iteration has to wait for its
+# keys anyway, and a wait for a barrier is a loop that tries and branches back. With ``BRANCH`` that
+# wait stands between the exponentials and the wait for the sum, so they have to stay above it.
 
 # Reading
 lab.read(
@@ -935,28 +921,28 @@ lab.read(
         if abs(gain("without the branch", "full", "turns")) < 0.03
         else ". "
     )
-    + "No error and no warning tells which order was compiled; to see it, look for "
-    "`WARPGROUP.DEPBAR`, the wait, in the SASS, and count what stands before it."
+    + "No warning tells which order was compiled; to see it, count what stands before the wait, "
+    "`WARPGROUP.DEPBAR`, in the SASS."
 )
 
 # %%
 # Rung 4: one loop, with the mask in a branch
 # -------------------------------------------
 #
-# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here two
-# loops cost more, because one hands the weights ``p`` of its last tile to the other, and Triton
-# passes a tile on element by element. These weights are pairs of 16-bit numbers in 32-bit
-# registers, so the compiler takes each pair apart at the end of every iteration and puts it
-# together again at the start of the next, although no instruction needs half a pair.
-#
-# With ``ONE_LOOP`` there is a single loop, and a branch inside asks whether the tile needs a mask,
-# so ``p`` never leaves its registers. The mask must not need registers either, because a consumer
-# has none to spare. Which keys of a tile a thread holds is known at compile time, but for an offset
-# that depends on the thread. The package's function subtracts this offset from the last key that
-# the row sees, so that what it compares with the difference are constants.
+# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here one
+# loop would hand the weights ``p`` of its last tile to the other, and Triton passes a tile on
+# element by element: it takes the pairs of 16-bit weights in 32-bit registers apart at the end of
+# every iteration, and puts them together again at the start of the next. With ``ONE_LOOP`` there is
+# a single loop, with a branch inside that asks whether the tile needs a mask, so ``p`` never leaves
+# its registers.
 
 # %%
-# .. dropdown:: The mask
+# .. dropdown:: A mask that needs no registers
+#
+#    A consumer has no registers to spare for the mask. Which keys of a tile a thread holds is known
+#    at compile time, but for an offset that depends on the thread. The package's function subtracts
+#    this offset from the last key that the row sees, so that what it compares with the difference
+#    are constants.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
 #       :pyobject: mask_row_ends
@@ -966,9 +952,8 @@ lab.read(
 # Reading
 lab.read(
     told("one loop")
-    + "Without a mask there is one loop in either case. With a causal one, the code of two loops "
-    f"has {compiled_to('a branch', 'permutations')} instructions that permute bytes (`PRMT`), and "
-    f"that of one loop has {compiled_to('one loop', 'permutations')}."
+    + f"The code of two loops has {compiled_to('a branch', 'permutations')} instructions that "
+    f"permute bytes (`PRMT`), and that of one loop has {compiled_to('one loop', 'permutations')}."
 )
 
 # %%
@@ -977,8 +962,8 @@ lab.read(
 #
 # Four threads share a row of scores. All four must know its maximum before the first exponential,
 # so they exchange theirs by :term:`shuffles <shuffle>`. But the sum of its weights, ``l_i``, is not
-# needed before the end. So each thread keeps a sum of its own part and rescales it like ``acc``,
-# and the four are added once, after the last tile. ``sum_in_thread`` adds what lies in one thread:
+# needed before the end, so each thread keeps a sum of its own part, and the four are added once.
+# ``sum_in_thread`` adds what lies in one thread:
 
 lab.source(sum_in_thread)
 
@@ -988,8 +973,7 @@ lab.source(sum_in_thread)
 lab.read(
     told("sums in threads")
     + f"The code has {compiled_to('sums in threads', 'shuffles')} shuffles instead of "
-    f"{compiled_to('one loop', 'shuffles')}: in the loop, only those for the maximum are left. A "
-    "consumer waits for the result of each, and has little else to do meanwhile."
+    f"{compiled_to('one loop', 'shuffles')}: in the loop, only those for the maximum are left."
 )
 
 # %%
@@ -998,10 +982,8 @@ lab.read(
 #
 # If both consumers issue their matmuls at the same time, both wait for them, and then both compute
 # exponentials. To prevent that they take turns, which FlashAttention-3 calls :term:`ping-pong
-# scheduling`. A consumer waits for its turn before it issues, and passes the turn on when both of
-# its matmuls are issued. The other's matmuls then queue behind these, and meanwhile the first has
-# time to weigh. A turn is a :term:`named barrier`, which :doc:`/chapters/warps_with_roles`
-# explains.
+# scheduling`: a consumer waits for its turn at a :term:`named barrier` before it issues, and passes
+# it on when both of its matmuls are issued.
 
 # Reading
 small = max(abs(gain("turns", mask)) for mask in ("full", "causal")) < 0.01
@@ -1011,27 +993,26 @@ lab.read(
 )
 
 # %%
-# What else was tried
-# -------------------
+# Persistent and paired, and what else was tried
+# ----------------------------------------------
 #
-# Three more versions change one thing of the last rung. Two others are the package's kernel without
-# what makes it fast at short lengths and under a causal mask.
+# The package's kernel adds two things. It is :term:`persistent`: one program per SM computes one
+# tile of queries after another, and the first scores of a tile beside the last sum of the one
+# before, because only one program fits on an SM, and nothing else fills the time in which it
+# starts and ends. And its tiles come in *pairs*: with a causal mask, a program takes a long tile
+# and a short one that together are as long as any other pair.
 #
-# - **Three stages** instead of two: a ring of three tiles needs more shared memory, and helps only
-#   if the loader is ever late.
-# - **Equal registers**: no role hands any over, so each thread of the program's three warpgroups
-#   has 168.
-# - **Described on the device**: each program makes its :term:`descriptors <descriptor>` itself, as
-#   it must where the host cannot. It writes them to memory, and the copy engine reads them there.
-# - :term:`Persistent <persistent>` **or not**: the package's kernel can run as one program per SM,
-#   which computes one tile of queries after another, or as one program per tile. Because only one
-#   program fits on an SM, nothing fills the time in which a program starts, loads its first tiles,
-#   and writes its last ones. A persistent one computes the first scores of a tile beside the last
-#   sum of the tile before.
-# - **Paired**: with a causal mask, tiles of queries take unequal time. If the persistent programs
-#   are dealt tiles in order, some get longer ones than others, and the slowest decides. So each
-#   takes its tiles in pairs, a long one and a short one that together are as long as any other
-#   pair. Without a mask there is nothing to pair.
+# .. dropdown:: The other versions of the table
+#
+#    - **Three stages** instead of two: a ring of three tiles needs more shared memory, and helps
+#      only if the loader is ever late.
+#    - **Equal registers**: no role hands any over, so each thread of the program's three warpgroups
+#      has 168.
+#    - **Described on the device**: each program makes its :term:`descriptors <descriptor>` itself,
+#      as it must where the host cannot. It writes them to memory, and the copy engine reads them
+#      there.
+
+# %%
 
 # Folded: The versions as compiled
 compiled
@@ -1068,16 +1049,14 @@ lab.read(
         if third < 0.01
         else f"{verdict(third)} at most. "
     )
-    + f"With equal registers the kernel has {compiled_to('equal registers', 'spills')} spills, and "
-    "the assembler, short of registers, waits after every matmul instruction "
-    f"({compiled_to('equal registers', 'waits for them')} waits for "
-    f"{compiled_to('equal registers', 'matmul instructions')}; its message C7512 is not shown by "
-    f"Triton). In the package's kernel, persistence "
-    f"{verdict(gain('persistent', 'full', 'a program per tile'))} without a mask, but "
-    f"{verdict(gain('persistent', 'causal', 'a program per tile'))} with a causal one, because "
-    "some programs then get more work than others; with tiles in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} there. That brings the kernel "
-    f"to {100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
+    + "With equal registers the assembler, short of them, puts "
+    f"{compiled_to('equal registers', 'waits for them')} waits after "
+    f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions. With a causal "
+    f"mask, persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
+    "because some programs get more work than others, and with tiles in pairs it "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. So "
+    "the kernel reaches "
+    f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
 )
 
@@ -1085,10 +1064,9 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# To see who waits for whom, the roles of program 0 write down when they come to certain points:
-# ``_stamp`` reads ``%clock``, the cycle counter of the SM. All warps of a program run on one SM, so
-# their stamps can be compared to the cycle. (The other clock, ``%globaltimer``, is the same on all
-# SMs, but on many GPUs it moves in steps of a microsecond, which is more than half an iteration.)
+# To see who waits for whom, the roles of one program write down when they come to certain points:
+# ``_stamp`` reads ``%clock``, the cycle counter of the SM, so all stamps of a program can be
+# compared.
 
 
 # Measuring
@@ -1229,8 +1207,7 @@ lab.draw(traced, "Three roles of one program", in_words, timelines)
 
 # %%
 # Each bar is what a consumer does; in the gaps it rescales ``acc`` and converts the weights. The
-# marks of the loader are the moments at which it asks for keys (pointing up) and for values
-# (pointing down), which it does as soon as the slot is empty.
+# marks are the moments at which the loader asks for keys (pointing up) and for values (down).
 
 # Reading
 by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
@@ -1248,11 +1225,10 @@ own_cost = mean_cycles(traced.rows, "no turns", "asks", "begins")
 together = both_at(traced.rows, "two roles", "scores", "weighed")
 at_issue = both_at(traced.rows, "no turns", "begins", "issued")
 lab.read(
-    f"A tile takes {by_version['two roles']:,.0f} cycles with two roles in order, "
-    f"{by_version['no turns']:,.0f} with scores ahead and without turns, and "
-    f"{by_version['turns']:,.0f} with turns; its matmuls alone take {ideal:,.0f}. **In order**, "
-    f"consumer 1 weighs, too, for {100 * together:.0f} % of the time for which consumer 0 does, "
-    "and then no matmul is under way. **With scores ahead**, the consumers issue at the same time "
+    f"A tile takes {by_version['two roles']:,.0f} cycles in order, and "
+    f"{by_version['turns']:,.0f} in the last rung; its matmuls alone take {ideal:,.0f}. In order, "
+    f"both consumers weigh for {100 * together:.0f} % of the time for which one does, and then no "
+    "matmul is under way. With scores ahead, they issue at the same time "
     + (
         "almost never, even without turns, so turns find nothing to mend."
         if at_issue < 0.02
@@ -1263,7 +1239,7 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: Where a consumer's time goes, with turns
 lab.read(
     f"With turns, a consumer issues for {spent('begins', 'issued')} of its time and weighs for "
     f"{spent('scores', 'weighed')}. It waits {spent('asks', 'begins')} for its turn, "
@@ -1277,9 +1253,8 @@ lab.read(
 )
 
 # %%
-# What fills the time of a consumer while it weighs? The table counts the instructions of one thread
-# in one iteration, as compiled for the last rung, multiplies by the 256 threads of both consumers,
-# and divides by the rate at which an SM executes each kind.
+# What stops the kernel? We count the instructions with which both consumers weigh a tile, and
+# divide by the rate at which an SM executes each kind.
 
 
 # Measuring
@@ -1309,6 +1284,10 @@ def instructions():
 work = lab.attempt(
     "One iteration of both consumers", instructions if HOPPER else NEEDS_HOPPER
 )
+
+# %%
+
+# Folded: The instructions of one iteration, counted
 work
 
 # %%
@@ -1319,20 +1298,16 @@ exponentials, others = busy.get("exponential", nan), sum(busy.values())
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
 contended = both_at(traced.rows, "turns", "scores", "weighed")
 lab.read(
-    f"The exponentials keep their units busy for {exponentials:,.0f} cycles of a tile. If no two "
-    f"kinds overlapped, all these instructions together would take {others:,.0f}, "
-    f"{100 * others / ideal:.0f} % of the {ideal:,.0f} cycles of the matmuls"
+    f"If no two kinds overlapped, these instructions would take {others:,.0f} cycles"
     + (
-        ", so at head_dim 128 all of them could be done beside the matmuls. "
+        ", so all of them could be done beside the matmuls. "
         if others < ideal
-        else ", so even at head_dim 128 some of them have to overlap each other. "
+        else ", so some of them have to overlap each other. "
     )
-    + f"**What stops the kernel:** half of them, {others / 2:,.0f} cycles, belong to one consumer, "
-    f"but on the timeline it weighs for {weighing:,.0f}. One reason is that for "
-    f"{100 * contended:.0f} % of that time the other weighs, too, on the same units; the stamps do "
-    "not tell what else delays it. So an iteration of a consumer, which issues, weighs and "
-    f"rescales, takes {by_version['turns']:,.0f} cycles, and the matmul units, with work for "
-    f"{ideal:,.0f}, wait for the consumers. At head_dim 64 the matmuls are half as long and these "
+    + f"Half of them, {others / 2:,.0f} cycles, belong to one consumer, but on the timeline it "
+    f"weighs for {weighing:,.0f}. One reason is that for {100 * contended:.0f} % of that time the "
+    "other weighs, too, on the same units; the stamps do not tell what else delays it. So the "
+    "matmul units wait for the consumers. At head_dim 64 the matmuls are half as long and these "
     "instructions nearly the same, so there the consumers set the pace even more."
 )
 
@@ -1340,8 +1315,9 @@ lab.read(
 # The kernel of the package
 # -------------------------
 #
-# The package's kernel is the last rung for any length, windows and grouped heads. At head_dim 64,
-# ``acc`` is half as large, so a thread needs fewer registers, and three consumers can share an SM.
+# The package's kernel, ``attention(..., backend="gluon")``, is the last rung for any length,
+# windows and grouped heads, persistent and with tiles in pairs. At head_dim 64, ``acc`` is half as
+# large, so a thread needs fewer registers, and three consumers can share an SM.
 
 # %%
 
@@ -1371,15 +1347,13 @@ lab.table(
 )
 
 # %%
-# Its loop has the same steps: issue, weigh, rescale. New is how it begins, because a persistent
-# program goes on from one tile of queries to the next without a stop. ``place_of_consumer`` says
-# where the next queries lie and which tiles of keys they see. The loader fetches what any consumer
-# of the program sees, so each gives back, unread, the tiles that it does not see itself:
-
-lab.source(hopper.consume, "next")
-
-# %%
 # .. dropdown:: The kernel whole
+#
+#    The loop has the same steps: issue, weigh, rescale. New is how it begins, because a persistent
+#    program goes on from one tile of queries to the next without a stop. ``place_of_consumer`` says
+#    where the next queries lie and which tiles of keys they see. The loader fetches what any
+#    consumer of the program sees, so each gives back, unread, the tiles that it does not see
+#    itself.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/forward.py
 #       :pyobject: load
@@ -1394,14 +1368,12 @@ lab.source(hopper.consume, "next")
 #       :pyobject: attention_hopper_fwd_kernel
 
 # %%
-# Which kernel runs, and why?
-# ---------------------------
-#
-# By default, ``backend="auto"``, the package runs the Gluon kernel if two things hold. It must be
-# able to compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128. And
-# it must have been measured to be the faster one for this head_dim, mask and number of keys.
-# ``forward_choice`` decides both without looking at a tensor, so we can ask it about GPUs that are
-# not here. Decoding, packed sequences, FP8 and all gradients are always plain Triton.
+# **Which kernel runs?** By default, ``backend="auto"``, the package runs the Gluon kernel if it can
+# compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it
+# was measured to be the faster one for this head_dim, mask and number of keys. Else it runs plain
+# Triton, which ``backend="triton"`` asks for. The fold shows the choice for some GPUs and inputs.
+# Gradients and FP8 are chosen in the same way, each by what was measured for them; decoding and
+# packed sequences are always plain Triton.
 
 
 # Measuring
@@ -1415,6 +1387,10 @@ def asked(gpu, capability, keys=4096, mask="full", head_dim=128, dtype=torch.bfl
 
 
 on = ("H100, H200", (9, 0))
+
+# %%
+
+# Folded: Which kernel runs for some GPUs and inputs
 lab.table(
     [
         *(
@@ -1431,19 +1407,16 @@ lab.table(
     "Which kernel the package runs by default, bfloat16 but for one row",
 )
 
-# %%
-# Blackwell (B200) has no :term:`wgmma`: its matmul instructions read and write another memory, so a
-# fast kernel for it looks different.
 
 # %%
 # Is it right?
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse is float32 for every dtype of the input. It
-# may err by 24 times the rounding to float32, because where a query sees few keys, lse is hardly
-# more than a score, whose products the matmul units add up with truncation, and four roundings
-# follow. Without a Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
+# length, grouped heads, causal masks and windows. lse, the logarithm of each query's sum, may err
+# by 24 times the rounding to float32, because where a query sees few keys it is hardly more than a
+# score, whose products the matmul units add up with truncation. Without a Hopper GPU, the loop in
+# PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1491,10 +1464,10 @@ lab.check("The package's kernel", every_case())
 
 # %%
 # If a barrier is missing, roles that run side by side can be right a thousand times and wrong once.
-# So three more experiments look for what a comparison with the truth may miss: whether the result
-# agrees with plain Triton's, which has no roles; whether repeated launches give the same bits,
-# because a race would show there first; and whether a long series of random shapes comes to its
-# end, because a role that waits at a barrier where nobody arrives waits for ever.
+# So the folds hold three more experiments: whether the result agrees with plain Triton's, which has
+# no roles; whether repeated launches give the same bits, because a race would show there first; and
+# whether a long series of random shapes comes to its end, because a role that waits at a barrier
+# where nobody arrives waits for ever.
 
 
 # Measuring
@@ -1524,10 +1497,14 @@ def again_and_beside():
     return rows
 
 
-lab.attempt(
+# %%
+
+# Folded: Beside plain Triton, and 200 times
+repeated = lab.attempt(
     "Beside plain Triton, length 1,501, and repeated",
     again_and_beside if HOPPER else NEEDS_HOPPER,
 )
+repeated
 
 # %%
 
@@ -1558,16 +1535,34 @@ def soak(launches=1000):
     return [row | {"finished": launches, "seconds": round(time.time() - begin, 1)}]
 
 
-lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+# %%
+
+# Folded: A thousand launches of random shapes
+soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+soaked
+
+# %%
+
+# Reading
+launched, other_bits = (
+    sum(row[what] for row in repeated.rows) if repeated.rows else nan
+    for what in ("launches", "with other bits")
+)
+ended = soaked.rows[0] if soaked.rows else {}
+lab.read(
+    f"Of {launched:,} repeated launches, {other_bits:,} gave other bits, and of "
+    f"{ended.get('launches', nan):,} launches of random shapes, {ended.get('finished', nan):,} "
+    f"came to their end and agreed with plain Triton where they were compared."
+)
 
 # %%
 # How fast is it?
 # ---------------
 #
-# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
-# 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
-# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
-# gets who names no backend, so its line lies on that of one of our two kernels.
+# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`: cuDNN,
+# which PyTorch calls as a backend of SDPA, and version 4 of FlashAttention, which also has a loader
+# and consumers with turns. "Kernel Book" is what a caller gets who names no backend, so its line
+# lies on that of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1632,6 +1627,9 @@ def share_of_library(row):
     return row["by default"] / row["its speed"]
 
 
+# %%
+
+# Folded: All points, in numbers
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
@@ -1691,17 +1689,10 @@ lab.read(
     f"The kernel in Gluon is faster than plain Triton at {len(at_points) - len(slower)} of "
     f"{len(at_points)} points"
     + (f", and slower at {named(slower)}. " if slower else ". ")
+    + f"The package is ahead of both libraries by more than 2 % at {len(ahead)} points"
     + (
-        f"At {len(wrong)} points the package takes the slower of the two by more than 3 %. "
-        if wrong
-        else "The package takes the faster one everywhere, to within 3 %. "
-    )
-    + "“By default” times that kernel a second time, and the two times differ by up to "
-    f"{100 * twice:.0f} %, so we count no smaller difference. The package is ahead of both "
-    f"libraries by more than 2 % at {len(ahead)} points"
-    + (
-        f" and **behind the faster one by more than 2 % at {len(behind)}**: {named(behind)}. The "
-        f"worst is {100 * min(map(share_of_library, behind)):.0f} % of its speed."
+        f" and **behind the faster one by more than 2 % at {len(behind)}**, where it reaches at "
+        f"least {100 * min(map(share_of_library, behind)):.0f} % of its speed."
         if behind
         else ", and behind by as much nowhere."
     )
@@ -1712,20 +1703,34 @@ lab.read(
 
 # %%
 
+# Folded: Where it is behind, and how sure that is
+lab.read(
+    (f"Behind by more than 2 %: {named(behind)}. " if behind else "")
+    + (
+        f"At {len(wrong)} points the package takes the slower of its two kernels by more than "
+        f"3 %. "
+        if wrong
+        else "The package takes the faster of its two kernels everywhere, to within 3 %. "
+    )
+    + f"“By default” times the kernel that it takes a second time, and the two times differ by up "
+    f"to {100 * twice:.0f} %, so we count no smaller difference."
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+
 # Reading
 lab.read(
     "**What stops it.** "
     + (
-        "At head_dim 128 it is what the timeline shows: an iteration of a consumer takes "
-        f"{by_version['turns']:,.0f} cycles, of which the matmul units have work for "
-        f"{ideal:,.0f}. "
+        "At head_dim 128 it is what the timeline shows: the matmul units wait for the consumers. "
         if any(row["head_dim"] == 128 for row in behind)
         else ""
     )
     + (
-        "For head_dim 64 this page has no timeline. The count of instructions says that the "
-        "consumers set the pace there, but not why plain Triton is the faster of our two kernels "
-        "where it is. "
+        "For head_dim 64 the page has no timeline; by the count of instructions the consumers set "
+        "the pace there, too, which does not explain why plain Triton wins where it does. "
         if any(row["head_dim"] == 64 for row in [*behind, *slower])
         else ""
     )
@@ -1740,14 +1745,11 @@ lab.read(
 )
 
 # %%
-# **What a start costs.** Some work is done once per tile of queries: to find its place, to load it,
-# to write its output. At short lengths, where each tile of queries has few tiles of keys, this
-# weighs more. As in the chapter on plain Triton, the times at two lengths tell this constant from
-# the time of a tile of keys.
-
-# Reading
+# At short lengths it also counts what is done once per tile of queries: to find its place, to load
+# it, to write its output.
 
 
+# Folded: What the start of a tile costs
 def constant_of(name):
     """What happens once per 128 queries, in units of the time of 64 keys of theirs."""
     where = {"head_dim": 128, "mask": "full"}
@@ -1765,7 +1767,8 @@ def in_tiles(name):
 
 others = [name for name in PEERS if name not in speed.skipped]
 lab.read(
-    f"At head_dim 128, in units of the time that 64 keys take, the constant is "
+    f"As in the chapter on plain Triton, the times at two lengths tell this constant from the time "
+    f"of a tile of keys. At head_dim 128, in units of the time that 64 keys take, it is "
     f"{in_tiles('in Gluon')} for the kernel in Gluon, which computes the first scores of a tile of "
     f"queries beside the last sum of the one before, and {in_tiles('plain Triton')} for plain "
     f"Triton. "
@@ -1781,8 +1784,7 @@ lab.read(
 # --------------
 #
 # **To rescale too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
-# and to add the sum when it arrives. That is wrong, because what arrives was weighed with the old
-# maximum.
+# and to add the sum when it arrives. But what arrives was weighed with the old maximum.
 #
 # **To forget the end.** The loop runs one tile behind, so after it one sum is still to be computed.
 # Neither mistake raises an error or leaves a NaN; only a comparison shows them:
@@ -1799,14 +1801,21 @@ lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
 # **To trust the order of the source.** In rung 2, the source says "issue, weigh, wait", and the
-# machine code says "issue, wait, weigh". The result is right either way, so only the machine code
-# or a timeline tells.
+# machine code says "issue, wait, weigh". The result is right either way.
 #
 # **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
 # take part: 256, those of one consumer that waits and one that arrives. With 128, a consumer would
-# not wait for the other at all. With 384, two consumers would wait for a third for ever.
+# not wait at all. With 384, two consumers would wait for a third for ever.
 
 # %%
+# In short
+# --------
+#
+# Roles alone gain nothing; they let us decide the order of the work. The order that pays computes
+# scores one tile ahead, keeps ``p`` and ``l_i`` in their threads, and gives each program a long and
+# a short tile. What is left to gain lies in the consumers, because one of them needs more cycles to
+# weigh a tile than the matmuls of the other can fill.
+#
 # Exercises
 # ---------
 #

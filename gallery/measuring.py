@@ -7,11 +7,9 @@ times of the kernel at all. *Which way measures the kernel, and how far can its 
 
 You will learn
 
-- what each way of timing measures besides the kernel, and how to keep it out: a wait, a pause, a
-  flush, a warm-up, a random order;
-- how many runs a claim needs, what a launch costs the host, and how clocks and power move a result;
-- how to judge a time: by the roofline, by registers and spills, by a line of machine code, by
-  hardware counters, and by the error of the result.
+- what each way of timing measures besides the kernel, and how to keep it out;
+- how many runs a claim needs, and how caches, clocks and power move a result;
+- how to judge a time: by the roofline, by registers and spills, and by hardware counters.
 
 The measurements of this chapter need an NVIDIA GPU. Without one they are those of a recorded run,
 and only the checks, the sums of small numbers and the exercises are computed anew.
@@ -243,18 +241,15 @@ large, small = (
     {way: cell(five_ways, way, f"{size}, µs") for way in WAYS}
     for size in ("large", "small")
 )
-moved = 2 * 16384 * 8192 * 2 / 1e3  # kB that the large softmax reads and writes
+
 best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
-alone = large["clock"] + nothing["clock and wait"]
 lab.read(
     f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
-    f"time, it would move {moved / large['clock']:,.0f} GB/s, "
-    f"{large[best] / large['clock']:.1f} times the true {moved / large[best]:,.0f}. "
-    f"With a wait the clock shows {large['clock and wait']:.0f} µs, {added:.0f} more than the "
-    f"kernel's {large[best]:.0f}. The launch and a wait for nothing take the host {alone:.0f}"
-    + (", a part of which passes while the kernel runs." if alone > added else ".")
+    f"time, it would move {large[best] / large['clock']:.1f} times as many bytes per second as it "
+    f"does. With a wait the clock shows {large['clock and wait']:.0f} µs, {added:.0f} more than "
+    f"the kernel's {large[best]:.0f}."
 )
 
 # %%
@@ -269,12 +264,10 @@ still = (
 )
 lab.read(
     "For the small softmax nearly all of the time is the host's. The clock with its wait shows "
-    f"{small['clock and wait']:.0f} µs, and events show {small['events']:.0f}, {still}: the GPU "
-    "passes the first event at once and then waits for the launch. "
+    f"{small['clock and wait']:.0f} µs, and events show {small['events']:.0f}, {still}. "
     "After a pause the kernel takes "
-    f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache. "
-    f"Both include the {nothing[best]:.1f} µs that pass between two events with nothing between "
-    "them."
+    f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache, of which "
+    f"{nothing[best]:.1f} pass between two events even with nothing between them."
 )
 
 # %%
@@ -284,10 +277,9 @@ lab.read(
 # The first calls
 # ---------------
 #
-# ``median`` throws the first calls away. To show why, we time the first calls of four functions: a
-# Triton kernel, one that also chooses among nine configurations (:term:`autotuning`),
-# a softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`. Triton's cache on disk is
-# switched off, so that both kernels are compiled.
+# ``median`` throws the first calls away. To show why, we time the first calls of a Triton kernel,
+# of one that also chooses among nine configurations (:term:`autotuning`), of a softmax under
+# ``torch.compile``, and of a matmul of :term:`cuBLAS`.
 
 import triton
 
@@ -362,14 +354,12 @@ lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
 lab.read(
     f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then, and the tenth {times['Triton'][-1]:.2f}. Autotuning compiles and times nine "
-    f"configurations, {times['Triton, autotuned'][0]:,.0f} ms in all. Even the matmul, which comes "
-    f"compiled, takes {times['matmul'][0]:,.0f} ms at first, because its library sets itself up. A "
-    "mean that includes the first call says nothing about the kernel."
+    f"compiled then, and the tenth {times['Triton'][-1]:.2f}. Even the matmul, which comes "
+    f"compiled, takes {times['matmul'][0]:,.0f} ms at first, because its library sets itself up."
 )
 
 # %%
-# A warm-up must use the same shapes, dtypes and options as the measurement, because a change of any
+# So warm up, with the same shapes, dtypes and options as the measurement, because a change of any
 # of them can cause another compilation, or the choice of another kernel.
 #
 # Cold and warm
@@ -451,18 +441,17 @@ sizes = sorted(warm)
 falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
 beyond = falls[0] if falls else nan
 lab.read(
-    f"The cache helps most at {most:,} MiB: {warm[most]:,.0f} GB/s warm and {unwarmed[most]:,.0f} "
-    f"cold, a factor of {gain[most]:.2f}. At {last:,} MiB, which no cache holds, the two differ by "
-    f"{100 * abs(gain[last] - 1):.1f} %. So a benchmark without a flush is right for large inputs "
-    "and flatters small ones."
+    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}. At {last:,} MiB, "
+    f"which no cache holds, the two differ by {100 * abs(gain[last] - 1):.1f} %. So a benchmark "
+    "without a flush is right for large inputs and flatters small ones."
 )
 
 # %%
 
-# Reading
+# Folded: Where the warm curve falls
 lab.read(
     f"The L2 holds {l2:.0f} MiB, and yet the warm curve falls already at {beyond:.0f}. The "
-    "hardware's counters will say why, at the end of their section."
+    "hardware's counters say why, in the last fold of their section."
     if beyond < l2
     else f"The L2 holds {l2:.0f} MiB, in which what is read and what is written must both fit."
 )
@@ -471,9 +460,8 @@ lab.read(
 # How many runs?
 # --------------
 #
-# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax, of 4,096 rows of
-# 4,096 numbers, each measured in the last of the five ways: the curve says how many per cent of the
-# runs were at least as fast.
+# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: the curve says how
+# many per cent of the runs were at least as fast.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -523,18 +511,18 @@ lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
 # Reading
 times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
 lab.read(
-    f"Six of every ten runs lie between {times[20]:.2f} and {times[80]:.2f} µs. The fastest took "
-    f"{100 * (1 - times[0] / times[50]):.0f} % less than the median, and the slowest "
-    f"{100 * (times[100] / times[50] - 1):.0f} % more, because much can delay a run and little can "
-    "speed it up. One long delay moves the mean and hardly the median. That is why this book "
-    "reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+    f"The fastest took {100 * (1 - times[0] / times[50]):.0f} % less than the median, and the "
+    f"slowest {100 * (times[100] / times[50] - 1):.0f} % more, because much can delay a run and "
+    "little can speed it up. One long delay moves the mean and hardly the median. That is why this "
+    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
 )
 
 # %%
 # How many runs does a claim need? We draw samples from this distribution again and again and look
-# how far the median and the mean of a sample stray from those of all runs.
+# how far the median of a sample strays from that of all runs.
 
 
+# Measuring
 def strays(estimate, n, draws=1000):
     """By how many % an estimate from n runs strays at most, in 95 of 100 samples."""
     shares = 100 * numpy.random.default_rng(0).random((draws, n))
@@ -558,42 +546,32 @@ rows = [
     for n in SAMPLES
     if spread.rows
 ]
-lab.table(rows, "How far a sample strays, in 95 of 100 samples")
-
 # %%
 
 # Reading
-by_median, by_mean = (
-    [row[f"{name} strays by, %"] for row in rows] or [nan] * len(SAMPLES)
-    for name in ("median", "mean")
-)
+by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.2f} %, and that of "
+    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, and that of "
     f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
-    f"{by_median[-1]:.2f}."
-    + (
-        f" The mean strays as little here, by {by_mean[0]:.2f} and {by_mean[-1]:.2f} %, because no "
-        "run of these 2,000 took even twice the median."
-        if by_mean[-1] < 1.5 * by_median[-1] and times[100] < 2 * times[50]
-        else ""
-    )
+    f"{by_median[-1]:.1f}. More runs do not help against a disturbance that lasts longer than the "
+    "measurement, for example a lower clock."
 )
 
 # %%
-# More runs do not help against a disturbance that lasts longer than the measurement, for example a
-# lower clock.
-#
+
+# Folded: How far the median and the mean stray
+lab.table(rows, "How far a sample strays, in 95 of 100 samples")
+
+# %%
 # Clocks and power
 # ----------------
 #
 # A GPU lowers its clocks when it would otherwise exceed its *power limit*, and whatever depends on
-# the clocks then takes longer. It also lowers them when it has nothing to do, and needs a moment to
-# raise them again.
-#
-# We let the GPU rest for a second and a half, time ten runs, keep it busy for as long, and then
-# time more runs while ``nvidia-smi`` reads the clocks and the power.
+# the clocks then takes longer. We let the GPU rest, time ten runs, keep it busy for a second and a
+# half, and then time more runs while ``nvidia-smi`` reads the clocks and the power.
 
 
+# Measuring
 def batch(run, n):
     """Microseconds of a run, from n in a row."""
 
@@ -604,10 +582,6 @@ def batch(run, n):
     return events(several, before=run) / n
 
 
-# %%
-
-
-# Measuring
 def asked_of_the_gpu(names):
     """What nvidia-smi reads, by its name for each column, or that it cannot."""
     gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
@@ -737,18 +711,25 @@ if (
     and clock_at[names[1]] < clock_at[names[2]]
 ):
     puzzle = (
-        f"; why its clock yet falls to {clock_at[names[1]]:,.0f} MHz, at {watts[names[1]]:.0f} W, "
-        "nothing here shows"
+        f" On zeros the clock falls, too, to {clock_at[names[1]]:,.0f} MHz at only "
+        f"{watts[names[1]]:.0f} W; why, nothing here shows."
     )
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
-    f"On zeros the same instructions take {zeros:,.0f} µs instead of {random:,.0f}, because a "
-    f"transistor that does not switch draws less power{puzzle}. **Never time a matmul on zeros**, "
-    "or on memory that nobody has filled. A copy hardly notices: it takes "
-    f"{busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on ones."
+    f"On zeros it takes {100 * (1 - zeros / random):.0f} % less time, because a transistor that "
+    f"does not switch draws less power. **Never time a matmul on zeros**, or on memory that nobody "
+    "has filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
+)
+
+# %%
+
+# Folded: What a copy notices, and what nothing here explains
+lab.read(
+    f"A busy copy takes {busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on "
+    f"ones.{puzzle}"
 )
 
 # %%
@@ -757,9 +738,8 @@ lab.read(
 #
 # Because the clocks depend on what ran before, the *order* of a comparison can decide it: whoever
 # always runs after the matmul looks slower than it is. The loop of this book therefore draws a new
-# order in each of its rounds. It also puts all of the above together: a warm-up, and a flush and a
-# pause before each run, in which the GPU recovers from the run before. Which differences can it
-# resolve? We time three kernels, each beside itself under another name and beside a matmul.
+# order in each of its rounds, and puts all of the above together: a warm-up, and a flush and a
+# pause before each run. Which differences can it resolve?
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -795,6 +775,10 @@ def twins_in_the_loop():
 in_the_loop = lab.measure(
     "One kernel under two names, in the book's loop", twins_in_the_loop
 )
+
+# %%
+
+# Folded: Three kernels under two names each, beside a matmul
 in_the_loop
 
 # %%
@@ -804,9 +788,9 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 lab.read(
-    f"A and B are one kernel, and yet their medians differ by up to {resolved:.2f} % in four "
-    f"repetitions. The loop makes up to {IN_ALL} runs: {ROUNDS} rounds of {MOST_REPEATS}, or of as "
-    f"many as fit in {REPEAT_MS} milliseconds. So in the figures of this book a difference below "
+    f"The two names of one kernel differ by up to {resolved:.2f} %, although the loop makes up to "
+    f"{IN_ALL} runs: {ROUNDS} rounds of {MOST_REPEATS}, or of as many as fit in {REPEAT_MS} "
+    f"milliseconds. So in the figures of this book a difference below "
     f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % counts as none."
 )
 
@@ -819,9 +803,8 @@ lab.source(_time_in_turn)
 # Is it right?
 # ------------
 #
-# A kernel that does half of the work is fast, so check the result before the time. We compare
-# softmax with float64 at a small and a large shape and dropout at a small one. PyTorch's own error
-# in the same dtype sets the tolerance.
+# A kernel that does half of the work is fast, so check the result before the time. We compare what
+# is timed here with float64. PyTorch's own error in the same dtype sets the tolerance.
 
 
 def cases():
@@ -846,16 +829,14 @@ lab.check("What is timed", cases())
 # ----------------------------
 #
 # Small kernels wait for the host. Where does its time go? We take :doc:`dropout
-# </chapters/dropout>`, which sets random elements to zero, and measure the layers of a call from
-# the inside out, each as the time until it returns, on an input so small that the GPU keeps up.
+# </chapters/dropout>` on a small input and measure the layers of a call from the inside out, each
+# as the time until it returns.
 
 
+# Measuring
 def host_time(run, calls=20):
     torch.cuda.synchronize()
     return clock(lambda: [run() for _ in range(calls)]) / calls
-
-
-# %%
 
 
 def layers():
@@ -906,14 +887,14 @@ lab.read(
     f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
     "it looks at every argument to find the compiled kernel. The book's operators remember the "
     f"compiled kernel, and launch it in {took['a cached launch']:.1f}. Checks, the output and "
-    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. Here the fastest "
-    "of 60 rounds counts and not the median, because a host is interrupted often."
+    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. (Here the fastest of "
+    "60 rounds counts, because a host is interrupted often.)"
 )
 
 # %%
 # **CUDA graphs.** A :term:`CUDA graph` records the launches of a piece of work once and replays
-# them with one call, so that the host does its part only once. We time ten softmaxes of 1,024
-# columns, called one by one and replayed, beside ten times what the kernel takes alone.
+# them with one call. We time ten softmaxes, called one by one and replayed, beside ten times what
+# the kernel takes alone.
 
 
 def recorded_graph(run):
@@ -993,10 +974,9 @@ few, *_, many = heights
 marks = 10 * nothing[best]
 lab.read(
     f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
-    f"{many:,} rows it takes {as_graph[many]:,.0f} instead of {singly[many]:,.0f}, because there "
-    "the host is ahead of the GPU anyway. The kernels timed alone take longer than the graph, "
-    f"because each starts from a cold cache, and their sum includes {marks:.0f} µs that pass "
-    "between the events of ten measurements with nothing between them."
+    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The "
+    "kernels timed alone take longer than the graph, because each starts from a cold cache and "
+    f"pays for its own two events, {marks:.0f} µs in all."
 )
 
 # %%
@@ -1018,9 +998,10 @@ lab.read(
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
 # it a kernel waits for memory, right of it for arithmetic. We measure both limits, because no
-# program reaches those of a data sheet.
+# program reaches those of a data sheet, and draw the operators of this book under them.
 
 
+# Measuring
 def limits():
     x = torch.ones(2**30, dtype=torch.int8, device=runtime.DEVICE)
     y = torch.empty_like(x)
@@ -1038,25 +1019,9 @@ def limits():
 
 
 machine = lab.measure("The limits of the machine, bfloat16", limits)
-machine
-
-
-# %%
-
-# Reading
 row = machine.rows[0] if machine.rows else {}
 pi, beta = row.get("matmul, TFLOP/s", nan), row.get("copy, GB/s", nan)
 hot = 2 * 8192**3 / random / 1e6
-lab.read(
-    f"The {pi:,.0f} TFLOP/s are those of a matmul that rests before each run, as every operator of "
-    f"this book does when it is timed. Without a rest the matmul above did {hot:,.0f}."
-)
-
-# %%
-# Where do the operators of this book stand? We count FLOPs by the formulas of each chapter (an
-# exponential is one, random bits are none) and bytes as inputs that are read once and outputs that
-# are written once. Times below 20 µs are left out, because the launch is a large part of them. A
-# range in the table covers all shapes that the chapter timed.
 
 # %%
 
@@ -1186,6 +1151,42 @@ def waits_for(points):
     return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
 
 
+waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
+[(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
+lab.read(
+    "The weighted sum of the first chapter does 2 FLOPs for each element of 2 bytes, so its "
+    f"intensity is {intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Like {len(waiting) - 1} "
+    f"more of {len(placed)} operators it lies left of the ridge of {ridge:,.0f} FLOPs per byte, "
+    "where what runs near the roof can only become faster by moving fewer bytes. Attention lies "
+    "right of it, because its FLOPs grow with the square of the length and its bytes with the "
+    "length."
+)
+
+# %%
+# .. dropdown:: How the figure counts
+#
+#    FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are none)
+#    and bytes as inputs that are read once and outputs that are written once. Times below 20 µs are
+#    left out, because the launch is a large part of them. A range in the table covers all shapes
+#    that the chapter timed.
+
+# %%
+
+# Folded: The limits of this machine
+machine
+
+# %%
+
+# Folded: Why the matmul is faster here than above
+lab.read(
+    f"The {pi:,.0f} TFLOP/s are those of a matmul that rests before each run, as every operator of "
+    f"this book does when it is timed. Without a rest the matmul above did {hot:,.0f}."
+)
+
+# %%
+
+# Folded: Every operator of the book
 lab.table(
     [
         {
@@ -1199,25 +1200,9 @@ lab.table(
     "Every operator of the book",
 )
 
-
 # %%
 
-# Reading
-waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
-[(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
-lab.read(
-    "Take the weighted sum. It does 2 FLOPs for each element of 2 bytes, so its intensity is "
-    f"{intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. It is one of "
-    f"{len(waiting)} operators, of the {len(placed)} recorded, left of the ridge of {ridge:,.0f} "
-    "FLOPs per byte, where the roof is the copy: what runs near it can only become faster by "
-    "moving fewer bytes. Attention belongs to the right of the ridge, because its FLOPs grow "
-    "with the square of the length and its bytes with the length."
-)
-
-# %%
-
-# Reading
+# Folded: Which operators stand above their roof, and why
 record = results.find("first_kernel")
 levels = (
     record["tables"]["The levels of memory: size, speed, latency"] if record else {}
@@ -1245,11 +1230,10 @@ lab.read(
 # A kernel that is below the roof without a reason on paper may have one in its machine code. The
 # last stage of the compiler, ``ptxas``, reports how many :term:`registers <register>` a thread
 # needs and how many values it had to :term:`spill`. To see what a spill does, we forbid the softmax
-# kernel its registers: ``maxnreg`` is the most that a thread may have. The input has 32,768 rows of
-# 4,096 columns. We ask for two warps, so that a program has 64 threads and each of them holds 64
-# numbers of a row.
+# kernel its registers: ``maxnreg`` is the most that a thread may have.
 
 
+# Measuring
 def limited_softmax(x, y, registers=None):
     rows, columns = x.shape
     limit = runtime.register_limit(registers)
@@ -1331,14 +1315,17 @@ lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
     f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
     f"of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values in "
-    f"memory instead, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
+    f"memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
 # %%
-# **A line of machine code.** The machine code of an NVIDIA GPU is called :term:`SASS`. Triton keeps
-# it as ``compiled.asm["sass"]``, if ``nvdisasm`` is there to write it down, and otherwise the
-# :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. What do spills look like there? We
-# count the instructions of each kind, without a limit on registers and with 32.
+# .. dropdown:: A line of machine code
+#
+#    The machine code of an NVIDIA GPU is called :term:`SASS`. Triton keeps it as
+#    ``compiled.asm["sass"]``, if ``nvdisasm`` is there to write it down, and otherwise the
+#    :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. The table counts the
+#    instructions of each kind, without a limit on registers and with 32, and shows what spills look
+#    like.
 
 # Measuring
 KINDS = {  # in SASS, and in PTX
@@ -1389,11 +1376,15 @@ def instructions():
 # %%
 
 code = lab.measure("The instructions of the softmax kernel", instructions)
+
+# %%
+
+# Folded: The instructions, counted
 code
 
 # %%
 
-# Reading
+# Folded: What the spills became
 load = cell(code, "load", "times")
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
@@ -1411,13 +1402,13 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: How to read a line
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
 pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
     predicate, bits, into, address = parts[1], *map(int, parts.groups()[1:])
     text = (
-        f"How to read a line: `{line}` runs where the predicate {predicate} holds, which is the "
+        f"`{line}` runs where the predicate {predicate} holds, which is the "
         "mask of the load. It loads from global memory (`LDG`), with a 64-bit address (`E`), "
         f"{bits} bits, into the registers R{into} to R{into + bits // 32 - 1}, from the address in "
         f"R{address} and R{address + 1}."
@@ -1432,8 +1423,7 @@ lab.read(text)
 #
 # Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters, which
 # show how many bytes a kernel really moved and how busy each part of the GPU was. We ask for those
-# of two softmaxes: the row kernel above, and ``online``, which reads every row twice. Do not take
-# the times for a benchmark, because ``ncu`` flushes caches and may fix the clocks.
+# of two softmaxes: the row kernel above, and ``online``, which reads every row twice.
 
 # Measuring
 COUNTERS = {
@@ -1506,6 +1496,10 @@ def counters():
 # %%
 
 counted = lab.measure("Counters of two softmaxes, 16,384 × 8,192", counters)
+
+# %%
+
+# Folded: The counters (whose times are no benchmark, because ncu flushes caches)
 counted
 
 # %%
@@ -1542,7 +1536,7 @@ lab.read(found)
 
 # %%
 
-# Reading
+# Folded: What is still in L2 when a kernel ends
 left, left_online = ((paper - moved) * 1e6 / 2**20 for moved in (written, kept))
 explained = (
     f" That may also explain the warm copy, above: if as much of what was read is there too, the "
@@ -1568,9 +1562,8 @@ lab.read(
 # The error of a sum
 # ------------------
 #
-# The error of a sum depends on the dtype of its accumulator. We add 0.01 a thousand times, which
-# should give 10, in four ways: all in float32, all in 16 bits, numbers of 16 bits into a sum of
-# float32, and the same with each number cast first.
+# A time is worth nothing if the result is wrong, and the error of a sum depends on the dtype of its
+# accumulator. We add 0.01 a thousand times, which should give 10.
 
 
 def summed(total, number):
@@ -1614,22 +1607,19 @@ assert rows[5]["sum"] == rows[6]["sum"]
 lab.table(rows, "0.01, a thousand times")
 
 # %%
-# Neighbours among floats with :math:`m` bits after the point are :math:`2^{\lfloor \log_2 s
-# \rfloor - m}` apart, so the gap grows with the sum :math:`s`. In bfloat16 (:math:`m = 7`) half of
-# the gap is more than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With
-# a float32 accumulator only the rounding of 0.01 to 16 bits is left, and a cast first makes no
-# difference, because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums
-# must be kept in 32, as every kernel of this book does.
+# The gap between neighbouring floats grows with their size. In bfloat16 half of the gap is more
+# than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
+# accumulator only the rounding of 0.01 to 16 bits is left, and a cast first makes no difference,
+# because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
+# in 32, as every kernel of this book does.
 #
 # Ready-made loops
 # ----------------
 #
 # The loops of Triton and PyTorch differ in what they keep out. The simplest puts two events around
-# many calls. ``torch.utils.benchmark`` does the same with the host's clock.
-# ``triton.testing.do_bench`` flushes L2 before each run. It has no pause, but while the GPU
-# flushes, the host queues what follows. ``do_bench_cudagraph`` takes the host out
-# and does not flush. Here all of them time a softmax of three sizes, of which the second fits in
-# L2.
+# many calls, and ``torch.utils.benchmark`` does the same with the host's clock.
+# ``triton.testing.do_bench`` flushes L2 before each run, and while the GPU flushes, the host queues
+# what follows. ``do_bench_cudagraph`` takes the host out and does not flush.
 
 
 # Measuring
@@ -1665,19 +1655,19 @@ suites
 
 # Reading
 sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
-plain = [cell(suites, "events around a loop", size) for size in sizes]
 all_large = [row[sizes[2]] for row in suites.rows] or [nan]
-ours = [cell(suites, "this book's", size) for size in sizes]
 graphed = cell(suites, "do_bench_cudagraph", sizes[1])
 from_cache = 1e-3 * 2 * 2048 * 4096 * 2 / graphed
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    f"the small one a loop of events says {plain[0]:.1f} µs and this book {ours[0]:.1f}, because "
-    "the loop measures how fast the host launches. On the middle one `do_bench_cudagraph` says "
-    f"{graphed:.1f} µs, which would be {from_cache:,.0f} GB/s"
-    f"{', more than a copy reaches' if from_cache > 1.05 * beta else ''}, because its input is in "
-    f"the cache; from a cold one it takes {ours[1]:.1f}. Each loop answers another question, so a "
-    "figure must say which one it used."
+    "the small one a loop of events measures how fast the host launches. On the middle one "
+    "`do_bench_cudagraph` finds its input in the cache"
+    + (
+        ", and seems to move more bytes per second than a copy"
+        if from_cache > 1.05 * beta
+        else ""
+    )
+    + ". Each loop answers another question, so a figure must say which one it used."
 )
 
 # %%
@@ -1686,7 +1676,7 @@ lab.read(
 #
 # **The wrong bytes.** Two kernels can only be compared by the work of the job, and not by what each
 # implementation happens to do. The softmax of five PyTorch operations in :doc:`/chapters/softmax`
-# moves four times the necessary bytes. Here is its speed, counted in both ways.
+# moves four times the necessary bytes.
 
 # %%
 
@@ -1735,8 +1725,8 @@ lab.read(text)
 # In short
 # --------
 #
-# A clock around a call measures the host. To measure the kernel, give the GPU work before the first
-# event, flush the cache, warm up, take the median of many runs in random order, and find with one
+# A clock around a call measures the host. To measure the kernel, warm up, flush the cache, give the
+# GPU work before the first event, take the median of many runs in random order, and find with one
 # kernel under two names what is too small to be believed. A time is good or bad only beside the
 # bytes and FLOPs that it must pay for. :doc:`/chapters/dropout` is timed in this way, as is every
 # chapter after it.

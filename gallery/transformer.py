@@ -71,8 +71,7 @@ lab.start(
 #
 # A decoder reads tokens and predicts, at each position, the token that follows. Each token becomes
 # a vector of ``d_model`` numbers, called the *residual stream*, and each layer adds to it twice:
-# the output of attention, and the output of a feed-forward network. Both read the stream through a
-# layer norm, which makes it a *pre-norm* decoder.
+# the output of attention, and the output of a feed-forward network.
 #
 # .. image:: /figures/transformer-block.svg
 #    :alt: One layer, from left to right. The residual stream runs straight through. A branch leaves
@@ -92,18 +91,18 @@ lab.source(standard_attention)
 lab.source(decoder.Block)
 
 # %%
-# The model around the layers embeds the tokens and their positions, runs the layers, and ends in
-# one more layer norm and a linear layer to the logits.
+# The model comes in five sizes, from *small* with 12 layers to *2.7B*, all with batches of 4.
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
 
 # %%
-# The course asks for five sizes, with a vocabulary of 10,000 and batches of 4. The training state
-# is what exists before any activation: a parameter, its gradient and the two averages of AdamW, 16
-# bytes in float32. A step at a context of 1,024 does two FLOPs per parameter and token in each of
-# the three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and
-# those of causal attention.
+# .. dropdown:: How the sizes are counted
+#
+#    The vocabulary has 10,000 tokens. The training state is what exists before any activation: a
+#    parameter, its gradient and the two averages of AdamW, 16 bytes in float32. A step at a context
+#    of 1,024 does two FLOPs per parameter and token in each of the three matmuls of a linear layer
+#    (output, gradient of the input, gradient of the weight), and those of causal attention.
 
 # Measuring
 BATCH, CONTEXT, SHORT, LONG = 4, 1024, 256, 16384
@@ -120,10 +119,14 @@ def step_flops(size, batch, context):
 # %%
 
 
+# Measuring
 def parameters(size, context=CONTEXT):
     return sum(p.numel() for p in Decoder(size, context, device="meta").parameters())
 
 
+# %%
+
+# Folded: The five sizes
 lab.table(
     [
         {
@@ -186,8 +189,7 @@ first = lab.measure("Milliseconds of the first steps of a process", first_steps)
 
 # %%
 # How many steps must we leave out? Only a process that has not trained before can tell, so we start
-# one, with the size medium at a context of 256, and time its first 15 steps. We leave out the first
-# 0, 1, 2 or 5 of them, and average the next ten.
+# one, time its first 15 steps, leave out the first 0, 1, 2 or 5, and average the next ten.
 
 # Reading
 nan = float("nan")
@@ -222,17 +224,14 @@ lab.table(
 
 # Reading
 cold = number(first, "forward", 1)
-mean_of_all = ten_after(0, "forward")
-later, after_two, again = (ten_after(warmup, "forward") for warmup in (1, 2, 5))
+
+after_two, again = (ten_after(warmup, "forward") for warmup in (2, 5))
 lab.read(
-    f"Without a warm-up the forward pass seems to take {mean_of_all[0]:.0f} ms, with a standard "
-    f"deviation of {mean_of_all[1]:.0f}, because the first one takes {cold:,.0f} ms: it loads each "
-    "kernel when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
-    f"After one step of warm-up the mean is {later[0]:.1f} ± {later[1]:.1f} ms, because the second "
-    f"step still differs; after two it is {after_two[0]:.1f} ± {after_two[1]:.1f} and after five "
-    f"{again[0]:.1f} ± {again[1]:.1f}"
+    f"The first forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first "
+    "called, sets up cuBLAS, and asks the driver for all of its memory. The second step still "
+    "differs"
     + (
-        ": two would do."
+        "; two steps of warm-up would do."
         if abs(again[0] - after_two[0]) <= max(again[1], after_two[1])
         else "."
     )
@@ -289,6 +288,7 @@ sizes = lab.measure("A step of every size, context 256", all_sizes)
 
 # %%
 
+# Folded: A step of every size
 lab.table(
     [
         {"size": row["size"], "dtype": row["dtype"]}
@@ -324,10 +324,17 @@ lab.read(
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
     f"forward {gain:.1f} times as fast at {largest}, but at {smallest} it takes {small_cast:.1f} "
     f"ms with autocast and {small:.1f} without, because kernels this short wait for the host, and "
-    "autocast gives the host casts to launch as well. The spread shows which of the two sets the "
-    f"pace: the standard deviation of a forward pass of {largest} is {scatter['float32']:.1f} % of "
-    f"the mean in float32, where the GPU is always busy, and {scatter['bfloat16']:.1f} % under "
-    "autocast, where it waits for the host."
+    "autocast gives the host casts to launch as well."
+)
+
+# %%
+
+# Folded: What the spread of the times says
+lab.read(
+    "The spread shows whether the host or the GPU sets the pace: the standard deviation of a "
+    f"forward pass of {largest} is {scatter['float32']:.1f} % of the mean in float32, where the "
+    f"GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits for the "
+    "host."
     + (
         f" There xl even takes longer than {largest}, because the host has "
         f"{SIZES['xl'].layers} layers to launch instead of {SIZES[largest].layers}, and its times "
@@ -342,9 +349,9 @@ lab.read(
 # -------------------
 #
 # The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
-# host. Does the sum over the kernels agree with the clock, and how much of it are matmuls? We
-# profile each pass of the size large at a context of 1,024 by itself, twice after three steps of
-# warm-up, and take means.
+# host. We profile each pass of the size large at a context of 1,024 by itself. The name of a kernel
+# says from which template of PyTorch it comes, and not what it is for, so the figure groups the
+# kernels of a whole step by the operation that launched them.
 
 
 # Measuring
@@ -463,122 +470,6 @@ profile_of = lab.measure("Profiles of large, context 1,024", profiles)
 # %%
 
 
-# Reading
-def profile_number(column, dtype, part):
-    return number(profile_of, column, dtype, part)
-
-
-lab.table(
-    [
-        {
-            name: row[name]
-            for name in ("dtype", "pass", "clock, ms", "kernels, ms", "kernels")
-        }
-        | {"matmuls, %": round(100 * row["matmul, ms"] / row["kernels, ms"])}
-        for row in profile_of.rows
-    ],
-    "The clock beside the profiler, large at 1,024",
-)
-
-# %%
-
-# Reading
-beside = {
-    dtype: profile_number("kernels, ms", dtype, "forward")
-    / profile_number("clock, ms", dtype, "forward")
-    for dtype in DTYPES
-}
-share = {
-    (dtype, part): 100
-    * profile_number("matmul, ms", dtype, part)
-    / profile_number("kernels, ms", dtype, part)
-    for dtype in DTYPES
-    for part in ("forward", "backward")
-}
-in_step = {
-    dtype: 100
-    * sum(profile_number("matmul, ms", dtype, part) for part in PASSES)
-    / sum(profile_number("kernels, ms", dtype, part) for part in PASSES)
-    for dtype in DTYPES
-}
-CASTS = "casts and copies"
-
-
-def in_groups(dtype, names):
-    """Milliseconds of a whole step in some groups of kernels."""
-    return sum(
-        profile_number(f"{name}, ms", dtype, part) for name in names for part in PASSES
-    )
-
-
-products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
-casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
-others = {
-    dtype: in_groups(dtype, [*GROUPS, "other"]) - products[dtype] - casts[dtype]
-    for dtype in DTYPES
-}
-lab.read(
-    "The kernels of the forward pass add up to "
-    f"{100 * beside['float32']:.0f} % of what the clock says in float32 and to "
-    f"{100 * beside['bfloat16']:.0f} % in bfloat16. "
-    + (
-        "In the rest the GPU waits for the host. "
-        if max(beside.values()) < 1
-        else "Above 100 % is the scatter between two steps and the profiler's own cost. "
-    )
-    + f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
-    f"forward, {share['float32', 'backward']:.0f} % in backward, and {in_step['float32']:.0f} % "
-    f"of the whole step. In bfloat16 they take only {in_step['bfloat16']:.0f} %, because the "
-    "matrix units, which PyTorch does not use for float32 unless told to, make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. Casts and copies grow from "
-    f"{casts['float32']:.0f} to {casts['bfloat16']:.0f} ms, and all other kernels only go from "
-    f"{others['float32']:.0f} to {others['bfloat16']:.0f}. **Kernels that are no matmul take "
-    f"{100 - in_step['bfloat16']:.0f} % of the time, and there the kernels of this book can "
-    "help.**"
-)
-
-# %%
-
-# Folded: The kernels that take the most time, and those that are called most often
-lab.table(
-    [
-        {
-            name: row[name]
-            for name in (
-                *("dtype", "pass", "most time", "its ms", "its calls"),
-                *("most calls", "calls"),
-            )
-        }
-        for row in profile_of.rows
-    ],
-    "The kernel that takes the most time in each pass, and the one called most often",
-)
-
-# %%
-
-# Reading
-tops = {
-    part: profile_number("most time", "float32", part)
-    for part in ("forward", "backward")
-}
-calls = profile_number("its calls", "float32", "forward")
-same = "the same" if len(set(tops.values())) == 1 else "another"
-lab.read(
-    f"In float32 one kernel takes the most time in forward, a matmul with {calls:.0f} calls for "
-    f"{SIZES['large'].layers} layers; in backward it is {same} one"
-    + (
-        ""
-        if same == "the same"
-        else ", because cuBLAS chooses a kernel by the shapes and by which matrix is transposed"
-    )
-    + "."
-)
-
-# %%
-# The name of a kernel says from which template of PyTorch it comes, and not what it is for. So the
-# figure groups the kernels of a whole step by the operation that launched them.
-
-
 # Drawing
 def group_times(rows, dtype):
     chosen = [row for row in rows if row["dtype"] == dtype]
@@ -634,17 +525,131 @@ lab.draw(
 
 # %%
 
+
+# Folded: The clock beside the profiler
+def profile_number(column, dtype, part):
+    return number(profile_of, column, dtype, part)
+
+
+lab.table(
+    [
+        {
+            name: row[name]
+            for name in ("dtype", "pass", "clock, ms", "kernels, ms", "kernels")
+        }
+        | {"matmuls, %": round(100 * row["matmul, ms"] / row["kernels, ms"])}
+        for row in profile_of.rows
+    ],
+    "The clock beside the profiler, large at 1,024",
+)
+
+# %%
+
+# Reading
+agreed = {
+    dtype: profile_number("kernels, ms", dtype, "forward")
+    / profile_number("clock, ms", dtype, "forward")
+    for dtype in DTYPES
+}
+share = {
+    (dtype, part): 100
+    * profile_number("matmul, ms", dtype, part)
+    / profile_number("kernels, ms", dtype, part)
+    for dtype in DTYPES
+    for part in ("forward", "backward")
+}
+in_step = {
+    dtype: 100
+    * sum(profile_number("matmul, ms", dtype, part) for part in PASSES)
+    / sum(profile_number("kernels, ms", dtype, part) for part in PASSES)
+    for dtype in DTYPES
+}
+CASTS = "casts and copies"
+
+
+def in_groups(dtype, names):
+    """Milliseconds of a whole step in some groups of kernels."""
+    return sum(
+        profile_number(f"{name}, ms", dtype, part) for name in names for part in PASSES
+    )
+
+
+products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
+casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
+
+lab.read(
+    f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
+    f"forward, and {in_step['float32']:.0f} % of the whole step. In bfloat16 they take only "
+    f"{in_step['bfloat16']:.0f} %, because the matrix units, which PyTorch does not use for "
+    "float32 unless told to, make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
+    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. **Kernels that are no matmul take "
+    f"{100 - in_step['bfloat16']:.0f} % of the time, and there the kernels of this book can "
+    "help.**"
+)
+
+# %%
+
+# Folded: Whether the profiler agrees with the clock
+lab.read(
+    "The kernels of the forward pass add up to "
+    f"{100 * agreed['float32']:.0f} % of what the clock says in float32 and to "
+    f"{100 * agreed['bfloat16']:.0f} % in bfloat16. "
+    + (
+        "In the rest the GPU waits for the host."
+        if max(agreed.values()) < 1
+        else "Above 100 % is the scatter between two steps and the profiler's own cost."
+    )
+)
+
+# %%
+
+# Folded: The kernels that take the most time, and those that are called most often
+lab.table(
+    [
+        {
+            name: row[name]
+            for name in (
+                *("dtype", "pass", "most time", "its ms", "its calls"),
+                *("most calls", "calls"),
+            )
+        }
+        for row in profile_of.rows
+    ],
+    "The kernel that takes the most time in each pass, and the one called most often",
+)
+
+# %%
+
+# Folded: The kernel that takes the most time, in forward and in backward
+tops = {
+    part: profile_number("most time", "float32", part)
+    for part in ("forward", "backward")
+}
+calls = profile_number("its calls", "float32", "forward")
+same = "the same" if len(set(tops.values())) == 1 else "another"
+lab.read(
+    f"In float32 one kernel takes the most time in forward, a matmul with {calls:.0f} calls for "
+    f"{SIZES['large'].layers} layers; in backward it is {same} one"
+    + (
+        ""
+        if same == "the same"
+        else ", because cuBLAS chooses a kernel by the shapes and by which matrix is transposed"
+    )
+    + "."
+)
+
+# %%
+
 # Reading
 rest = {name: in_groups("bfloat16", [name]) for name in (*GROUPS, "other")}
 order = sorted(
     (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
 )
 lab.read(
-    f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]} "
-    f"({rest[order[0]]:.1f} ms), {order[1]} ({rest[order[1]]:.1f}) and {order[2]} "
-    f"({rest[order[2]]:.1f}), where `other` means additions, multiplications, the mask and the "
-    "loss. All of these wait for memory, because they do a few FLOPs per number that they read and "
-    "write."
+    f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]}, {order[1]} and "
+    f"{order[2]}, where `other` means additions, multiplications, the mask and the loss. All of "
+    "these wait for memory, because they do a few FLOPs per number that they read and write."
 )
 
 # %%
@@ -692,10 +697,9 @@ lab.read(
     f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it. By time it is "
     f"{100 * ranges['float32']['softmax'] / multiplied['float32']:.0f} % in float32, because it "
     "reads and writes every score for so few FLOPs, and "
-    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % in bfloat16, where its "
-    f"own kernels are only {its_kernels:.1f} of the {ranges['bfloat16']['softmax']:.1f} ms: the "
-    "others cast the scores to float32, because autocast runs softmax in it. The mask does no "
-    f"FLOPs at all and takes {ranges['bfloat16']['mask']:.1f} ms."
+    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % in bfloat16, because "
+    f"autocast runs softmax in float32, and its own kernels are only {its_kernels:.1f} of the "
+    f"{ranges['bfloat16']['softmax']:.1f} ms: the others are casts. The mask does no FLOPs at all."
 )
 
 # %%
@@ -708,7 +712,7 @@ lab.read(
 # ---------------
 #
 # ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves
-# the parameters in float32. The course asks which dtype each tensor has in a toy model: a linear
+# the parameters in float32. The table shows which dtype each tensor has in a toy model: a linear
 # layer, ReLU, layer norm and a second linear layer.
 
 
@@ -771,11 +775,21 @@ lab.read(
 )
 
 # %%
-# **What is sensitive in layer norm?** It subtracts a mean, squares, sums and takes a root. We
-# compute all of it in one dtype, and then only the input and the output in that dtype and the rest
-# in float32. The input is rounded first, so that the error against float64 is layer norm's own.
+# **What is sensitive in layer norm?** In float16 the squares: a number above 256 has a square above
+# 65,504, the largest number of float16, so that the variance is infinite and the output zero.
+# bfloat16 has the exponents of float32, so that this begins only at :math:`10^{19}`. But it has 8
+# significant bits instead of 11, so the mean and the differences from it are known to two or three
+# digits. So layer norm in bfloat16 is safe from overflow and still wants its reductions in float32,
+# which autocast and the book's kernel give it.
+#
+# .. dropdown:: Layer norm in 16 bits, computed
+#
+#    We compute all of it in one dtype, and then only the input and the output in that dtype and the
+#    rest in float32. The input is rounded first, so that the error against float64 is layer norm's
+#    own.
 
 
+# Measuring
 def norm_all_in(x):
     """Layer norm whose mean, squares and sum all have the dtype of x."""
     centred = x - x.mean(-1, keepdim=True)
@@ -785,6 +799,7 @@ def norm_all_in(x):
 
 # %%
 
+# Measuring
 INPUTS = {
     "mean 0, standard deviation 1": (0, 1),
     "mean 0, standard deviation 400": (0, 400),
@@ -815,24 +830,20 @@ for what, (mean, deviation) in INPUTS.items():
 assert (
     rows[1]["all in float16"] == "1.0e+00" or rows[1]["all in float16"] == "not finite"
 )
+# %%
+
+# Folded: The errors of layer norm in 16 bits
 lab.table(
     rows, "Layer norm of 64 rows of 1,024 numbers, largest error over largest output"
 )
 
 # %%
-# In float16 the squares are sensitive. A number above 256 has a square above 65,504, the largest
-# number of float16, so that the variance is infinite and the output zero. bfloat16 has the
-# exponents of float32, so that this begins only at :math:`10^{19}`. But it has 8 significant bits
-# instead of 11: the mean and the differences from it are known to two or three digits, as the
-# columns *all in bfloat16* say. So layer norm in bfloat16 is safe from overflow and still wants its
-# reductions in float32, which autocast and the book's kernel give it.
-#
 # Where the memory goes
 # ---------------------
 #
-# Backward needs some tensors of forward. Let us count what a layer keeps, for :math:`N` tokens
-# (batch times context), width :math:`d`, a feed-forward width of :math:`f`, :math:`B` batches,
-# :math:`H` heads and a context of :math:`T`. In float32, 4 bytes per number, it keeps
+# Backward needs some tensors of forward, so a step keeps them. We count what a layer keeps, for
+# :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
+# :math:`B` batches, :math:`H` heads and a context of :math:`T`. In float32 it keeps
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -844,9 +855,11 @@ lab.table(
 #
 #    \text{kept in float32} = 4\,(8 N d + 2 N f + B H T^2) + 2 N d \ \text{bytes a layer}
 #
-# Under autocast, the inputs of the layer norms stay in float32 and most others have 2 bytes. But
-# softmax computes in float32 and keeps its output there, and the next matmul casts it and keeps the
-# copy as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
+# .. dropdown:: The count under autocast
+#
+#    The inputs of the layer norms stay in float32 and most others have 2 bytes. But softmax
+#    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
+#    as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
 
 # Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
@@ -873,8 +886,7 @@ def kept_on_paper(size, batch, context, dtype, squares=True):
 
 
 # %%
-# We measure the largest model: the peak of a forward pass that keeps nothing, the peak of a whole
-# step and the pass in which it occurs, and what forward keeps, beside the count on paper.
+
 
 # Measuring
 CONTEXTS = (128, 256, 512, 1024)
@@ -919,6 +931,10 @@ def memory_by_context(name="2.7B"):
 
 
 memory = lab.measure("Memory of the size 2.7B", memory_by_context)
+
+# %%
+
+# Folded: The peaks of forward and of a step, by context
 memory
 
 # %%
@@ -943,11 +959,9 @@ lab.read(
     f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
     f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
     f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per "
-    f"layer, are {of_kept:.0f} % of what float32 keeps. A forward pass alone needs little beyond "
-    f"the parameters and AdamW's averages ({state:.1f} GiB) and, under autocast, bfloat16 copies "
-    f"of the weights ({copies:.1f}). A whole step has its peak in {' or '.join(sorted(where))}: "
-    f"{at['float32', 'step']:.0f} GiB in float32 and {at['bfloat16', 'step']:.0f} under autocast, "
-    "which "
+    f"layer, are {of_kept:.0f} % of what float32 keeps. A whole step has its peak in "
+    f"{' or '.join(sorted(where))}: {at['float32', 'step']:.0f} GiB in float32 and "
+    f"{at['bfloat16', 'step']:.0f} under autocast, which "
     + (
         "does not save memory here"
         if at["bfloat16", "kept"] > at["float32", "kept"]
@@ -955,6 +969,14 @@ lab.read(
     )
     + ": it halves most activations, but keeps the weights of attention in both dtypes and a copy "
     "of every parameter."
+)
+
+# %%
+
+# Folded: What a forward pass alone needs
+lab.read(
+    f"A forward pass alone needs little beyond the parameters and AdamW's averages ({state:.1f} "
+    f"GiB) and, under autocast, bfloat16 copies of the weights ({copies:.1f})."
 )
 
 # %%
@@ -1082,18 +1104,18 @@ spared = (SIZES["large"].layers - 1) * (
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
     "Forward climbs by the same step in each layer and backward descends by it; the teeth are "
-    "tensors that live for one operation. The optimiser works in place, and then the gradients are "
-    f"released one by one. A step ends at {at_end:.1f} GiB, the parameters and AdamW's averages, "
-    f"and peaks at {peak['all kept']:.1f}, of which forward keeps {paper:.1f} on paper. "
-    f"Checkpointing lowers the peak to {peak['checkpointed']:.1f}, at the price of another forward "
-    f"pass. It saves {peak['all kept'] - peak['checkpointed']:.1f} GiB and not the {spared:.1f} of "
-    "a count on paper, because the peak moves to the end of backward, where all gradients, "
-    f"{its_gradients:.1f} GiB, exist as well."
+    "tensors that live for one operation. At the end the gradients are released one by one, and "
+    f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. Checkpointing lowers the peak "
+    f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
+    f"forward pass. The count promises to save {spared:.1f} GiB, but the peak moves to the "
+    f"end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
-# **Which lines allocate the largest tensors?** The history holds the Python line of each allocation
-# of forward; what backward allocates has none, because autograd runs it in C++.
+# .. dropdown:: Which lines allocate the largest tensors?
+#
+#    The history holds the Python line of each allocation of forward; what backward allocates has
+#    none, because autograd runs it in C++.
 
 
 # Measuring
@@ -1127,11 +1149,15 @@ def largest_allocations(name="large"):
 allocations = lab.measure(
     "The largest allocations of a step, large, 1,024", largest_allocations
 )
+
+# %%
+
+# Folded: The largest allocations, by line
 allocations
 
 # %%
 
-# Reading
+# Folded: The largest tensors, on paper
 size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
@@ -1153,10 +1179,8 @@ lab.read(
 # -------------------
 #
 # The tables of scores fill the memory. How do the time and the memory of attention grow with the
-# length, and what remains if the table never exists? The course asks for a batch of 8, one head,
-# head sizes of 16 to 128 and lengths of up to 16,384, to which we add 65,536 at a head size of 64,
-# in bfloat16 and with the causal mask. What attention *holds* is what forward keeps for backward
-# beside q, k and v. ``torch.compile`` compiles once for all shapes, with ``dynamic=True``.
+# length, and what remains if the table never exists? We take a batch of 8 with one head. What
+# attention *holds* is what forward keeps for backward beside q, k and v.
 
 ours = partial(attention, is_causal=True)
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -1295,7 +1319,7 @@ grid = lab.measure(
 
 # %%
 
-# Folded: The whole grid
+# Folded: The whole grid, for head sizes of 16 to 128
 grid
 
 # %%
@@ -1377,10 +1401,9 @@ lab.read(
 # The book's operators
 # --------------------
 #
-# Now we replace PyTorch's operators by the book's, one after the other, and leave the model as it
-# is. Each line of ``EAGER`` adds one operator to the line before, up to all four. *SDPA* is PyTorch
-# with its own fused attention, and with the backend that is the fastest at this shape, flash or
-# cuDNN.
+# Now we replace PyTorch's operators by the book's, one after the other. Each line of ``EAGER`` adds
+# one operator to the line before. *SDPA* is PyTorch with its own fused attention, and with the
+# backend that is the fastest at this shape, flash or cuDNN.
 
 EAGER = {
     "PyTorch": decoder.PYTORCH,
@@ -1401,18 +1424,14 @@ COMPILED = {
 # ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it cannot
 # look into an operator of ours, nor fuse with it. So there are two compiled versions: with the
 # book's attention alone, and with all of its operators, which is the version called *Kernel Book*.
-# We compile the layer and not the model, because all layers are alike and one compilation then
-# serves all of them.
 
 # %%
 # Is it the same model?
 # ---------------------
 #
-# First we compare the gradient of every parameter of a small model with a float64 model, PyTorch's
-# operators beside the book's, in float32. Dropout is on: each call gets a seed of its own, and
-# PyTorch's versions multiply by the mask of that seed. A gradient has passed several operators that
-# each round differently, and PyTorch's own error is that of one particular order of additions, so
-# eight times that error is allowed.
+# First we compare the gradient of every parameter of a small model with a float64 model, with
+# dropout on and the same masks. Eight times PyTorch's error is allowed, because a gradient has
+# passed several operators that each round differently.
 
 
 # Measuring
@@ -1466,9 +1485,9 @@ def gradient_cases():
 lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# Then we train both. The text is the source of the package, one file after another, and a token is
-# a byte. Both versions start from the same parameters and see the same batches, but draw different
-# masks. Three seeds show how far apart runs of one version are.
+# Then we train both on the source of the package. Both versions start from the same parameters and
+# see the same batches, but draw different masks. Three seeds show how far apart runs of one version
+# are.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1571,10 +1590,9 @@ reach = {
 }
 difference = means["Kernel Book"] - means["PyTorch"]
 lab.read(
-    f"Over the last 30 steps the loss is {means['PyTorch']:.3f} with PyTorch's operators and "
-    f"{means['Kernel Book']:.3f} with the book's, a difference of {abs(difference):.3f}. Seeds of "
-    f"PyTorch's version are up to {reach['PyTorch']:.3f} apart and those of the book's "
-    f"{reach['Kernel Book']:.3f}, so the difference is "
+    f"Over the last 30 steps the losses with PyTorch's operators and with the book's differ by "
+    f"{abs(difference):.3f}. Seeds of one version are up to {max(reach.values()):.3f} apart, so "
+    "the difference is "
     + (
         "within what a seed changes."
         if abs(difference) <= max(reach.values())
@@ -1586,9 +1604,8 @@ lab.read(
 # One layer
 # ---------
 #
-# What is each operator worth on the GPU alone? Forward and backward of one layer of the size large
-# under autocast, timed as every figure of this book, without the host. 100 % is the speed of a
-# matmul.
+# What is each operator worth on the GPU alone? We time forward and backward of one layer under
+# autocast, without the host. 100 % is the speed of a matmul.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -1709,10 +1726,9 @@ lab.read(
 # --------------
 #
 # A model adds the host, the embeddings, the loss and the optimiser. Does a step gain what its
-# layers gain? The versions below train the same parameters in turn, in an order that is drawn anew
-# in each of four rounds, two steps per turn. The solid part of a bar is the time in which a profile
-# of the step finds a kernel on the GPU; in the light part the GPU waits for the host. The last two
-# versions are CUDA graphs, which the next section explains: in these nothing waits for the host.
+# layers gain? The solid part of a bar is the time in which a profile of the step finds a kernel on
+# the GPU; in the light part the GPU waits for the host. The last two versions are CUDA graphs,
+# which the next section explains.
 
 # Measuring
 from contextlib import suppress
@@ -2008,16 +2024,15 @@ lab.read(
     f"of the step by {change('step, ms', *last):+.1f}. Compiled, kernels run for "
     f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
     f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU waits for "
-    f"{waiting('SDPA, compiled'):.0f} ms and {waiting('Kernel Book'):.0f}: **once the kernels are "
-    "fast, the host needs longer to launch a step than the GPU to run it.** "
-    + (
-        "With SDPA, compilation shortens the kernels, and yet the median step takes "
-        f"{step('step, ms', 'SDPA, compiled'):.0f} ms instead of {step('step, ms', 'SDPA'):.0f}. "
-        if step("step, ms", "SDPA, compiled") > step("step, ms", "SDPA")
-        else ""
-    )
-    + "A call of our operators costs the host most, because it runs Python where PyTorch runs C++."
+    f"{waiting('SDPA, compiled'):.0f} ms and {waiting('Kernel Book'):.0f}, most of all with our "
+    "operators, because a call of them runs Python where PyTorch runs C++."
 )
+
+# %%
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Once the kernels are fast, the host needs longer to launch a step than the GPU to run it.
 
 # %%
 
@@ -2041,17 +2056,15 @@ lab.table(
 # ----------------
 #
 # A :term:`CUDA graph` records the launches of a step once and hands all of them to the GPU in one
-# call. That removes Python, the dispatcher and every single launch from each later step, so that
-# what remains is the time of the kernels.
-#
-# We capture the whole step: forward, backward and optimiser. Dropout still draws new masks, because
-# its seeds come from the GPU's generator, which moves on with each replay.
+# call, so that what remains is the time of the kernels. We capture the whole step: forward,
+# backward and optimiser. Dropout still draws new masks, because its seeds come from the GPU's
+# generator, which moves on with each replay. The race is run for more models, with SDPA and with
+# the book's operators, both compiled.
 
+# Folded: How a step is captured
 lab.source(decoder.captured)
 
 # %%
-# Now the same race for more models: with SDPA and with the book's operators, both compiled, with
-# and without a graph. At 16,384 the batch is one sequence.
 
 # Measuring
 RACES = (
@@ -2158,11 +2171,7 @@ behind = [
     for name, value in by_model.items()
     if value < 1 and apart(name)
 ]
-level = [
-    f"{name} ({100 / value - 100:+.1f} %)"
-    for name, value in by_model.items()
-    if not apart(name)
-]
+level = [name for name in by_model if not apart(name)]
 failed = [
     f"{row['version']} of {model}: {row['remark']}"
     for model, rows in race.items()
@@ -2193,7 +2202,7 @@ lab.read(
                 ),
             ]
         )
-        + (", where p20 to p80 overlap. " if level else ". ")
+        + ". "
         if by_model or not race
         else ""
     )
@@ -2201,15 +2210,20 @@ lab.read(
 )
 
 # %%
-# Where do the two differ? The table adds up the kernels of a profiled step in four kinds, first
-# with SDPA and then with the book's operators. *Between* is all that is neither a matmul of a
-# linear layer, nor attention, nor AdamW: layer norm, dropout, GELU, additions, casts, the loss. A
-# profile takes single steps, while those of the race follow each other without a pause, and under
-# such a load :doc:`a GPU lowers its clocks </chapters/measuring>`. So the kernels show where the
-# two differ, and the last column repeats by how much.
+# .. dropdown:: Where do the two differ?
+#
+#    The table adds up the kernels of a profiled step in four kinds, first with SDPA and then with
+#    the book's operators. *Between* is all that is neither a matmul of a linear layer, nor
+#    attention, nor AdamW: layer norm, dropout, GELU, additions, casts, the loss. A profile takes
+#    single steps, while those of the race follow each other without a pause, and under such a load
+#    :doc:`a GPU lowers its clocks </chapters/measuring>`. So the kernels show where the two differ,
+#    and the last column repeats by how much.
 
 
-# Reading
+# %%
+
+
+# Folded: The kernels of a step by kind, with SDPA and with the book's operators
 def pair_of(rows, column):
     return [rows[name][column] for name in without]
 
@@ -2236,7 +2250,7 @@ longest_of
 # %%
 
 
-# Reading
+# Folded: What the kinds of kernels say
 def more_of(kind, model, scaled=False):
     """By how many milliseconds the book's kernels of a kind run longer than those with SDPA.
 
@@ -2308,9 +2322,9 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast leaves parameters in float32, and that is not waste. Near 1,
-# neighbours in bfloat16 are :math:`2^{-7}` apart above it and half of that below. An update that is
-# less than half of the gap is rounded away, however often it comes.
+# **Parameters in bfloat16.** Autocast leaves parameters in float32, and that is not waste, because
+# an update that is less than half of the gap between neighbours in bfloat16 is rounded away,
+# however often it comes.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -2319,9 +2333,10 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A model that is compiled again and again.** Were the layers different to the compiler, it would
-# compile each of them and, after a few, give up and run eagerly without an error. The measurement
-# above therefore counts the compilations and stops if there is more than one per version.
+# **A model that is compiled again and again.** We compile the layer and not the model, because all
+# layers are alike. Were they different to the compiler, it would compile each of them and, after a
+# few, give up and run eagerly without an error. The measurement above therefore counts the
+# compilations and stops if there is more than one per version.
 #
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. Training copies each new batch there first, with ``tokens.copy_(batch)``; a batch in
