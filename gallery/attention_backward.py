@@ -19,7 +19,6 @@ stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 2
-import inspect
 import math
 import statistics
 from functools import partial
@@ -29,6 +28,16 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
+from kernelbook.lab.attention_bench import (
+    BACKWARD,
+    LIBRARIES,
+    draw,
+    flash,
+    libraries,
+    matmul,
+    points,
+    timed,
+)
 from kernelbook.ops.attention import attention, tiled, tuned
 from kernelbook.ops.attention import backward as kernels
 from kernelbook.ops.attention.forward import attention_forward
@@ -76,8 +85,7 @@ import triton.language as tl
 
 
 def balance():
-    a, b = torch.randn(2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)
-    flops = 2 * 8192**3 / triton.testing.do_bench(lambda: a @ b) * 1e3
+    flops = 2 * 8192**3 / triton.testing.do_bench(matmul()) * 1e3
     source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     took = triton.testing.do_bench(lambda: target.copy_(source))
@@ -113,7 +121,9 @@ lab.read(
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
 # what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
 # that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
-# are the two versions of the kernel that this chapter builds.
+# are the two versions of the kernel that this chapter builds in plain Triton. ``attention`` runs
+# the first, unless the GPU is a Hopper and a kernel of another kind is faster there;
+# ``backend="triton"`` always asks for the first.
 
 
 # Measuring
@@ -143,13 +153,37 @@ def memory_of(run, seqlen):
 
 
 # Measuring
+two_sweeps = partial(attention, backend="triton")
+
+
+class OneSweep(torch.autograd.Function):
+    """Attention in plain Triton, whose gradients take one sweep."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        scale, dtype = q.shape[-1] ** -0.5, q.dtype
+        q, k, v = (fit(runtime.readable(x)) for x in (q, k, v))
+        with runtime.launching_on(q):
+            out, lse = attention_forward(q, k, v, is_causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = is_causal, scale
+        return out.to(dtype)
+
+    @staticmethod
+    def backward(ctx, do):
+        of_rows = *ctx.saved_tensors, fit(runtime.readable(do))
+        with runtime.launching_on(do):
+            found = kernels.attention_backward(*of_rows, *ctx.options, False)
+        return *(dx.to(do.dtype) for dx in found), None
+
+
 def one_sweep(q, k, v, is_causal=False):
-    return attention(q, k, v, is_causal=is_causal, deterministic=False)
+    return OneSweep.apply(q, k, v, is_causal)
 
 
 VERSIONS = {
     "standard attention": standard_attention,
-    "two sweeps": attention,
+    "two sweeps": two_sweeps,
     "one sweep": one_sweep,
 }
 
@@ -649,8 +683,6 @@ lab.read(
 lab.source(kernels.sweep_queries, "add")
 
 # %%
-# ``deterministic=True``, the default of ``attention``, takes two sweeps.
-#
 # .. dropdown:: The kernel whole
 #
 #    One tile of queries after another, for the program that owns a tile of keys:
@@ -677,7 +709,7 @@ lab.source(kernels.sweep_queries, "add")
 #
 # .. dropdown:: What the host does, and what autograd sees
 #
-#    The host chooses between one sweep and two:
+#    The host of plain Triton chooses between one sweep and two:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -813,10 +845,9 @@ lab.table(
 # Is it right?
 # ------------
 #
-# The gradients of the public operator, which chooses its forward kernel by itself, are checked
-# against float64, and their errors compared with those of the formula above in PyTorch. In float32
-# we allow eight times that error, because tiles are summed in another order and the exponent is
-# rounded once more.
+# The gradients of both versions are checked against float64, and their errors compared with those
+# of the formula above in PyTorch. In float32 we allow eight times that error, because tiles are
+# summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -835,8 +866,9 @@ def grouped(is_causal):
 
 
 def ours(is_causal, deterministic):
-    options = {"is_causal": is_causal, "deterministic": deterministic}
-    return lambda q, k, v: attention(q, k, v, enable_gqa=True, **options)
+    if deterministic:
+        return partial(two_sweeps, is_causal=is_causal, enable_gqa=True)
+    return partial(one_sweep, is_causal=is_causal)
 
 
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
@@ -923,7 +955,7 @@ lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 k
 dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
 weight = (do, dlse)
 inputs = [x.requires_grad_() for x in (q, k, v)]
-results = torch.autograd.grad(attention(*inputs, return_lse=True), inputs, weight)
+results = torch.autograd.grad(two_sweeps(*inputs, return_lse=True), inputs, weight)
 s = q @ k.mT * 32**-0.5
 dense = (s.softmax(-1) @ v, s.logsumexp(-1))
 theirs = torch.autograd.grad(dense, inputs, weight)
@@ -992,51 +1024,16 @@ lab.read(
 
 
 # Measuring
-def points(*lengths, head_dims=(64, 128)):
-    return [
-        {
-            "seqlen": seqlen,
-            "batch": 16384 // seqlen,
-            "heads": 2048 // head_dim,
-            "head_dim": head_dim,
-            "mask": mask,
-            "part": part,
-        }
-        for head_dim in head_dims
-        for mask, part in (("full", 1.0), ("causal", 0.5))
-        for seqlen in lengths
-    ]
+def inputs_of(batch, heads, seqlen, head_dim, dtype):
+    q, k, v = draw(batch, heads, seqlen, head_dim, dtype)
+    return tuple(x.requires_grad_() for x in (q, k, v)), torch.randn_like(q)
 
 
-WORK = "2.5 * 4 * batch * heads * seqlen * seqlen * head_dim * part"
-LIMIT = "2 * 8192 * 8192 * 8192"
-
-
-def matmul():
-    a, b = torch.randn(
-        2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16
-    ).unbind()
-    return lambda: a @ b
-
-
-def inputs_of(batch, heads, seqlen, head_dim):
-    shape = (4, batch, heads, seqlen, head_dim)
-    q, k, v, do = torch.randn(
-        shape, device=runtime.DEVICE, dtype=torch.bfloat16
-    ).unbind()
-    return [x.requires_grad_() for x in (q, k, v)], do
-
-
-def backward_of(run, inputs, do):
-    if isinstance(run, lab.Absent):
-        return run
-    out = run()
-    return lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
-
-
-def tried(run, inputs, do):
-    torch.autograd.grad(run(), inputs, do)  # a library may refuse here, too
-    return run
+def versions(inputs, do, is_causal):
+    return {
+        name: timed(ours(is_causal, deterministic), inputs, do)
+        for name, deterministic in MODES.items()
+    }
 
 
 def all_tiles(q, k, v, do, is_causal):
@@ -1053,23 +1050,20 @@ def in_tiles(q, k, v, do, is_causal):
     return lambda: tiled.tiled_backward(q, k, v, out, lse, do, **options)
 
 
-def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
+def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     is_causal = mask == "causal"
-    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim, dtype)
     compiled = torch.compile(standard_attention)
-    runs = {
-        "standard attention": lambda: standard_attention(*inputs, is_causal),
-        "torch.compile": lambda: compiled(*inputs, is_causal),
-    }
-    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
-    runs |= {
+    return {
+        "matmul": matmul(),
+        "standard attention": timed(
+            partial(standard_attention, is_causal=is_causal), inputs, do
+        ),
+        "torch.compile": timed(partial(compiled, is_causal=is_causal), inputs, do),
         "tiled PyTorch": in_tiles(*inputs, do, is_causal),
         "all tiles": all_tiles(*inputs, do, is_causal),
+        **versions(inputs, do, is_causal),
     }
-    for name, deterministic in MODES.items():
-        run = ours(is_causal, deterministic)
-        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
-    return {"matmul": matmul()} | runs
 
 
 # %%
@@ -1078,13 +1072,7 @@ MODES = {"Kernel Book": True, "Kernel Book, one sweep": False}
 RUNGS = ["standard attention", "torch.compile", "tiled PyTorch"]
 RUNGS += ["Kernel Book, one sweep", "all tiles", "Kernel Book"]
 ladder = lab.bench(
-    "ladder",
-    points(4096, head_dims=(128,)),
-    ladder_providers,
-    limit="matmul",
-    work=WORK,
-    limit_work=LIMIT,
-    unit="TFLOP/s",
+    "ladder", points([4096], head_dims=(128,)), ladder_providers, **BACKWARD
 )
 lab.ladder(
     ladder,
@@ -1136,85 +1124,19 @@ lab.read(
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
 # FlexAttention, and version 4 of FlashAttention where it is installed.
 
+
 # Measuring
-import torch._functorch.config
-from torch.nn.attention import SDPBackend
-
-# Compiled code must keep its buffers, because its backward pass will run many times.
-torch._functorch.config.donated_buffer = False
-
-
-def sdpa(backend, inputs, do, is_causal):
-    def use(module):
-        def run():
-            with module.sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
-
-        return tried(run, inputs, do)
-
-    return lab.peer("torch.nn.attention", use)
-
-
-def flex(inputs, do, is_causal):
-    def use(module):
-        mask, n = None, inputs[0].shape[2]
-        if is_causal:
-            mask = module.create_block_mask(
-                lambda b, h, i, j: i >= j, None, None, n, n, device=runtime.DEVICE
-            )
-        compiled = torch.compile(module.flex_attention, dynamic=False)
-        return tried(lambda: compiled(*inputs, block_mask=mask), inputs, do)
-
-    return lab.peer("torch.nn.attention.flex_attention", use)
-
-
-def flash(inputs, do, is_causal, **options):
-    q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    do = do.transpose(1, 2).contiguous()
-
-    def use(module):
-        known = inspect.signature(module.flash_attn_func).parameters
-        if options.keys() - known.keys():
-            raise RuntimeError(f"this version has no {', '.join(options)}")
-
-        def run():
-            out = module.flash_attn_func(*inputs, causal=is_causal, **options)
-            return out[0] if isinstance(out, tuple) else out
-
-        return tried(run, inputs, do)
-
-    return backward_of(lab.peer("flash_attn.cute.interface", use), inputs, do)
-
-
-def providers(seqlen, batch, heads, head_dim, mask, part):
+def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     is_causal = mask == "causal"
-    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
-    runs = {
-        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, inputs, do, is_causal),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, inputs, do, is_causal),
-        "FlexAttention": flex(inputs, do, is_causal),
-    }
-    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
-    runs |= {"FlashAttention": flash(inputs, do, is_causal)}
-    for name, deterministic in MODES.items():
-        run = ours(is_causal, deterministic)
-        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
-    return {"matmul": matmul()} | runs
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim, dtype)
+    others = libraries(inputs, is_causal, do)
+    return {"matmul": matmul()} | others | versions(inputs, do, is_causal)
 
 
 # %%
 
 LENGTHS = (1024, 4096, 16384)
-backward = lab.bench(
-    "backward",
-    points(*LENGTHS),
-    providers,
-    limit="matmul",
-    work=WORK,
-    limit_work=LIMIT,
-    unit="TFLOP/s",
-)
+backward = lab.bench("backward", points([*LENGTHS]), providers, **BACKWARD)
 lab.plot(
     backward,
     "Backward, head_dim 128, full, bfloat16",
@@ -1249,11 +1171,18 @@ lab.plot(
 
 # %%
 
-PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
+
+def measured_at(*lengths, head_dims=(64, 128)):
+    found = points([*lengths], head_dims)
+    return [
+        {key: point[key] for key in ("seqlen", "head_dim", "mask")} for point in found
+    ]
+
+
 speeds = []
-for point in points(16384, head_dims=(128, 64)):
-    rates = {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
-    known = [name for name in PEERS if rates[name] == rates[name]]
+for point in measured_at(16384, head_dims=(128, 64)):
+    rates = {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
+    known = [name for name in LIBRARIES if rates[name] == rates[name]]
     peer = max(known, key=rates.get, default="none")
     row = {"head_dim": point["head_dim"], "mask": point["mask"]}
     row |= {"two sweeps": rates["Kernel Book"]}
@@ -1264,21 +1193,23 @@ lab.table(speeds, "TFLOP/s at 16,384 tokens")
 # %%
 
 # Reading
-everywhere = points(*LENGTHS)
+everywhere = measured_at(*LENGTHS)
 rates = [
-    {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
+    {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
     for point in everywhere
 ]
 faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
 beaten = {
-    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in PEERS
+    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in LIBRARIES
 }
 ratios = [  # of the fastest library to us
-    max((rate[name] for name in PEERS if rate[name] == rate[name]), default=nan)
+    max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
     for rate in rates
 ]
-measured = [name for name in PEERS if all(rate[name] == rate[name] for rate in rates)]
+measured = [
+    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
+]
 best = max(
     (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
@@ -1312,13 +1243,13 @@ lab.read(
 score = {  # microseconds for a million scores of a head
     point["head_dim"]: 1e9
     * backward.milliseconds_at("Kernel Book", **point)
-    / (point["heads"] * point["seqlen"] ** 2)
-    for point in points(16384)
+    / (2048 / point["head_dim"] * point["seqlen"] ** 2)
+    for point in measured_at(16384)
     if point["mask"] == "full"
 }
 rest = 2 * score[64] - score[128]
 in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
-limit = backward.rate("matmul", **points(16384, head_dims=(128,))[0])
+limit = backward.rate("matmul", **measured_at(16384, head_dims=(128,))[0])
 lab.read(
     f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
     f"a product, two conversions. At head_dim 64 a score takes half as many operations in matmuls "
@@ -1437,10 +1368,9 @@ FIXED = "FlashAttention, deterministic"
 
 def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
     sizes = {"seqlen": seqlen, "batch": batch, "heads": heads, "head_dim": head_dim}
-    runs = providers(**sizes, mask="causal", part=0.5)
-    runs[FIXED] = flash(
-        *inputs_of(batch, heads, seqlen, head_dim), True, deterministic=True
-    )
+    sizes["dtype"] = torch.bfloat16
+    runs = providers(**sizes, mask="causal", causal=0.5)
+    runs[FIXED] = flash(*inputs_of(**sizes), causal=True, deterministic=True)
     flops = 2.5 * 4 * batch * heads * seqlen**2 * head_dim * 0.5
     rows = []
     for name, run in runs.items():
@@ -1465,7 +1395,7 @@ others
 # Reading
 unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
-peer = max((name for name in PEERS if name in speed), key=speed.get, default="none")
+peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
 said = (
     f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
@@ -1505,7 +1435,7 @@ for head_dim in (64, 128):
     if not runtime.INTERPRETED:
         like = torch.empty(1, 1, 1, head_dim, device=runtime.DEVICE).bfloat16()
         tile = tuned.backward_config("all", like)
-    point = points(16384, head_dims=(head_dim,))[0]
+    point = measured_at(16384, head_dims=(head_dim,))[0]
     gigabytes = 4 * 2048 * 16384 * (16384 // tile.block_n) / 1e9
     took = backward.milliseconds_at("Kernel Book, one sweep", **point)
     added[head_dim] = gigabytes / took
@@ -1977,7 +1907,7 @@ lab.table(
 
 # Closing
 reached = {
-    name: [backward.share(name, **point) for point in points(*LENGTHS)]
+    name: [backward.share(name, **point) for point in measured_at(*LENGTHS)]
     for name in MODES
 }
 lab.finish(
