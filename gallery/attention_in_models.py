@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import attention, attention_varlen, lab, runtime
+from kernelbook.lab.attention_bench import flash, flex, library, sdpa, timed
 from kernelbook.ops.attention import decoding, forward, scope, tuned, varlen
 
 lab.start("attention_in_models", "kernelbook.ops.attention")
@@ -258,83 +259,35 @@ lab.read(
 # </chapters/attention_hopper>`, written in :term:`Gluon`, Triton's lower language.
 
 # Measuring
-import torch._functorch.config
-
-# Compiled code must keep its buffers, because its backward pass will run many times.
-torch._functorch.config.donated_buffer = False
 BF16 = torch.bfloat16
 PASSES = {"forward": 4, "backward": 10}  # FLOPs for each score and number of a head
 
 
 def inputs_of(passes, *shapes):
-    """Random q, k, v and the gradient of the output, which is None where it is not needed."""
+    """Random q, k and v, and the gradient of the output, which is None where it is not needed."""
     q, k, v = (torch.randn(s, device=runtime.DEVICE, dtype=BF16) for s in shapes)
     if passes == "forward":
         return (q, k, v), None
     return tuple(x.requires_grad_() for x in (q, k, v)), torch.randn_like(q)
 
 
-def timed(run, inputs, do):
-    """A function to time: the forward pass, or the backward pass alone."""
-    if do is None:
-        return partial(run, *inputs)
-    out = first(run(*inputs))
-    return partial(torch.autograd.grad, out, inputs, do, retain_graph=True)
-
-
-def first(found):
-    return found[0] if isinstance(found, tuple) else found
-
-
-def peer(module, prepare, inputs, do):
-    """A library's function, which ``prepare`` gets ready, or why it cannot be timed."""
-    return lab.peer(module, lambda library: timed(prepare(library), inputs, do))
-
-
-def lengths_first(inputs, do):
-    """FlashAttention wants (batch, seqlen, heads, head_dim)."""
-    moved = tuple(x.detach().transpose(1, 2).contiguous() for x in inputs)
-    if do is None:
-        return moved, None
-    return tuple(x.requires_grad_() for x in moved), do.transpose(1, 2).contiguous()
-
-
-def flex_with(rule, n_queries, n_keys):
-    """FlexAttention, compiled for a rule that says which pairs are seen."""
-
-    def prepare(library):
-        sizes = (None, None, n_queries, n_keys)
-        mask = library.create_block_mask(rule, *sizes, device=runtime.DEVICE)
-        return partial(
-            torch.compile(library.flex_attention, dynamic=False), block_mask=mask
-        )
-
-    return prepare
-
-
-# %%
-
-
-# Measuring
 def window_providers(left, passes, factor, pairs, seqlen, heads, head_dim, dtype):
     inputs, do = inputs_of(passes, *[(1, heads, seqlen, head_dim)] * 3)
 
-    def masked(library):
+    def masked(functional):
         seen = sees(seqlen, seqlen, left, 0)
-        return partial(library.scaled_dot_product_attention, attn_mask=seen)
+        return partial(functional.scaled_dot_product_attention, attn_mask=seen)
 
-    def flash(library):
-        return partial(library.flash_attn_func, causal=True, window_size=(left, 0))
+    def within(b, h, i, j):
+        return (i >= j) & (i - j <= left)
 
-    rule = flex_with(lambda b, h, i, j: (i >= j) & (i - j <= left), seqlen, seqlen)
-    moved = lengths_first(inputs, do)
     causal = partial(attention, is_causal=True)
     windowed = partial(causal, window=(left, 0))
     return {
         "full causal": timed(partial(causal, backend="triton"), inputs, do),
-        "SDPA, mask": peer("torch.nn.functional", masked, inputs, do),
-        "FlexAttention": peer("torch.nn.attention.flex_attention", rule, inputs, do),
-        "FlashAttention": peer("flash_attn.cute.interface", flash, *moved),
+        "SDPA, mask": library("torch.nn.functional", masked, inputs, do),
+        "FlexAttention": flex(inputs, do, within),
+        "FlashAttention": flash(inputs, do, causal=True, window_size=(left, 0)),
         "plain Triton": timed(partial(windowed, backend="triton"), inputs, do),
         "Kernel Book": timed(windowed, inputs, do),
     }
@@ -487,7 +440,7 @@ dense = [
     windows.milliseconds_at("SDPA, mask", left=left, passes="forward") for left in LEFTS
 ]
 chosen = windows.milliseconds_at("Kernel Book", left=middle, passes="forward")
-flash = [slowdown("FlashAttention", middle, passes) for passes in PASSES]
+theirs = [slowdown("FlashAttention", middle, passes) for passes in PASSES]
 by_attention = slowdown("Kernel Book", middle, "forward")
 lab.read(
     f"A mask as a table saves nothing: SDPA takes at least {min(dense):.1f} ms forward for every "
@@ -498,7 +451,7 @@ lab.read(
         if abs(chosen / took[middle] - 1) > 0.03
         else "`attention` itself takes as long as this kernel. "
     )
-    + of_flash(*flash, windows.skipped.get("FlashAttention", ""))
+    + of_flash(*theirs, windows.skipped.get("FlashAttention", ""))
 )
 
 # %%
@@ -618,30 +571,30 @@ def packed_providers(
     def same_document(b, h, i, j):
         return (document[i] == document[j]) & (i >= j)
 
-    def pytorch(library):
-        known = inspect.signature(library.varlen_attn).parameters
+    def pytorch(module):
+        known = inspect.signature(module.varlen_attn).parameters
         causal = {"window_size": (-1, 0)} if "window_size" in known else {}
         causal = causal or {"is_causal": True}
-        return lambda q, k, v: library.varlen_attn(q, k, v, *where, **causal)
+        return lambda q, k, v: module.varlen_attn(q, k, v, *where, **causal)
 
-    def flash(library):
+    def packed_flash(interface):
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        known = inspect.signature(library.flash_attn_varlen_func).parameters
+        known = inspect.signature(interface.flash_attn_varlen_func).parameters
         options = {n: x for n, x in zip(names, where, strict=True) if n in known}
-        return partial(library.flash_attn_varlen_func, causal=True, **options)
+        return partial(interface.flash_attn_varlen_func, causal=True, **options)
 
     def ours(q, k, v):
         return attention_varlen(q, k, v, *where, is_causal=True)
 
-    flex = flex_with(same_document, tokens, tokens)
+    causal = partial(attention, is_causal=True)
     return {
-        "full batch": timed(
-            partial(attention, is_causal=True, backend="triton"), *padded
+        "full batch": timed(partial(causal, backend="triton"), *padded),
+        "padded": timed(causal, *padded),
+        "FlexAttention": flex(*flexible, same_document),
+        "varlen_attn": library("torch.nn.attention.varlen", pytorch, inputs, do),
+        "FlashAttention": library(
+            "flash_attn.cute.interface", packed_flash, inputs, do
         ),
-        "padded": timed(partial(attention, is_causal=True), *padded),
-        "FlexAttention": peer("torch.nn.attention.flex_attention", flex, *flexible),
-        "varlen_attn": peer("torch.nn.attention.varlen", pytorch, inputs, do),
-        "FlashAttention": peer("flash_attn.cute.interface", flash, inputs, do),
         "Kernel Book": timed(ours, inputs, do),
     }
 
@@ -919,46 +872,23 @@ lab.read(
 
 # %%
 
+
 # Measuring
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-
 def decode_providers(**sizes):
     q, kv = cache(**sizes)
-    shared = {"enable_gqa": sizes["heads"] != sizes["heads_k"]}
-
-    def sdpa(backend):
-        def run(q, k, v):
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, **shared)
-
-        return peer("torch.nn.attention", lambda _: run, (q, *kv), None)
-
-    def flex(library):
-        compiled = torch.compile(library.flex_attention, dynamic=False)
-        return partial(compiled, **shared)
-
-    def flash(splits):
-        def prepare(library):
-            return partial(library.flash_attn_func, **splits)
-
-        moved = lengths_first((q, *kv), None)
-        return peer("flash_attn.cute.interface", prepare, *moved)
-
-    choosing = flash({"num_splits": 0})  # 0: as many parts as it likes
+    inputs, shared = (q, *kv), {"enable_gqa": sizes["heads"] != sizes["heads_k"]}
+    choosing = flash(inputs, num_splits=0)  # 0: as many parts as it likes
     refused = isinstance(choosing, lab.Absent)
     return {
         "copy": partial(torch.empty_like(kv).copy_, kv),
-        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "FlexAttention": peer(
-            "torch.nn.attention.flex_attention", flex, (q, *kv), None
-        ),
-        "FlashAttention": flash({}) if refused else choosing,
+        "SDPA flash": sdpa("FLASH_ATTENTION", inputs, **shared),
+        "SDPA cuDNN": sdpa("CUDNN_ATTENTION", inputs, **shared),
+        "FlexAttention": flex(inputs, **shared),
+        "FlashAttention": flash(inputs) if refused else choosing,
         "one part": partial(
-            decoding.attention_decode, q, *kv, False, q.shape[-1] ** -0.5, 1
+            decoding.attention_decode, *inputs, False, q.shape[-1] ** -0.5, 1
         ),
-        "Kernel Book": partial(attention, q, *kv, **shared),
+        "Kernel Book": partial(attention, *inputs, **shared),
     }
 
 
@@ -1122,31 +1052,31 @@ COURSE = (1, 16, 16384, 64)
 def course_steps(q, k, v):
     """For each version forward and backward, or why there is none."""
     seen = sees(q.shape[2], q.shape[2], q.shape[2], 0)
-    compiled = torch.compile(standard_attention)
+    causal = {"is_causal": True}
 
     def step(run, *inputs, **options):
-        return lambda: first(run(*inputs, **options)).sum().backward()
+        def both():
+            found = run(*inputs, **options)
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
 
-    def sdpa(backend):
-        def run():
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return both
 
-        return lab.peer("torch.nn.attention", lambda _: step(run))
+    def by_sdpa(backend):
+        run = sdpa(backend, (q, k, v), **causal)
+        return run if isinstance(run, lab.Absent) else lab.tried(step(run))
 
-    def flash(library):
+    def by_flash(interface):
         moved = (x.transpose(1, 2) for x in (q, k, v))
-        return step(library.flash_attn_func, *moved, causal=True)
+        return step(interface.flash_attn_func, *moved, causal=True)
 
-    plain = {"is_causal": True, "backend": "triton"}
     return {
         "PyTorch": step(standard_attention, q, k, v, seen),
-        "torch.compile": step(compiled, q, k, v, seen),
-        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "FlashAttention": lab.peer("flash_attn.cute.interface", flash),
-        "plain Triton": step(attention, q, k, v, **plain),
-        "Kernel Book": step(attention, q, k, v, is_causal=True),
+        "torch.compile": step(torch.compile(standard_attention), q, k, v, seen),
+        "SDPA flash": by_sdpa("FLASH_ATTENTION"),
+        "SDPA cuDNN": by_sdpa("CUDNN_ATTENTION"),
+        "FlashAttention": lab.peer("flash_attn.cute.interface", by_flash),
+        "plain Triton": step(attention, q, k, v, backend="triton", **causal),
+        "Kernel Book": step(attention, q, k, v, **causal),
     }
 
 
