@@ -1401,7 +1401,8 @@ lab.source(hopper.consume, "next")
 # able to compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128. And
 # it must have been measured to be the faster one for this head_dim, mask and number of keys.
 # ``forward_choice`` decides both without looking at a tensor, so we can ask it about GPUs that are
-# not here. Decoding, packed sequences, FP8 and all gradients are always plain Triton.
+# not here. Decoding and packed sequences are always plain Triton; for gradients and for operands in
+# FP8 the package chooses in the same way, by measurements of their own.
 
 
 # Measuring
