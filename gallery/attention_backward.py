@@ -236,14 +236,10 @@ def growth(version):
 
 
 lab.read(
-    f"At 16,384 tokens standard attention keeps "
-    f"{mib(16384, 'standard attention', 'kept'):,.0f} MiB, {growth('standard attention'):.1f} "
-    f"times as much as at a quarter of the length. Our kernel keeps "
-    f"{mib(16384, 'two sweeps', 'kept'):,.0f} MiB (`out` and `lse`), {growth('two sweeps'):.1f} "
-    f"times as much. Its backward pass allocates another "
-    f"{mib(16384, 'two sweeps', 'peak in backward'):,.0f} MiB in two sweeps, and "
-    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep, which sums `dq` in "
-    f"float32."
+    f"What standard attention keeps is {growth('standard attention'):.1f} times as much as at a "
+    f"quarter of the length, and what our kernel keeps, `out` and `lse`, "
+    f"{growth('two sweeps'):.1f} times. One sweep allocates more in its backward pass, because it "
+    f"sums `dq` in float32."
 )
 
 # %%
@@ -664,10 +660,9 @@ ways
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.read(
-    f"The kernel that starts with Sᵀ contains {direct.get('stmatrix', nan):.0f} `stmatrix`. The "
-    f"one that transposes `P` contains {detour.get('stmatrix', nan):.0f}, needs "
-    f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB more of shared "
-    f"memory, and takes {slower:.2f} times as long."
+    f"The kernel that transposes `P` contains "
+    f"{detour.get('stmatrix', nan) - direct.get('stmatrix', nan):.0f} more `stmatrix`, needs more "
+    f"shared memory, and takes {slower:.2f} times as long."
 )
 
 # %%
@@ -1096,11 +1091,9 @@ lab.read(
     f"Standard attention and the tiles of plain PyTorch reach at most "
     f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
     f"because every score goes through memory several times. "
-    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
-    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
-    f"take {skipping:.2f} times as long. One sweep reaches "
-    f"{share['Kernel Book, one sweep', 'full']:.0f} and "
-    f"{share['Kernel Book, one sweep', 'causal']:.0f} %."
+    f"Two sweeps, *Kernel Book* in the figures, reach {share['Kernel Book', 'full']:.0f} % of a "
+    f"matmul without a mask and {share['Kernel Book', 'causal']:.0f} % with a causal mask, where "
+    f"visiting all tiles would take {skipping:.2f} times as long."
 )
 
 # %%
@@ -1111,12 +1104,12 @@ full, causal = (
     for mask in ("full", "causal")
 )
 lab.read(
-    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
-    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
-    f"pass takes four matmuls and is credited with five. Its four "
-    f"matmuls run at {4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
+    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'}, "
+    f"{'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
+    f"pass takes four matmuls and is credited with five. These four run at "
+    f"{4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
     f"sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
-    f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
+    f"{'behind' if causal[0] < causal[1] else 'ahead'}, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
 
@@ -1221,13 +1214,14 @@ elif executed > 0.95 * first["library"]:
     meaning = "so what puts them behind is the extra work, and not the rate"
 else:
     meaning = "so they execute more, at a lower rate"
-counted = ", ".join(f"{name} at {beaten[name] or 'none'}" for name in measured)
+beaten = [name for name in measured if beaten[name] == len(everywhere)]
+slower = f", and everywhere faster than {' and '.join(beaten)}" if beaten else ""
 lab.read(
-    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
-    f"than {counted}. The fastest library is up to {max(ratios):.2f} times as "
-    f"fast as two sweeps; seven matmuls instead of five explain 7 / 5 = 1.4. Two sweeps "
-    f"reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
-    f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls run at "
+    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} "
+    f"points{slower}. They reach "
+    f"{100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. The fastest "
+    f"library is up to {max(ratios):.2f} times as fast, of which seven matmuls instead of five "
+    f"explain 7 / 5 = 1.4: at head_dim {first['head_dim']}, {first['mask']}, the seven run at "
     f"{executed:.0f} TFLOP/s, while {first['fastest library']} reaches {first['library']:.0f} for "
     f"the five that are counted, {meaning}."
     + (
@@ -1551,18 +1545,17 @@ fits = {
 }
 once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
 small, _ = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), (nan, nan))
-twice, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
+_, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
 relative_speed = {
     row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
     for row in speeds
     if row["mask"] == "full"
 }
 lab.read(
-    f"Each box is one program. At head_dim 128 an SM has room for {once:.0f} "
-    f"program{'s' * (once != 1)} of one sweep, in which {spilt:.0f} values spill, and for "
-    f"{twice:.0f} of the first of two sweeps, in which {none or 'none'} spill. There one sweep "
-    f"reaches {relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} "
-    f"programs of one sweep fit, it reaches {relative_speed[64]:.0f} %."
+    f"Each box is one program. At head_dim 128, where {once:.0f} of one sweep "
+    f"{'fits' if once == 1 else 'fit'} and {spilt:.0f} of its values spill, one sweep reaches "
+    f"{relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} fit, it "
+    f"reaches {relative_speed[64]:.0f} %. In the first of two sweeps {none or 'none'} spill."
 )
 
 # %%

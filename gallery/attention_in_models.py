@@ -98,8 +98,7 @@ lab.table(rows, "Scores of one head, and programs of all heads")
 
 # %%
 # The first two compute too much. The last one has the opposite problem: nothing is wasted, but 16
-# programs cannot fill a GPU with more than a hundred :term:`SMs <SM>`. We take them one by one, and
-# then time attention in a training step.
+# programs cannot fill a GPU with more than a hundred :term:`SMs <SM>`.
 
 # %%
 # Sliding windows
@@ -253,10 +252,10 @@ lab.read(
 # The yardstick is the causal kernel without a window: a window that leaves a tenth of the scores
 # should take a tenth of its time. The figure shows the speed per visible score in percent of that
 # kernel's, for 16,384 tokens, 16 heads of head_dim 128 and bfloat16, forward. SDPA, PyTorch's
-# ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and FlashAttention are
-# told the window and skip tiles. *Plain Triton* is the kernel of this page, and *Kernel Book* is
-# whatever ``attention`` runs. On a Hopper GPU that may be :doc:`another kernel
-# </chapters/attention_hopper>`, written in :term:`Gluon`, Triton's lower language.
+# ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and FlashAttention skip
+# tiles. *Plain Triton* is the kernel of this page, and *Kernel Book* is whatever ``attention``
+# runs: on a Hopper GPU it may be :doc:`another kernel </chapters/attention_hopper>`, forward and
+# backward, in :term:`Gluon`, Triton's lower language.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -386,11 +385,9 @@ over = [
 lab.read(
     f"With `left` = {middle:,} the kernel computes {masked:.2f} times the scores that are visible. "
     f"What a program does once takes as long as {max(fixed, 0):.1f} tiles, which adds "
-    f"{100 * (once - 1):.0f} % to the {n_middle} tiles of this window, and is hardly visible "
-    f"beside the {TOKENS // CONFIG.block_n // 2} of an average program without one. Together the "
-    f"two predict that the window takes {masked * once:.2f} times as long as its visible scores "
-    f"would take without one, and we measure {ahead:.2f} times. The backward pass takes "
-    f"{back:.2f} times as long. "
+    f"{100 * (once - 1):.0f} % to the {n_middle} tiles of this window. Together the two predict "
+    f"that it takes {masked * once:.2f} times as long as its visible scores would without a "
+    f"window. We measure {ahead:.2f} times forward, and {back:.2f} backward. "
     + (
         f"**We aim at no more than {AIM} times in both directions, and miss it at `left` = "
         f"{' and '.join(over)}.**"
@@ -409,37 +406,34 @@ def why(reason):
     return missing if "ImportError" in reason else reason
 
 
-def of_flash(forward, backward, reason):
-    """What FlashAttention does, where it is ahead, and which direction it refuses, if it does."""
-    told = [
-        f"{time:.2f} times {passes}"
-        for time, passes in ((forward, "forward"), (backward, "backward"))
-        if time == time
-    ]
-    text = f"FlashAttention takes {' and '.join(told)}. " if told else ""
-    leads = []
+def of_flash(reason):
+    """Where FlashAttention is ahead, and which direction it refuses, if it does."""
+    leads, missing = [], []
     for passes in PASSES:
-        at = [
-            f"{left:,}"
+        by = {
+            left: [
+                slowdown(name, left, passes)
+                for name in ("FlashAttention", "Kernel Book")
+            ]
             for left in LEFTS
-            if 1.01 * slowdown("FlashAttention", left, passes)
-            < slowdown("Kernel Book", left, passes)
-        ]
+        }
+        at = [f"{left:,}" for left, (theirs, own) in by.items() if 1.01 * theirs < own]
         where = (
             f"`left` = {' and '.join(at)}" if len(at) < len(LEFTS) else "every window"
         )
         leads += [f"{passes} at {where}"] if at else []
-    text += f"It is ahead of us {' and '.join(leads)}. " if leads else ""
-    if len(told) < len(PASSES) and reason:
-        missing = "it" if not told else "backward" if forward == forward else "forward"
-        text += f"{missing.capitalize()} was not timed: {why(reason)}. "
-    return text.replace("It was", "FlashAttention was")
+        missing += (
+            [passes] if any(theirs != theirs for theirs, _ in by.values()) else []
+        )
+    text = f"FlashAttention is ahead of us {' and '.join(leads)}. " if leads else ""
+    if missing and reason:
+        text += f"FlashAttention was not timed {' and '.join(missing)}: {why(reason)}. "
+    return text
 
 
 dense = [
     windows.milliseconds_at("SDPA, mask", left=left, passes="forward") for left in LEFTS
 ]
-theirs = [slowdown("FlashAttention", middle, passes) for passes in PASSES]
 by_attention = {passes: slowdown("Kernel Book", middle, passes) for passes in PASSES}
 in_gluon = [
     passes
@@ -456,7 +450,7 @@ lab.read(
         if in_gluon
         else "`attention` itself takes as long as this kernel. "
     )
-    + of_flash(*theirs, windows.skipped.get("FlashAttention", ""))
+    + of_flash(windows.skipped.get("FlashAttention", ""))
 )
 
 # %%
@@ -479,8 +473,7 @@ lab.read(
 real, box = sum(LENGTHS), SEQUENCES * LONGEST
 used_padded = used / (SEQUENCES * pairs(LONGEST, LONGEST))
 lab.read(
-    f"We use {SEQUENCES} sequences of lengths drawn evenly from {SHORTEST} to {LONGEST:,}, which "
-    f"have {real:,} tokens. Padded to {LONGEST:,} they would have {box:,}, so "
+    f"Of our {SEQUENCES} sequences, with lengths drawn evenly from {SHORTEST} to {LONGEST:,}, "
     f"{100 * (1 - real / box):.0f} % of the memory would be padding. Because attention grows with "
     f"the square, the loss in work is larger: only {100 * used_padded:.0f} % of the causal scores "
     f"belong to real tokens."
@@ -553,11 +546,11 @@ lab.read(
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The packed kernel is a variant of the plain one. So the limit is the plain kernel on a *full
-# batch*, in which every sequence is as long as the longest: a packed batch that lost nothing would
-# do its useful work at the same speed. All bars count useful scores only. *Padded* is ``attention``
-# on the padded batch. FlexAttention is told which document each token belongs to, and
-# ``varlen_attn`` is PyTorch's own function for packed sequences.
+# The packed kernel is a variant of the plain one, in both passes. So the limit is the plain kernel
+# on a *full batch*, in which every sequence is as long as the longest. Bars count useful scores
+# only. *Padded* is ``attention`` on the padded batch, with whatever kernels it chooses.
+# FlexAttention is told which document each token belongs to, and ``varlen_attn`` is PyTorch's own
+# function for packed sequences.
 
 # Measuring
 OFFSETS = torch.tensor([0, *LENGTHS], device=runtime.DEVICE).cumsum(0).int()
@@ -848,9 +841,8 @@ lab.plot(by_parts, "One query, 131,072 keys, by the number of parts")
 rates = {n: by_parts.rate("Kernel Book", parts=n) for n in PARTS}
 best = max(PARTS, key=lambda n: rates[n])
 lab.read(
-    f"With one part, 16 programs read {rates[1]:,.0f} GB/s. With {best} parts, {16 * best:,} "
-    f"programs read {rates[best]:,.0f} GB/s, {rates[best] / rates[1]:.1f} times as much and "
-    f"{percent(by_parts, 'Kernel Book', parts=best)} of the copy. "
+    f"With {best} parts, {16 * best:,} programs read {rates[best] / rates[1]:.1f} times as fast as "
+    f"16 programs with one, and at {percent(by_parts, 'Kernel Book', parts=best)} of the copy. "
     + (
         "A kernel that hardly writes may exceed a copy, because memory loses time when it turns "
         "from reading to writing. "
@@ -858,8 +850,7 @@ lab.read(
         else ""
     )
     + (
-        f"With {PARTS[-1]} parts it is {rates[PARTS[-1]]:,.0f} GB/s, because each part leaves a "
-        "result to merge."
+        "More parts are slower, because each part leaves a result to merge."
         if best < PARTS[-1]
         else ""
     )
@@ -1023,16 +1014,10 @@ of_lost, beyond, starts = (
 )
 lab.read(
     (
-        f"With {of_lost} it takes {beyond} µs longer than reading at the copy's speed would. The "
-        f"same launches take {starts} µs where each part has a single tile of keys, so that there "
-        "is next to nothing to read. "
-        + (
-            "So most of what is lost is the time that two kernels take to start, to merge and to "
-            "end."
-            if mostly_starts
-            else "So the start, the merge and the end of two kernels are a part of what is lost, "
-            "and not all of it."
-        )
+        f"With {of_lost} it takes {beyond} µs longer than reading at the copy's speed would. "
+        + ("Most" if mostly_starts else "A part, and not all,")
+        + f" of that is the time that two kernels take to start, to merge and to end: {starts} µs "
+        "for the same launches with next to nothing to read."
     )
     if lost
     else "Nothing is lost against the copy, whatever the number of keys."
@@ -1189,17 +1174,13 @@ slower = [
     )
     if name in times
 ]
-quicker = [
-    f"{name} with {t:.2f} ms"
-    for name, t in times.items()
-    if t < own and name != "plain Triton"
-]
+quicker = [name for name, t in times.items() if t < own and name != "plain Triton"]
 lab.read(
     f"`attention` takes {own:.2f} ms, "
     + (
         f"and {plain:.2f} ms where it is told to run the plain kernels. "
         if abs(plain / own - 1) > 0.02
-        else "and the plain kernels as long, because it chooses them for this head_dim and mask. "
+        else "and the plain kernels take as long. "
     )
     + (f"The formula takes {' and '.join(slower)}. " if slower else "")
     + f"Faster than ours: {' and '.join(quicker) or 'none of the versions that ran'}."
