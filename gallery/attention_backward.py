@@ -121,9 +121,9 @@ lab.read(
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
 # what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
 # that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
-# are the two versions of the kernel that this chapter builds in plain Triton. ``attention`` runs
-# the first, unless the GPU is a Hopper and a kernel of another kind is faster there;
-# ``backend="triton"`` always asks for the first.
+# are the two versions that this chapter builds in plain Triton. ``attention`` runs the first, but
+# where a kernel for Hopper was measured to be faster. ``backend="triton"`` always asks for the
+# first, and with ``deterministic=False`` for the second.
 
 
 # Measuring
@@ -154,33 +154,7 @@ def memory_of(run, seqlen):
 
 # Measuring
 two_sweeps = partial(attention, backend="triton")
-
-
-class OneSweep(torch.autograd.Function):
-    """Attention in plain Triton, whose gradients take one sweep."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal):
-        scale, dtype = q.shape[-1] ** -0.5, q.dtype
-        q, k, v = (fit(runtime.readable(x)) for x in (q, k, v))
-        with runtime.launching_on(q):
-            out, lse = attention_forward(q, k, v, is_causal, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = is_causal, scale
-        return out.to(dtype)
-
-    @staticmethod
-    def backward(ctx, do):
-        of_rows = *ctx.saved_tensors, fit(runtime.readable(do))
-        with runtime.launching_on(do):
-            found = kernels.attention_backward(*of_rows, *ctx.options, False)
-        return *(dx.to(do.dtype) for dx in found), None
-
-
-def one_sweep(q, k, v, is_causal=False):
-    return OneSweep.apply(q, k, v, is_causal)
-
-
+one_sweep = partial(two_sweeps, deterministic=False)
 VERSIONS = {
     "standard attention": standard_attention,
     "two sweeps": two_sweeps,
@@ -861,9 +835,8 @@ def grouped(is_causal):
 
 
 def ours(is_causal, deterministic):
-    if deterministic:
-        return partial(two_sweeps, is_causal=is_causal, enable_gqa=True)
-    return partial(one_sweep, is_causal=is_causal)
+    run = two_sweeps if deterministic else one_sweep
+    return partial(run, is_causal=is_causal, enable_gqa=True)
 
 
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):

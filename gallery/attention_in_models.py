@@ -473,10 +473,10 @@ lab.read(
 real, box = sum(LENGTHS), SEQUENCES * LONGEST
 used_padded = used / (SEQUENCES * pairs(LONGEST, LONGEST))
 lab.read(
-    f"Of our {SEQUENCES} sequences, with lengths drawn evenly from {SHORTEST} to {LONGEST:,}, "
-    f"{100 * (1 - real / box):.0f} % of the memory would be padding. Because attention grows with "
-    f"the square, the loss in work is larger: only {100 * used_padded:.0f} % of the causal scores "
-    f"belong to real tokens."
+    f"The lengths of our {SEQUENCES} sequences are drawn evenly from {SHORTEST} to {LONGEST:,}. "
+    f"Padded, {100 * (1 - real / box):.0f} % of their memory would be padding. Because attention "
+    f"grows with the square, the loss in work is larger: only {100 * used_padded:.0f} % of the "
+    f"causal scores belong to real tokens."
 )
 
 # %%
