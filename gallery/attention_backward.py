@@ -112,8 +112,8 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and we measure every kernel of this chapter against a matmul. (What "
-    f"a kernel reads again can come from L2.)"
+    f"arithmetic is the limit, and a matmul the yardstick of this chapter. (What a kernel reads "
+    f"again can come from L2.)"
 )
 
 # %%
@@ -543,10 +543,10 @@ lab.sketch(
 )
 
 # %%
-# Blue elements are in the thread that needs them. Orange ones are in another thread, and have to
-# pass through shared memory. To test the claim, a kernel computes only ``dv``, both ways, and we
-# count ``stmatrix``, the instruction with which the threads of a :term:`warp` write their parts of
-# a matrix to shared memory, to be read back in another order.
+# Orange elements are in another thread than the one that needs them, and must pass through shared
+# memory. To test the claim, a kernel computes only ``dv``, both ways, and we count ``stmatrix``,
+# with which the threads of a :term:`warp` write their parts of a matrix there, to be read back in
+# another order.
 
 
 # Measuring
@@ -879,8 +879,8 @@ lab.check(
 )
 
 # %%
-# Awkward cases: few or many queries, so that the first of them see nothing, query heads that share
-# keys, a head_dim that is no power of two, and a gradient that repeats one row.
+# Awkward cases: few or many queries, heads that share keys, a head_dim that is no power of two, and
+# a gradient that repeats one row.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -971,12 +971,9 @@ repeated
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
 lab.read(
-    f"In two sweeps `dq` differs from the first run in "
-    f"{unlike.get('two sweeps', {}).get('dq', nan):.0f} of 99 runs. In one sweep it differs in "
-    f"{unlike.get('one sweep', {}).get('dq', nan):.0f} of 99, because the order of the atomic "
-    f"additions changes, but in at most "
-    f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
-    f"`dq` is rounded to bfloat16."
+    f"In two sweeps `dq` differs in {unlike.get('two sweeps', {}).get('dq', nan):.0f} runs, and in "
+    f"one sweep in {unlike.get('one sweep', {}).get('dq', nan):.0f}, because the order of the "
+    f"atomic additions changes, but only in few of its elements, because it is rounded to bfloat16."
 )
 
 # %%
@@ -986,9 +983,9 @@ lab.read(
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
 # five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
-# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
-# sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them. Only the backward pass is timed.
+# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. *Kernel Book* is two
+# sweeps in plain Triton, and "all tiles" the same with the causal flag ignored, as a kernel that
+# masks tiles instead of skipping them. Only the backward pass is timed.
 
 
 # Measuring
@@ -1064,14 +1061,14 @@ lab.read(
     f"Standard attention and the tiles of plain PyTorch reach at most "
     f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
     f"because every score goes through memory several times. "
-    f"Two sweeps, *Kernel Book* in the figures, reach {share['Kernel Book', 'full']:.0f} % of a "
+    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a "
     f"matmul without a mask and {share['Kernel Book', 'causal']:.0f} % with a causal mask, where "
     f"visiting all tiles would take {skipping:.2f} times as long."
 )
 
 # %%
 
-# Reading
+# Folded: Where torch.compile stands, and why
 full, causal = (
     (share["torch.compile", mask], share["Kernel Book", mask])
     for mask in ("full", "causal")
@@ -1088,7 +1085,7 @@ lab.read(
 
 # %%
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
-# FlexAttention, and version 4 of FlashAttention where it is installed.
+# FlexAttention, and FlashAttention 4.
 
 
 # Measuring
@@ -1380,7 +1377,7 @@ if FIXED in speed and "FlashAttention" in speed:
     )
     said += (
         f"{whose} deterministic mode {bits}; it has "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of its other mode "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of the other "
         + (
             f"and is still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
             f"sweeps, so the same bits need not cost a second sweep."
@@ -1525,7 +1522,7 @@ relative_speed = {
     if row["mask"] == "full"
 }
 lab.read(
-    f"Each box is one program. At head_dim 128, where {once:.0f} of one sweep "
+    f"Each box is one program. At head_dim 128, where {once:.0f} with one sweep "
     f"{'fits' if once == 1 else 'fit'} and {spilt:.0f} of its values spill, one sweep reaches "
     f"{relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} fit, it "
     f"reaches {relative_speed[64]:.0f} %. In the first of two sweeps {none or 'none'} spill."
@@ -1535,10 +1532,9 @@ lab.read(
 # This reason remains. In one sweep :math:`dS^\top` is transposed through
 # shared memory, ``dq`` passes through it on its way to the additions, and all warps run the same
 # code. While they wait for such a step, the matrix units have nothing to do, because at head_dim
-# 128 there is no room for a second program. FlashAttention-3
-# gives loads, matmuls and the additions to ``dq`` to different groups of warps, each with as many
-# registers as it needs, so they work at the same time. Triton's version of this, specialized warps,
-# gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds roles by hand.
+# 128 there is no room for a second program. FlashAttention-3 gives loads, matmuls and the additions
+# to ``dq`` to different groups of warps, each with as many registers as it needs, so they work at
+# the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
 #
 # A call also costs time on the host: see :doc:`/hardware`.
 

@@ -231,18 +231,14 @@ cases = (
     ((0, 0), False, 2 * TILE, 2 * TILE),
     ((TILE, None), True, TILE + 7, 4 * TILE - 1),
 )
-counts = []
 for window, is_causal, seqlen_q, seqlen_k in cases:
     left, right = window
     some, _ = kinds(sees(seqlen_q, seqlen_k, left, 0 if is_causal else right))
     loaded = poison(window, is_causal, seqlen_q, seqlen_k).cpu()
     assert torch.equal(loaded, some)
-    counts.append((int(loaded.sum()), loaded.numel()))
-*others, final = (f"{n} of {all_}" for n, all_ in counts)
 lab.read(
     f"They are, in all {len(cases)} cases that we try, which include windows on both sides, "
-    "lengths that no tile divides, and queries and keys of different length. The kernel loads "
-    f"{', '.join(others)} and {final} tiles."
+    "lengths that no tile divides, and queries and keys of different length."
 )
 
 # %%
@@ -442,11 +438,11 @@ in_gluon = [
 ]
 lab.read(
     f"A mask as a table saves nothing: SDPA takes at least {min(dense):.1f} ms forward for every "
-    f"window, and the kernel of this page {took[middle]:.2f} ms at `left` = {middle:,}. "
+    "window. "
     + (
-        f"`attention` runs other kernels there {' and '.join(in_gluon)}, in Gluon, which take "
-        f"{' and '.join(f'{by_attention[passes]:.2f}' for passes in in_gluon)} times as long as "
-        "the visible scores would in plain Triton. "
+        f"At `left` = {middle:,} `attention` runs kernels in Gluon {' and '.join(in_gluon)}, which "
+        f"take {' and '.join(f'{by_attention[passes]:.2f}' for passes in in_gluon)} times as long "
+        "as the visible scores would in plain Triton. "
         if in_gluon
         else "`attention` itself takes as long as this kernel. "
     )
@@ -686,10 +682,9 @@ lab.read(
 # 2 bytes. That is one operation per byte, and a GPU can do more than a hundred while it moves one.
 # So the limit is the speed at which keys and values can be read.
 #
-# To reach it, all SMs must read. The kernel has one program per head here, and 16 programs on more
-# than a hundred SMs leave most of the memory system idle. The way out is to split the *keys*. Each
-# program gets a part of them and computes an output as if there were no others. Then the parts are
-# merged, which is known as *Flash-Decoding*.
+# To reach it, all SMs must read. One program per head leaves most of them idle, so we split the
+# *keys*: each program gets a part of them and computes an output as if there were no others, and
+# then the parts are merged. This is known as *Flash-Decoding*.
 #
 # .. image:: /figures/attention-decoding.svg
 #    :alt: Above, one program reads all twelve tiles of keys and values of a head one after the
@@ -759,9 +754,8 @@ lab.read(
 )
 
 # %%
-# The algebra is right, but this launches a kernel for each part and several for the merge. The
-# package's kernel has a program for each head *and part*, in one launch. It divides the tiles of
-# keys evenly:
+# This launches a kernel for each part and several for the merge. The package's kernel has a program
+# for each head *and part*, in one launch. It divides the tiles of keys evenly:
 
 lab.source(decoding.attention_decode_kernel, "share")
 
@@ -799,8 +793,8 @@ lab.source(varlen.attention_varlen_fwd_kernel)
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# We count the bytes of keys and values per second, and compare with those that a copy reads and
-# writes. First we vary the number of parts, with one query, 131,072 keys and 16 heads of 128.
+# The limit is a copy, in bytes per second. First we vary the number of parts, with one query,
+# 131,072 keys and 16 heads of 128.
 
 # Measuring
 CACHE = {"heads": HEADS, "heads_k": HEADS, "head_dim": 128, "dtype": BF16}
@@ -976,7 +970,7 @@ below = [
     for what, (where, aim) in AIMS.items()
     if steps.share("Kernel Book", **where) < aim
 ]
-aims = " and ".join(f"{100 * aim:.0f} % with {what}" for what, (_, aim) in AIMS.items())
+aims = [100 * aim for _, aim in AIMS.values()]
 beside = {
     name: [
         steps.share(name, **where) / steps.share("Kernel Book", **where) for where in of
@@ -992,10 +986,10 @@ unsplit = [
     if steps.share(name, **long) < 2 * steps.share("one part", **long)
 ]
 lab.read(
-    f"Our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy with {names[0]}, at "
-    f"{100 * of_ours[1]:.0f} % with 32 query heads on 8 heads of keys, and at "
-    f"{100 * of_ours[2]:.0f} % with {names[2]}. We aim at {aims}"
-    + (f", **and miss {' and '.join(below)}.** " if below else ", and reach both. ")
+    f"Our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy with {names[0]} (we "
+    f"aim at {aims[0]:.0f} %), at {100 * of_ours[1]:.0f} % with 32 query heads on 8 "
+    f"({aims[1]:.0f} %), and at {100 * of_ours[2]:.0f} % with {names[2]}. "
+    + (f"**We miss {' and '.join(below)}.** " if below else "")
     + (f"Ahead of us by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"{' and '.join(equal)} is as fast as ours. " if equal else "")
     + (
