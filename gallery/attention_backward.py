@@ -19,7 +19,6 @@ stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 2
-import inspect
 import math
 import statistics
 from functools import partial
@@ -29,6 +28,16 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
+from kernelbook.lab.attention_bench import (
+    BACKWARD,
+    LIBRARIES,
+    draw,
+    flash,
+    libraries,
+    matmul,
+    points,
+    timed,
+)
 from kernelbook.ops.attention import attention, tiled, tuned
 from kernelbook.ops.attention import backward as kernels
 from kernelbook.ops.attention.forward import attention_forward
@@ -76,8 +85,7 @@ import triton.language as tl
 
 
 def balance():
-    a, b = torch.randn(2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16)
-    flops = 2 * 8192**3 / triton.testing.do_bench(lambda: a @ b) * 1e3
+    flops = 2 * 8192**3 / triton.testing.do_bench(matmul()) * 1e3
     source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     took = triton.testing.do_bench(lambda: target.copy_(source))
@@ -104,8 +112,8 @@ lab.read(
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
     f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
     f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and we measure every kernel of this chapter against a matmul. (What "
-    f"a kernel reads again can come from L2.)"
+    f"arithmetic is the limit, and a matmul the yardstick of this chapter. (What a kernel reads "
+    f"again can come from L2.)"
 )
 
 # %%
@@ -113,7 +121,9 @@ lab.read(
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
 # what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
 # that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
-# are the two versions of the kernel that this chapter builds.
+# are the two versions that this chapter builds in plain Triton. ``attention`` runs the first, but
+# where a kernel for Hopper was measured to be faster. ``backend="triton"`` always asks for the
+# first, and with ``deterministic=False`` for the second.
 
 
 # Measuring
@@ -143,13 +153,11 @@ def memory_of(run, seqlen):
 
 
 # Measuring
-def one_sweep(q, k, v, is_causal=False):
-    return attention(q, k, v, is_causal=is_causal, deterministic=False)
-
-
+two_sweeps = partial(attention, backend="triton")
+one_sweep = partial(two_sweeps, deterministic=False)
 VERSIONS = {
     "standard attention": standard_attention,
-    "two sweeps": attention,
+    "two sweeps": two_sweeps,
     "one sweep": one_sweep,
 }
 
@@ -202,14 +210,10 @@ def growth(version):
 
 
 lab.read(
-    f"At 16,384 tokens standard attention keeps "
-    f"{mib(16384, 'standard attention', 'kept'):,.0f} MiB, {growth('standard attention'):.1f} "
-    f"times as much as at a quarter of the length. Our kernel keeps "
-    f"{mib(16384, 'two sweeps', 'kept'):,.0f} MiB (`out` and `lse`), {growth('two sweeps'):.1f} "
-    f"times as much. Its backward pass allocates another "
-    f"{mib(16384, 'two sweeps', 'peak in backward'):,.0f} MiB in two sweeps, and "
-    f"{mib(16384, 'one sweep', 'peak in backward'):,.0f} MiB in one sweep, which sums `dq` in "
-    f"float32."
+    f"What standard attention keeps is {growth('standard attention'):.1f} times as much as at a "
+    f"quarter of the length, and what our kernel keeps, `out` and `lse`, "
+    f"{growth('two sweeps'):.1f} times. One sweep allocates more in its backward pass, because it "
+    f"sums `dq` in float32."
 )
 
 # %%
@@ -539,10 +543,10 @@ lab.sketch(
 )
 
 # %%
-# Blue elements are in the thread that needs them. Orange ones are in another thread, and have to
-# pass through shared memory. To test the claim, a kernel computes only ``dv``, both ways, and we
-# count ``stmatrix``, the instruction with which the threads of a :term:`warp` write their parts of
-# a matrix to shared memory, to be read back in another order.
+# Orange elements are in another thread than the one that needs them, and must pass through shared
+# memory. To test the claim, a kernel computes only ``dv``, both ways, and we count ``stmatrix``,
+# with which the threads of a :term:`warp` write their parts of a matrix there, to be read back in
+# another order.
 
 
 # Measuring
@@ -630,10 +634,9 @@ ways
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.read(
-    f"The kernel that starts with Sᵀ contains {direct.get('stmatrix', nan):.0f} `stmatrix`. The "
-    f"one that transposes `P` contains {detour.get('stmatrix', nan):.0f}, needs "
-    f"{detour.get('shared, KiB', nan) - direct.get('shared, KiB', nan):.0f} KiB more of shared "
-    f"memory, and takes {slower:.2f} times as long."
+    f"The kernel that transposes `P` contains "
+    f"{detour.get('stmatrix', nan) - direct.get('stmatrix', nan):.0f} more `stmatrix`, needs more "
+    f"shared memory, and takes {slower:.2f} times as long."
 )
 
 # %%
@@ -649,8 +652,6 @@ lab.read(
 lab.source(kernels.sweep_queries, "add")
 
 # %%
-# ``deterministic=True``, the default of ``attention``, takes two sweeps.
-#
 # .. dropdown:: The kernel whole
 #
 #    One tile of queries after another, for the program that owns a tile of keys:
@@ -677,7 +678,7 @@ lab.source(kernels.sweep_queries, "add")
 #
 # .. dropdown:: What the host does, and what autograd sees
 #
-#    The host chooses between one sweep and two:
+#    The host of plain Triton chooses between one sweep and two:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -813,10 +814,9 @@ lab.table(
 # Is it right?
 # ------------
 #
-# The gradients of the public operator, which chooses its forward kernel by itself, are checked
-# against float64, and their errors compared with those of the formula above in PyTorch. In float32
-# we allow eight times that error, because tiles are summed in another order and the exponent is
-# rounded once more.
+# The gradients of both versions are checked against float64, and their errors compared with those
+# of the formula above in PyTorch. In float32 we allow eight times that error, because tiles are
+# summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -835,8 +835,8 @@ def grouped(is_causal):
 
 
 def ours(is_causal, deterministic):
-    options = {"is_causal": is_causal, "deterministic": deterministic}
-    return lambda q, k, v: attention(q, k, v, enable_gqa=True, **options)
+    run = two_sweeps if deterministic else one_sweep
+    return partial(run, is_causal=is_causal, enable_gqa=True)
 
 
 def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
@@ -879,8 +879,8 @@ lab.check(
 )
 
 # %%
-# Awkward cases: few or many queries, so that the first of them see nothing, query heads that share
-# keys, a head_dim that is no power of two, and a gradient that repeats one row.
+# Awkward cases: few or many queries, heads that share keys, a head_dim that is no power of two, and
+# a gradient that repeats one row.
 
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
@@ -923,7 +923,7 @@ lab.table([{"queries": "the first 7 of 40", "dq is 0": zero}], "40 queries, 33 k
 dlse = torch.randn(1, 2, 40, device=runtime.DEVICE)
 weight = (do, dlse)
 inputs = [x.requires_grad_() for x in (q, k, v)]
-results = torch.autograd.grad(attention(*inputs, return_lse=True), inputs, weight)
+results = torch.autograd.grad(two_sweeps(*inputs, return_lse=True), inputs, weight)
 s = q @ k.mT * 32**-0.5
 dense = (s.softmax(-1) @ v, s.logsumexp(-1))
 theirs = torch.autograd.grad(dense, inputs, weight)
@@ -971,12 +971,9 @@ repeated
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
 lab.read(
-    f"In two sweeps `dq` differs from the first run in "
-    f"{unlike.get('two sweeps', {}).get('dq', nan):.0f} of 99 runs. In one sweep it differs in "
-    f"{unlike.get('one sweep', {}).get('dq', nan):.0f} of 99, because the order of the atomic "
-    f"additions changes, but in at most "
-    f"{unlike.get('one sweep', {}).get('elements of dq, %', nan):.4f} % of its elements, because "
-    f"`dq` is rounded to bfloat16."
+    f"In two sweeps `dq` differs in {unlike.get('two sweeps', {}).get('dq', nan):.0f} runs, and in "
+    f"one sweep in {unlike.get('one sweep', {}).get('dq', nan):.0f}, because the order of the "
+    f"atomic additions changes, but only in few of its elements, because it is rounded to bfloat16."
 )
 
 # %%
@@ -986,57 +983,22 @@ lab.read(
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
 # five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
-# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. "All tiles" is our two
-# sweeps with the causal flag ignored: the least time of a kernel that masks tiles instead of
-# skipping them. Only the backward pass is timed.
+# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. *Kernel Book* is two
+# sweeps in plain Triton, and "all tiles" the same with the causal flag ignored, as a kernel that
+# masks tiles instead of skipping them. Only the backward pass is timed.
 
 
 # Measuring
-def points(*lengths, head_dims=(64, 128)):
-    return [
-        {
-            "seqlen": seqlen,
-            "batch": 16384 // seqlen,
-            "heads": 2048 // head_dim,
-            "head_dim": head_dim,
-            "mask": mask,
-            "part": part,
-        }
-        for head_dim in head_dims
-        for mask, part in (("full", 1.0), ("causal", 0.5))
-        for seqlen in lengths
-    ]
+def inputs_of(batch, heads, seqlen, head_dim, dtype):
+    q, k, v = draw(batch, heads, seqlen, head_dim, dtype)
+    return tuple(x.requires_grad_() for x in (q, k, v)), torch.randn_like(q)
 
 
-WORK = "2.5 * 4 * batch * heads * seqlen * seqlen * head_dim * part"
-LIMIT = "2 * 8192 * 8192 * 8192"
-
-
-def matmul():
-    a, b = torch.randn(
-        2, 8192, 8192, device=runtime.DEVICE, dtype=torch.bfloat16
-    ).unbind()
-    return lambda: a @ b
-
-
-def inputs_of(batch, heads, seqlen, head_dim):
-    shape = (4, batch, heads, seqlen, head_dim)
-    q, k, v, do = torch.randn(
-        shape, device=runtime.DEVICE, dtype=torch.bfloat16
-    ).unbind()
-    return [x.requires_grad_() for x in (q, k, v)], do
-
-
-def backward_of(run, inputs, do):
-    if isinstance(run, lab.Absent):
-        return run
-    out = run()
-    return lambda: torch.autograd.grad(out, inputs, do, retain_graph=True)
-
-
-def tried(run, inputs, do):
-    torch.autograd.grad(run(), inputs, do)  # a library may refuse here, too
-    return run
+def versions(inputs, do, is_causal):
+    return {
+        name: timed(ours(is_causal, deterministic), inputs, do)
+        for name, deterministic in MODES.items()
+    }
 
 
 def all_tiles(q, k, v, do, is_causal):
@@ -1053,23 +1015,20 @@ def in_tiles(q, k, v, do, is_causal):
     return lambda: tiled.tiled_backward(q, k, v, out, lse, do, **options)
 
 
-def ladder_providers(seqlen, batch, heads, head_dim, mask, part):
+def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     is_causal = mask == "causal"
-    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim, dtype)
     compiled = torch.compile(standard_attention)
-    runs = {
-        "standard attention": lambda: standard_attention(*inputs, is_causal),
-        "torch.compile": lambda: compiled(*inputs, is_causal),
-    }
-    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
-    runs |= {
+    return {
+        "matmul": matmul(),
+        "standard attention": timed(
+            partial(standard_attention, is_causal=is_causal), inputs, do
+        ),
+        "torch.compile": timed(partial(compiled, is_causal=is_causal), inputs, do),
         "tiled PyTorch": in_tiles(*inputs, do, is_causal),
         "all tiles": all_tiles(*inputs, do, is_causal),
+        **versions(inputs, do, is_causal),
     }
-    for name, deterministic in MODES.items():
-        run = ours(is_causal, deterministic)
-        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
-    return {"matmul": matmul()} | runs
 
 
 # %%
@@ -1078,13 +1037,7 @@ MODES = {"Kernel Book": True, "Kernel Book, one sweep": False}
 RUNGS = ["standard attention", "torch.compile", "tiled PyTorch"]
 RUNGS += ["Kernel Book, one sweep", "all tiles", "Kernel Book"]
 ladder = lab.bench(
-    "ladder",
-    points(4096, head_dims=(128,)),
-    ladder_providers,
-    limit="matmul",
-    work=WORK,
-    limit_work=LIMIT,
-    unit="TFLOP/s",
+    "ladder", points([4096], head_dims=(128,)), ladder_providers, **BACKWARD
 )
 lab.ladder(
     ladder,
@@ -1108,113 +1061,45 @@ lab.read(
     f"Standard attention and the tiles of plain PyTorch reach at most "
     f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
     f"because every score goes through memory several times. "
-    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul without a mask and "
-    f"{share['Kernel Book', 'causal']:.0f} % with a causal mask, where visiting all tiles would "
-    f"take {skipping:.2f} times as long. One sweep reaches "
-    f"{share['Kernel Book, one sweep', 'full']:.0f} and "
-    f"{share['Kernel Book, one sweep', 'causal']:.0f} %."
+    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a "
+    f"matmul without a mask and {share['Kernel Book', 'causal']:.0f} % with a causal mask, where "
+    f"visiting all tiles would take {skipping:.2f} times as long."
 )
 
 # %%
 
-# Reading
+# Folded: Where torch.compile stands, and why
 full, causal = (
     (share["torch.compile", mask], share["Kernel Book", mask])
     for mask in ("full", "causal")
 )
 lab.read(
-    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'} with "
-    f"{full[0]:.0f} %, {'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
-    f"pass takes four matmuls and is credited with five. Its four "
-    f"matmuls run at {4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
+    f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'}, "
+    f"{'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
+    f"pass takes four matmuls and is credited with five. These four run at "
+    f"{4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
     f"sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
-    f"{'behind' if causal[0] < causal[1] else 'ahead'} with {causal[0]:.0f} %, "
+    f"{'behind' if causal[0] < causal[1] else 'ahead'}, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
 
 # %%
 # Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
-# FlexAttention, and version 4 of FlashAttention where it is installed.
+# FlexAttention, and FlashAttention 4.
+
 
 # Measuring
-import torch._functorch.config
-from torch.nn.attention import SDPBackend
-
-# Compiled code must keep its buffers, because its backward pass will run many times.
-torch._functorch.config.donated_buffer = False
-
-
-def sdpa(backend, inputs, do, is_causal):
-    def use(module):
-        def run():
-            with module.sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
-
-        return tried(run, inputs, do)
-
-    return lab.peer("torch.nn.attention", use)
-
-
-def flex(inputs, do, is_causal):
-    def use(module):
-        mask, n = None, inputs[0].shape[2]
-        if is_causal:
-            mask = module.create_block_mask(
-                lambda b, h, i, j: i >= j, None, None, n, n, device=runtime.DEVICE
-            )
-        compiled = torch.compile(module.flex_attention, dynamic=False)
-        return tried(lambda: compiled(*inputs, block_mask=mask), inputs, do)
-
-    return lab.peer("torch.nn.attention.flex_attention", use)
-
-
-def flash(inputs, do, is_causal, **options):
-    q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    do = do.transpose(1, 2).contiguous()
-
-    def use(module):
-        known = inspect.signature(module.flash_attn_func).parameters
-        if options.keys() - known.keys():
-            raise RuntimeError(f"this version has no {', '.join(options)}")
-
-        def run():
-            out = module.flash_attn_func(*inputs, causal=is_causal, **options)
-            return out[0] if isinstance(out, tuple) else out
-
-        return tried(run, inputs, do)
-
-    return backward_of(lab.peer("flash_attn.cute.interface", use), inputs, do)
-
-
-def providers(seqlen, batch, heads, head_dim, mask, part):
+def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     is_causal = mask == "causal"
-    inputs, do = inputs_of(batch, heads, seqlen, head_dim)
-    runs = {
-        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, inputs, do, is_causal),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, inputs, do, is_causal),
-        "FlexAttention": flex(inputs, do, is_causal),
-    }
-    runs = {name: backward_of(run, inputs, do) for name, run in runs.items()}
-    runs |= {"FlashAttention": flash(inputs, do, is_causal)}
-    for name, deterministic in MODES.items():
-        run = ours(is_causal, deterministic)
-        runs[name] = backward_of(lambda run=run: run(*inputs), inputs, do)
-    return {"matmul": matmul()} | runs
+    inputs, do = inputs_of(batch, heads, seqlen, head_dim, dtype)
+    others = libraries(inputs, is_causal, do)
+    return {"matmul": matmul()} | others | versions(inputs, do, is_causal)
 
 
 # %%
 
 LENGTHS = (1024, 4096, 16384)
-backward = lab.bench(
-    "backward",
-    points(*LENGTHS),
-    providers,
-    limit="matmul",
-    work=WORK,
-    limit_work=LIMIT,
-    unit="TFLOP/s",
-)
+backward = lab.bench("backward", points([*LENGTHS]), providers, **BACKWARD)
 lab.plot(
     backward,
     "Backward, head_dim 128, full, bfloat16",
@@ -1249,11 +1134,18 @@ lab.plot(
 
 # %%
 
-PEERS = ("SDPA flash", "SDPA cuDNN", "FlexAttention", "FlashAttention")
+
+def measured_at(*lengths, head_dims=(64, 128)):
+    found = points([*lengths], head_dims)
+    return [
+        {key: point[key] for key in ("seqlen", "head_dim", "mask")} for point in found
+    ]
+
+
 speeds = []
-for point in points(16384, head_dims=(128, 64)):
-    rates = {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
-    known = [name for name in PEERS if rates[name] == rates[name]]
+for point in measured_at(16384, head_dims=(128, 64)):
+    rates = {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
+    known = [name for name in LIBRARIES if rates[name] == rates[name]]
     peer = max(known, key=rates.get, default="none")
     row = {"head_dim": point["head_dim"], "mask": point["mask"]}
     row |= {"two sweeps": rates["Kernel Book"]}
@@ -1264,21 +1156,23 @@ lab.table(speeds, "TFLOP/s at 16,384 tokens")
 # %%
 
 # Reading
-everywhere = points(*LENGTHS)
+everywhere = measured_at(*LENGTHS)
 rates = [
-    {name: backward.rate(name, **point) for name in (*MODES, *PEERS)}
+    {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
     for point in everywhere
 ]
 faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
 beaten = {
-    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in PEERS
+    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in LIBRARIES
 }
 ratios = [  # of the fastest library to us
-    max((rate[name] for name in PEERS if rate[name] == rate[name]), default=nan)
+    max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
     for rate in rates
 ]
-measured = [name for name in PEERS if all(rate[name] == rate[name] for rate in rates)]
+measured = [
+    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
+]
 best = max(
     (backward.share("Kernel Book", **point) for point in everywhere), default=nan
 )
@@ -1290,13 +1184,14 @@ elif executed > 0.95 * first["library"]:
     meaning = "so what puts them behind is the extra work, and not the rate"
 else:
     meaning = "so they execute more, at a lower rate"
-counted = ", ".join(f"{name} at {beaten[name] or 'none'}" for name in measured)
+beaten = [name for name in measured if beaten[name] == len(everywhere)]
+slower = f", and everywhere faster than {' and '.join(beaten)}" if beaten else ""
 lab.read(
-    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} points, and faster "
-    f"than {counted}. The fastest library is up to {max(ratios):.2f} times as "
-    f"fast as two sweeps; seven matmuls instead of five explain 7 / 5 = 1.4. Two sweeps "
-    f"reach {100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. "
-    f"At head_dim {first['head_dim']}, {first['mask']}, their seven matmuls run at "
+    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} "
+    f"points{slower}. They reach "
+    f"{100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. The fastest "
+    f"library is up to {max(ratios):.2f} times as fast, of which seven matmuls instead of five "
+    f"explain 7 / 5 = 1.4: at head_dim {first['head_dim']}, {first['mask']}, the seven run at "
     f"{executed:.0f} TFLOP/s, while {first['fastest library']} reaches {first['library']:.0f} for "
     f"the five that are counted, {meaning}."
     + (
@@ -1312,13 +1207,13 @@ lab.read(
 score = {  # microseconds for a million scores of a head
     point["head_dim"]: 1e9
     * backward.milliseconds_at("Kernel Book", **point)
-    / (point["heads"] * point["seqlen"] ** 2)
-    for point in points(16384)
+    / (2048 / point["head_dim"] * point["seqlen"] ** 2)
+    for point in measured_at(16384)
     if point["mask"] == "full"
 }
 rest = 2 * score[64] - score[128]
 in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
-limit = backward.rate("matmul", **points(16384, head_dims=(128,))[0])
+limit = backward.rate("matmul", **measured_at(16384, head_dims=(128,))[0])
 lab.read(
     f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
     f"a product, two conversions. At head_dim 64 a score takes half as many operations in matmuls "
@@ -1437,10 +1332,9 @@ FIXED = "FlashAttention, deterministic"
 
 def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
     sizes = {"seqlen": seqlen, "batch": batch, "heads": heads, "head_dim": head_dim}
-    runs = providers(**sizes, mask="causal", part=0.5)
-    runs[FIXED] = flash(
-        *inputs_of(batch, heads, seqlen, head_dim), True, deterministic=True
-    )
+    sizes["dtype"] = torch.bfloat16
+    runs = providers(**sizes, mask="causal", causal=0.5)
+    runs[FIXED] = flash(*inputs_of(**sizes), causal=True, deterministic=True)
     flops = 2.5 * 4 * batch * heads * seqlen**2 * head_dim * 0.5
     rows = []
     for name, run in runs.items():
@@ -1465,7 +1359,7 @@ others
 # Reading
 unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
-peer = max((name for name in PEERS if name in speed), key=speed.get, default="none")
+peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
 said = (
     f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
@@ -1483,7 +1377,7 @@ if FIXED in speed and "FlashAttention" in speed:
     )
     said += (
         f"{whose} deterministic mode {bits}; it has "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of its other mode "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of the other "
         + (
             f"and is still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
             f"sweeps, so the same bits need not cost a second sweep."
@@ -1505,7 +1399,7 @@ for head_dim in (64, 128):
     if not runtime.INTERPRETED:
         like = torch.empty(1, 1, 1, head_dim, device=runtime.DEVICE).bfloat16()
         tile = tuned.backward_config("all", like)
-    point = points(16384, head_dims=(head_dim,))[0]
+    point = measured_at(16384, head_dims=(head_dim,))[0]
     gigabytes = 4 * 2048 * 16384 * (16384 // tile.block_n) / 1e9
     took = backward.milliseconds_at("Kernel Book, one sweep", **point)
     added[head_dim] = gigabytes / took
@@ -1621,28 +1515,26 @@ fits = {
 }
 once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
 small, _ = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), (nan, nan))
-twice, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
+_, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
 relative_speed = {
     row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
     for row in speeds
     if row["mask"] == "full"
 }
 lab.read(
-    f"Each box is one program. At head_dim 128 an SM has room for {once:.0f} "
-    f"program{'s' * (once != 1)} of one sweep, in which {spilt:.0f} values spill, and for "
-    f"{twice:.0f} of the first of two sweeps, in which {none or 'none'} spill. There one sweep "
-    f"reaches {relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} "
-    f"programs of one sweep fit, it reaches {relative_speed[64]:.0f} %."
+    f"Each box is one program. At head_dim 128, where {once:.0f} with one sweep "
+    f"{'fits' if once == 1 else 'fit'} and {spilt:.0f} of its values spill, one sweep reaches "
+    f"{relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} fit, it "
+    f"reaches {relative_speed[64]:.0f} %. In the first of two sweeps {none or 'none'} spill."
 )
 
 # %%
 # This reason remains. In one sweep :math:`dS^\top` is transposed through
 # shared memory, ``dq`` passes through it on its way to the additions, and all warps run the same
 # code. While they wait for such a step, the matrix units have nothing to do, because at head_dim
-# 128 there is no room for a second program. FlashAttention-3
-# gives loads, matmuls and the additions to ``dq`` to different groups of warps, each with as many
-# registers as it needs, so they work at the same time. Triton's version of this, specialized warps,
-# gave wrong results with Triton 3.6; :doc:`/chapters/warps_with_roles` builds roles by hand.
+# 128 there is no room for a second program. FlashAttention-3 gives loads, matmuls and the additions
+# to ``dq`` to different groups of warps, each with as many registers as it needs, so they work at
+# the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
 #
 # A call also costs time on the host: see :doc:`/hardware`.
 
@@ -1977,7 +1869,7 @@ lab.table(
 
 # Closing
 reached = {
-    name: [backward.share(name, **point) for point in points(*LENGTHS)]
+    name: [backward.share(name, **point) for point in measured_at(*LENGTHS)]
     for name in MODES
 }
 lab.finish(

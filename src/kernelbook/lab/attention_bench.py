@@ -95,6 +95,8 @@ def timed(run: Callable, inputs: Tensors, do: torch.Tensor | None = None) -> Cal
     """Return a function to time: ``run(*inputs)``, or its backward pass alone."""
     if do is None:
         return partial(run, *inputs)
+    # what is compiled keeps its buffers, or a second backward pass of one graph would be refused
+    torch._functorch.config.donated_buffer = False
     out = run(*inputs)
     out = out[0] if isinstance(out, tuple) else out  # beside lse
     return partial(torch.autograd.grad, out, inputs, do, retain_graph=True)
@@ -136,8 +138,6 @@ def flex(
 
     ``sees(batch, head, query, key)`` says which keys a query sees; all of them unless given.
     """
-    if do is not None:  # or the second backward pass of one graph would be refused
-        torch._functorch.config.donated_buffer = False
     q, k, _ = inputs
 
     def prepare(flexible):

@@ -90,7 +90,7 @@ def attention(
             that of ``q``, or bfloat16 where ``q`` is in FP8.
         backend: which kernels compute out and lse, and the gradients. ``"triton"`` are those in
             plain Triton, for any GPU. ``"gluon"`` are those in Gluon, the language below Triton,
-            for Hopper GPUs (compute capability 9.0), with q, k and v in float16, bfloat16 or FP8 and
+            for Hopper GPUs (compute capability 9.0), q, k and v in float16, bfloat16 or FP8, and
             head_dim 64 or 128; anything else is then refused, and so are empty tensors. ``"auto"``
             takes, in each pass, what was measured to be faster for such a head_dim, mask and
             number of keys, and ``"triton"`` where the other cannot run. Results differ by rounding
