@@ -12,8 +12,8 @@ from test_attention import draw
 
 from kernelbook import quantize, runtime
 from kernelbook.ops import ring
-from kernelbook.ops.attention import attention, decoding, forward, operator
-from kernelbook.ops.hopper import choice
+from kernelbook.ops.attention import attention, backward, decoding, forward, operator
+from kernelbook.ops.hopper import backward_choice, choice
 from kernelbook.ops.hopper.choice import CHOICES, CONFIGS, forward_choice, unsupported
 
 HOPPER = (9, 0)
@@ -143,14 +143,32 @@ def test_importing_the_package_does_not_import_gluon():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True,
         cwd=Path(__file__).parents[2] / "src",
     )  # fmt: skip
-    assert eval(done.stdout) == ["kernelbook.ops.hopper", "kernelbook.ops.hopper.choice"]
+    names = ["", ".backward_choice", ".choice"]
+    assert sorted(eval(done.stdout)) == [f"kernelbook.ops.hopper{name}" for name in names]
 
 
 # -- what attention does with it
 
 
 @pytest.fixture
-def pretended(monkeypatch):
+def differentiated(monkeypatch):
+    """What attention would run for gradients: (kernels, configuration, deterministic)."""
+    ran, plain = [], backward.attention_backward
+
+    def of(name):
+        def run(*args, config=None, **needed):
+            ran.append((name, config, args[8]))
+            return plain(*args[:8], True, *args[9:], **needed)
+
+        return run
+
+    monkeypatch.setattr(backward_choice, "attention_in_gluon", lambda: of("gluon"))
+    monkeypatch.setattr(operator, "attention_backward", of("triton"))
+    return ran
+
+
+@pytest.fixture
+def pretended(monkeypatch, differentiated):
     """A Hopper GPU that is not there. What runs is plain; the value says which kernel was meant."""
     ran = []
 
@@ -219,6 +237,29 @@ def test_gradients_compilers_and_batches_run_it_too(pretended):
     assert all(torch.equal(a, b) for a, b in zip(of_compiled, grads, strict=True))
     assert {name for name, _ in pretended} == {"gluon"}
     assert len(pretended) == 5
+
+
+@pytest.mark.usefixtures("interpreted", "pretended")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("gluon", backward_choice.CONFIGS[64], True)),
+        ({"deterministic": False}, ("gluon", backward_choice.FREE[64], False)),
+        ({"window": (5, 3)}, ("triton", None, True)),
+        ({"window": (5, 3), "deterministic": False}, ("triton", None, True)),
+        ({"backend": "triton"}, ("triton", None, True)),
+        ({"backend": "triton", "deterministic": False}, ("triton", None, False)),
+        ({"backend": "gluon", "window": (5, 3)}, ("gluon", backward_choice.CONFIGS[64], True)),
+    ],
+    ids=str,
+)
+def test_gradients_run_what_was_chosen_for_them(differentiated, monkeypatch, options, expected):
+    rows = {True: backward_choice.CONFIGS[64], False: backward_choice.FREE[64]}
+    table = {key: ((29, None), (float("inf"), rows[key[2]])) for key in backward_choice.CHOICES}
+    monkeypatch.setattr(backward_choice, "CHOICES", table)
+    leaves = [x.requires_grad_() for x in small()]
+    attention(*leaves, **options).sum().backward()
+    assert differentiated == [expected]
 
 
 @pytest.mark.usefixtures("interpreted", "from_30_keys")

@@ -62,10 +62,12 @@ def check(q, k, v, mask="full", scale=None, config=None, do=None, dlse=None, ord
             assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
             for batch, head in itertools.product(*map(range, x.shape[:2])):
                 at = batch, head
-                if true_dx[at].abs().max() > 1e-9:
-                    assert_within(dx[at], true_dx[at], their_dx[at])
-                else:
-                    assert dx[at].abs().max() <= rounding_of_a_gradient(q, k, v, do, scale)
+                # a query that sees one key or none has no gradient, but for rounding
+                some = true_dx[at].abs().amax(-1) > 1e-9
+                if some.any():
+                    assert_within(dx[at][some], true_dx[at][some], their_dx[at][some])
+                if not some.all():
+                    assert dx[at][~some].abs().max() <= rounding_of_a_gradient(q, k, v, do, scale)
     return ours
 
 
@@ -113,8 +115,8 @@ def test_layouts(hopper_gpu, head_dim, dtype):
 def test_far_from_zero(hopper_gpu, head_dim):
     for mask in ("full", "causal"):
         q, k, v = draw(1, 2, 2, 300, 500, head_dim)
-        check(3 * q, 3 * k, v, mask)
-        check(q, k, v + 8, mask)
+        check(2 * q, 2 * k, v, mask)
+        check(q, k, v + 2, mask)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -122,8 +124,9 @@ def test_scores_far_below_zero_reach_no_gradient_past_the_last_key(hopper_gpu, h
     """A key that is not there would weigh exp(-lse), more than float32 holds."""
     q, k, v = draw(1, 2, 2, 200, 130, head_dim)
     q, k = q.abs() + 1, -k.abs() - 1
-    check(q, k, v, "full", scale=4.0)
-    check(q, k, v, "causal", scale=4.0)
+    scale = 32 / head_dim  # scores of about -100
+    check(q, k, v, "full", scale)
+    check(q, k, v, "causal", scale)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -182,8 +185,8 @@ def test_the_same_bits_again(hopper_gpu, head_dim, mask, heads_k):
     [
         {"q_stages": 3},
         {"block_m": 64},
-        {"late": "delta"},
-        {"late": "both", "scaled_by_kernel": True, "heads": 3},
+        {"late": True, "heads": 3},
+        {"late": False, "heads": 1},
     ],
     ids=str,
 )

@@ -243,7 +243,7 @@ CALLS = {
         OPERATORS.attention_backward,
         lambda: (
             *(randn(1, 2, 9, 16) for _ in range(4)), randn(1, 2, 9), randn(1, 2, 9, 16), None,
-            True, None, 0, 0.25, True, [True, False, False],
+            True, None, 0, 0.25, True, "auto", [True, False, False],
         ),
     ),
     "attention_varlen": (

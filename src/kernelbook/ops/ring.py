@@ -409,7 +409,7 @@ class _Ring(torch.autograd.Function):
                 of_rows = (x[:, :, rows] for x in (out, lse, do))
                 terms = operator.run_backward(
                     q[:, :, rows], *(x[:, :, keys] for x in kv), *of_rows, None, causal, None,
-                    None, sm_scale, True, [True, True, True],
+                    None, sm_scale, True, "auto", [True, True, True],
                 )  # fmt: skip
             # -- add: to the gradients of these keys, which come from the rank before
             _wait(gradients)

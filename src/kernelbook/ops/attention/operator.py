@@ -13,7 +13,7 @@ from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.quantize import Quantized, parts
 from kernelbook.ops.attention.tiles import fit
-from kernelbook.ops.hopper import choice
+from kernelbook.ops.hopper import backward_choice, choice
 
 
 @checks.also_named(query="q", key="k", value="v")
@@ -78,7 +78,8 @@ def attention(
             query head h then reads head h // g.
         return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
         deterministic: whether gradients are the same bits in every run. False lets backward add
-            up the gradient of ``q`` in any order, in one sweep instead of two.
+            up the gradient of ``q`` in any order, where that was measured to be faster, or always
+            in one sweep with ``backend="triton"``.
         q_descale: with ``q`` in FP8, what its stored numbers are multiplied by: above 0, float32,
             one element, or (batch, heads) for one a head; ``None`` means 1. What is 0, negative,
             infinite or NaN makes its head NaN, because the host cannot look at it without waiting
@@ -87,13 +88,14 @@ def attention(
         v_descale: the same for ``v``; it may be 0 or negative.
         out_dtype: with ``v`` in FP8, the dtype of the result, float16 or bfloat16; ``None`` means
             that of ``q``, or bfloat16 where ``q`` is in FP8.
-        backend: which kernel computes out and lse. ``"triton"`` is the one in plain Triton, for
-            any GPU. ``"gluon"`` is one in Gluon, the language below Triton, for Hopper GPUs
-            (compute capability 9.0), with q, k and v in float16 or bfloat16 and head_dim 64 or
-            128; anything else is then refused, and so are empty tensors. ``"auto"`` takes the one
-            that was measured to be faster for such a head_dim, mask and number of keys, and
-            ``"triton"`` where the other cannot run. Results differ by rounding alone. Decoding is
-            plain Triton but under ``"gluon"``, and gradients always are.
+        backend: which kernels compute out and lse, and the gradients. ``"triton"`` are those in
+            plain Triton, for any GPU. ``"gluon"`` are those in Gluon, the language below Triton,
+            for Hopper GPUs (compute capability 9.0), with q, k and v in float16 or bfloat16 and
+            head_dim 64 or 128; anything else is then refused, and so are empty tensors. ``"auto"``
+            takes, in each pass, what was measured to be faster for such a head_dim, mask and
+            number of keys, and ``"triton"`` where the other cannot run. Results differ by rounding
+            alone. Decoding is plain Triton but under ``"gluon"``, and so is a gradient of q alone,
+            or of k and v alone.
 
     Returns:
         out, of the shape and dtype of ``q``, contiguous; with ``return_lse`` also lse, natural
@@ -308,8 +310,7 @@ def setup_context(ctx, inputs, output):
 def gradient(ctx, do, dlse):
     """Return the gradients of q, k and v. One that did not come is None, and counts as zero."""
     needed = list(ctx.needs_input_grad[:3])
-    options = ctx.options[:-1]  # all but backend: there is one kernel for each gradient
-    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *options, needed)
+    grads = _ATTENTION_BACKWARD(*ctx.saved_tensors, do, dlse, *ctx.options, needed)
     grads = [dx if n else None for dx, n in zip(grads, needed, strict=True)]
     return *grads, *[None] * len(ctx.options)
 
@@ -327,6 +328,7 @@ def run_backward(
     right: int | None,
     sm_scale: float,
     deterministic: bool,
+    backend: str,
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv; what is not needed is empty."""
@@ -334,10 +336,21 @@ def run_backward(
         return tuple(dx.zero_() for dx in _gradients_like(q, k, v, needed))
     do = torch.zeros_like(out) if do is None else do
     dlse = None if dlse is None else runtime.readable(dlse)
+    window = left, right
     with runtime.launching_on(q):
-        grads = attention_backward(
+        chosen = backward_choice.backward_choice(
+            runtime.capability(q.device), q.dtype, q.shape, k.shape, is_causal, window,
+            deterministic, backend,
+        )  # fmt: skip
+        # plain Triton in one sweep, in any order, was slower than in two at all measured lengths
+        kernels, options = attention_backward, {}
+        deterministic = deterministic or backend == "auto"
+        if chosen.config:
+            kernels, options = backward_choice.attention_in_gluon(), {"config": chosen.config}
+            deterministic = chosen.config.ordered
+        grads = kernels(
             *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
-            (left, right), dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
+            window, dq_needed=needed[0], dkdv_needed=needed[1] or needed[2], **options,
         )  # fmt: skip
     return tuple(
         dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)

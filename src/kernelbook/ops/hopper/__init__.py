@@ -3,7 +3,7 @@
 choice.py            which kernel computes a call of attention, this one or the plain one, and why
 backward_choice.py   the same for gradients
 forward.py           the forward pass
-backward.py          the backward pass, in one sweep; attention does not choose it yet
+backward.py          the backward pass, in one sweep
 fp8.py               the forward pass with operands of 8 bits; compiled, and not yet run on a GPU,
                      so that attention does not choose it
 parts.py             what Gluon lacks, or its versions name differently

@@ -329,12 +329,12 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         # -- weights: while dP is computed
         mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-        if LATE != "both":
+        if not LATE:
             lse = lse_s.index(q_slot).load(query)
         mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
-        if LATE == "both":
+        if LATE:
             lse = lse_s.index(q_slot).load(query)
         p = exp2(s * scale_log2 - lse[None, :])
         if not ALL_WHOLE:
@@ -351,10 +351,10 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
                 p = keep_seen(p, first - start_m, end - start_m, HAS_LEFT)
         # -- dS: and dv, while the consumers meet
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
-        if LATE == "neither":
+        if not LATE:
             delta = delta_s.index(do_slot).load(query)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if LATE != "neither":
+        if LATE:
             delta = delta_s.index(do_slot).load(query)
         ds = (p * (dp - delta[None, :])).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
@@ -433,7 +433,7 @@ def attention_hopper_bwd_kernel(
     BLOCK_M: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DO_STAGES: gl.constexpr,
-    LATE: gl.constexpr,  # which statistics are read late: see Config
+    LATE: gl.constexpr,  # whether statistics are read late: see Config
 ):
     # -- place: these keys, and the tiles of queries of each head that see some of them
     n_tiles = gl.cdiv(seqlen_k, KEYS)
@@ -642,10 +642,7 @@ def attention_backward(
         _described(sums, _rest_of_sums(batch * heads * padded_q, head_dim, part)), counter,
     )  # fmt: skip
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if config.scaled_by_kernel:
-        _scale_launch(q.shape, padded_q, sm_scale)(sums, dq)
-    else:
-        torch.mul(sums[:, :, :seqlen_q], sm_scale, out=dq)
+    _scale_launch(q.shape, padded_q, sm_scale)(sums, dq)
     return dq, dk, dv
 
 

@@ -15,7 +15,7 @@ import triton
 
 from kernelbook.ops.attention import scope, tiles
 from kernelbook.ops.hopper import choice
-from kernelbook.ops.hopper.choice import Choice, mask_of, refuse, unsupported
+from kernelbook.ops.hopper.choice import Choice, decided, unsupported
 from kernelbook.ops.launch import planned
 
 # -- how the Gluon kernel is cut
@@ -37,48 +37,51 @@ class Config:
     heads: int = 1
     """In a fixed order under a causal mask, between how many times as many heads tiles alternate as
     fill the GPU. With more, programs of one head start further apart, and wait less for each
-    other's turn."""
-    late: str = "neither"
-    """Which statistics are read only when the matmul is waited for that they are subtracted from:
-    "neither", "delta" or "both". To read them before hides the time, and holds registers."""
-    scaled_by_kernel: bool = False
-    """Whether a kernel of this module scales and converts the sums of dq, or ``torch.mul``."""
+    other's turn: at head_dim 128 and 16,384 keys 518 TFLOP/s with 1 and 532 with 4."""
+    late: bool = False
+    """Whether lse and delta are read only when the matmul is waited for that they are subtracted
+    from. To read them before hides the time, and holds registers, which lack at head_dim 64: late
+    ones gave 484 TFLOP/s there and early ones 442, full at 16,384 keys. At 128 it is the same."""
 
 
-CONFIGS = {64: Config(128, 2, 2), 128: Config(64, 2, 2)}
+CONFIGS = {64: Config(128, 2, 2, heads=8, late=True), 128: Config(64, 2, 2, heads=4)}
 """The configuration for each head_dim, where no other was measured to be faster."""
 
 FREE = {head_dim: replace(config, ordered=False) for head_dim, config in CONFIGS.items()}
 """The same, but parts of dq are added as they come, if the caller allows it."""
 
+SHORT = replace(CONFIGS[128], heads=2)
+"""For few keys under a causal mask: a head has fewer tiles, so that more heads alternate anyway."""
+
 
 # -- which kernel is the fastest
 
 CHOICES = {
-    (64, "full", True): ((2048, None), (math.inf, CONFIGS[64])),
-    (64, "full", False): ((2048, None), (math.inf, CONFIGS[64])),
-    (64, "causal", True): ((math.inf, None),),
-    (64, "causal", False): ((8192, None), (math.inf, FREE[64])),
-    (64, "window", True): ((math.inf, None),),
-    (64, "window", False): ((math.inf, None),),
+    (64, "full", True): ((math.inf, CONFIGS[64]),),
+    (64, "full", False): ((8192, CONFIGS[64]), (math.inf, FREE[64])),
+    (64, "causal", True): ((8192, None), (math.inf, CONFIGS[64])),
+    (64, "causal", False): ((2048, None), (math.inf, FREE[64])),
+    (64, "window", True): ((math.inf, CONFIGS[64]),),
+    (64, "window", False): ((math.inf, CONFIGS[64]),),
     (128, "full", True): ((math.inf, CONFIGS[128]),),
-    (128, "full", False): ((2048, CONFIGS[128]), (math.inf, FREE[128])),
-    (128, "causal", True): ((math.inf, CONFIGS[128]),),
-    (128, "causal", False): ((2048, CONFIGS[128]), (math.inf, FREE[128])),
-    (128, "window", True): ((math.inf, None),),
-    (128, "window", False): ((math.inf, None),),
+    (128, "full", False): ((8192, CONFIGS[128]), (math.inf, FREE[128])),
+    (128, "causal", True): ((2048, SHORT), (math.inf, CONFIGS[128])),
+    (128, "causal", False): ((2048, SHORT), (math.inf, CONFIGS[128])),
+    (128, "window", True): ((math.inf, CONFIGS[128]),),
+    (128, "window", False): ((math.inf, CONFIGS[128]),),
 }
 """What was fastest, by head_dim, mask and whether gradients must be the same bits in every run:
 from the shortest on, up to how many keys that a query may see, and which configuration, or None for
 the kernels of ``attention.backward``.
 
 Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all, at 1,024, 4,096 and
-16,384 keys. In TFLOP/s, two sweeps in plain Triton, then this kernel in a fixed order, and as parts
-come: head_dim 64, full 344, 353, 309; 398, 410, 414; 405, 456, 430; causal 268, 226, 220; 399, 317,
-347; 410, 352, 428. head_dim 128, full 347, 426, 389; 416, 515, 529; 434, 547, 559; causal 278, 305,
-297; 380, 451, 457; 429, 515, 527. The first row of head_dim 64 differs by less than its spread, so
-that plain Triton keeps it. Windows were not measured. The limits between measured lengths are
-interpolated."""
+16,384 keys; the chapter on this kernel records such figures. In TFLOP/s, two sweeps in plain
+Triton, then this kernel in a fixed order, and as parts come: head_dim 64, full 343, 383, 323; 392,
+478, 472; 409, 488, 499; causal 277, 266, 241; 380, 384, 396; 414, 440, 446. head_dim 128, full 344,
+447, 401; 421, 531, 524; 443, 556, 561; causal 284, 328, 304; 386, 490, 463; 432, 532, 533. With a
+window of the 1,023 keys before, among 16,384, head_dim 64 300, 312, 305; head_dim 128 351, 404,
+389. What differs by less than its spread stays plain Triton, or in a fixed order. The limits
+between measured lengths are interpolated."""
 
 
 def choose(head_dim: int, mask: str, deterministic: bool, keys: int) -> Config | None:
@@ -119,23 +122,13 @@ def backward_choice(
     Raises:
         ValueError: ``backend`` is "gluon", and that kernel cannot run.
     """
-    if backend == "triton":
-        return Choice("triton", None, "backend is 'triton'")
-    head_dim, seqlen_k = q_shape[3], k_shape[2]
+    head_dim = q_shape[3]
     why_not = unsupported(capability, dtype, head_dim) or _attention_in_gluon()[1]
-    if why_not:
-        if backend == "gluon":
-            refuse(why_not)
-        return Choice("triton", None, why_not)
-    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
-    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
-    config = choose(head_dim, mask, deterministic, keys)
-    if backend == "gluon":
-        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
-    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
-    if mask == "window":
-        reason = "the kernel in Gluon was not measured with a window"
-    return Choice("gluon" if config else "triton", config, reason)
+    return decided(
+        backend, why_not, CONFIGS.get(head_dim),
+        lambda mask, keys: choose(head_dim, mask, deterministic, keys),
+        q_shape[2], k_shape[2], is_causal, window,
+    )  # fmt: skip
 
 
 # -- where the Gluon kernel runs

@@ -8,7 +8,7 @@ Nothing here imports Gluon, so that it costs only those who run it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -98,7 +98,7 @@ class Choice:
 
     backend: str
     """Which one runs, "triton" or "gluon"."""
-    config: Config | None
+    config: object
     """How the Gluon kernel is cut, where it runs."""
     reason: str
     """Why it is this one: what was measured, or what the other cannot do."""
@@ -133,20 +133,42 @@ def forward_choice(
     Raises:
         ValueError: ``backend`` is "gluon", and that kernel cannot run.
     """
+    head_dim = q_shape[3]
+    why_not = unsupported(capability, dtype, head_dim) or _attention_in_gluon()[1]
+    return decided(
+        backend, why_not, CONFIGS.get(head_dim), partial(choose, head_dim),
+        q_shape[2], k_shape[2], is_causal, window,
+    )  # fmt: skip
+
+
+def decided(
+    backend: str,
+    why_not: str | None,
+    default: object,
+    choose: Callable[[str, int], object],
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    window: scope.Window | None,
+) -> Choice:
+    """Return which kernel runs: what the caller asks for, what can run, what was faster.
+
+    ``why_not`` says why the Gluon kernel cannot run, or is None; ``choose`` maps a mask and the
+    number of keys that a query may see to the faster configuration, or to None for plain Triton;
+    ``default`` is the configuration for who asks for Gluon where that is slower.
+    """
     if backend == "triton":
         return Choice("triton", None, "backend is 'triton'")
-    head_dim, seqlen_k = q_shape[3], k_shape[2]
-    why_not = unsupported(capability, dtype, head_dim) or _attention_in_gluon()[1]
     if why_not:
         if backend == "gluon":
             refuse(why_not)
         return Choice("triton", None, why_not)
-    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
+    bounds = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
     mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
-    config = choose(head_dim, mask, keys)
+    config = choose(mask, keys)
     if backend == "gluon":
-        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
-    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
+        return Choice("gluon", config or default, "backend is 'gluon'")
+    reason = f"measured to be faster for {keys:,} keys, {mask}"
     return Choice("gluon" if config else "triton", config, reason)
 
 
