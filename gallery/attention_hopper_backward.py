@@ -645,7 +645,8 @@ def run(q, k, v, out, lse, do, is_causal, trace=None, traced=0, heads=1, **optio
         seqlen // BLOCK_M.value, IS_CAUSAL=is_causal, TRACE=trace is not None,
         num_warps=4, **options,
     )  # fmt: skip
-    return torch.mul(sums, scale, out=dq), dk, dv
+    hopper._scale_launch(q.shape, seqlen, scale)(sums, dq)
+    return dq, dk, dv
 
 
 def forward_of(q, k, v, is_causal, window=None):
@@ -1358,8 +1359,9 @@ lab.check(
 # "auto" runs the kernel in Gluon on a Hopper GPU, for float16 and bfloat16, where the table below
 # says that it was measured to be faster and all three gradients are asked for, and two sweeps
 # elsewhere. ``deterministic=False`` frees the kernel in Gluon from the order where that is faster.
-# It does *not* take plain Triton's single sweep, which lost to two sweeps at every length.
-# ``backend="gluon"`` insists on Gluon, and raises an error that says why where it cannot run.
+# It takes plain Triton's single sweep, which lost to two sweeps at every length, only together with
+# ``backend="triton"``. ``backend="gluon"`` insists on Gluon, and raises an error that says why where
+# it cannot run.
 
 
 # Measuring
@@ -1712,9 +1714,10 @@ def around():
     q, k, v, do = drawn((16, 16, 16, 1024, 1024, 128), torch.bfloat16)
     out, lse = forward_of(q, k, v, False)
     sums, dq = torch.zeros(q.shape, device=q.device), torch.empty_like(q)
+    convert = hopper._scale_launch(q.shape, q.shape[2], 0.1)
     parts = {
         "delta, before": lambda: hopper._statistics(out, lse, do, None),
-        "conversion, behind": lambda: torch.mul(sums, 0.1, out=dq),
+        "conversion, behind": lambda: convert(sums, dq),
     }
     return [
         {"what": what, "ms": triton.testing.do_bench(part, return_mode="median")}
