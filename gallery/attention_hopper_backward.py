@@ -1360,8 +1360,8 @@ lab.check(
 # says that it was measured to be faster and all three gradients are asked for, and two sweeps
 # elsewhere. ``deterministic=False`` frees the kernel in Gluon from the order where that is faster.
 # It takes plain Triton's single sweep, which lost to two sweeps at every length, only together with
-# ``backend="triton"``. ``backend="gluon"`` insists on Gluon, and raises an error that says why where
-# it cannot run.
+# ``backend="triton"``. ``backend="gluon"`` insists on Gluon, and raises an error where that cannot
+# run.
 
 
 # Measuring
