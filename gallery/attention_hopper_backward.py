@@ -1092,17 +1092,20 @@ def rate_of_heads(times, seqlen):
     return by_heads.rate(f"heads × {times}", seqlen=seqlen)
 
 
+def gain_of_heads(seqlen):
+    one, four = (rate_of_heads(times, seqlen) for times in (1, 4))
+    return f"it {verdict(four / one - 1)} ({one:.0f} → {four:.0f} TFLOP/s)"
+
+
 def share_waited(mask, heads):
     rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
     return rows[0]["share, %"] if rows else nan
 
 
 lab.read(
-    told("heads apart") + f"In the package's kernel, four times as many heads gain "
-    f"{100 * (rate_of_heads(4, 4096) / rate_of_heads(1, 4096) - 1):.0f} % at length 4,096 "
-    f"({rate_of_heads(1, 4096):.0f} → {rate_of_heads(4, 4096):.0f} TFLOP/s) and "
-    f"{100 * (rate_of_heads(4, 16384) / rate_of_heads(1, 16384) - 1):.0f} % at 16,384 "
-    f"({rate_of_heads(1, 16384):.0f} → {rate_of_heads(4, 16384):.0f}); eight times as many reach "
+    told("heads apart")
+    + "In the package's kernel, with four times as many heads, at length 4,096 "
+    f"{gain_of_heads(4096)}, and at 16,384 {gain_of_heads(16384)}. Eight times as many reach "
     f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. The reason is the wait: with "
     f"a causal mask an adder waits for its turn during {share_waited('causal', 1):.0f} % of its "
     f"program, with four times as many heads during {share_waited('causal', 4):.0f} %, and without "
@@ -1676,7 +1679,7 @@ def missed(floor, best):
     worst = min(best(r) / r["its speed"] for r in rows)
     return (
         f"met at {len(at_points) - len(rows)} of {len(at_points)} points, and missed at "
-        f"{named(rows)}, by {100 * worst:.0f} % in the worst case"
+        f"{named(rows)}, with {100 * worst:.0f} % in the worst case"
     )
 
 
