@@ -325,8 +325,20 @@ def cases() -> dict:
         )  # fmt: skip
         one = torch.ones(1, 2)
         descales = {"q_descale": one, "k_descale": one} if dtype.itemsize == 1 else {}
-        options = {"is_causal": is_causal, "window": window}
+        options = {"is_causal": is_causal, "window": window, "backend": "triton"}
         kernelbook.attention(q, k, v, **options, v_descale=one, **descales)
+
+    def fp8_in_gluon(dtype, head_dim, is_causal, window=None):
+        if kernelbook.runtime.capability(None) != (9, 0):
+            return
+        options = {"is_causal": is_causal, "window": window, "backend": "gluon"}
+        for seqlen in (1000, 4096):  # as in_gluon
+            heads = 8 if seqlen < 4096 else 64
+            q, k = (new(1, heads, seqlen, head_dim, dtype=dtype) for _ in range(2))
+            v = new(1, heads, head_dim, -(-seqlen // 16) * 16, dtype=dtype)[..., :seqlen].mT
+            one = torch.ones(1, heads)
+            descales = {"q_descale": one, "k_descale": one, "v_descale": one}
+            kernelbook.attention(q, k, v, **options, **descales)
 
     def quantize(x_dtype, dtype, contiguous, seqlen=1024, head_dim=128):
         x = new(2, 4, seqlen, head_dim, dtype=x_dtype, grad=False)
@@ -393,6 +405,11 @@ def cases() -> dict:
     add("fp8 float8_e4m3 128 window", fp8, e4m3, e4m3, 128, False, True, (200, 100))
     add("fp8 bfloat16 64 causal window", fp8, bf16, e4m3, 64, True, True, (200, None))
     add("fp8 float8_e4m3 128 causal, v transposed", fp8, e4m3, e4m3, 128, True, False)
+    for head_dim in (64, 128):
+        for mask in ("full", "causal", "window"):
+            name = f"fp8 in Gluon float8_e4m3 {head_dim} {mask}"
+            window = (200, 100) if mask == "window" else None
+            add(name, fp8_in_gluon, e4m3, head_dim, mask == "causal", window)
     for contiguous in ("head_dim", "seqlen"):
         for x_dtype in (bf16, f32):
             for dtype in (e4m3, e5m2):

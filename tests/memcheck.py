@@ -285,6 +285,10 @@ def run_attention_fp8() -> None:
         v8 = Quantized(*map(guarded, quantize(v, E5M2, per="tensor", contiguous="seqlen")))
         attention(q, k, v8, window=(33, 7), enable_gqa=True)
         attention(q, k, v8, enable_gqa=True)
+        if ON_HOPPER and head_dim in (64, 128):
+            for of_v, window in product((k8, v8), (None, (None, 0), (33, 40))):
+                options = {"window": window, "enable_gqa": True, "backend": "gluon"}
+                attention(q8, k8, of_v, **options)
         print(f"attention in FP8, {seqlen_q} by {seqlen_k}, head_dim {head_dim}", flush=True)
 
 

@@ -87,7 +87,8 @@ def check(
             measured = root_mean_square(ours - truth)
             assert measured <= bound, f"head {b, h}: rms {measured:.3g} is over {bound:.3g}"
         if not (true_lse == -torch.inf).all():
-            assert_lse_close(lse[b, h][None, None], true_lse, *one[:2], q.dtype, scale)
+            lse_here = lse[b, h][None, None]
+            assert_lse_close(lse_here, true_lse, *one[:2], q.dtype, scale, is_causal, window)
         else:
             assert (lse[b, h] == -torch.inf).all()
             assert not ours.any()
@@ -376,7 +377,8 @@ def test_pairs(hopper_gpu, head_dim, batch, seqlen_q):
 
 def test_what_is_not_supported_says_why():
     q, k, v = (torch.zeros(1, 2, 64, 64, device=DEVICE).to(E4M3) for _ in range(3))
-    assert "not in FP8" in hopper.supported(q.half(), k.half(), v)
+    assert "q is float16" in hopper.supported(q.half(), k.half(), v)
+    assert "v is float16" in hopper.supported(q, k, v.half())
     assert "empty" in hopper.supported(q, k[:, :, :0], v[:, :, :0])
     if runtime.INTERPRETED or runtime.capability(q.device) != (9, 0):
         assert "Hopper" in hopper.supported(q, k, v)

@@ -11,8 +11,9 @@ is an excuse by itself:
     rounding the result    half a unit in the last place of the dtype, or of its smallest number
     what is kept           y of softmax, out of attention and its weights are rounded to the dtype
                            before they are used again, and so PyTorch does
-    the mean               of layer norm is a float32: x - mean errs by MEAN units of the mean, and
-                           by as much again where the means of a row's parts are rounded before
+    the mean               of layer norm is a float32: x - mean errs by MEAN units of the mean
+    the means of parts     of a row, where layer norm merges them, are float32 too: the mean and the
+                           variance err by what is derived at ``off_by_parts``
 
 A bound of that kind is zero where the truth is and small where the truth is small, so that no row
 hides behind a larger one. Second gradients of composed functions have too many roundings to count:
@@ -282,7 +283,7 @@ def check_layer_norm(case: LayerNorm) -> None:
     dy = case.dy.make(n_dims) if case.dy else mixed(1, x.shape, x.dtype)
     shape = x.shape[x.ndim - n_dims :]
     with on_path(case):
-        mean_off = MEAN * roundings_of_the_mean(x, n_dims) * EPS
+        part_cols = columns_of_a_part(x, n_dims)
         y = layer_norm(x, shape, weight, bias, eps)
         wanted = [t for t in given if t.requires_grad]
         grads = torch.autograd.grad(y, wanted, dy, retain_graph=True) if wanted else ()
@@ -309,10 +310,12 @@ def check_layer_norm(case: LayerNorm) -> None:
     xhat = deviation * rstd
     # Where float32 cannot tell the mean from its neighbours, as measured by the spread, no digit of
     # xhat is certain; a row of equal numbers must be zero nonetheless.
-    off = mean_off * mean.abs() * rstd
+    by_parts = off_by_parts(stored, mean, n_dims, part_cols)
+    mean_by_parts, variance_by_parts = (torch.where(constant, 0.0, by) for by in by_parts)
+    off = (MEAN * EPS * mean.abs() + mean_by_parts) * rstd
     off = torch.where(constant, EPS * off, torch.where(off > 0.1, torch.inf, off))
     off = off + EPS * FEW * (deviation.abs().mean(last, keepdim=True) * rstd)
-    rstd_off = off.square() + EPS * FEW
+    rstd_off = off.square() + 0.5 * variance_by_parts * rstd.square() + EPS * FEW
     xhat_off = off + xhat.abs() * rstd_off
     offset = torch.zeros_like(w) if bias is None else bias.detach().double()
     true = torch.where(constant, offset, true)  # float64 has its own rounding to hide
@@ -343,10 +346,44 @@ def check_layer_norm(case: LayerNorm) -> None:
             assert_within(name + suffix, ours, true, bound)
 
 
-def roundings_of_the_mean(x: torch.Tensor, n_dims: int) -> int:
+def columns_of_a_part(x: torch.Tensor, n_dims: int) -> int | None:
+    """Return the columns of the parts whose moments layer norm merges; None if it may have none."""
     n_cols = x.shape[x.ndim - n_dims :].numel()
-    in_parts = n_cols <= layer_norm_tuned.MAX_PARTS * layer_norm_tuned.MAX_PART_COLS
-    return 1 + (in_parts and n_cols * x.itemsize > layer_norm_tuned.TILE_BYTES)
+    if n_cols > layer_norm_tuned.MAX_PARTS * layer_norm_tuned.MAX_PART_COLS:
+        return None
+    if n_cols * x.itemsize <= layer_norm_tuned.TILE_BYTES:
+        return None
+    part = layer_norm_tuned.forward_part(n_cols, x.itemsize)
+    return layer_norm_tuned.split(n_cols, part.cols)[1]
+
+
+def off_by_parts(stored: torch.Tensor, mean: torch.Tensor, n_dims: int, part_cols: int | None):
+    """What the mean and the variance of a row err by because the means of its parts are rounded.
+
+    Part i has n_i of the N numbers, a mean m_i, which is rounded by e_i, at most MEAN units of it,
+    and a sum of squared deviations from m_i that is as exact as any sum. From the rounded means
+
+        mean      =  sum of n_i (m_i + e_i) / N
+                  =  the mean + e,   e = sum of n_i e_i / N
+
+        variance  =  sum of (m2_i + n_i (m_i + e_i - mean - e)**2) / N
+                  =  the variance + sum of n_i (2 (m_i - mean) e_i + (e_i - e)**2) / N
+
+    where e is gone from the middle term, because the n_i (m_i - mean) add up to 0. That term is of
+    first order: the variance of a whole row about a rounded mean has none, for the same reason.
+    """
+    if part_cols is None:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    means, counts = [], []
+    for part in stored.flatten(-n_dims).split(part_cols, -1):
+        means.append(part.mean(-1))
+        counts.append(part.shape[-1])
+    means = torch.stack(means, -1).reshape(*mean.shape[:-n_dims], *[1] * (n_dims - 1), -1)
+    share = torch.tensor(counts, device=mean.device).double() / sum(counts)
+    rounded_by = MEAN * EPS * means.abs()
+    first_order = 2 * (share * (means - mean).abs() * rounded_by).sum(-1, keepdim=True)
+    second_order = (share * rounded_by.square()).sum(-1, keepdim=True)
+    return (share * rounded_by).sum(-1, keepdim=True), first_order + second_order
 
 
 def over_rows(x: torch.Tensor, n_dims: int) -> torch.Tensor:
@@ -850,6 +887,15 @@ FOUND = {
     "far from zero, in parts": (
         "layer_norm",
         LayerNorm(Numbers((5, 300), shift=1000.0), path="split"),
+    ),
+    "parts whose means are a few units apart": (
+        "layer_norm",
+        LayerNorm(
+            Numbers((4, 129), magnitude=0.001, shift=-100.0, seed=3044),
+            weight=Numbers((129,), seed=262178),
+            dy=Numbers((4, 129), shift=1.0, seed=131073),
+            path="split",
+        ),
     ),
     "far from zero, in a loop": (
         "layer_norm",

@@ -132,7 +132,9 @@ def attend_fp8(
     return acc, l_i, m_i, qk
 
 
-@triton.jit(do_not_specialize=["left", "right"])
+# If one key were a constant, all weights but one would be the same register, and ptxas would fill
+# half of a word of converted weights from a register that nothing wrote. On sm_100 it does so.
+@triton.jit(do_not_specialize=["left", "right", "seqlen_k"])
 def attention_fp8_fwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM)
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)

@@ -13,7 +13,7 @@ from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.quantize import Quantized, parts
 from kernelbook.ops.attention.tiles import fit
-from kernelbook.ops.hopper import backward_choice, choice
+from kernelbook.ops.hopper import backward_choice, choice, fp8_choice
 
 
 @checks.also_named(query="q", key="k", value="v")
@@ -135,7 +135,7 @@ def attention(
     if v.dtype in fp8.DTYPES:
         dtype = fp8.result_dtype(q, out_dtype)
         out, lse = _ATTENTION_FP8(
-            q, k, v, *descales.values(), is_causal, left, right, sm_scale, dtype
+            q, k, v, *descales.values(), is_causal, left, right, sm_scale, dtype, backend
         )
     elif out_dtype not in (None, q.dtype):
         raise TypeError(
@@ -370,16 +370,23 @@ def run_fp8(
     right: int | None,
     sm_scale: float,
     out_dtype: torch.dtype,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of operands of 8 bits."""
     if not (q.numel() and k.numel()):
         return _of_no_key(q, out_dtype)
-    descales = q_descale, k_descale, v_descale
+    window = left, right
+    chosen = fp8_choice.fp8_choice(
+        runtime.capability(q.device), q.dtype, v.dtype, q.shape, k.shape, is_causal, window, backend
+    )
     with runtime.launching_on(q):
-        out, lse = attention_fp8_forward(
-            *_prepare(q, k), runtime.readable(v), descales, is_causal, sm_scale,
-            runtime.kernel_dtype(out_dtype), window=(left, right),
-        )  # fmt: skip
+        operands = *_prepare(q, k), runtime.readable(v), (q_descale, k_descale, v_descale)
+        options = is_causal, sm_scale, runtime.kernel_dtype(out_dtype)
+        if chosen.config:
+            in_gluon = fp8_choice.attention_in_gluon()
+            out, lse = in_gluon(*operands, *options, window, chosen.config)
+        else:
+            out, lse = attention_fp8_forward(*operands, *options, window=window)
     return out.to(out_dtype), lse
 
 
@@ -452,7 +459,7 @@ _ATTENTION_BACKWARD = library.Operator(
 _ATTENTION_FP8 = library.Operator(
     "attention_fp8",
     run_fp8,
-    fake=lambda *args: _like(args[0], args[-1]),
+    fake=lambda *args: _like(args[0], args[-2]),
     batch=_batch_fp8,
     **library.no_gradient(
         "attention with operands in FP8 has no gradient: pass q, k and v in bfloat16 where one "

@@ -215,10 +215,14 @@ def check_gluon(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() == 0:
             refuse(f"{name} is empty")
-        if x.dtype.itemsize == 1:
-            refuse(f"{name} is in {checks.spell(x.dtype)}, and it multiplies 16 bits")
     capability = (9, 0) if q.is_meta else runtime.capability(q.device)  # no kernel will run
-    if reason := unsupported(capability, q.dtype, q.shape[3]):
+    if v.dtype.itemsize == 1:
+        from kernelbook.ops.hopper import fp8_choice  # which imports this module
+
+        reason = fp8_choice.unsupported(capability, q.dtype, v.dtype, q.shape[3])
+    else:
+        reason = unsupported(capability, q.dtype, q.shape[3])
+    if reason:
         refuse(reason)
 
 

@@ -42,12 +42,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernelbook import runtime
-from kernelbook.ops import checks
 from kernelbook.ops.attention import scope, tiles, tuned
-from kernelbook.ops.attention.fp8 import DTYPES, P_LOG2, TINY, _keys_contiguous, load_descale
+from kernelbook.ops.attention.fp8 import P_LOG2, TINY, _keys_contiguous, load_descale
 from kernelbook.ops.attention.scope import seen_keys
 from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
-from kernelbook.ops.hopper import choice
 from kernelbook.ops.hopper.choice import REGISTERS, Config
 from kernelbook.ops.hopper.forward import (
     ROWS,
@@ -61,11 +59,9 @@ from kernelbook.ops.hopper.forward import (
     wait_for_turn,
     write,
 )
+from kernelbook.ops.hopper.fp8_choice import CONFIGS, unsupported
 from kernelbook.ops.hopper.parts import tma_load
 from kernelbook.ops.launch import Launch, planned
-
-CONFIGS = {64: Config(2, 128, 4, True), 128: Config(2, 128, 4, True)}
-"""The configuration for each head_dim, where no other was measured to be faster."""
 
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether this Triton has made the method public that reads a buffer as one of another shape."""
@@ -397,7 +393,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["left", "right"])
+# If one key were a constant, all weights but one would be the same register, and ptxas would fill
+# half of a word of packed() from a register that nothing wrote, and rows come out NaN.
+@gluon.jit(do_not_specialize=["left", "right", "seqlen_k"])
 def attention_hopper_fp8_fwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), in tiles of ROWS
     k_desc,  # keys, (batch, heads // group, quadruples, 4, HEAD_DIM), in two rows of each
@@ -553,12 +551,9 @@ def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Return why :func:`attention_fp8_forward` cannot take these operands as they lie, or None
     where it can. Values may lie in any way."""
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.dtype not in DTYPES:
-            return f"{name} is {checks.spell(x.dtype)}, and not in FP8"
         if x.numel() == 0:
             return f"{name} is empty"
-    capability = runtime.capability(q.device)
-    if reason := choice.unsupported(capability, torch.bfloat16, q.shape[3]):
+    if reason := unsupported(runtime.capability(q.device), q.dtype, v.dtype, q.shape[3]):
         return reason
     for name, x in {"q": q, "k": k}.items():
         if not tiles.fits(x):

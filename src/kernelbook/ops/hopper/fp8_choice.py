@@ -1,0 +1,126 @@
+"""Which kernel computes attention in FP8: plain Triton, or Gluon, below it.
+
+As :mod:`kernelbook.ops.hopper.choice` is for operands of 16 bits. Nothing here imports Gluon.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import triton
+
+from kernelbook.ops import checks
+from kernelbook.ops.attention import scope
+from kernelbook.ops.attention.fp8 import DTYPES
+from kernelbook.ops.hopper import choice
+from kernelbook.ops.hopper.choice import Choice, Config, mask_of, refuse
+from kernelbook.ops.launch import planned
+
+CONFIGS = {64: Config(2, 128, 4, True), 128: Config(2, 128, 4, True)}
+"""The configuration for each head_dim, where no other was measured to be faster."""
+
+
+# -- which kernel is the fastest
+
+CHOICES = {
+    (64, "full"): ((math.inf, None),),
+    (64, "causal"): ((math.inf, None),),
+    (64, "window"): ((math.inf, None),),
+    (128, "full"): ((math.inf, None),),
+    (128, "causal"): ((2048, CONFIGS[128]), (math.inf, None)),
+    (128, "window"): ((math.inf, None),),
+}
+"""What was fastest, by head_dim and mask: from the shortest on, up to how many keys that a query
+may see, and which configuration, or None for the kernel of ``attention.fp8``.
+
+Measured on an H200 in November 2026, with q, k and v in float8_e4m3fn and 16,384 tokens of 2,048
+columns in all, at 1,024, 4,096 and 16,384 keys. In TFLOP/s, plain Triton, then this kernel:
+head_dim 64, full 551, 437; 619, 477; 623, 485; causal 371, 330; 553, 444; 629, 491. head_dim 128,
+full 746, 754 to 767; 845, 843; 847, 866; causal 522, 557; 798, 781; 902, 835. At head_dim 128 the
+full mask differs by no more than 3 %, so that plain Triton keeps it. Windows were not measured. The
+limit between measured lengths is interpolated."""
+
+
+def choose(head_dim: int, mask: str, keys: int) -> Config | None:
+    """Return the fastest configuration, or None where the kernel of ``attention.fp8`` is it."""
+    return next(config for most, config in CHOICES[head_dim, mask] if keys <= most)
+
+
+@planned
+def fp8_choice(
+    capability: tuple[int, int],
+    q_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    is_causal: bool = False,
+    window: scope.Window | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Return which kernel computes attention with operands in FP8, and why not the other.
+
+    It looks at no tensor and no device, so that it can be asked about GPUs that are not there:
+
+    >>> e4m3 = torch.float8_e4m3fn
+    >>> fp8_choice((8, 9), e4m3, e4m3, (4, 16, 4096, 128), (4, 16, 4096, 128)).reason
+    'compute capability 8.9 is not 9.0, which is Hopper'
+
+    Args:
+        capability: the GPU's compute capability, as :func:`kernelbook.runtime.capability` has it.
+        q_dtype: of q and k.
+        v_dtype: of v.
+        q_shape: (batch, heads, seqlen_q, head_dim), no size of which is 0.
+        k_shape: (batch, heads of keys, seqlen_k, head_dim), the same.
+        is_causal: as in :func:`kernelbook.attention`, and so ``window`` and ``backend``.
+        window: (left, right), or None.
+        backend: "auto", "triton" or "gluon".
+
+    Raises:
+        ValueError: ``backend`` is "gluon", and that kernel cannot run.
+    """
+    if backend == "triton":
+        return Choice("triton", None, "backend is 'triton'")
+    head_dim, seqlen_k = q_shape[3], k_shape[2]
+    why_not = unsupported(capability, q_dtype, v_dtype, head_dim) or _attention_in_gluon()[1]
+    if why_not:
+        if backend == "gluon":
+            refuse(why_not)
+        return Choice("triton", None, why_not)
+    bounds = scope.bounds(is_causal, window, q_shape[2], seqlen_k)
+    mask, keys = mask_of(*bounds), min(seqlen_k, scope.most_seen(*bounds))
+    config = choose(head_dim, mask, keys)
+    if backend == "gluon":
+        return Choice("gluon", config or CONFIGS[head_dim], "backend is 'gluon'")
+    reason = f"measured to be faster at head_dim {head_dim}, {keys:,} keys, {mask}"
+    if mask == "window":
+        reason = "the kernel in Gluon was not measured with a window"
+    return Choice("gluon" if config else "triton", config, reason)
+
+
+# -- where the Gluon kernel runs
+
+
+def unsupported(
+    capability: tuple[int, int], q_dtype: torch.dtype, v_dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Return why the Gluon kernel cannot compute this on such a GPU, or None where it can."""
+    for name, dtype in (("q", q_dtype), ("v", v_dtype)):
+        if dtype not in DTYPES:
+            return f"{name} is {checks.spell(dtype)}, and the kernel multiplies 8 bits by 8 bits"
+    return choice.unsupported(capability, torch.bfloat16, head_dim)
+
+
+def attention_in_gluon() -> Callable:
+    """Return the host function of the Gluon kernel."""
+    return _attention_in_gluon()[0]
+
+
+@cache
+def _attention_in_gluon() -> tuple[Callable | None, str | None]:
+    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
+    try:
+        from kernelbook.ops.hopper.fp8 import attention_fp8_forward
+    except (ImportError, AttributeError) as error:
+        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
+    return attention_fp8_forward, None
