@@ -46,7 +46,7 @@ def work(chapter, name, point):
         return (3 if name in ("backward", "race") and chapter != "dropout" else 2) * size(point)
     forward = 4 * point["batch"] * point["heads"] * point["seqlen"] ** 2 * point["head_dim"]
     part = 1 if point["mask"] == "full" else 0.5
-    return forward * part * (2.5 if chapter == "attention_backward" else 1)
+    return forward * part * (2.5 if chapter.endswith("backward") else 1)
 
 
 def percent(chapter, name, provider, where):
