@@ -985,8 +985,8 @@ lab.read(
 # --------------------
 #
 # The check compares with float64 of the *stored* values. What a model sees is the error against
-# float64 of the *original* ones. Data are normal, or have *outliers*, as the activations of language
-# models do: one number in a thousand is ten times as large.
+# float64 of the *original* ones. Data are normal, or have *outliers*, as the activations of
+# language models do: one number in a thousand is ten times as large.
 
 
 # Measuring
@@ -1053,9 +1053,9 @@ def in_all(operands, data, part="in all"):
 
 lab.read(
     f"On normal data V alone in e4m3 errs by {in_all('V in e4m3', 'normal'):.1f} % in all, and all "
-    f"operands by {in_all('all in e4m3', 'normal'):.1f} %, of an output that is a mean of thousands "
-    "of random values, and therefore small itself. e5m2 is worse everywhere, because its mantissa "
-    "has one bit less. The kernel's own part is about "
+    f"operands by {in_all('all in e4m3', 'normal'):.1f} %, of an output that is a mean of "
+    "thousands of random values, and therefore small itself. e5m2 is worse everywhere, because its "
+    "mantissa has one bit less. The kernel's own part is about "
     f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} % wherever V has 8 bits, because it comes from "
     "rounding the weights."
 )
@@ -1713,8 +1713,8 @@ def cases_in_gluon():
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
 
 # %%
-# **How fast is it?** Both kernels were timed in one run, whose figures stand above; *plain* is “all
-# in FP8” there.
+# **Is it faster?** Both kernels were timed in one run, whose figures stand above; *plain* is “all in
+# FP8” there.
 
 # Measuring
 rows, ratios = [], {}
@@ -1893,8 +1893,8 @@ def average(p, v_t, flat):
 
 
 # %%
-# The kernel passed its test nevertheless, because the test allowed an absolute error of 3, more than
-# an average of normal numbers. So we also give this test a result of zeros.
+# The kernel passed its test nevertheless, because the test allowed an absolute error of 3, more
+# than an average of normal numbers. So we also give this test a result of zeros.
 
 
 # Measuring
@@ -1928,11 +1928,11 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # error *relative* to each head's truth, and make sure that a result of zeros fails.
 #
 # **A register that nobody wrote.** With a single key, the kernel in Gluon gave rows of NaN, at
-# random, and a right lse. So scores and weights in float32 were right, and the fault lay behind
-# them. In the machine code, ``F2FP`` with ``MERGE_C``, which converts two weights and keeps half of a
-# third register, read a register that no instruction had written. Triton makes a constant of an
-# integer argument that is 1. With that constant, two conversions had an operand in common, and the
-# assembler, ptxas, compiled them wrongly. Since then this kernel keeps Triton from making lengths
+# random, beside a right lse. So scores and weights in float32 were right, and the fault lay behind
+# them. In the machine code, an ``F2FP`` with ``MERGE_C``, which converts two weights and keeps half
+# of a third register, read a register that no instruction had written. Triton makes a constant of
+# an integer argument that is 1. With that constant two conversions shared operands, and the
+# assembler, ptxas, compiled them wrongly. So the kernel now keeps Triton from making lengths
 # constants. Where rows are wrong at random and no race explains it, look in the :term:`SASS` for a
 # register that is read and never written.
 #
