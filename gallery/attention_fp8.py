@@ -1713,8 +1713,8 @@ def cases_in_gluon():
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
 
 # %%
-# **Is it faster?** Both kernels were timed in one run, whose figures stand above; *plain* is “all in
-# FP8” there.
+# **Is it faster?** Both kernels were timed in one run, whose figures stand above; *plain* is “all
+# in FP8” there.
 
 # Measuring
 rows, ratios = [], {}
