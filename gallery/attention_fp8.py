@@ -1756,13 +1756,13 @@ lab.read(
         if max(wide + narrow) < 1.1
         else ""
     )
-    + "Before we wrote it, we had aimed at "
+    + "Before we wrote it, we had aimed at no less than "
     f"{AIMS['full']} TFLOP/s at length 16,384 without a mask and {AIMS['causal']} with a causal "
     f"one. The faster of the two kernels reaches {best['full']:.0f} and {best['causal']:.0f}, so "
     + (
         "both aims are met. "
         if len(met) == 2
-        else f"only the one for a {met[0]} mask is met. "
+        else f"only the aim for a {met[0]} mask is met. "
         if met
         else "neither aim is met. "
     )
@@ -1834,14 +1834,13 @@ cycles = {row["instruction"]: row["cycles"] for row in work.rows}
 exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
 of_matmul = rate.get("all in FP8, Gluon", nan) / fast
 lab.read(
-    f"Its exponentials take {exponentials:,.0f} cycles, as we counted, and the other instructions "
-    f"{in_all_cycles - exponentials:,.0f} more, if they overlap with no exponential. They can, "
-    "because other units execute them, but only if another warp has them ready at that moment. "
-    "That is a count, and no measurement. "
-    f"Measured is that the kernel has {100 * of_matmul:.0f} % of the speed of the 8-bit matmul at "
-    "the top of this page, so matmuls and exponentials, which need the same time, do not overlap "
-    "fully. We have not measured who waits for whom here, nor why plain Triton, "
-    "which leaves the overlap to chance, is faster at head_dim 64."
+    f"**Counted:** the exponentials take {exponentials:,.0f} cycles, about as the matmuls do, and "
+    f"the other instructions {in_all_cycles - exponentials:,.0f} more, if none runs beside an "
+    "exponential. They may, because other units execute them, but only if a warp has one ready at "
+    f"that moment. **Measured:** the kernel has {100 * of_matmul:.0f} % of the speed of the 8-bit "
+    "matmul at the top of this page, so matmuls and exponentials do not overlap fully. Who waits "
+    "for whom we have not measured, nor why plain Triton, which leaves the overlap to chance, is "
+    "faster at head_dim 64."
 )
 
 # %%
