@@ -30,8 +30,6 @@ import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import Quantized, attention, fp8, quantize, tuned
-from kernelbook.ops.attention.forward import weigh
-from kernelbook.ops.attention.quantize import amax_kernel, round_kernel
 from kernelbook.ops.hopper import fp8 as hopper_fp8
 
 lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp8")
@@ -248,8 +246,7 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# A step of 0 means that all heads share one descale. A descale of q or k has to be positive; that
-# of V may be negative, because it does not enter the maximum of the scores.
+# A step of 0 means that all heads share one descale.
 
 
 # Measuring
@@ -388,10 +385,9 @@ for contracted_first, factor in ((False, b.T), (True, b)):
 lab.check("The matmul, either way", cases)
 
 # %%
-# Both layouts give the right result. Now we look at the instructions of a tile of 128 × 128 × 64.
-# The matmul is :term:`wgmma`, which four :term:`warps <warp>` execute together; its *transpose
-# bits* say for 16-bit operands whether the first and the second matrix are transposed. ``prmt``
-# permutes the bytes of a :term:`register`.
+# Both layouts give the right result. In the instructions of a tile of 128 × 128 × 64, the matmul is
+# :term:`wgmma`, whose *transpose bits* say for 16-bit operands whether either matrix is transposed.
+# ``prmt`` permutes the bytes of a :term:`register`.
 
 
 def instructions():
@@ -541,8 +537,7 @@ lab.sketch(
 )
 
 # %%
-# Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero. The
-# factor moves the weights eight powers of two to the right.
+# Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero.
 #
 # **Why does l sum the weights before they are rounded?** The output would even be a little better
 # if numerator and denominator held the same numbers. But a sum of rounded weights makes lse wrong,
@@ -553,15 +548,11 @@ lab.sketch(
 # ----------
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with the changes above, in smaller tiles: up
-# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. ``weigh`` is
-# the function of the 16-bit kernel, which passes a ``P_LOG2`` of 0. Here it is 8, and it is
-# subtracted from ``m_new`` once per row, so it costs nothing per weight.
-
-lab.source(weigh, "rescale")
-
-# %%
-# ``add_values`` then does the second matmul. The weights become e4m3 even where V is e5m2, because
-# they need precision and not range. The next section explains ``PROMOTED``.
+# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. Weights come
+# from ``weigh`` of the 16-bit kernel, which subtracts :math:`m - 8` once per row, so that the
+# factor costs nothing per weight. ``add_values`` then does the second matmul. The weights become
+# e4m3 even where V is e5m2, because they need precision and not range. The next section explains
+# ``PROMOTED``.
 
 lab.source(fp8.add_values)
 
@@ -975,9 +966,8 @@ spoilt = plain(*prepare(*with_nan)[0]).isnan()[0].any(-1).any(-1)
 assert spoilt.tolist() == [False, True, False]
 lab.read(
     f"Can this check fail? In a small case the kernel errs by {judged['ours']['error']:.3f}, where "
-    f"{judged['ours']['tolerance']:.3f} is allowed. A result of zeros errs by "
-    f"{judged['zeros']['error']:.1f}, two heads swapped by {judged['swapped']['error']:.1f}, and "
-    "both are refused. A NaN in the values of one head of three comes out in that head alone."
+    f"{judged['ours']['tolerance']:.3f} is allowed. Zeros err by {judged['zeros']['error']:.1f}, "
+    f"two heads swapped by {judged['swapped']['error']:.1f}, and both are refused."
 )
 
 # %%
@@ -1221,15 +1211,13 @@ lab.read(
     f"With head_dim 128 and a full mask, FP8 is {in_8 / plain_16:.2f} times as fast as the same "
     "kernel in bfloat16. "
     + (
-        f"Even a kernel that overlaps nothing would be {in_turns:.2f} times as fast, but ours "
-        "has work in FP8 that it does not have in bfloat16: it promotes sums and converts weights "
-        "to 8 bits. What each costs was not measured. "
+        f"A kernel that overlaps nothing would be {in_turns:.2f} times as fast, if it had no other "
+        "work in FP8; ours promotes sums and converts weights to 8 bits. "
         if in_8 / plain_16 < in_turns
         else f"That lies between {in_turns:.2f}, with no overlap, and {overlapped:.2f}. "
     )
     + (
-        f"In bfloat16 the kernel for Hopper is {in_16 / plain_16:.2f} times as fast as the plain "
-        f"one, so beside it FP8 is only {in_8 / in_16:.2f} times as fast. "
+        f"Beside the bfloat16 kernel for Hopper it is only {in_8 / in_16:.2f} times as fast. "
         if in_16 > 1.03 * plain_16
         else ""
     )
@@ -1271,26 +1259,16 @@ lab.facts(
 # so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte: 5 bytes per
 # element, however long the sequence is.
 #
-# **The first kernel finds amax.** Each program takes the maximum of one tile, and an
-# :term:`atomic` maximum combines the tiles of a head:
-
-lab.source(amax_kernel, "reduce")
-
-# %%
-# The maximum is that of integers, because the bits of a float32 without its sign have the order of
-# the numbers, with infinity and NaN above them all. So it also finds a NaN, and it does not
-# depend on the order in which programs finish.
-#
-# **The second kernel scales and rounds.**
-
-lab.source(round_kernel, "round")
-
-# %%
-# ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
-# division in a third of its instructions. The strides of y decide the layout: for V, keys are
-# contiguous, so transposing it takes no pass of its own.
+# A first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the tiles of
+# a head. The second scales and rounds, and writes V transposed, so that this takes no pass of its
+# own.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
+#
+#    The maximum is that of integers, because the bits of a float32 without its sign have the order
+#    of the numbers, with infinity and NaN above them all. So it also finds a NaN, and it does not
+#    depend on the order in which programs finish. ``divide`` multiplies by the reciprocal and
+#    corrects the quotient, which gives every bit of a division in a third of its instructions.
 #
 #    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
 #    than the L2 cache, which evicts what was used least recently. In the same order, every tile
@@ -1512,19 +1490,26 @@ lab.read(
 # Eight bits with roles
 # ---------------------
 #
-# In bfloat16, a kernel whose :term:`warps <warp>` have roles is faster than plain Triton
-# (:doc:`/chapters/attention_hopper`). Can it be so in FP8? We count what one of its two consumers
-# does for a tile of 64 queries and 128 keys with head_dim 128. Two matmuls are :math:`2 \cdot 2
-# \cdot 64 \cdot 128 \cdot 128` operations, which take an SM 512 cycles at 8,192 per cycle. The
-# :math:`64 \cdot 128` exponentials take 512 cycles, too, at 16 per cycle. In 16 bits the matmuls
-# take 1,024, so that there is time for other instructions beside them. In 8 bits nothing is left
-# over: **every other instruction counts**. The kernel is written in :term:`Gluon` and saves three
-# kinds of them.
+# In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton
+# (:doc:`/chapters/attention_hopper`). Can it in FP8? We count what one of its two consumers does
+# for a tile of 64 queries and 128 keys with head_dim 128. Two matmuls are :math:`2 \cdot 2 \cdot 64
+# \cdot 128 \cdot 128` operations, 512 cycles of an SM at 8,192 per cycle. The :math:`64 \cdot 128`
+# exponentials take 512 cycles, too, at 16 per cycle. In 16 bits the matmuls take 1,024, which
+# leaves time for other instructions. In 8 bits **every other instruction counts**. The kernel, in
+# :term:`Gluon`, saves three kinds of them.
 #
-# **Weights stay in their threads.** A consumer makes weights of scores in :term:`registers
-# <register>`, and the second matmul can read them there. But 8-bit operands lie differently. Four
-# threads share a row. Of every 8 columns of a result, each thread holds two neighbours; of every 16
-# columns of an 8-bit operand, it must hold four:
+# **Weights stay in their threads.** The second matmul can read weights from :term:`registers
+# <register>`, where they were made. But there a result and an 8-bit operand lie differently. Of the
+# four threads that share a row, each holds two neighbours of every 8 columns of a result (and of a
+# 16-bit operand), but four neighbours of every 16 columns of an 8-bit operand. So most weights
+# would have to move, by a :term:`shuffle` or through shared memory.
+#
+# But a softmax does not depend on the order of its keys. So we load them in an order in which a
+# thread gets the scores of just those keys whose weights it must hold: of every four keys the first
+# two and, for the second half of the tile, the last two.
+
+# Measuring
+TILE = hopper_fp8.CONFIGS[128].block_n
 
 
 def thread_of_result(column):
@@ -1533,17 +1518,6 @@ def thread_of_result(column):
 
 def thread_of_operand(column):
     return column % 16 // 4
-
-
-# %%
-# (In 16 bits an operand lies as a result does.) So most weights would have to move to another
-# thread, through a :term:`shuffle` or shared memory. But a softmax does not depend on the order of
-# its keys, and we may choose one. So we load the keys of a tile in an order in which a thread gets
-# the scores of just those keys whose weights it must hold: of every four keys the first two, and
-# then, for the second half of the tile, of every four the last two. To the copy engine
-# (:term:`TMA`), keys are *quadruples*, a dimension of size 4.
-
-TILE = hopper_fp8.CONFIGS[128].block_n
 
 
 def keys_of_columns(tile):
@@ -1632,26 +1606,20 @@ lab.read(
 )
 
 # %%
-# Four colours, four threads: the number in a cell is a key, and each key of the last row has the
-# colour that it has in the row above. The order costs nothing, because the copy engine copies rows
-# ``2 * h`` and ``2 * h + 1`` of all quadruples of a tile at a time:
-
-lab.source(hopper_fp8.fetch_keys)
-
-# %%
-# Values stay as they are stored, because the columns of the *operand* are in the order of memory
-# again. Only masks must ask for the key of a column.
+# The number in a cell is a key, and its colour the thread: each key of the last row has the colour
+# of the row above. The order costs nothing, because the copy engine (:term:`TMA`) brings it. To it,
+# keys are quadruples, a dimension of size 4, and it copies rows 0 and 1 of all quadruples of a
+# tile, then rows 2 and 3. Values stay as they are stored.
 #
-# **Four weights to a register.** They are converted as soon as they are made, into the word that
-# the matmul reads, and so wait for it in a quarter of the registers.
+# **Weights wait in a quarter of the registers**, because they are converted as soon as they are
+# made, four to a register. **Promotion** adds no instruction, because ``acc * alpha + part``, with
+# the sum of the tile in ``part``, is one multiply-add where rescaling alone is one multiplication.
 #
-# **Promotion** adds no instruction to the rescaling, because ``acc * alpha + part`` is one
-# multiply-add:
-
-lab.source(hopper_fp8.consume, "accumulate")
-
-# %%
 # .. dropdown:: The kernel whole
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/fp8.py
+#       :language: python
+#       :pyobject: fetch_keys
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/fp8.py
 #       :language: python
@@ -1673,8 +1641,7 @@ lab.source(hopper_fp8.consume, "accumulate")
 #       :language: python
 #       :pyobject: attention_hopper_fp8_fwd_kernel
 #
-# We check it as we did the plain kernel. It begins with the last tile of keys, and so does the
-# rounding in float64 that it is compared with.
+# We check it as the plain kernel, against a rounding that begins with the last tile, as it does.
 
 
 # Measuring
@@ -1714,8 +1681,7 @@ def cases_in_gluon():
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
 
 # %%
-# **Is it faster?** Both kernels were timed in one run, whose figures stand above; *plain* is “all
-# in FP8” there.
+# **Is it faster?** Both kernels ran in one run; *plain* is “all in FP8” in the figures above.
 
 # Measuring
 rows, ratios = [], {}
@@ -1767,13 +1733,12 @@ lab.read(
         if met
         else "neither aim is met. "
     )
-    + "By default, the package runs it only where it was measured to be the faster one; "
-    '`attention(..., backend="gluon")` asks for it.'
+    + "By default, the package runs it only where it was measured to be faster."
 )
 
 # %%
-# **What stops it?** We count the instructions in the machine code of its loop. A consumer has 128
-# threads; *cycles* are what they need at the rate at which an SM executes such instructions.
+# **What stops it?** We count instructions of its loop; *cycles* are what the 128 threads of a
+# consumer need at the rate of an SM.
 
 
 # Measuring
@@ -1837,8 +1802,8 @@ of_matmul = rate.get("all in FP8, Gluon", nan) / fast
 lab.read(
     f"**Counted:** the exponentials take {exponentials:,.0f} cycles, about as the matmuls do, and "
     f"the other instructions {in_all_cycles - exponentials:,.0f} more, if none runs beside an "
-    "exponential. They may, because other units execute them, but only if a warp has one ready at "
-    f"that moment. **Measured:** the kernel has {100 * of_matmul:.0f} % of the speed of the 8-bit "
+    "exponential. Other units execute them, so they may, if a warp has one ready just then. "
+    f"**Measured:** the kernel has {100 * of_matmul:.0f} % of the speed of the 8-bit "
     "matmul at the top of this page, so matmuls and exponentials do not overlap fully. Who waits "
     "for whom we have not measured, nor why plain Triton, which leaves the overlap to chance, is "
     "faster at head_dim 64."
@@ -1849,12 +1814,12 @@ lab.read(
 # --------------
 #
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
-# many times. The transposed V has the shape (heads, head_dim, length). The kernel describes it as
-# *one* matrix of head_dim rows and heads · length columns, whose rows are one length apart, and
-# selects the tile of a head by its column. The address is right, but the hardware that copies tiles
-# also checks the bounds. With :math:`H` heads, head_dim :math:`D` and length :math:`N`, head
-# :math:`h` begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h
-# \ge H / D`. Such a head reads as zero. A few lines show it; they are given the weights.
+# many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
+# · length columns, whose rows are one length apart, and selects the tile of a head by its column.
+# The address is right, but the hardware that copies tiles also checks the bounds. Head :math:`h`
+# begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h \ge H / D`,
+# where :math:`H` is the number of heads. Such a head reads as zero. A few lines show it; they are
+# given the weights.
 
 
 @triton.jit
@@ -1929,12 +1894,10 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 #
 # **A register that nobody wrote.** With a single key, the kernel in Gluon gave rows of NaN, at
 # random, beside a right lse. So scores and weights in float32 were right, and the fault lay behind
-# them. In the machine code, an ``F2FP`` with ``MERGE_C``, which converts two weights and keeps half
-# of a third register, read a register that no instruction had written. Triton makes a constant of
-# an integer argument that is 1. With that constant two conversions shared operands, and the
-# assembler, ptxas, compiled them wrongly. So the kernel now keeps Triton from making lengths
-# constants. Where rows are wrong at random and no race explains it, look in the :term:`SASS` for a
-# register that is read and never written.
+# them. In the :term:`SASS`, an ``F2FP`` with ``MERGE_C``, which converts two weights and keeps half
+# of a third register, read one that no instruction had written. Triton makes a constant of an
+# integer argument that is 1. With that, two conversions shared operands, and the assembler, ptxas,
+# compiled them wrongly. The kernel now keeps Triton from making lengths constants.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
