@@ -1896,8 +1896,9 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # random, beside a right lse. So scores and weights in float32 were right, and the fault lay behind
 # them. In the :term:`SASS`, an ``F2FP`` with ``MERGE_C``, which converts two weights and keeps half
 # of a third register, read one that no instruction had written. Triton makes a constant of an
-# integer argument that is 1. With that, two conversions shared operands, and the assembler, ptxas,
-# compiled them wrongly. The kernel now keeps Triton from making lengths constants.
+# integer argument that is 1. So all weights but one were the same register, and the assembler,
+# ptxas, compiled their conversions wrongly. The kernel now keeps Triton from making the number of
+# keys a constant.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
