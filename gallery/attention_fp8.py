@@ -204,8 +204,8 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# Which elements should share a descale, the whole tensor or each head? The heads of a model differ
-# in size, so we try three heads, each a thousand times smaller than the one before.
+# Should the whole tensor share a descale, or each head? The heads of a model differ in size, so we
+# try three, each a thousand times smaller than the one before.
 
 sizes = torch.tensor([1.0, 1e-3, 1e-6], device=runtime.DEVICE).view(1, 3, 1, 1)
 x = torch.randn(1, 3, 200, 64, device=runtime.DEVICE) * sizes
@@ -548,11 +548,9 @@ lab.sketch(
 # ----------
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with the changes above, in smaller tiles: up
-# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. Weights come
-# from ``weigh`` of the 16-bit kernel, which subtracts :math:`m - 8` once per row, so that the
-# factor costs nothing per weight. ``add_values`` then does the second matmul. The weights become
-# e4m3 even where V is e5m2, because they need precision and not range. The next section explains
-# ``PROMOTED``.
+# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM.
+# ``add_values`` does the second matmul. The weights become e4m3 even where V is e5m2, because they
+# need precision and not range. The next section explains ``PROMOTED``.
 
 lab.source(fp8.add_values)
 
@@ -842,11 +840,10 @@ lab.read(
 # ------------
 #
 # The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
-# kernel's fault. No kernel that rounds its weights comes close to this truth, so the yardstick is
-# the *same rounding in float64*: ``reference.attention_fp8`` rounds the weights, tile by tile, and
-# nothing else. Its error stands in the column "PyTorch's". The kernel may err twice as much,
-# because its result is rounded to 16 bits, too, and a weight may fall on the other side of a
-# boundary.
+# kernel's fault. The yardstick is the *same rounding in float64*: ``reference.attention_fp8``
+# rounds the weights, tile by tile, and nothing else. Its error stands in the column "PyTorch's".
+# The kernel may err twice as much, because its result is rounded to 16 bits, too, and a weight may
+# fall on the other side of a boundary.
 #
 # Each head has a size of its own and is compared on its own, because a wrong head could hide behind
 # one whose values are larger. The name of an input lists batch, heads, heads of keys, queries, keys
@@ -1359,12 +1356,11 @@ expected = {"full": begin, "causal": 2 * begin}
 lab.read(
     f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed of "
     f"the copy. All three operands take {cost:.2f} ms, and {all_three('PyTorch'):.2f} ms by "
-    "PyTorch operations, which move the data several times. "
+    "PyTorch operations. "
     + (
-        f"At length 4,096 FP8 saves {saved:.2f} ms of attention. For the same number of tokens, "
-        "what it saves grows with the length, and what quantising costs does not. So FP8 should "
-        f"begin to pay at a length of about {round(begin, -2):,.0f}, and at twice that with a "
-        "causal mask, which halves the work."
+        f"At length 4,096 FP8 saves {saved:.2f} ms of attention. This grows with the length, and "
+        "the cost of quantising as many tokens does not. So FP8 should begin to pay at a length of "
+        f"about {round(begin, -2):,.0f}, and at twice that with a causal mask."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
@@ -1481,9 +1477,8 @@ lab.read(
     f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected from "
     "the times of the parts. With "
     f"PyTorch operations it reaches {in_operations:.2f} times the speed of bfloat16 at best"
-    f"{', so it does not pay at any of these lengths' if in_operations < 1 else ''}. A model "
-    "avoids part of the cost if the kernel that computes q, k and v also takes their amax, and "
-    "nearly all of it for keys and values of earlier tokens that it keeps in 8 bits."
+    f"{', so it never pays here' if in_operations < 1 else ''}. A model avoids nearly all of "
+    "the cost for keys and values of earlier tokens that it keeps in 8 bits."
 )
 
 # %%
@@ -1611,9 +1606,9 @@ lab.read(
 # keys are quadruples, a dimension of size 4, and it copies rows 0 and 1 of all quadruples of a
 # tile, then rows 2 and 3. Values stay as they are stored.
 #
-# **Weights wait in a quarter of the registers**, because they are converted as soon as they are
-# made, four to a register. **Promotion** adds no instruction, because ``acc * alpha + part``, with
-# the sum of the tile in ``part``, is one multiply-add where rescaling alone is one multiplication.
+# **Weights wait in a quarter of the registers**, because they are converted, four to a register, as
+# soon as they are made. **Promotion** adds no instruction: ``acc * alpha + part``, where ``part``
+# is the sum of a tile, is one multiply-add, as many as rescaling takes alone.
 #
 # .. dropdown:: The kernel whole
 #
@@ -1725,7 +1720,7 @@ lab.read(
     )
     + "Before we wrote it, we had aimed at no less than "
     f"{AIMS['full']} TFLOP/s at length 16,384 without a mask and {AIMS['causal']} with a causal "
-    f"one. The faster of the two kernels reaches {best['full']:.0f} and {best['causal']:.0f}, so "
+    f"one. The faster kernel reaches {best['full']:.0f} and {best['causal']:.0f}, so "
     + (
         "both aims are met. "
         if len(met) == 2
@@ -1889,8 +1884,8 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# With head_dim 16, only two of the 32 heads are read. Two habits catch the mistake: compare an
-# error *relative* to each head's truth, and make sure that a result of zeros fails.
+# Only two of the 32 heads are read. Two habits catch the mistake: compare an error *relative* to
+# each head's truth, and make sure that zeros fail.
 #
 # **A register that nobody wrote.** With a single key, the kernel in Gluon gave rows of NaN, at
 # random, beside a right lse. So scores and weights in float32 were right, and the fault lay behind
