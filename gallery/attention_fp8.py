@@ -1503,7 +1503,7 @@ lab.read(
 # thread gets the scores of just those keys whose weights it must hold: of every four keys the first
 # two and, for the second half of the tile, the last two.
 
-# Measuring
+# Drawing
 TILE = hopper_fp8.CONFIGS[128].block_n
 
 
@@ -1714,8 +1714,8 @@ lab.read(
     f"With head_dim 128, the kernel in Gluon has {min(wide):.2f} to {max(wide):.2f} times the "
     f"speed of plain Triton, and with head_dim 64 {min(narrow):.2f} to {max(narrow):.2f} times. "
     + (
-        "**So all of the above gains next to nothing.** "
-        if max(wide + narrow) < 1.1
+        "**So all of this gains next to nothing.** "
+        if 1 < max(wide + narrow) < 1.1
         else ""
     )
     + "Before we wrote it, we had aimed at no less than "
@@ -1800,8 +1800,12 @@ lab.read(
     "exponential. Other units execute them, so they may, if a warp has one ready just then. "
     f"**Measured:** the kernel has {100 * of_matmul:.0f} % of the speed of the 8-bit "
     "matmul at the top of this page, so matmuls and exponentials do not overlap fully. Who waits "
-    "for whom we have not measured, nor why plain Triton, which leaves the overlap to chance, is "
-    "faster at head_dim 64."
+    "for whom we have not measured"
+    + (
+        ", nor why plain Triton, which leaves the overlap to chance, is faster at head_dim 64."
+        if max(narrow) < 1
+        else "."
+    )
 )
 
 # %%
