@@ -225,8 +225,8 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
-# prevents this and costs four bytes per head. The package's ``quantize`` does the same in two
-# kernels, which we see below. It returns a pair, ``Quantized(stored, descale)``.
+# prevents this and costs four bytes per head. The package's ``quantize`` does the same and returns a
+# pair, ``Quantized(stored, descale)``.
 
 # %%
 # **What does a descale cost in the kernel?** Write :math:`q = a \hat q`, :math:`k = b \hat k` and
@@ -456,8 +456,8 @@ lab.read(
 #    = \frac{\sum_j p_j v_j}{\sum_j p_j}
 #
 # It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
-# combines the 8 with the maximum that it subtracts from the score. A factor of :math:`2^9` would be
-# too large, because the largest weights would become 512 and be stored as 448. We try several
+# combines the 8 with the maximum that it subtracts from the score. With :math:`2^9` the largest
+# weights would become 512 and be stored as 448. We try several
 # powers in float64, on normal scores of a given standard deviation; in two rows, one key is ahead
 # of all others by 4 or 6. *Lost* is the share of the weights that are rounded to zero.
 
@@ -585,8 +585,7 @@ lab.source(fp8.add_values)
 # The remedy is called *promotion*: the matrix unit sums over one tile of keys only, starting from
 # zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly
 # free, because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one
-# instruction as well. Here are both, for terms of one size. Grey is what the sum can hold; bits of
-# the next term outside it, in orange, are lost:
+# instruction as well. Grey is what a sum can hold; bits of the next term outside it are lost:
 
 
 # Drawing
@@ -1920,8 +1919,7 @@ q.requires_grad_()
 lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward())}`")
 
 # %%
-# The package has none because the gradient of the weights would be rounded to 8 bits as well, and
-# it spans a far wider range.
+# The gradient of the weights would be rounded to 8 bits as well, and spans a far wider range.
 
 # %%
 # In short
@@ -1934,8 +1932,8 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # Exercises
 # ---------
 #
-# **1. A rotation against outliers.** A large column of q and k dominates every score, and so does
-# its rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Choose
+# **1. A rotation against outliers.** A large column of q and k dominates every score, as does its
+# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Choose
 # one that spreads a large element over all columns, apply it before ``quantize``, and look at the
 # error.
 
