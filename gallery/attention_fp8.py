@@ -225,8 +225,8 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
 # With one descale for the whole tensor, the smallest head becomes zero. One descale per head
-# prevents this and costs four bytes per head. The package's ``quantize`` does the same and returns a
-# pair, ``Quantized(stored, descale)``.
+# prevents this and costs four bytes per head. The package's ``quantize`` does the same and returns
+# a pair, ``Quantized(stored, descale)``.
 
 # %%
 # **What does a descale cost in the kernel?** Write :math:`q = a \hat q`, :math:`k = b \hat k` and
