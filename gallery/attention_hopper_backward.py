@@ -814,7 +814,7 @@ lab.read(told("half the columns"))
 #    :language: python
 #    :pyobject: _consumer
 #    :start-at: # -- hand the part over
-#    :end-before: # -- write
+#    :end-before: mbarrier.arrive(do_empty
 #    :dedent:
 
 # Reading
@@ -892,10 +892,10 @@ lab.read(
 # hold, a program could draw its number from a counter in memory when it starts.
 #
 # To see the order at work, let's simulate it. In each tick a program on an SM may do one step of
-# its own if the program of the keys before has done that step in a tick before. ``at_once`` is the
-# number of heads whose tiles alternate.
+# its own if the program of the keys before has done that step in a tick before.
 
 
+# Drawing
 def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
     """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
     waiting = [
@@ -1106,10 +1106,10 @@ lab.read(
     told("heads apart")
     + "In the package's kernel, with four times as many heads, at length 4,096 "
     f"{gain_of_heads(4096)}, and at 16,384 {gain_of_heads(16384)}. Eight times as many reach "
-    f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. The reason is the wait: with "
-    f"a causal mask an adder waits for its turn during {share_waited('causal', 1):.0f} % of its "
-    f"program, with four times as many heads during {share_waited('causal', 4):.0f} %, and without "
-    f"a mask during {share_waited('full', 1):.0f} %."
+    f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. With a causal mask the "
+    f"traced adders wait for their turn during {share_waited('causal', 1):.0f} % of a program, "
+    f"with four times as many heads during {share_waited('causal', 4):.0f} %, and without a mask "
+    f"during {share_waited('full', 1):.0f} %."
 )
 
 # %%
@@ -1696,8 +1696,8 @@ lab.read(
 )
 
 # %%
-# **What stops it at head_dim 128** is on the timeline above: while a consumer makes :math:`P` and
-# :math:`dS`, writes :math:`dS` and meets the other, only one matmul is queued behind it. There are
+# **Head_dim 128.** The timeline above shows what stops it: while a consumer makes :math:`P` and
+# :math:`dS`, writes :math:`dS` and meets the other, it has at most one matmul under way. There are
 # registers for no more, because :math:`dK`, :math:`dV`, :math:`S` and :math:`dP` fill them.
 #
 # **Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim 128, and
@@ -1750,8 +1750,8 @@ def cost(head_dim, mask, seqlen=16384):
 
 lab.read(
     f"At head_dim 128 without a mask, these two kernels take {share_around(1024):.0f} % of the "
-    f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** itself costs "
-    f"little: at length 16,384 a fixed order {verdict(cost(128, 'full'))} against additions as "
+    f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** itself: at "
+    f"length 16,384 a fixed order {verdict(cost(128, 'full'))} against additions as "
     f"they come at head_dim 128 without a mask and {verdict(cost(128, 'causal'))} with a causal "
     f"one, and at head_dim 64 it {verdict(cost(64, 'full'))} and {verdict(cost(64, 'causal'))}."
 )
