@@ -1523,9 +1523,10 @@ relative_speed = {
 }
 lab.read(
     f"Each box is one program. At head_dim 128, where {once:.0f} program"
-    f"{' of one sweep fits' if once == 1 else 's of one sweep fit'} and {spilt:.0f} of its values spill, one sweep reaches "
-    f"{relative_speed[128]:.0f} % of the speed of two. At head_dim 64, where {small:.0f} fit, it "
-    f"reaches {relative_speed[64]:.0f} %. In the first of two sweeps {none or 'none'} spill."
+    f"{' of one sweep fits' if once == 1 else 's of one sweep fit'} and {spilt:.0f} of its "
+    f"values spill, one sweep reaches {relative_speed[128]:.0f} % of the speed of two. "
+    f"At head_dim 64, where {small:.0f} fit, it reaches {relative_speed[64]:.0f} %. "
+    f"In the first of two sweeps {none or 'none'} spill."
 )
 
 # %%
