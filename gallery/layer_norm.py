@@ -118,8 +118,9 @@ for mean in (0, 100, 1000, 10_000):
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
-# Both are large and agree in almost all digits, so float32 has few digits left for their
-# difference, which may even come out negative. The kernels therefore always compute the mean first.
+# The square of the mean and the mean of the squares agree in almost all digits, so float32 has few
+# digits left for their difference, which may even come out negative. The kernels therefore always
+# compute the mean first.
 #
 # Three reads: a loop
 # -------------------
@@ -318,7 +319,6 @@ lab.read(
 # :math:`N`. But floating-point addition rounds, so that mean is wrong in its last digits. In a row
 # of 1,000 equal numbers no element deviates from the mean, and the result has to be 0:
 
-# Measuring
 import triton
 import triton.language as tl
 
@@ -527,7 +527,7 @@ def packed_said(rows):
         why = (
             "Even packed, such a row leaves room for only one program on an SM, so nothing is "
             "loaded while that program computes. The table in the fold above tests this reason at "
-            f"32,768 columns: with {count(one[2])} instead of {count(two[2])} the kernel reaches "
+            f"32,768 columns: with {count(one[2])} instead of {two[2]:.0f} the kernel reaches "
             f"{one[0]:.0f} % instead of {two[0]:.0f} %"
         )
         if alone >= fall:
@@ -615,13 +615,16 @@ lab.table(
 # large squares. ``merge_moments`` computes it with the means measured from a *pivot*, the mean of
 # the first part, because a sum of large means would lose the digits in which they differ.
 
-# Folded: The function merge_moments
 lab.source(merge_moments)
 
 # %%
 # The programs pass on their moments by the :term:`exchange` of the chapter on :doc:`softmax
 # </chapters/softmax>`: each publishes its own in a *slot* of memory, waits, and collects those of
 # all.
+
+lab.source(split_fwd_kernel, "collect")
+
+# %%
 
 lab.source(split_fwd_kernel, "merge")
 
@@ -930,8 +933,8 @@ def small_said(rows):
 lab.read(small_said(small.rows))
 
 # %%
-# The fold times the host alone, as :doc:`/hardware` explains. It takes the fastest of 60 rounds,
-# while the table above averages 200 calls with whatever slowed down the host in between.
+# The next fold times the host alone, as :doc:`/hardware` explains. It takes the fastest of 60
+# rounds, while the table above averages 200 calls with whatever slowed down the host in between.
 
 # Folded: How long the host is busy with one call
 x = torch.randn(64, 1024, device=runtime.DEVICE)
