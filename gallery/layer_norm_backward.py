@@ -109,7 +109,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # *Steps 2 to 4*, in the fold, take the derivative of :math:`\hat{x}`. Epsilon enters it and stays
 # inside :math:`r`; nothing is dropped.
 #
-# .. dropdown:: Steps 2 to 4: what the mean and ``rstd`` do to :math:`x`
+# .. dropdown:: Steps 2 to 4: what the mean and ``rstd`` contribute
 #
 #    *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
 #    :math:`\mathbf{1}` the column of ones:
@@ -601,7 +601,7 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 lab.source(split_bwd_kernel, "ahead")
 
 # %%
-# .. dropdown:: More: what a wait saved costs, and the names in the kernel
+# .. dropdown:: More: the price, and the names in the kernel
 #
 #    The price is registers, because ``x`` and ``dy`` of a row stay there for one iteration longer.
 #    Each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
@@ -846,7 +846,7 @@ def ahead_said(rows):
     )
     said += f"to {none:.0f} %"
     if three - none >= 10 and packed < three:
-        said += f", about where packed rows are, at {packed:.0f} %."
+        said += f"; packed rows, which have none either, reach {packed:.0f} %."
     else:
         said += f", so this is not why packed rows reach {packed:.0f} %."
     said += (
