@@ -65,9 +65,8 @@ def simple_softmax(x):
 #          write. The row kernel: one read and one write.
 #
 # A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
-# multiprocessor (:term:`SM`), the kernel needs to read it only once. If it does not fit, the kernel
-# has to read the row in blocks, and then the blocks must share a maximum and a sum that none of
-# them knows alone.
+# multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, which
+# must share a maximum and a sum that none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -183,6 +182,7 @@ lab.table(
 # As a check, we cut a row into pieces and merge their pairs in a random order.
 
 
+# Measuring
 def pair(x):
     m = x.max()
     return m, (x - m).exp().sum()
@@ -286,8 +286,8 @@ share = {
     for n in (short, 32768, 65536, long)
 }
 lab.read(
-    f"Three passes reach {share['three_pass', short]:.0f} % of a copy at {short:,} columns, because "
-    "the further reads find a short row in a cache, and "
+    f"Three passes reach {share['three_pass', short]:.0f} % of a copy at {short:,} columns, where "
+    "the further reads find the row in a cache, and "
     f"{share['three_pass', long]:.0f} % at {long:,}, where they go to memory. The bytes of "
     f"`simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
     f"{share['simple_softmax', short]:.0f} %; PyTorch's source shows three operations that do more "
@@ -439,8 +439,9 @@ lab.source(row_fwd_kernel)
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 lab.read(
-    f"At 32,768 columns, though, one program that keeps such a row on chip reaches {one:.0f} % of a "
-    f"copy, beside {two:.0f} % for two reads."
+    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold on the "
+    "last few percent, below, asks why `online` can be a little ahead. At 32,768 columns, though, "
+    f"one read reaches {one:.0f} %, beside {two:.0f} % for two."
 )
 
 # %%
@@ -461,10 +462,9 @@ lab.read(
 lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
-# The odd-looking ``raw += zero`` prevents an optimisation: the compiler would rather widen the row
-# once and keep the result, which is what we want to avoid. It cannot know that adding an argument
-# of the kernel changes nothing, so it has to widen the row again, which is cheap: a shift, or a
-# conversion, for each half.
+# ``raw += zero`` keeps the compiler from widening the row only once and keeping the result, because
+# it cannot know that adding an argument of the kernel changes nothing. Widening again is cheap: a
+# shift, or a conversion, for each half.
 
 # %%
 
@@ -599,8 +599,8 @@ lab.source(split_row_fwd_kernel)
 # Reading
 lab.read(
     f"Split, rows reach {share['Kernel Book', 65536]:.0f} % at 65,536 columns and "
-    f"{share['Kernel Book', long]:.0f} % at {long:,}. Waiting probably costs the rest, because a "
-    "program waits for the slowest of its neighbours while nothing new is loaded into its registers."
+    f"{share['Kernel Book', long]:.0f} % at {long:,}. Waiting probably costs the rest, because "
+    "nothing new is loaded into a program's registers while it waits for its slowest neighbour."
 )
 
 # %%
