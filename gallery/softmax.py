@@ -439,8 +439,8 @@ lab.source(row_fwd_kernel)
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 lab.read(
-    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold on the "
-    "last few percent, below, asks why `online` can be a little ahead. At 32,768 columns, though, "
+    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold below, "
+    "on the last few percent, asks why `online` can be a little ahead. At 32,768 columns, though, "
     f"one read reaches {one:.0f} %, beside {two:.0f} % for two."
 )
 
@@ -747,7 +747,7 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: More: how quack stays ahead at the widest rows
+# .. dropdown:: More: what quack does with the widest rows
 #
 #    It takes a shorter path than L2: the hardware groups some SMs in a *cluster*, in which they
 #    read each other's shared memory directly. Triton 3.6, which the book supports, cannot reduce
