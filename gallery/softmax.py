@@ -439,9 +439,9 @@ lab.source(row_fwd_kernel)
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 lab.read(
-    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold below, "
-    "on the last few percent, asks why `online` can be a little ahead. At 32,768 columns, though, "
-    f"one read reaches {one:.0f} %, beside {two:.0f} % for two."
+    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold "
+    "below, on the last few percent, asks why `online` can be a little ahead. At 32,768 columns, "
+    f"though, one read reaches {one:.0f} %, beside {two:.0f} % for two."
 )
 
 # %%

@@ -1159,70 +1159,13 @@ lab.read(
 )
 
 # %%
-# The ladder
-# ----------
-#
-# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is
-# ``torch.matmul``, which calls cuBLAS.
-
-
-# Measuring
-def rungs(n):
-    a, b = torch.randn(2, n, n, device=runtime.DEVICE, dtype=torch.bfloat16)
-    runs = {
-        name: (lambda options=options: multiply(a, b, **options))
-        for name, options in RUNGS.items()
-    }
-    return {"matmul": lambda: a @ b} | runs | {"tl.dot": lambda: dot(a, b)}
-
-
-climbed = lab.bench(
-    "ladder",
-    [{"n": n} for n in (2048, 4096, 8192)],
-    rungs,
-    limit="matmul",
-    work="2 * n * n * n",
-    unit="TFLOP/s",
-)
-NAMES = [*RUNGS, "tl.dot"]
-
-# %%
-
-lab.ladder(climbed, "A matmul of n × n, by rung", NAMES, by="n", where={})
-
-# %%
-
-# Reading
-speed = {
-    name: climbed.rate(name, n=8192) if climbed.rows else nan
-    for name in (*NAMES, "matmul")
-}
-against = 100 * speed["roles"] / speed["matmul"]
-beside = speed["roles"] / speed["one in flight"]
-lab.read(
-    f"At size 8,192 a ring of three slots raises the speed from {speed['one buffer']:.0f} to "
-    f"{speed['ring']:.0f} TFLOP/s, and one matmul in flight to {speed['one in flight']:.0f}. Roles "
-    f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
-    f"{speed['tl.dot']:.0f}. "
-    + (
-        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, because "
-        "such a loop has nothing to do between two matmuls."
-        if beside < 1.01
-        else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
-    )
-)
-
-# %%
-# Attention has something to do there: while one consumer computes exponentials, the other can keep
-# the tensor cores busy.
-#
 # Who waits for whom
 # ------------------
 #
-# What do the roles do, then? One program of a matmul of size 4,096 stamps the clock before and
-# after each wait, for sixteen steps, once in the ring without roles and once with them. A bar of
-# "multiplies" begins when a matmul is issued and ends when the wait for matmuls lets the warps go
-# on; with roles this is the wait for the matmul *before*.
+# One program of a matmul of size 4,096 stamps the clock before and after each wait, for sixteen
+# steps, once in the ring without roles and once with them. A bar of "multiplies" begins when a
+# matmul is issued and ends when the wait for matmuls lets the warps go on; with roles this is the
+# wait for the matmul *before*.
 
 
 # Measuring
@@ -1328,6 +1271,63 @@ lab.read(
 )
 
 # %%
+# The ladder
+# ----------
+#
+# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is
+# ``torch.matmul``, which calls cuBLAS.
+
+
+# Measuring
+def rungs(n):
+    a, b = torch.randn(2, n, n, device=runtime.DEVICE, dtype=torch.bfloat16)
+    runs = {
+        name: (lambda options=options: multiply(a, b, **options))
+        for name, options in RUNGS.items()
+    }
+    return {"matmul": lambda: a @ b} | runs | {"tl.dot": lambda: dot(a, b)}
+
+
+climbed = lab.bench(
+    "ladder",
+    [{"n": n} for n in (2048, 4096, 8192)],
+    rungs,
+    limit="matmul",
+    work="2 * n * n * n",
+    unit="TFLOP/s",
+)
+NAMES = [*RUNGS, "tl.dot"]
+
+# %%
+
+lab.ladder(climbed, "A matmul of n × n, by rung", NAMES, by="n", where={})
+
+# %%
+
+# Reading
+speed = {
+    name: climbed.rate(name, n=8192) if climbed.rows else nan
+    for name in (*NAMES, "matmul")
+}
+against = 100 * speed["roles"] / speed["matmul"]
+beside = speed["roles"] / speed["one in flight"]
+lab.read(
+    f"At size 8,192 a ring of three slots raises the speed from {speed['one buffer']:.0f} to "
+    f"{speed['ring']:.0f} TFLOP/s, and one matmul in flight to {speed['one in flight']:.0f}. Roles "
+    f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
+    f"{speed['tl.dot']:.0f}. "
+    + (
+        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, because "
+        "such a loop has nothing to do between two matmuls."
+        if beside < 1.01
+        else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
+    )
+)
+
+# %%
+# Attention has something to do there: while one consumer computes exponentials, the other can keep
+# the tensor cores busy.
+#
 # What breaks it
 # --------------
 #
