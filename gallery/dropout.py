@@ -631,8 +631,8 @@ lab.read(
     f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
     f"still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see, because z grows with "
     f"the square root of their number. From {fewest} rounds on, none of these tests can tell the "
-    f"mask from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 is "
-    "where the far harder tests of Philox's authors begin to pass."
+    f"mask from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 "
+    "is where the far harder tests of Philox's authors begin to pass."
 )
 
 # %%
