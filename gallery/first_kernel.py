@@ -780,7 +780,7 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
 # share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
-# registers. The bars show the speed and the :term:`latency` of each.
+# registers. The bars show the speed of each, and the labels also its :term:`latency` and size.
 
 # %%
 
@@ -1021,7 +1021,8 @@ lab.read(
     f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed, and the "
     f"operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. `x @ w` reaches "
     f"{largest['x @ w']:.0f} %, and the kernel that `torch.compile` writes "
-    f"{largest['torch.compile']:.0f} %; it is {ahead(forward, 'torch.compile')} rows."
+    f"{largest['torch.compile']:.0f} %. Beside the operator, `torch.compile` is "
+    f"{ahead(forward, 'torch.compile')} rows."
 )
 
 # %%
