@@ -544,8 +544,8 @@ def packed_said(rows):
         said.append(f"Split, the row would be faster, at {split[0]:.0f} %.")
     elif split[1] - split[0] >= 10:
         said.append(
-            f"Split between programs, as in softmax, it would reach only {split[0]:.0f} %, because "
-            "softmax has no parameters to load."
+            f"Split between programs it would reach only {split[0]:.0f} %. Softmax splits such "
+            "rows, because it has no parameters to load."
         )
     else:
         said.append(
