@@ -53,14 +53,9 @@ def simple_dropout(x, p):
 # implementation must read ``x`` once and write ``y`` once. In 16 bits that makes 4 bytes per
 # element. The function above moves 14, because PyTorch runs each of its four operations as a
 # :term:`kernel` of its own, which reads its inputs from memory and writes its output back:
-#
-# - ``rand_like`` writes 2 bytes;
-# - the comparison reads 2 and writes a mask of 1;
-# - the multiplication by the mask reads 2 and 1 and writes 2;
-# - the division reads 2 and writes 2.
-#
-# One *fused* kernel for all four steps needs only the 4 bytes, because its intermediate results
-# never leave the chip.
+# ``rand_like`` moves 2 bytes, the comparison 3, the multiplication by the mask 5 and the division
+# 4. One *fused* kernel needs only the 4 bytes, because its intermediate results never leave the
+# chip.
 #
 # The backward pass adds a second cost. It multiplies the gradient by the *same* mask, so autograd
 # keeps the mask from the forward pass to the backward pass, at one byte per element.
@@ -70,10 +65,8 @@ def simple_dropout(x, p):
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# We run each version on a large input and ask the allocator what is still held after the forward
-# pass, apart from ``x`` and ``y``. Two of the versions are this book's operators:
-# ``masked_dropout`` is given a mask, while ``dropout`` draws a seed and calls ``seeded_dropout``
-# with it.
+# The allocator says what each version still holds after the forward pass of a large input, apart
+# from ``x`` and ``y``. ``masked_dropout`` and ``dropout`` are this book's operators.
 
 
 def held_for_backward():
@@ -105,9 +98,8 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# Whichever operator stores it, the mask costs one byte per element, half the size of the float16
-# activation itself. The seed costs 8 bytes for an input of any size, rounded up to the smallest
-# piece of memory that the allocator hands out.
+# The mask costs one byte per element, half the size of the float16 activation itself. The seed
+# costs 8 bytes for an input of any size.
 #
 # The idea
 # --------
@@ -150,9 +142,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    \end{cases}
 #
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is
-# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. We round the threshold to an integer, which changes
-# :math:`p` by at most :math:`2^{-33}`, so that the kernel can compare two integers instead of
-# converting the random bits to a float first.
+# :math:`(1 - p) \cdot x_i / (1 - p) = x_i`. The threshold is rounded to an integer, which changes
+# :math:`p` by at most :math:`2^{-33}`, so that the kernel can compare two integers.
 #
 # **Backward.** Each output depends on one input, through a factor that is either
 # :math:`1 / (1 - p)` or zero. By the chain rule, the gradient is multiplied by the same factor:
@@ -191,10 +182,73 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    modulo :math:`2^{32}` can be undone. So :math:`c_1'` determines :math:`c_2`, then :math:`c_0'`
 #    determines :math:`c_1`, and the other two words follow in the same way. An invertible step
 #    cannot map two counters to the same output.
-#
+
+# %%
 # The kernels
 # -----------
 #
+# Three kernels lead from a stored mask to a seed. The figure shows them beside PyTorch, as a share
+# of the speed of a copy, which reads ``x``, writes ``y`` and does nothing else. "one a call" and
+# "four a call" say how many numbers of each Philox call a kernel uses, with ten rounds; "seven
+# rounds" uses four and runs seven. "Kernel Book" is the public ``dropout``, which also draws its
+# seed. "stored mask" gets its mask for free, because its time does not include drawing it.
+
+
+# Measuring
+def providers(elements, dtype):
+    x = torch.randn(elements, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    y = torch.empty_like(x)
+    keep = torch.rand(elements, device=runtime.DEVICE) >= 0.5
+    compiled = torch.compile(lambda x: F.dropout(x, 0.5))
+    return {
+        "copy": lambda: y.copy_(x.detach()),
+        "simple_dropout": lambda: simple_dropout(x, 0.5),
+        "PyTorch": lambda: F.dropout(x, 0.5),
+        "torch.compile": lambda: compiled(x),
+        "stored mask": lambda: masked_dropout(x, keep, 0.5),
+        "one a call": lambda: _rand_dropout(x, 0.5, 7),
+        "four a call": lambda: _seeded_dropout(x, 0.5, 7, n_rounds=10),
+        "seven rounds": lambda: _seeded_dropout(x, 0.5, 7),
+        "Kernel Book": lambda: dropout(x, 0.5),
+    }
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+forward = lab.bench(
+    "forward",
+    [{"elements": 2**28, "dtype": dtype} for dtype in DTYPES],
+    providers,
+    limit="copy",
+    work="2 * elements * itemsize",
+)
+
+# %%
+
+# Drawing
+rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "seven rounds"]
+lab.ladder(
+    forward,
+    "The ladder, forward, 2²⁸ elements",
+    [*rungs, "Kernel Book", "PyTorch", "torch.compile"],
+    by="dtype",
+    where={"elements": 2**28},
+)
+
+# %%
+
+# Reading
+shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
+half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
+single = 100 * forward.share("Kernel Book", dtype="float32")
+on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
+lab.read(
+    f"In float16{on_gpu}, the four operations of `simple_dropout` reach "
+    f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
+    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers; we did not time the "
+    "four apart."
+)
+
+# %%
 # .. dropdown:: A reminder: what a Triton kernel is
 #
 #    A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
@@ -210,24 +264,24 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #          blocks. The block of program 2 begins at element 2,048 and extends past the end of the
 #          array: 452 of its elements are inside, the other 572 are masked.
 #
-# We reach the final kernel in three steps. The first kernel is the baseline, which reads a mask
-# that was stored beforehand.
+# **A stored mask.** The first kernel is the baseline, which reads a mask that was stored
+# beforehand.
 
 lab.source(masked_dropout_kernel)
 
 # %%
 # Each program computes which elements are its own from ``tl.program_id``, its number within the
-# :term:`launch`. This number is converted to ``int64``, because it has only 32 bits, and its
-# product with the block size would wrap around past element :math:`2^{31}`. The last block may
-# extend past the end of the tensor, so every load and store is masked with ``inside``. The load
-# leaves the elements past the end undefined, which does no harm because the store skips them.
+# :term:`launch`. This number has only 32 bits and is converted to ``int64``, because its product
+# with the block size would wrap around past element :math:`2^{31}`. The last block may extend past
+# the end of the tensor, so every load and store is masked with ``inside``. The load leaves the
+# elements past the end undefined, which does no harm because the store skips them.
 #
-# ``masked_dropout_kernel[grid](x, y, keep, n, 1 / (1 - p), BLOCK_SIZE=1024, num_warps=4)`` launches
-# it, with one program for each number of the :term:`grid`, here one for every 1,024 elements.
-# ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program. Four warps are
-# 128 threads, so each thread handles eight elements.
+# .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
-# .. dropdown:: How the book's operators launch a kernel
+#    ``masked_dropout_kernel[grid](x, y, keep, n, 1 / (1 - p), BLOCK_SIZE=1024, num_warps=4)``
+#    launches it, with one program for each number of the :term:`grid`, here one for every 1,024
+#    elements. ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program.
+#    Four warps are 128 threads, so each thread handles eight elements.
 #
 #    The operators put the kernel, the grid and every argument but the tensors into a ``Launch``,
 #    which makes the call ``kernel[grid](...)``. It also remembers the compiled kernel, so that
@@ -243,27 +297,41 @@ lab.source(_plan)
 lab.source(_run)
 
 # %%
-# The second kernel draws a random number for each element, which is how dropout is usually written.
+
+# Reading
+lab.read(
+    f"A stored mask reaches {half['stored mask']:.0f} %, because it is a fifth byte beside four. "
+    "PyTorch's own kernel moves the same 5 bytes and reaches "
+    f"{half['PyTorch']:.0f} %, in part because it also draws the numbers."
+)
+
+# %%
+# **One number per call.** The second kernel draws a random number for each element, which is how
+# dropout is usually written.
 
 lab.source(rand_dropout_kernel)
 
 # %%
-# This kernel reads no mask, which saves one byte per element. It wastes most of its random numbers,
-# however, because ``tl.rand`` calls Philox with the element's index, gets four numbers, and
-# discards three of them. ``do_not_specialize`` keeps Triton from compiling the kernel again for a
-# seed that is 1 or that 16 divides.
-#
-# The third kernel uses all four. Its first piece computes the offsets as before and loads ``x``
-# early, so that the random numbers can be computed while the load is under way.
+
+# Reading
+lab.read(
+    "It reads no mask and moves the fewest bytes, and yet reaches only "
+    f"{half['one a call']:.0f} %, because arithmetic is now the limit: `tl.rand` calls Philox with "
+    "the element's index, gets four numbers, and discards three of them. The kernel that "
+    f"`torch.compile` writes ({half['torch.compile']:.0f} %) does the same."
+)
+
+# %%
+# **Four numbers, seven rounds.** The third kernel uses all four. Its first piece loads ``x`` early,
+# so that the random numbers can be computed while the load is under way.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# The second piece draws the random numbers. A block of ``BLOCK_SIZE`` elements needs only a quarter
-# as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``. Element 0
-# needs number 0 of counter 0, element 1 needs number 1 of the same counter, and so on.
-# ``tl.interleave(a, b)`` alternates between the elements of two blocks, so two inner calls and an
-# outer one put the numbers into this order.
+# A block of ``BLOCK_SIZE`` elements needs only a quarter as many counters, and ``tl.randint4x``
+# returns four blocks of numbers, ``r0`` to ``r3``. Element 0 needs number 0 of counter 0, element 1
+# needs number 1 of the same counter, and so on. ``tl.interleave(a, b)`` alternates between the
+# elements of two blocks, so two inner calls and an outer one put the numbers into this order.
 
 lab.source(seeded_dropout_kernel, "draw")
 
@@ -276,23 +344,36 @@ lab.source(seeded_dropout_kernel, "draw")
 #
 # The interleaving is free, because no number has to move from one thread to another: a thread that
 # loads 16 bytes at once holds eight consecutive elements, and computes the numbers of the two
-# counters of these very elements itself. A table further down shows that the compiler found this.
-#
-# The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU and passes a
-# pointer, so the :term:`host` never has to synchronise with the GPU to learn the seed.
+# counters of these very elements itself.
 
 lab.source(seeded_dropout_kernel, "decide")
 
 # %%
-# The last piece compares, scales in float32 and stores. ``threshold`` is :math:`p \cdot 2^{32}`,
-# rounded to an integer by the host, so an element is dropped where its number lies below it. The
-# kernel selects with ``tl.where`` instead of multiplying by the mask, because a dropped element
-# must be zero even where ``x`` is infinite, and zero times infinity is NaN.
+# ``threshold`` is :math:`p \cdot 2^{32}`, rounded to an integer by the host. The kernel selects
+# with ``tl.where`` instead of multiplying by the mask, because a dropped element must be zero even
+# where ``x`` is infinite, and zero times infinity is NaN.
+#
+# .. dropdown:: More: the seed
+#
+#    The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU and
+#    passes a pointer, so the :term:`host` never has to synchronise with the GPU to learn the seed.
+#    ``do_not_specialize`` in the second kernel keeps Triton from compiling it again for a seed that
+#    is 1 or that 16 divides.
 
 # %%
 
 # Folded: The kernel whole
 lab.source(seeded_dropout_kernel)
+
+# %%
+
+# Reading
+lab.read(
+    f"Using all four numbers of a call reaches {half['four a call']:.0f} %, and running seven "
+    f"rounds instead of ten {half['seven rounds']:.0f} %. The public function, which also draws "
+    f"the seed, reaches {half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to "
+    f"hide the same arithmetic behind, and it reaches {single:.0f} %."
+)
 
 # %%
 # .. dropdown:: What autograd and torch.compile need
@@ -305,13 +386,64 @@ lab.source(seeded_dropout_kernel)
 lab.source(seeded_gradient)
 
 # %%
+# The backward pass should be as fast, because it runs the same kernel.
+
+
+# Measuring
+def backward_providers(elements, dtype):
+    x = torch.randn(elements, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    dx = torch.empty_like(x)
+    keep = torch.rand(elements, device=runtime.DEVICE) >= 0.5
+
+    def backward_of(operator):
+        y = operator(x)
+        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "PyTorch": backward_of(lambda x: F.dropout(x, 0.5)),
+        "torch.compile": backward_of(torch.compile(lambda x: F.dropout(x, 0.5))),
+        "stored mask": backward_of(lambda x: masked_dropout(x, keep, 0.5)),
+        "Kernel Book": backward_of(lambda x: dropout(x, 0.5)),
+    }
+
+
+backward = lab.bench(
+    "backward",
+    [{"elements": 2**28, "dtype": dtype} for dtype in DTYPES],
+    backward_providers,
+    limit="copy",
+    work="2 * elements * itemsize",
+)
+lab.ladder(
+    backward,
+    "Backward, 2²⁸ elements",
+    ["PyTorch", "torch.compile", "stored mask", "Kernel Book"],
+    by="dtype",
+    where={"elements": 2**28},
+)
+
+# %%
+
+# Reading
+back = {
+    name: 100 * backward.share(name, dtype="float16")
+    for name in ("PyTorch", "Kernel Book")
+}
+lab.read(
+    f"In float16, PyTorch's backward reaches {back['PyTorch']:.0f} % of the speed of a copy, "
+    "because it reads the mask that forward stored and so moves 5 bytes instead of 4. Ours "
+    f"computes the mask again and reaches {back['Kernel Book']:.0f} %."
+)
+
+# %%
 # Is it right?
 # ------------
 #
 # The truth is computed in float64, with a Philox written in plain PyTorch that shares no code with
-# the kernel. The table also shows the error of PyTorch itself, in the same dtype and with the same
-# mask. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`),
-# whichever is larger, because rounding a result to this dtype can alone cost half of that.
+# the kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`),
+# because rounding a result to this dtype can alone cost half of that.
 
 
 def cases():
@@ -334,8 +466,7 @@ lab.check("seeded_dropout", cases())
 
 # %%
 # The mask must depend on the seed and the index alone, because otherwise tuning the block size
-# would change the network that is trained. Four other ways to draw the mask of one seed must
-# therefore give the same mask.
+# would change the network that is trained.
 
 
 def in_blocks_of_256(x):
@@ -365,15 +496,20 @@ lab.table(rows, "One seed, one mask")
 # --------------------
 #
 # A mask can be computed correctly and still be a bad coin: it may keep too many elements or too
-# few, or one toss may tell something about another, such as its neighbour, a toss some positions
-# further on (at 13 lags up to 4,096), or the same element under a neighbouring seed.
+# few, or one toss may tell something about its neighbour, about a toss some positions further on
+# (at 13 lags up to 4,096), or about the same element under a neighbouring seed.
 #
-# We turn each of these suspicions into a score :math:`z`. A toss is 1 where the element is kept and
-# 0 where it is dropped. We subtract the mean :math:`1 - p`, sum the tosses or the products of
-# pairs, and divide by the standard deviation that this sum has for a fair coin. Then :math:`|z|`
-# exceeds 5 less than once in a million tests of a fair coin.
+# We turn each of these suspicions into a score :math:`z`, which exceeds 5 less than once in a
+# million tests of a fair coin.
+#
+# .. dropdown:: How a score is computed
+#
+#    A toss is 1 where the element is kept and 0 where it is dropped. We subtract the mean :math:`1
+#    - p`, sum the tosses or the products of pairs, and divide by the standard deviation that this
+#    sum has for a fair coin.
 
 
+# Measuring
 def z_rate(mask, p):
     n = mask.numel()
     return (mask.sum().item() - n * (1 - p)) / (n * p * (1 - p)) ** 0.5
@@ -413,13 +549,25 @@ for p in (0.5, 0.1):
         for k, z in worst.items()
     ]
 assert all(row["fair"] for row in rows)
+
+# %%
+
+# Folded: The mask as a coin, test by test
 lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
-# How many rounds does a fair coin take? Triton's ``tl.rand`` runs 10 unless it is told otherwise.
-# Philox's authors found that 7 pass every test of the hardest published suite, BigCrush, and
-# recommend 10 for a margin (Salmon et al., 2011). Our kernel runs only 7, because on an
-# H200 rounds beyond seven cost time, so we repeat the tests above with each number of rounds.
+
+# Reading
+lab.read(
+    f"All {len(rows)} scores of the mask are below 5; the largest is "
+    f"{max(float(row['worst |z|']) for row in rows):.1f}."
+)
+
+# %%
+# How many rounds does a fair coin take? Philox's authors found that 7 pass every test of the
+# hardest published suite, BigCrush, and recommend 10 for a margin (Salmon et al., 2011), which is
+# what ``tl.rand`` runs. Our kernel runs only 7, so we repeat the tests above with each number of
+# rounds.
 
 
 def rounds_experiment():
@@ -479,27 +627,12 @@ fewest = min(
     (r for r in worst if all(worst[s] < 5 for s in worst if s >= r)), default=None
 )
 nan = float("nan")
-most = (
-    ", the square root of 2²⁸ and so the most possible: all pairs of one test agree, or all differ"
-    if worst.get(1) == 2**14
-    else ""
-)
-exact = [str(row["rounds"]) for row in rounds.rows if row["keep rate"] == 0]
-exact = (
-    f"The table in the fold has a keep rate of exactly 0 at {' and '.join(exact)} rounds, which is "
-    "suspicious as well, because a fair coin seldom meets its mean. "
-    if exact
-    else ""
-)
 lab.read(
-    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}{most}. {exact}"
-    f"With 5 rounds it is still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see: "
-    "because z grows with the square root of their number, 100,000 of them would show only "
-    f"{worst.get(5, nan) * (1e5 / 2**28) ** 0.5:.1f}. "
-    f"From {fewest} rounds on, none of these tests can tell the mask from fair "
-    f"coins; with 7 the worst |z| is {worst.get(7, nan):.1f}. The "
-    f"kernel runs 7 rounds and not {fewest}, because our tests are few, and 7 is where the far "
-    "harder tests of Philox's authors begin to pass."
+    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
+    f"still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see, because z grows with "
+    f"the square root of their number. From {fewest} rounds on, none of these tests can tell the "
+    f"mask from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 "
+    "is where the far harder tests of Philox's authors begin to pass."
 )
 
 # %%
@@ -547,166 +680,18 @@ lab.table(rows, "Do both runs use the same mask?")
 # %%
 # Without the state restored, the two operators that draw from the generator use another mask in the
 # second run, and the gradient is silently wrong. A seed that is passed by hand is the same in both
-# runs. It must be drawn anew for every step, though, outside the checkpointed function, because
-# otherwise the same elements are dropped for the whole training.
+# runs. Draw it anew for every step, though, outside the checkpointed function, because otherwise
+# the same elements are dropped for the whole training.
 #
-# How fast is it?
-# ---------------
-#
-# The limit is a copy, which reads ``x``, writes ``y`` and does nothing else. The copy and all
-# versions take turns in the same process, as :doc:`/reading-figures` explains. In the figure, "one
-# a call" and "four a call" say how many numbers of each Philox call a kernel uses, with ten rounds;
-# "seven rounds" uses four of each call and runs seven. "Kernel Book" is the public ``dropout``,
-# which also draws its seed. "stored mask" is flattered, because its time does not include drawing
-# the mask: it gets its mask for free.
-
-
-def providers(elements, dtype):
-    x = torch.randn(elements, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
-    y = torch.empty_like(x)
-    keep = torch.rand(elements, device=runtime.DEVICE) >= 0.5
-    compiled = torch.compile(lambda x: F.dropout(x, 0.5))
-    return {
-        "copy": lambda: y.copy_(x.detach()),
-        "simple_dropout": lambda: simple_dropout(x, 0.5),
-        "PyTorch": lambda: F.dropout(x, 0.5),
-        "torch.compile": lambda: compiled(x),
-        "stored mask": lambda: masked_dropout(x, keep, 0.5),
-        "one a call": lambda: _rand_dropout(x, 0.5, 7),
-        "four a call": lambda: _seeded_dropout(x, 0.5, 7, n_rounds=10),
-        "seven rounds": lambda: _seeded_dropout(x, 0.5, 7),
-        "Kernel Book": lambda: dropout(x, 0.5),
-    }
-
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-forward = lab.bench(
-    "forward",
-    [{"elements": 2**28, "dtype": dtype} for dtype in DTYPES],
-    providers,
-    limit="copy",
-    work="2 * elements * itemsize",
-)
-
-# %%
-
-
-# Drawing
-rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "seven rounds"]
-lab.ladder(
-    forward,
-    "The ladder, forward, 2²⁸ elements",
-    [*rungs, "Kernel Book", "PyTorch", "torch.compile"],
-    by="dtype",
-    where={"elements": 2**28},
-)
-
-# %%
-
-# Reading
-shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
-half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
-single = 100 * forward.share("Kernel Book", dtype="float32")
-on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
-lab.read(
-    f"**Too many bytes.** In float16{on_gpu}, the four operations of `simple_dropout` reach "
-    f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
-    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers; we did not time the "
-    "four apart."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**A stored mask.** A single kernel that reads one reaches {half['stored mask']:.0f} %, "
-    "because the mask is a fifth byte beside four. PyTorch's own kernel writes such a mask and "
-    f"moves the same 5 bytes, and it reaches {half['PyTorch']:.0f} %. Part of the reason is "
-    "arithmetic, because it also draws the numbers, with ten rounds and four numbers per call, and "
-    "converts each to a float; we did not measure what causes the rest."
-)
-
-# %%
-
-# Reading
-lab.read(
-    "**Too much arithmetic.** Drawing one number per call moves the fewest bytes and yet reaches "
-    f"only {half['one a call']:.0f} %, because arithmetic is now the limit, as the next section "
-    f"shows. The kernel that `torch.compile` writes ({half['torch.compile']:.0f} %) draws one "
-    "number per call too."
-)
-
-# %%
-
-# Reading
-lab.read(
-    "**Four numbers, seven rounds.** Using all four numbers of a call raises this to "
-    f"{half['four a call']:.0f} %, and running seven rounds instead of ten raises it to "
-    f"{half['seven rounds']:.0f} %. The public function, which also draws the seed, reaches "
-    f"{half['Kernel Book']:.0f} % at this size. In float32 there are twice "
-    f"as many bytes to hide the same arithmetic behind, and it reaches {single:.0f} %."
-)
-
-# %%
-# The backward pass should be as fast, because it runs the same kernel.
-
-
-def backward_providers(elements, dtype):
-    x = torch.randn(elements, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
-    dy = torch.randn_like(x)
-    dx = torch.empty_like(x)
-    keep = torch.rand(elements, device=runtime.DEVICE) >= 0.5
-
-    def backward_of(operator):
-        y = operator(x)
-        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    return {
-        "copy": lambda: dx.copy_(dy),
-        "PyTorch": backward_of(lambda x: F.dropout(x, 0.5)),
-        "torch.compile": backward_of(torch.compile(lambda x: F.dropout(x, 0.5))),
-        "stored mask": backward_of(lambda x: masked_dropout(x, keep, 0.5)),
-        "Kernel Book": backward_of(lambda x: dropout(x, 0.5)),
-    }
-
-
-backward = lab.bench(
-    "backward",
-    [{"elements": 2**28, "dtype": dtype} for dtype in DTYPES],
-    backward_providers,
-    limit="copy",
-    work="2 * elements * itemsize",
-)
-lab.ladder(
-    backward,
-    "Backward, 2²⁸ elements",
-    ["PyTorch", "torch.compile", "stored mask", "Kernel Book"],
-    by="dtype",
-    where={"elements": 2**28},
-)
-
-# %%
-
-# Reading
-back = {
-    name: 100 * backward.share(name, dtype="float16")
-    for name in ("PyTorch", "Kernel Book")
-}
-lab.read(
-    f"In float16, PyTorch's backward reaches {back['PyTorch']:.0f} % of the speed of a copy, "
-    "because it reads the mask that forward stored and so moves 5 bytes instead of 4. Ours "
-    f"computes the mask again and reaches {back['Kernel Book']:.0f} %."
-)
-
-# %%
 # The cost of Philox
 # ------------------
 #
-# To measure what a round costs, we vary the number of rounds and nothing else. As long as memory is
-# the limit, further rounds are free, because some warps compute while others wait for their bytes.
-# From the point where arithmetic takes longer than the bytes, every round adds time.
+# What does a round cost? As long as memory is the limit, further rounds are free, because some
+# warps compute while others wait for their bytes. From the point where arithmetic takes longer than
+# the bytes, every round adds time.
 
 
+# Measuring
 def rounds_providers(rounds, elements, dtype):
     x = torch.randn(elements, device=runtime.DEVICE, dtype=dtype)
     y = torch.empty_like(x)
@@ -737,28 +722,30 @@ def picoseconds(name, rounds):
     return cost.milliseconds_at(name, rounds=rounds) / 2**28 * 1e9
 
 
-copy = picoseconds("copy", 7)
 slope = {
     name: (picoseconds(name, 28) - picoseconds(name, 20)) / 8
     for name in ("one a call", "four a call")
 }
 lab.read(
-    f"The copy takes {copy:.2f} picoseconds of the GPU's time per element. With ten rounds, the "
-    f"kernel that uses one number per call takes {picoseconds('one a call', 10):.2f}, and the one "
-    f"that uses four takes {picoseconds('four a call', 10):.2f}. With seven rounds the latter "
-    f"takes {picoseconds('four a call', 7):.2f}, because its arithmetic hides behind the bytes. "
-    f"Where the lines fall, each further round costs {slope['one a call']:.2f} picoseconds per "
-    f"element with one number per call and {slope['four a call']:.2f} with four, because four "
-    "elements then share the cost of a call."
+    f"The copy takes {picoseconds('copy', 7):.2f} picoseconds per element. With seven rounds, the "
+    f"kernel that uses four numbers per call takes {picoseconds('four a call', 7):.2f}, because "
+    "its arithmetic hides behind the bytes. Where the lines fall, each further round costs "
+    f"{slope['one a call']:.2f} picoseconds with one number per call and "
+    f"{slope['four a call']:.2f} with four, because four elements then share the cost of a call."
 )
 
 # %%
-# What did the compiler make of the kernels? In the table, a :term:`register` holds 4 bytes for one
-# thread, and a :term:`spill` is a value for which no register was left. The threads of a program
-# exchange values through :term:`shared memory`, those of one warp also by :term:`shuffles
-# <shuffle>`.
+# .. dropdown:: More: what the compiler made of the kernels
+#
+#    In the table, a :term:`register` holds 4 bytes for one thread, and a :term:`spill` is a value
+#    for which no register was left. The threads of a program exchange values through :term:`shared
+#    memory`, those of one warp also by :term:`shuffles <shuffle>`. The seeded kernel uses neither,
+#    so each thread indeed computes the numbers where they are needed. The masked kernel does use
+#    shared memory in float32, probably because a thread then loads four elements of ``x`` at once
+#    but eight of the mask, so that one of the two has to change threads.
 
 
+# Measuring
 def launches(dtype):
     x = torch.ones(2**20, device=runtime.DEVICE, dtype=dtype)
     keep = x > 0
@@ -769,6 +756,9 @@ def launches(dtype):
     )
 
 
+# %%
+
+# Folded: Registers, shared memory and shuffles
 lab.facts(
     "What the compiler made of the kernels",
     {
@@ -778,10 +768,8 @@ lab.facts(
 )
 
 # %%
-# The seeded kernel uses neither shared memory nor shuffles, so each thread indeed computes the
-# numbers where they are needed. The masked kernel does use shared memory in float32, probably
-# because a thread then loads four elements of ``x`` at once but eight of the mask, so that one of
-# the two has to change threads.
+# Small inputs
+# ------------
 #
 # On small inputs, neither the bytes nor the arithmetic set the time, because a launch takes some
 # microseconds however little the kernel does.
@@ -847,35 +835,27 @@ small, given, copied = (
     for name in ("Kernel Book", "seven rounds", "copy")
 )
 bytes_time = 1e3 * sizes.milliseconds_at("copy", elements=2**28) / 2**14
-middle = {
-    name: 100 * sizes.share(name, elements=2**24)
-    for name in ("Kernel Book", "seven rounds")
-}
 times = {name: microseconds(sizes.rows, name) for name in ("Kernel Book", "PyTorch")}
 behind = [n for n, t in times["Kernel Book"].items() if t > times["PyTorch"][n]]
 one_launch = (
-    "PyTorch's operator is a single launch, and for that reason takes less of the GPU's time up to "
+    "PyTorch's operator is a single launch, and takes less of the GPU's time up to "
     f"{max(behind):,} elements. "
     if behind
     else ""
 )
 lab.read(
-    f"At 16Ki elements{on_gpu} the kernels take {small:.1f} µs, although moving the bytes at "
-    f"full speed would take only {bytes_time:.2f} µs. The rest is the fixed cost of two launches, "
-    f"one that draws the seed and one of the kernel. {one_launch}A seed that you pass yourself "
-    f"saves the first launch: the kernel then takes {given:.1f} µs, where a copy takes "
-    f"{copied:.1f} µs. Only fusing dropout with its neighbours could save more, because one launch "
-    "then does the work of several. At 16Mi elements, nearer to a real activation, drawing the "
-    f"seed still counts: with it the operator reaches {middle['Kernel Book']:.0f} % of a copy's "
-    f"speed, and without it {middle['seven rounds']:.0f} %."
+    f"At 16Ki elements the kernels take {small:.1f} µs, where moving the bytes would take "
+    f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed and "
+    f"one of the kernel. {one_launch}A seed that you pass yourself saves the first launch: the "
+    f"kernel then takes {given:.1f} µs, where a copy takes {copied:.1f} µs."
 )
 
 # %%
-# The host needs time for each call as well, because it checks the input, allocates the output and
-# queues the kernels. On inputs this small the host is the bottleneck, and PyTorch is faster,
-# because our host code is Python where PyTorch's is C++, and because PyTorch needs one launch where
-# ``dropout`` needs two. :doc:`/hardware` says where that time goes.
+# The host needs time for each call as well, and on inputs this small it is the bottleneck. PyTorch
+# is faster there, because our host code is Python where PyTorch's is C++; :doc:`/hardware` says
+# where that time goes.
 
+# Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 lab.host_times(
     {"Kernel Book": lambda x: dropout(x, 0.5), "PyTorch": lambda x: F.dropout(x, 0.5)},

@@ -208,12 +208,15 @@ except Exception as error:
 # cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
 # another compiled kernel.
 #
-# Triton also inspects ordinary integers such as ``n``, because two kinds of values allow faster
-# code. If 16 divides ``n``, neighbouring elements are inside or outside together, so one wide load
-# can serve them; if an integer is 1, a multiplication by it can be left out. Triton compiles
-# separate kernels for such values.
+# .. dropdown:: More: what else makes another compiled kernel
+#
+#    Triton also inspects ordinary integers such as ``n``, because two kinds of values allow faster
+#    code. If 16 divides ``n``, neighbouring elements are inside or outside together, so one wide
+#    load can serve them; if an integer is 1, a multiplication by it can be left out. Triton
+#    compiles separate kernels for such values, and for other dtypes.
 
 
+# Measuring
 def variants():
     launches = {
         "n = 1000, blocks of 256, float32": (1000, 256, torch.float32),
@@ -237,6 +240,9 @@ def variants():
     return rows
 
 
+# %%
+
+# Folded: Which launches share a compiled kernel
 lab.measure("Which launches share a compiled kernel", variants)
 
 # %%
@@ -372,8 +378,7 @@ print("in place:           ", x.tolist())
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
 # later block is always wrong. On a GPU programs run at the same time, and which numbers are wrong
-# depends on which program comes first: this is a *race*. Here are five launches on a million ones,
-# in blocks of 256.
+# depends on which program comes first: this is a *race*.
 
 # %%
 
@@ -407,12 +412,11 @@ def listed(items):
 
 wrong = [row["wrong numbers"] for row in in_place.rows]
 lab.read(
-    f"In the five runs {listed(wrong) if wrong else nan} of the {2**20:,} numbers were wrong."
+    f"In five launches on {2**20:,} ones, {listed(wrong) if wrong else nan} numbers were wrong, "
+    "and no run reported an error."
 )
 
 # %%
-# No run reports an error.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
@@ -422,10 +426,9 @@ lab.read(
 # Write to another tensor, or launch a second kernel, which begins when the first has ended.
 #
 # The next section needs a sum over rows of different programs. If each program loads the sum so
-# far, adds its own rows and stores the result, two may load the same value, and one of the two
-# additions is lost. There are two right ways. An atomic addition, ``tl.atomic_add``,
-# loads, adds and stores in one step. With :term:`partial sums`, each program stores the sums of its
-# own rows in memory of its own, and a second kernel adds these up.
+# far, adds its own rows and stores the result, two may load the same value, and one addition is
+# lost. Two ways are right: an atomic addition, ``tl.atomic_add``, does all three in one step; with
+# :term:`partial sums`, each program stores its own, and a second kernel adds these up.
 
 # %%
 
@@ -504,14 +507,12 @@ def repeated(name):
 
 
 lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
-took = [of_way(name, "µs") for name in ("atomic addition", "partial sums")]
 lab.read(
     f"Load, add, store loses up to {100 * lost:.0f} % of the sum, while atomics and partial sums "
     f"are off by {1e6 * atomic:.1f} and {1e6 * rounded:.1f} millionths of it, which is rounding. "
-    "That rounding depends on the order of the additions, and with atomics this is the order in "
-    f"which programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the "
-    f"first run with atomics, and {repeated('partial sums')} with partial sums. Atomics take "
-    f"{took[0]:,.0f} µs, and partial sums, with both launches, {took[1]:,.0f}."
+    "Rounding depends on the order of the additions, and with atomics this is the order in which "
+    f"programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the first "
+    f"run with atomics, and {repeated('partial sums')} with partial sums."
 )
 
 # %%
@@ -642,9 +643,12 @@ lab.listing(
 # ------------
 #
 # Every result is compared with the truth in float64. Its error may be twice PyTorch's own in the
-# same dtype, or twice half a unit in the last place (:term:`ulp`), whichever is larger. In float32
-# the factor is eight and not two, because the error of a sum depends on the order of its additions.
-# With a float32 weight, ``x`` is bfloat16 and the result float32.
+# same dtype, or one unit in the last place (:term:`ulp`).
+#
+# .. dropdown:: More: float32, and a float32 weight
+#
+#    In float32 the factor is eight and not two, because the error of a sum depends on the order of
+#    its additions. With a float32 weight, ``x`` is bfloat16 and the result float32.
 
 
 def cases():
@@ -714,8 +718,8 @@ if runtime.INTERPRETED:
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# We can ask the hardware: this kernel stores, in place of each element, the number of the thread
-# that holds it.
+# The table in the fold asks the hardware: a kernel stores, in place of each element, the number of
+# the thread that holds it.
 
 # %%
 
@@ -761,20 +765,22 @@ def owners():
     return rows
 
 
+# %%
+
+# Folded: Which thread holds which element
 lab.measure("Which thread holds which elements of a block of 1,024", owners)
 
 # %%
-# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
-# With 32 bits that is four elements, so 128 threads cover half of the block at a time and each
-# holds a second run of four in the other half. The 32 threads of a warp read 512 consecutive bytes
-# together, which the memory serves with few transactions: this is called :term:`coalescing`.
+# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue:
+# four of 32 bits, or eight of 16. The 32 threads of a warp read 512 consecutive bytes together,
+# which the memory serves with few transactions: this is called :term:`coalescing`.
 #
 # How far away memory is
 # ----------------------
 #
 # A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
 # share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
-# registers. Small kernels, folded below, measure the speed and the :term:`latency` of each.
+# registers. The bars show the speed of each, and the labels also its :term:`latency` and size.
 
 # %%
 
@@ -929,10 +935,9 @@ hbm, in_registers = (at(name, "TB/s") for name in ("HBM", "registers"))
 wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 lab.read(
-    f"HBM delivers {hbm:.1f} TB/s, and registers {in_registers / hbm:,.0f} times as much, at three "
-    f"reads and one write for each multiply-add. A number from HBM takes {wait:,.0f} ns to arrive, "
-    f"so to receive {hbm:.1f} TB/s, {in_flight:.1f} MB must be on their way at any moment, which "
-    "is why a GPU runs so many threads, each with several loads under way. While HBM "
+    f"HBM delivers {hbm:.1f} TB/s, and registers {in_registers / hbm:,.0f} times as much. A number "
+    f"from HBM takes {wait:,.0f} ns to arrive, so {in_flight:.1f} MB must be on their way at any "
+    "moment, which is why a GPU runs so many threads, each with several loads under way. While HBM "
     "delivers one bfloat16 number, the registers could do "
     f"{in_registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
 )
@@ -988,10 +993,8 @@ largest = {
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
-gigabytes = 2**16 * 4096 * 2 / 1e9
 apart = (
-    "beyond that, PyTorch's kernels move their bytes at "
-    f"{3 * gigabytes / slowly:.1f} TB/s and the copy at {gigabytes / copied:.1f}, and no run here "
+    "beyond that, PyTorch's kernels move their bytes more slowly than the copy, and no run here "
     "shows why"
     if slowly > 3.3 * copied
     else "little remains"
@@ -1015,10 +1018,11 @@ def ahead(sweep, provider, other="Kernel Book"):
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
     f"Three times the bytes explain a factor of 3; {apart}. With one row per program, "
-    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed. The "
-    f"operator, which takes rows of any length, reaches {largest['Kernel Book']:.0f} %, `x @ w` "
+    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed, and the "
+    f"operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. `x @ w` reaches "
     f"{largest['x @ w']:.0f} %, and the kernel that `torch.compile` writes "
-    f"{largest['torch.compile']:.0f} %."
+    f"{largest['torch.compile']:.0f} %. Beside the operator, `torch.compile` is "
+    f"{ahead(forward, 'torch.compile')} rows."
 )
 
 # %%
@@ -1029,15 +1033,14 @@ few, of_copy = (
 )
 megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
-    "Beside the operator, `torch.compile` is "
-    f"{ahead(forward, 'torch.compile')} rows. For 16 rows HBM needs {megabytes / hbm:.2f} µs, but "
-    f"the operator takes {few:.1f} and a copy {of_copy:.1f}, because starting and timing a kernel "
-    "takes microseconds, however little it does."
+    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, but the operator takes {few:.1f} and a copy "
+    f"{of_copy:.1f}, because starting and timing a kernel takes microseconds, however little it "
+    "does."
 )
 
 # %%
 
-# Reading
+# Folded: Why 16,384 rows reach less of a copy than 65,536
 SIZES = (2**14, 2**16)
 
 
@@ -1075,9 +1078,9 @@ if of_ours > 0.97 * of_theirs and counters and behind > 0:
 lab.read(f"{text.rstrip('.')}.")
 
 # %%
-# Now the shape changes, from 2 columns and 2\ :sup:`25` rows to 2\ :sup:`22` columns and 16 rows.
 
 
+# Measuring
 def shape_providers(columns, rows, dtype):
     found = providers(rows, columns, dtype)
     del found["one row a program"]  # its block would be the whole row
@@ -1094,11 +1097,15 @@ shapes = lab.bench(
     limit="copy",
     work="rows * columns * itemsize",
 )
+
+# %%
+
+# Folded: The same for other shapes, from 2 columns to 4,194,304
 lab.plot(shapes, "Forward, 2²⁶ elements in rows of any length", share=True)
 
 # %%
 
-# Reading
+# Folded: What that figure shows
 found = {
     int(columns): 100 * shapes.share("Kernel Book", columns=columns)
     for columns in shapes.frame["columns"].unique()
@@ -1173,13 +1180,12 @@ lab.read(
     f"rows {medium['Kernel Book']:.0f} %, where the partial sums and their second launch are a "
     f"larger part of the work. `torch.compile` reaches {large['torch.compile']:.0f} and "
     f"{medium['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile')} rows. PyTorch "
-    "moves twice our bytes, because it also writes `dy * x` and reads it again; at 65,536 rows it "
-    f"takes {theirs / ours:.1f} times as long{per_byte}."
+    f"moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
 )
 
 # %%
-# The :term:`host`, the CPU, needs time for each call as well.
 
+# Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
 host = lab.host_times(
@@ -1203,9 +1209,10 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "Where calls follow each other, the slower of host and GPU sets the pace. For 4,096 rows both "
-    f"passes of our operator take the host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and "
-    f"PyTorch's {their_host:.0f} and {their_gpu:.0f}, so ours is {verdict} there."
+    "The host, the CPU, needs time for each call as well, and where calls follow each other, the "
+    "slower of host and GPU sets the pace. For 4,096 rows both passes of our operator take the "
+    f"host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and PyTorch's {their_host:.0f} and "
+    f"{their_gpu:.0f}, so ours is {verdict} there."
 )
 
 # %%

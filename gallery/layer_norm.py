@@ -55,21 +55,15 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # %%
 # What does this cost? PyTorch runs each operation as a :term:`kernel` of its own, which reads its
 # input from the GPU's main memory (:term:`HBM`) and writes its output back. For a row of :math:`N`
-# elements, and ignoring the small tensors:
-#
-# - the mean reads :math:`N`;
-# - the subtraction reads :math:`N` and writes :math:`N`, and so does the square;
-# - the mean of the squares reads :math:`N`;
-# - the two multiplications and the addition of the bias read and write :math:`N` each.
-#
-# That makes 7 reads and 5 writes, where one read and one write would do. Layer norm does little
-# arithmetic per element, so this traffic decides how long it takes.
+# elements, each of the two means reads :math:`N`, and each of the other five operations reads
+# :math:`N` and writes :math:`N`. That makes 7 reads and 5 writes, where one read and one write
+# would do. Layer norm does little arithmetic per element, so this traffic decides how long it
+# takes.
 #
 # The idea
 # --------
 #
-# The formulas go through a row three times: for the mean, for the variance and for the output. A
-# kernel that loops over blocks of the row loads it again each time.
+# The formulas go through a row three times: for the mean, for the variance and for the output.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -103,9 +97,9 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    \end{aligned}
 #
 # The code calls :math:`r` ``rstd``, the reciprocal of the standard deviation, and :math:`\hat{x}`
-# ``xhat``. This formula for the variance needs the mean first. Another formula does not: the mean
-# of the squares minus the square of the mean. It would save a step, but it loses precision when the
-# mean of a row is large:
+# ``xhat``. Another formula for the variance would save a step, because it does not need the mean
+# first: the mean of the squares minus the square of the mean. It loses its digits when the mean is
+# large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):
@@ -124,361 +118,23 @@ for mean in (0, 100, 1000, 10_000):
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
-# The mean of the squares and the square of the mean are large and agree in almost all of their
-# digits, so float32 has few digits left for the small difference between them. This difference may
-# even come out negative, and its square root is then NaN. The kernels therefore always compute the
-# mean first.
+# The square of the mean and the mean of the squares agree in almost all digits, so float32 has few
+# digits left for their difference, which may even come out negative. The kernels therefore always
+# compute the mean first.
 #
-# The forward kernels
+# Three reads: a loop
 # -------------------
 #
-# **Whole rows on chip.** The first kernel gives each :term:`program` a few rows, and the program
-# loads them whole, with zeros past the end of a row (``other=0.0``). ``.cg`` is a cache hint: it
-# keeps ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, and so
-# leaves that cache to the weight and the bias, which every row needs.
-
-lab.source(row_fwd_kernel, "load")
-
-# %%
-# Next come the statistics. The whole row sits in :term:`registers <register>`, the fastest storage
-# on the chip, so computing the mean and then the variance reads no memory. The kernel stores both
-# statistics if gradients are wanted, because the backward pass needs them again.
-
-lab.source(row_fwd_kernel, "statistics")
-
-# %%
-# The obvious way to the mean is to sum the row and divide by :math:`N`. But floating-point addition
-# rounds, and a mean computed from a rounded sum is wrong in its last digits. The most extreme case
-# is a row of 1,000 equal numbers: no element deviates from the mean, so the result has to be 0.
-# This small kernel sums the row without a correction.
-
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
-    cols = tl.arange(0, BLOCK_COLS)
-    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
-    tl.store(sum_ptr, tl.sum(x, axis=0))
-
-
-# %%
-
-row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
-total = torch.empty(1, device=runtime.DEVICE)
-sum_kernel[(1,)](row, total, 1000, 1024)
-deviation = row - total / 1000
-plain = deviation * torch.rsqrt((deviation**2).mean() + 1e-5)
-lab.table(
-    [
-        {"the mean is": name, "largest |y|": f"{y.abs().max().item():.4f}"}
-        for name, y in {
-            "the sum over N": plain,
-            "corrected": layer_norm(row, 1000),
-            "PyTorch's": F.layer_norm(row, (1000,)),
-        }.items()
-    ],
-    "A row of 1,000 elements, all 1000.1, normalised",
-)
-
-# %%
-# Where numbers lie around zero, the error of the mean is small compared with their spread. Where
-# they are nearly equal and far from zero, it is as large as the deviations themselves.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Deviations from the true mean sum to zero. If ours do not, their sum divided by :math:`N` is
-#    the error of the mean, so adding it corrects the mean.
-#
-# The sum of squares has to be reduced by :math:`N` times the square of the correction, because the
-# deviations were measured from the uncorrected mean. ``moments`` does all this, in a function of
-# its own because the kernel for wide rows needs it as well.
-
-lab.source(moments)
-
-# %%
-# Rows of 16-bit numbers seldom need the correction, because the sum of equal ones is exact, up to
-# ``EXACT`` of them in float16. The variance of a *far row*, explained below, comes out infinite
-# here.
-#
-# .. dropdown:: What ``moments`` calls, and ``EXACT``
-#
-#    - ``EXACT``: float16 has 11 significant bits, bfloat16 has 8 and float32 has 24. So in float16
-#      the sum of up to 8,192 equal numbers is exact, and in bfloat16 that of up to 65,536, more
-#      than this kernel is given.
-#    - ``mean_of`` multiplies by ``SMALL``, which is :math:`2^{-16}`, before it sums, so that the
-#      sum of a row of large numbers does not overflow. Scaling by a power of two costs no digit
-#      unless the result is subnormal, and then epsilon outweighs it.
-#    - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the
-#      mean of equal numbers is exactly that number.
-#    - ``two_sums`` computes two sums in one reduction, because the :term:`warps <warp>` of a
-#      program, groups of 32 threads, wait for each other in every reduction. The ``1`` is the axis
-#      of the columns, and ``True`` keeps it, so that each row has its sums beside it.
-#    - ``without`` takes the error of the mean out of the sum of squares.
-#    - ``square`` rounds a square before it is added.
-#
-# .. dropdown:: Why ``square`` rounds
-#
-#    A row with no more elements than a warp has threads puts one number in each thread, and the
-#    first addition combines the squares of two threads. The compiler fuses that multiplication and
-#    addition into one instruction, a fused multiply-add, which does not round the product. Each
-#    thread fuses its own square and takes the other's rounded square, so their two sums may differ
-#    in the last bit. Which of the two ends up in ``rstd`` is then a race. ``square`` prevents it by
-#    rounding before anything is added.
-
-# Folded: The function square
-lab.source(square)
-
-# %%
-# ``moments`` needs ``tl.where`` because a block is a power of two wide and the row may be shorter.
-# The elements past the end were loaded as zeros, which do not change the sum for the mean. Their
-# *deviation*, however, is not zero but minus the mean; a section below shows what comes of it.
-#
-# The next piece writes the result. ``scale_and_shift`` multiplies by the weight and adds the bias.
-# Either may be absent; its pointer is then ``None``, which is a constant for the compiler, so it
-# leaves the load and the arithmetic out.
-
-lab.source(row_fwd_kernel, "write")
-
-# %%
-# If deviations exceed :math:`1.8 \cdot 10^{19}`, their squares overflow float32. The variance of
-# such a *far row* would be infinite and its whole output 0, without an error. The kernel therefore
-# reads a row whose sum of squares is infinite once more.
-#
-# .. dropdown:: How far rows are computed
-#
-#    ``far_rstd`` multiplies the deviations by ``TINY``, which is :math:`2^{-84}`, before it squares
-#    them, and so no square overflows. The kernel checks for far rows only at its end, after it has
-#    already written a wrong result for them. The reason is that an ``if`` applies to the whole
-#    program, while the program's rows may belong to different warps. To agree on the answer, the
-#    warps have to meet at a *barrier*, a point that no thread passes before all have reached it. In
-#    the middle of the kernel every row would pay for that wait; at the end the program has nothing
-#    left to do that the wait could delay.
-
-# Folded: The function far_rstd
-lab.source(far_rstd)
-
-# %%
-
-# Folded: The kernel whole
-lab.source(row_fwd_kernel)
-
-# %%
-# **In a loop.** A row of any length can be read in blocks, three times, because this kernel cannot
-# keep it on the chip: its three loops are those of the formulas. Short rows are still in
-# :term:`L2`, the cache that all SMs share, the second and third time, so only long rows cost three
-# reads of main memory.
+# The simplest kernel follows the formulas. Each of its three loops goes through the row in blocks,
+# so it takes rows of any length and reads them three times.
 
 # Folded: The looping kernel whole
 lab.source(loop_fwd_kernel)
 
 # %%
-# **Packed.** Each SM runs several programs at once, which share its fixed number of registers. A
-# row of 16,384 columns, widened to float32, takes a quarter of an SM's registers. Few programs then
-# fit on the SM, and at times all of them compute and none loads. Two 16-bit numbers, however, fit
-# in one 32-bit register. A longer row therefore stays packed in pairs, in four pieces, and is
-# widened only for one step at a time.
-#
-# .. image:: /figures/layer-norm-packed.svg
-#    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
-#          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
-#
-# ``load_pairs`` loads a piece as 32-bit integers of two numbers each. ``tl.static_range`` makes a
-# loop that the compiler unrolls, so the tuple ``x`` can grow by a piece in each iteration. ``FULL``
-# says that the four pieces cover the row exactly, so that nothing is masked.
-
-lab.source(packed_row_fwd_kernel, "load")
-
-# %%
-# Weight and bias together would take twice as many registers as the packed row. The last step
-# therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
-# ``where_piece`` gives the positions of a piece and says which of them lie inside the row,
-# ``load_parameter`` loads the same piece of the weight or bias, and ``widen`` and ``narrow`` turn
-# pairs into float32 and back. ``afresh`` adds a zero that the compiler does not know to be zero: it
-# would otherwise keep the numbers that the step before has widened.
-
-lab.source(packed_row_fwd_kernel, "write")
-
-# %%
-
-# Folded: The packed kernel whole
-lab.source(packed_row_fwd_kernel)
-
-# %%
-# **Split.** A row that is longer still would fill an SM's registers, and a long row of float32
-# cannot be packed in pairs. Several programs therefore share such a row. Each computes the mean and
-# the sum of squared deviations of its own part, its *moments*, and all of them merge the moments of
-# all parts. The picture shows this for a row of eight numbers.
-#
-# .. image:: /figures/layer-norm-parts.svg
-#    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
-#          programs publishes the mean m and the sum of squared deviations M of its part in a slot.
-#          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
-#
-# How do four pairs become one? The mean of the row is the mean of the four means. The row's
-# :math:`M` is more than the sum of the four, because each part also deviates as a whole: the
-# numbers 1 and 3 lie around 2, while the row lies around 3. The last column adds these deviations,
-# squared, once for each number of the part.
-
-# Measuring
-parts = torch.tensor([[1.0, 3.0], [2.0, 6.0], [5.0, 5.0], [0.0, 2.0]])
-means = parts.mean(dim=1)
-m2s = (parts - means[:, None]).square().sum(dim=1)
-moved = parts.shape[1] * (means - means.mean()).square()  # n_i (m_i - m)^2
-true = (parts - parts.mean()).square().sum()
-assert means.mean() == parts.mean()
-assert m2s.sum() + moved.sum() == true
-rows = [
-    {
-        "part": ", ".join(f"{x:.0f}" for x in part),
-        "m": m.item(),
-        "M": m2.item(),
-        "the part as a whole": more.item(),
-    }
-    for part, m, m2, more in zip(parts, means, m2s, moved, strict=True)
-]
-of_row = {"part": "the row", "m": means.mean().item(), "M": true.item()}
-lab.table(
-    [*rows, of_row | {"the part as a whole": ""}],
-    "The last M is the sum of all eight numbers of the last two columns",
-)
-
-# %%
-# In general, let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum
-# (x
-# - m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the elements of one part give
-#
-# .. math::
-#
-#    \begin{aligned}
-#    &\sum (x - m)^2 \\
-#    &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
-#    &= M_i + n_i\, (m_i - m)^2
-#    \end{aligned}
-#
-# because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
-# the formula of Chan, Golub and LeVeque. Unlike the difference of two means above, it never
-# subtracts large squares.
-
-lab.source(merge_moments)
-
-# %%
-# The kernel does not sum the means themselves, because a sum of large means would lose the digits
-# in which they differ. It sums their distances from a *pivot*, the mean of the first part.
-#
-# The programs pass on their moments by the :term:`exchange` that the chapter on :doc:`softmax
-# </chapters/softmax>` explains: publish, wait, collect. Each part of a row has a *slot* in memory,
-# 64 bits that hold its two numbers. A program reads ``LOOKS`` slots of a row at once, one per
-# thread of a warp. If the row has fewer parts, it reads them several times over, hence ``%
-# N_PARTS``, and the merge counts only the first ``N_PARTS``.
-
-lab.source(split_fwd_kernel, "collect")
-
-# %%
-
-lab.source(split_fwd_kernel, "merge")
-
-# %%
-# Here ``collect`` takes the two numbers of each slot apart again. A program that waited in vain for
-# the others computes their moments itself, which is slow but just as correct.
-
-# Folded: If a part is late
-lab.source(split_fwd_kernel, "late")
-
-# %%
-# Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come from
-# a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of a row
-# needs only the same part of the weight and bias, so it processes its part of *two* rows and loads
-# them once for both.
-
-lab.source(split_fwd_kernel, "write")
-
-# %%
-
-# Folded: The split kernel whole
-lab.source(split_fwd_kernel)
-
-# %%
-# Which kernel runs depends on the dtype and the columns:
-
-longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
-lab.table(
-    [
-        {"kernel": kernel, "columns, 16 bits": narrow, "columns, float32": wide}
-        for kernel, narrow, wide in (
-            (
-                "whole rows",
-                f"up to {tuned.TILE_COLS:,}",
-                f"up to {tuned.TILE_BYTES // 4:,}",
-            ),
-            ("packed", f"up to {tuned.PACKED_COLS:,}", "never"),
-            ("split", f"up to {longest:,}", f"up to {longest:,}"),
-            ("in a loop", "any", "any"),
-        )
-    ],
-    "The first kernel whose limit a row does not exceed runs",
-)
-
-# %%
-# .. dropdown:: Rows that cannot be packed
-#
-#    The numbers of a packed row come in aligned pairs, which rules out an odd number of columns,
-#    for example. Such rows of 16-bit numbers are kept whole up to twice the columns of the first
-#    line, which are as many bytes as in float32, and are split beyond that.
-
-# %%
-# Is it right?
-# ------------
-#
-# The output is checked against float64, with weight and bias of the same dtype as ``x``, in *parts*
-# of at most 64 rows and 1,024 columns. The *error* of a part is its largest difference from the
-# truth, divided by its largest true number. It may be at most twice PyTorch's own error, or one
-# unit in the last place (:term:`ulp`), because rounding the result can alone cost half of that. In
-# float32 it may be twice as much, because the hardware's reciprocal square root may be wrong by two
-# units.
-
-
-# Measuring
-def cases(n_rows, n_cols, dtype):
-    x, w, b = (
-        torch.randn(size, device=runtime.DEVICE).to(dtype)
-        for size in ((n_rows, n_cols), n_cols, n_cols)
-    )
-    ours, theirs = (f(x, (n_cols,), w, b) for f in (layer_norm, F.layer_norm))
-    truth = reference.layer_norm(x, 1, w, b)
-    factor = 4 if dtype == torch.float32 else 2
-    yield lab.Case(f"({n_rows}, {n_cols})", "forward", ours, theirs, truth, factor)
-
-
-# %%
-
-shapes = [(1, 127), (9, 129), (33, 1000), (4, 4096)]
-if runtime.INTERPRETED:  # a row in parts, the smallest there is
-    shapes += [(3, 8200)]
-else:
-    shapes += [(513, 8192), (300, 16384), (300, 32768), (100, 70001), (20, 262144)]
-lab.check(
-    "layer_norm",
-    [
-        case
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for shape in shapes
-        for case in cases(*shape, dtype)
-    ],
-)
-
-# %%
-# How fast is it?
-# ---------------
-#
-# The yardstick is a copy, because it, too, reads one byte for each that it writes. Points slightly
-# above 100 % are kernels that beat PyTorch's copy. The baseline is PyTorch's single operations, and
-# "loop" loads the row three times. "one program" takes the kernel for whole rows at any length,
-# with one row per program. "Kernel Book" is the public function, which in bfloat16 takes whole rows
-# up to 8,192 columns and packed ones from 16,384. Up to 4,096 columns there are 32,768 rows, and
-# beyond as many as make :math:`2^{27}` elements.
+# The plot shows all the rungs of this chapter as a share of the speed of a copy, because a copy,
+# too, reads one byte for each that it writes. "one program" takes the kernel for whole rows at any
+# length; "Kernel Book" is the public function, which takes the best kernel for each length.
 
 
 # Measuring
@@ -537,14 +193,27 @@ share = {
     for n in LADDER
 }
 lab.read(
-    f"**Whole rows.** At 4,096 columns PyTorch's single operations reach "
-    f"{share['simple_layer_norm', 4096]:.0f} % of a copy, the loop {share['loop', 4096]:.0f} % and "
-    f"the public function, which keeps whole rows, {share['Kernel Book', 4096]:.0f} %. By "
-    f"their bytes alone, 12 where a copy has 2, the single operations should reach "
-    f"{100 * 2 / 12:.0f} %, so we time them one by one."
+    "PyTorch's single operations reach "
+    f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, and the loop "
+    f"{share['loop', 4096]:.0f} %, because a short row is still in L2, the cache that all SMs "
+    "share, when the loop reads it again. The longest rows do not fit in L2 together with those of "
+    "all other running programs. Each of them comes from main memory three times, and with the "
+    "write that is twice the bytes of a copy, so 50 % at best; at 65,536 columns the loop reaches "
+    f"{share['loop', 65536]:.0f} %."
 )
 
 # %%
+# .. dropdown:: More: two odd points of the plot
+#
+#    By their bytes alone, 12 where a copy has 2, the single operations should reach a sixth of the
+#    speed of a copy. On an H200 they reach less, because PyTorch loads several elements at once
+#    only where all operands have the same layout. Mean, rstd, weight and bias are repeated over
+#    columns or rows, so four of the seven operations take one element at a time. The first table
+#    below times them one by one.
+#
+#    The loop is slow at 1,024 columns, too, because it always uses eight :term:`warps <warp>`,
+#    groups of 32 threads: a thread has only four elements of a row to work on between two sums
+#    across warps. The second table runs it with two warps.
 
 
 # Measuring
@@ -582,50 +251,6 @@ single
 # %%
 
 
-# Reading
-def single_said(rows):
-    speed = {row["operation"]: row["% of a copy"] for row in rows}
-    square, mean = (
-        speed.get(name, nan) for name in ("deviation * deviation", "x.mean()")
-    )
-    repeating = [
-        speed.get(name, nan)
-        for name in ("x - mean", "deviation * rstd", "… * w", "… + b")
-    ]
-    low, high = (f"{found(repeating):.0f}" for found in (min, max))
-    said = (
-        f"The means run at {mean:.0f} % of the speed of a copy, and the square, whose operands "
-        f"have the same shape, at {square:.0f} %. The other four operations run at "
-        f"{low if low == high else f'{low} to {high}'} %."
-    )
-    if max(repeating) < 0.9 * square:
-        said += (
-            " PyTorch loads several elements at once only where all operands have the same layout. "
-            "Mean, rstd, weight and bias are repeated over columns or rows, so these four take one "
-            "element at a time."
-        )
-    return said
-
-
-lab.read(single_said(single.rows))
-
-# %%
-
-# Reading
-lab.read(
-    f"**Packed rows.** At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %, a row that "
-    f"one program keeps widened {share['one program', 32768]:.0f} %, and a packed one "
-    f"{share['Kernel Book', 32768]:.0f} %. At 65,536 the packed row reaches "
-    f"{share['Kernel Book', 65536]:.0f} %, and the loop {share['loop', 65536]:.0f} %."
-)
-
-# %%
-# The loop is slow at both ends of the plot. The longest rows of all running programs do not fit in
-# L2 together, so each comes from main memory three times. With the write, that is twice the bytes
-# of a copy, so 50 % at best. At 1,024 columns the reason is a different one: the loop always uses
-# eight warps, so a thread has only four elements of a row to work on between two sums across warps.
-
-
 # Measuring
 def warps_of_the_loop():
     x = torch.randn(32768, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
@@ -651,35 +276,180 @@ fewer = lab.measure("The loop at 1,024 columns", warps_of_the_loop)
 fewer
 
 # %%
+# One read: whole rows
+# --------------------
+#
+# The second kernel gives each :term:`program` a few rows and loads them whole into :term:`registers
+# <register>`, the fastest storage on the chip. Zeros fill the block past the end of a row
+# (``other=0.0``). ``.cg`` keeps ``x``, which is read once, out of :term:`L1`, the small cache of
+# each :term:`SM`, and so leaves that cache to the weight and the bias, which every row needs.
 
-
-# Reading
-def loop_said(rows):
-    eight, two = (row["% of a copy"] for row in rows) if rows else (nan, nan)
-    if two > 1.1 * eight:
-        end = "so it was the many warps that made it slow."
-    else:
-        end = "so the number of warps is not what makes it slow."
-    return (
-        f"With two warps instead of eight, the same loop reaches {two:.0f} % at 1,024 columns "
-        f"instead of {eight:.0f} %, {end}"
-    )
-
-
-lab.read(loop_said(fewer.rows))
+lab.source(row_fwd_kernel, "load")
 
 # %%
-# Why the longest rows are slower
-# -------------------------------
+# Computing the mean and then the variance now reads no memory. Both statistics are stored if
+# gradients are wanted, because the backward pass needs them again.
+
+lab.source(row_fwd_kernel, "statistics")
+
+# %%
+# The last piece writes the result. ``scale_and_shift`` multiplies by the weight and adds the bias.
+# If either is absent, its pointer is ``None``, which the compiler knows, so it leaves the load out.
+
+lab.source(row_fwd_kernel, "write")
+
+# %%
+
+# Folded: The kernel whole
+lab.source(row_fwd_kernel)
+
+# %%
+
+# Reading
+lab.read(
+    f"At 4,096 columns this reaches {share['Kernel Book', 4096]:.0f} % of a copy: one read instead "
+    "of three."
+)
+
+# %%
+# The last digits
+# ---------------
 #
-# A row of 65,536 columns takes 128 KiB even packed, half of an SM's registers. Since the program
-# needs some for other values, no second one fits beside it, and nothing is loaded while the lone
-# program computes. Two other things may cost time: the weight and bias, which every program loads
-# from L2, and the packing, because :doc:`softmax </chapters/softmax>` splits rows of this length.
+# What does ``moments`` do beyond two sums? The obvious mean is the sum of the row divided by
+# :math:`N`. But floating-point addition rounds, so that mean is wrong in its last digits. In a row
+# of 1,000 equal numbers no element deviates from the mean, and the result has to be 0:
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)
+    tl.store(sum_ptr, tl.sum(x, axis=0))
+
+
+# %%
+
+row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
+total = torch.empty(1, device=runtime.DEVICE)
+sum_kernel[(1,)](row, total, 1000, 1024)
+deviation = row - total / 1000
+plain = deviation * torch.rsqrt((deviation**2).mean() + 1e-5)
+lab.table(
+    [
+        {"the mean is": name, "largest |y|": f"{y.abs().max().item():.4f}"}
+        for name, y in {
+            "the sum over N": plain,
+            "corrected": layer_norm(row, 1000),
+            "PyTorch's": F.layer_norm(row, (1000,)),
+        }.items()
+    ],
+    "A row of 1,000 elements, all 1000.1, normalised",
+)
+
+# %%
+# Where numbers are nearly equal and far from zero, the error of the mean is as large as the
+# deviations themselves.
 #
-# An experiment tells them apart. It runs the packed kernel on rows of 32,768 columns twice, the
-# second time with so many registers per thread that only one program fits there, too. It also
-# splits the long row, and does everything with and without weight and bias.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Deviations from the true mean sum to zero. If ours do not, their sum divided by :math:`N` is
+#    the error of the mean, so adding it corrects the mean.
+#
+# The sum of squares then shrinks by :math:`N` times the square of the correction, because the
+# deviations were measured from the uncorrected mean. ``tl.where`` leaves out the elements past the
+# end of the row, which were loaded as zeros: their *deviation* is not zero but minus the mean.
+
+lab.source(moments)
+
+# %%
+# .. dropdown:: What ``moments`` calls, and ``EXACT``
+#
+#    - ``EXACT``: rows of 16-bit numbers seldom need the correction, because the sum of equal ones
+#      is exact in float32's 24 bits. In float16, which has 11, that holds for up to 8,192 of them,
+#      and in bfloat16, which has 8, for up to 65,536, more than this kernel is given.
+#    - ``mean_of`` multiplies by ``SMALL``, which is :math:`2^{-16}`, before it sums, so that the
+#      sum of a row of large numbers does not overflow. Scaling by a power of two costs no digit
+#      unless the result is subnormal, and then epsilon outweighs it.
+#    - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the
+#      mean of equal numbers is exactly that number.
+#    - ``two_sums`` computes two sums in one reduction, because the warps of a
+#      program wait for each other in every reduction. The ``1`` is the axis
+#      of the columns, and ``True`` keeps it, so that each row has its sums beside it.
+#    - ``without`` takes the error of the mean out of the sum of squares.
+#    - ``square`` rounds a square before it is added.
+#
+# .. dropdown:: Why ``square`` rounds
+#
+#    A row with no more elements than a warp has threads puts one number in each thread, and the
+#    first addition combines the squares of two threads. The compiler fuses that multiplication and
+#    addition into one instruction, a fused multiply-add, which does not round the product. Each
+#    thread fuses its own square and takes the other's rounded square, so their two sums may differ
+#    in the last bit. Which of the two ends up in ``rstd`` is then a race. ``square`` prevents it by
+#    rounding before anything is added.
+
+# Folded: The function square
+lab.source(square)
+
+# %%
+# .. dropdown:: Rows whose squares overflow
+#
+#    If deviations exceed :math:`1.8 \cdot 10^{19}`, their squares overflow float32. The variance of
+#    such a *far row* would be infinite and its whole output 0, without an error. The kernel
+#    therefore reads a row whose sum of squares is infinite once more.
+#
+#    ``far_rstd`` multiplies the deviations by ``TINY``, which is :math:`2^{-84}`, before it squares
+#    them, and so no square overflows. The kernel checks for far rows only at its end, after it has
+#    already written a wrong result for them. The reason is that an ``if`` applies to the whole
+#    program, while the program's rows may belong to different warps. To agree on the answer, the
+#    warps have to meet at a *barrier*, a point that no thread passes before all have reached it. In
+#    the middle of the kernel every row would pay for that wait; at the end the program has nothing
+#    left to do that the wait could delay.
+
+# Folded: The function far_rstd
+lab.source(far_rstd)
+
+# %%
+# Longer rows: packed
+# -------------------
+#
+# Each SM runs several programs at once, which share its fixed number of registers. A row of 16,384
+# columns, widened to float32, takes a quarter of them. Few programs then fit, and at times all of
+# them compute and none loads.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Two 16-bit numbers fit in one 32-bit register. A long row stays packed in pairs, in four
+#    pieces, and only the piece at hand is widened.
+#
+# .. image:: /figures/layer-norm-packed.svg
+#    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
+#          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
+#
+# ``load_pairs`` loads a piece as 32-bit integers of two numbers each. ``tl.static_range`` makes a
+# loop that the compiler unrolls, so the tuple ``x`` can grow by a piece in each iteration.
+
+lab.source(packed_row_fwd_kernel, "load")
+
+# %%
+# .. dropdown:: More: how the packed kernel writes
+#
+#    Weight and bias together would take twice as many registers as the packed row. The last step
+#    therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
+#    ``where_piece`` gives the positions of a piece and says which of them lie inside the row; where
+#    the four pieces cover the row exactly (``FULL``), nothing is masked. ``load_parameter`` loads
+#    the same piece of the weight or bias, and ``widen`` and ``narrow`` turn pairs into float32 and
+#    back. ``afresh`` adds a zero that the compiler does not know to be zero: it would otherwise
+#    keep the numbers that the step before has widened.
+
+# Folded: The packed kernel whole
+lab.source(packed_row_fwd_kernel)
+
+# %%
 
 
 # Measuring
@@ -727,6 +497,7 @@ def held_back():
 
 # %%
 
+# Folded: Programs per SM and the speed
 lines = lab.measure("Programs per SM and the speed, bfloat16", held_back)
 lines
 
@@ -740,69 +511,218 @@ def count(number, noun="program"):
     return f"{word} {noun}{'s' if number != 1 else ''}"
 
 
-def held_back_said(rows):
-    keys = ("% of a copy", "without w, b", "programs", "registers")
+def packed_said(rows):
+    keys = ("% of a copy", "without w, b", "programs")
     rows = rows or [dict.fromkeys(keys, nan)] * 4
     two, one, long, split = ([row[key] for key in keys] for row in rows)
-    fall, alone = two[0] - long[0], two[0] - one[0]
+    fall, alone, bare = two[0] - long[0], two[0] - one[0], long[1] - long[0]
     said = [
-        f"At 32,768 columns, with {count(two[2])} per SM, the kernel reaches {two[0]:.0f} %. With "
-        f"{one[3]:.0f} registers per thread and {count(one[2])} it reaches {one[0]:.0f} %."
+        f"At 32,768 columns a packed row reaches {share['Kernel Book', 32768]:.0f} % of a copy, "
+        f"where a widened one reaches {share['one program', 32768]:.0f} %.",
+        f"At 65,536 it falls to {share['Kernel Book', 65536]:.0f} %.",
     ]
     if one[2] >= two[2]:
-        said.append(
-            "As many programs fit, so this run does not show what a lone program costs."
-        )
-    elif alone >= fall:
-        said.append(
-            f"That is no more than the {long[0]:.0f} % at 65,536 columns, so having only one "
-            "program is enough to explain the fall."
-        )
-    elif alone >= 0.5 * fall:
-        said.append(
-            f"At 65,536 columns it reaches {long[0]:.0f} %, so the lone program explains most of "
-            f"the fall, {alone:.0f} of {fall:.0f} percentage points."
-        )
+        said.append("We have not found out why.")
     else:
-        said.append(
-            f"At 65,536 columns it reaches {long[0]:.0f} %, so the lone program explains only "
-            f"{max(0, alone):.0f} of the {fall:.0f} percentage points of the fall."
+        why = (
+            "Even packed, such a row leaves room for only one program on an SM, so nothing is "
+            "loaded while that program computes. The table in the fold above tests this reason at "
+            f"32,768 columns: with {count(one[2])} instead of {two[2]:.0f} the kernel reaches "
+            f"{one[0]:.0f} % instead of {two[0]:.0f} %"
         )
-    bare = long[1] - long[0]
+        if alone >= fall:
+            why += ", which is enough to explain the fall."
+        else:
+            why += f", which explains {max(0, alone):.0f} of the {fall:.0f} percentage points."
+        said.append(why)
     if bare >= 3:
         said.append(
-            f"Without weight and bias the long row reaches {long[1]:.0f} %: a lone program cannot "
-            f"hide their loads either, and they cost {bare:.0f} percentage points."
-        )
-    else:
-        said.append(
-            f"Weight and bias are not the reason: without them it reaches {long[1]:.0f} %."
+            "A lone program cannot hide the loads of weight and bias either; without them the "
+            f"longest row reaches {long[1]:.0f} %."
         )
     if split[0] > long[0]:
         said.append(f"Split, the row would be faster, at {split[0]:.0f} %.")
+    elif split[1] - split[0] >= 10:
+        said.append(
+            f"Split between programs it would reach only {split[0]:.0f} %. Softmax splits such "
+            "rows, because it has no parameters to load."
+        )
     else:
         said.append(
-            f"Split, with {count(split[2])} per SM, it reaches only {split[0]:.0f} %, and "
-            f"{split[1]:.0f} % without weight and bias."
+            f"Split between programs, as in softmax, it would reach only {split[0]:.0f} %, and we "
+            "have not found out why."
         )
-        if split[1] - split[0] >= 10:
-            said.append("So splitting serves softmax, which has no parameters to load.")
-        else:
-            said.append(
-                "So the parameters are not what makes splitting slow here, and we have not found "
-                "what does."
-            )
     return " ".join(said)
 
 
-lab.read(held_back_said(lines.rows))
+lab.read(packed_said(lines.rows))
 
 # %%
-# The libraries
-# -------------
+# Longest rows: split
+# -------------------
+#
+# A row that is longer still would fill an SM's registers, and a long row of float32 cannot be
+# packed in pairs. Several programs therefore share such a row. Each computes the mean and the sum
+# of squared deviations of its own part, its *moments*, and all of them merge the moments of all
+# parts.
+#
+# .. image:: /figures/layer-norm-parts.svg
+#    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
+#          programs publishes the mean m and the sum of squared deviations M of its part in a slot.
+#          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
+#
+# How do four pairs become one? The row's :math:`M` is more than the sum of the four, because each
+# part also deviates as a whole: the numbers 1 and 3 lie around 2, while the row lies around 3.
+
+# Folded: The merge of the picture in numbers
+parts = torch.tensor([[1.0, 3.0], [2.0, 6.0], [5.0, 5.0], [0.0, 2.0]])
+means = parts.mean(dim=1)
+m2s = (parts - means[:, None]).square().sum(dim=1)
+moved = parts.shape[1] * (means - means.mean()).square()  # n_i (m_i - m)^2
+true = (parts - parts.mean()).square().sum()
+assert means.mean() == parts.mean()
+assert m2s.sum() + moved.sum() == true
+rows = [
+    {
+        "part": ", ".join(f"{x:.0f}" for x in part),
+        "m": m.item(),
+        "M": m2.item(),
+        "the part as a whole": more.item(),
+    }
+    for part, m, m2, more in zip(parts, means, m2s, moved, strict=True)
+]
+of_row = {"part": "the row", "m": means.mean().item(), "M": true.item()}
+lab.table(
+    [*rows, of_row | {"the part as a whole": ""}],
+    "The last M is the sum of all eight numbers of the last two columns",
+)
+
+# %%
+# In general, let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and
+# :math:`M_i = \sum (x - m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the
+# elements of one part give
+#
+# .. math::
+#
+#    \begin{aligned}
+#    &\sum (x - m)^2 \\
+#    &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
+#    &= M_i + n_i\, (m_i - m)^2
+#    \end{aligned}
+#
+# because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
+# the formula of Chan, Golub and LeVeque, and unlike the difference of two means it never subtracts
+# large squares. ``merge_moments`` computes it with the means measured from a *pivot*, the mean of
+# the first part, because a sum of large means would lose the digits in which they differ.
+
+lab.source(merge_moments)
+
+# %%
+# The programs pass on their moments by the :term:`exchange` of the chapter on :doc:`softmax
+# </chapters/softmax>`: each publishes its own in a *slot* of memory, waits, and collects those of
+# all.
+
+lab.source(split_fwd_kernel, "collect")
+
+# %%
+
+lab.source(split_fwd_kernel, "merge")
+
+# %%
+# .. dropdown:: More: what the split kernel does around the merge
+#
+#    A slot has 64 bits, which hold the two numbers of a part, and ``collect`` takes them apart
+#    again. A program reads ``LOOKS`` slots of a row at once, one per thread of a warp. If the row
+#    has fewer parts, it reads them several times over, hence ``% N_PARTS``, and the merge counts
+#    only the first ``N_PARTS``. A program that waited in vain for the others computes their moments
+#    itself, which is slow but just as correct.
+#
+#    Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come
+#    from a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of
+#    a row needs only the same part of the weight and bias, so it processes its part of *two* rows
+#    and loads them once for both.
+
+# Folded: The split kernel whole
+lab.source(split_fwd_kernel)
+
+# %%
+# Which kernel runs depends on the dtype and the columns:
+
+longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
+lab.table(
+    [
+        {"kernel": kernel, "columns, 16 bits": narrow, "columns, float32": wide}
+        for kernel, narrow, wide in (
+            (
+                "whole rows",
+                f"up to {tuned.TILE_COLS:,}",
+                f"up to {tuned.TILE_BYTES // 4:,}",
+            ),
+            ("packed", f"up to {tuned.PACKED_COLS:,}", "never"),
+            ("split", f"up to {longest:,}", f"up to {longest:,}"),
+            ("in a loop", "any", "any"),
+        )
+    ],
+    "The first kernel whose limit a row does not exceed runs",
+)
+
+# %%
+# .. dropdown:: Rows that cannot be packed
+#
+#    The numbers of a packed row come in aligned pairs, which rules out an odd number of columns,
+#    for example. Such rows of 16-bit numbers are kept whole up to twice the columns of the first
+#    line, which are as many bytes as in float32, and are split beyond that.
+#
+# Is it right?
+# ------------
+#
+# The output is checked against float64. Its error may be at most twice PyTorch's own, or one unit
+# in the last place (:term:`ulp`).
+#
+# .. dropdown:: How an error is judged
+#
+#    Weight and bias have the dtype of ``x``. The output is judged in *parts* of at most 64 rows and
+#    1,024 columns, and the *error* of a part is its largest difference from the truth, divided by
+#    its largest true number. One unit is allowed because rounding the result can alone cost half of
+#    that. In float32 the error may be twice as much, because the hardware's reciprocal square root
+#    may be wrong by two units.
+
+
+# Measuring
+def cases(n_rows, n_cols, dtype):
+    x, w, b = (
+        torch.randn(size, device=runtime.DEVICE).to(dtype)
+        for size in ((n_rows, n_cols), n_cols, n_cols)
+    )
+    ours, theirs = (f(x, (n_cols,), w, b) for f in (layer_norm, F.layer_norm))
+    truth = reference.layer_norm(x, 1, w, b)
+    factor = 4 if dtype == torch.float32 else 2
+    yield lab.Case(f"({n_rows}, {n_cols})", "forward", ours, theirs, truth, factor)
+
+
+# %%
+
+shapes = [(1, 127), (9, 129), (33, 1000), (4, 4096)]
+if runtime.INTERPRETED:  # a row in parts, the smallest there is
+    shapes += [(3, 8200)]
+else:
+    shapes += [(513, 8192), (300, 16384), (300, 32768), (100, 70001), (20, 262144)]
+lab.check(
+    "layer_norm",
+    [
+        case
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for shape in shapes
+        for case in cases(*shape, dtype)
+    ],
+)
+
+# %%
+# How fast is it?
+# ---------------
 #
 # The libraries get weight and bias in the dtype of ``x``, except quack, which takes them in float32
-# only. A library that could not run is named under the figure.
+# only.
 
 
 # Measuring
@@ -866,8 +786,8 @@ def about_quack(sweep):
         if least > 0.5 * statistics.median(shares.values()):
             return ""
         return (
-            f"quack falls to {least:.0f} % at {at:,} columns of bfloat16. We call it there as at "
-            "the other lengths, and have not looked into its kernel for the reason."
+            f"quack falls to {least:.0f} % at {at:,} columns of bfloat16, where we call it as at "
+            "the other lengths; we have not looked into its kernel."
         )
     said = "quack did not run here."
     for other in sweep.elsewhere:
@@ -893,8 +813,6 @@ sentences = [
 lab.read(" ".join([*sentences, about_quack(forward)]))
 
 # %%
-# The compiler reports the registers of each kernel, and how many values found none and
-# :term:`spill`: they are written to memory and read back, in these kernels once per row.
 
 
 # Measuring
@@ -924,12 +842,11 @@ lab.facts(
 # Small inputs
 # ------------
 #
-# In a small network, this operator is slower than PyTorch's although its plots above are better,
-# because the :term:`host` has to *start* every kernel. A forward and a backward pass are three
-# :term:`launches <launch>` from Python, and around them the host checks the arguments, allocates
-# the results and runs autograd, whatever the size of the input. A :term:`CUDA graph` records the
-# launches once and replays them without that work, so where the GPU waits for the host, the graph
-# shows what the host costs.
+# In a small network this operator is slower than PyTorch's, because the :term:`host` has to *start*
+# every kernel. A forward and a backward pass are three :term:`launches <launch>` from Python, and
+# around them the host checks the arguments, allocates the results and runs autograd, whatever the
+# size of the input. A :term:`CUDA graph` records the launches once and replays them without that
+# work, so the difference is what the host costs.
 
 
 # Measuring
@@ -1000,40 +917,26 @@ small
 def small_said(rows):
     few, many = (rows[0], rows[-1]) if rows else ({}, {})
     called, alone = (f"Kernel Book{how}, µs" for how in ("", " in a graph"))
-    theirs, their_graph = (
-        many.get(f"PyTorch{how}, µs", nan) for how in ("", " in a graph")
-    )
-    mine, my_graph = many.get(called, nan), many.get(alone, nan)
+    mine, graph = many.get(called, nan), many.get(alone, nan)
     said = (
-        f"With 16 rows both passes together take {few.get(called, nan):.0f} µs when called, and "
+        f"With 16 rows both passes take {few.get(called, nan):.0f} µs when called and "
         f"{few.get(alone, nan):.0f} µs in a graph: the rest is the host. PyTorch, whose host code "
-        f"is C++, takes {few.get('PyTorch, µs', nan):.0f} µs when called. With 32,768 rows our "
-        f"call takes {mine:.0f} µs and our graph {my_graph:.0f}"
+        f"is C++, takes {few.get('PyTorch, µs', nan):.0f} µs when called. "
     )
-    if mine > 1.1 * my_graph:
-        said += (
-            ", because the GPU still finishes before the host has prepared the next launches. "
-            f"PyTorch's take {theirs:.0f} and {their_graph:.0f} µs."
+    if mine > 1.1 * graph:
+        return said + (
+            "Even with 32,768 rows the GPU finishes before the host has prepared the next launches."
         )
-        if mine < few.get(called, nan):
-            said += (
-                " That the call takes less time with more rows only shows how much the host's time "
-                "varies."
-            )
-    else:
-        said += (
-            ", because the GPU now works for longer than the host prepares launches."
-        )
-    return said
+    return said + "With 32,768 rows the GPU works longer than the host."
 
 
 lab.read(small_said(small.rows))
 
 # %%
-# The last table shows how long the host is busy with one call, which :doc:`/hardware` explains. It
-# takes the fastest of 60 rounds, while the table above averages 200 calls with whatever slowed down
-# the host in between.
+# The next fold times the host alone, as :doc:`/hardware` explains. It takes the fastest of 60
+# rounds, while the table above averages 200 calls with whatever slowed down the host in between.
 
+# Folded: How long the host is busy with one call
 x = torch.randn(64, 1024, device=runtime.DEVICE)
 lab.host_times(
     {

@@ -63,10 +63,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read :math:`16
 # N` elements from memory and write :math:`9 N`, although it is enough to read ``x`` and ``dy`` and
-# to write ``dx``, :math:`3 N` in all.
-#
-# The forward pass has stored the mean and ``rstd``, the reciprocal of the standard deviation,
-# because they are only 8 bytes per row and would take two sums over the row to compute again.
+# to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
+# deviation, come from the forward pass, which stored them because they are only 8 bytes per row.
 #
 # The idea
 # --------
@@ -76,8 +74,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # gradient of the weight is a sum *down the columns*: every row contributes to it, and the rows
 # belong to different programs, which run at the same time and in no fixed order.
 #
-# Programs can add to one shared buffer, one at a time, under a *lock*. The picture shows the other
-# way.
+# The obvious way is one shared buffer, to which the programs add one at a time, under a *lock*.
+# There is a better one:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -94,9 +92,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # ---------------
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
-# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`, and
-# check each step against the Jacobian that PyTorch computes in float64 by automatic
-# differentiation.
+# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`.
 #
 # *Step 1.* Weight and bias act on each element separately. So
 #
@@ -110,40 +106,48 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
-# *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
-# :math:`\mathbf{1}` the column of ones:
+# *Steps 2 to 4*, in the fold, take the derivative of :math:`\hat{x}`. Epsilon enters it and stays
+# inside :math:`r`; nothing is dropped.
 #
-# .. math::
+# .. dropdown:: Steps 2 to 4: what the mean and ``rstd`` contribute
 #
-#    d = P x, \qquad P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#    *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
+#    :math:`\mathbf{1}` the column of ones:
 #
-# *Step 3.* In terms of :math:`d`, :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain rule
+#    .. math::
 #
-# .. math::
+#       d = P x, \qquad P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #
-#    \begin{aligned}
-#    \frac{\partial r}{\partial d}
-#    &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
-#       \cdot \tfrac{2}{N} d^\top \\
-#    &= -\tfrac{1}{N}\, r^3\, d^\top
-#    \end{aligned}
+#    *Step 3.* In terms of :math:`d`, :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain
+#    rule
 #
-# Epsilon enters the derivative here. It stays inside :math:`r`, because the sum in brackets to the
-# power :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
+#    .. math::
 #
-# *Step 4.* By the product rule, :math:`\hat{x} = r\, d` has the Jacobian
+#       \begin{aligned}
+#       \frac{\partial r}{\partial d}
+#       &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
+#          \cdot \tfrac{2}{N} d^\top \\
+#       &= -\tfrac{1}{N}\, r^3\, d^\top
+#       \end{aligned}
 #
-# .. math::
+#    Epsilon enters the derivative here. It stays inside :math:`r`, because the sum in brackets to
+#    the power :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
 #
-#    \begin{aligned}
-#    \frac{\partial \hat{x}}{\partial d} &= r I + d\, \frac{\partial r}{\partial d} \\
-#    &= r I - \tfrac{1}{N}\, r^3\, d\, d^\top \\
-#    &= r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
-#    \end{aligned}
+#    *Step 4.* By the product rule, :math:`\hat{x} = r\, d` has the Jacobian
 #
-# The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
+#    .. math::
 #
-# *Step 5.* Put steps 2 and 4 together:
+#       \begin{aligned}
+#       \frac{\partial \hat{x}}{\partial d} &= r I + d\, \frac{\partial r}{\partial d} \\
+#       &= r I - \tfrac{1}{N}\, r^3\, d\, d^\top \\
+#       &= r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#       \end{aligned}
+#
+#    The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
+#
+#
+# *Step 5.* Together they give the Jacobian of :math:`\hat{x}` with respect to :math:`x`, in which
+# :math:`P` subtracts the mean:
 #
 # .. math::
 #
@@ -171,8 +175,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #    \end{aligned}
 #
 # The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
-# per element. We compute steps 2 to 6 in numbers, with an epsilon about as large as the variance,
-# so that a step that dropped it would stand out.
+# per element. We check steps 2 to 6 in numbers, with an epsilon about as large as the variance.
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -234,58 +237,35 @@ lab.read(
 )
 
 # %%
-# Epsilon is easy to lose in the backward pass, for example by dividing by the plain standard
-# deviation there. The table shows how wrong this makes ``dx`` in rows of small variance, where
-# epsilon is a large part of the sum under the root.
-
-rows = []
-for deviation in (1.0, 0.01, 0.001):
-    x = deviation * torch.randn(N, dtype=torch.float64)
-    d = x - x.mean()
-    variance = d @ d / N
-    true = F.layer_norm(x.requires_grad_(), (N,), w, None, 1e-5)
-    (true,) = torch.autograd.grad(true, x, dy)
-    row = {"deviation of x": deviation}
-    for name, r in {
-        "epsilon kept": (variance + 1e-5).rsqrt(),
-        "dropped": variance.rsqrt(),
-    }.items():
-        xhat, wdy = d * r, w * dy
-        dx = (wdy - (xhat * (xhat * wdy).mean() + wdy.mean())) * r
-        row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
-    rows.append(row)
-lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
-
-# %%
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One per row would leave two rows of float32 partial sums for
-# each row of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many
-# programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over
-# many rows, ``BLOCK_ROWS`` at a time, one or, if rows are short, two, and keeps its partial sums
-# for ``dw`` and ``db`` in :term:`registers <register>`, in float32, for the whole loop.
+# How many programs should there be? One per row would leave two rows of float32 sums for each row
+# of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
+# as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
+# rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
+# :term:`registers <register>`, in float32, for the whole loop.
 
 lab.source(row_bwd_kernel, "begin")
 
 # %%
-# .. dropdown:: What ``num_stages`` is for
+# .. dropdown:: More: ``num_stages``, and rows per iteration
 #
-#    It tells the compiler how many iterations of the loop may be in flight: while the program works
-#    on one row, the next rows are already being copied into :term:`shared memory`, the fast storage
-#    of the :term:`SM`. Most kernels get the same effect by letting several programs share an SM, so
-#    that one loads while another computes. Here the partial sums take so many registers that only
-#    few programs fit on an SM.
+#    ``num_stages`` tells the compiler how many iterations of the loop may be in flight: while the
+#    program works on one row, the next rows are already being copied into :term:`shared memory`,
+#    the fast storage of the :term:`SM`. Most kernels get the same effect by letting several
+#    programs share an SM, so that one loads while another computes. Here the partial sums take so
+#    many registers that only few programs fit on an SM. ``BLOCK_ROWS`` is one or, if rows are
+#    short, two.
 #
-# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix and both terms
-# contain it.
+# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix.
 
 lab.source(row_bwd_kernel, "add")
 
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
 # in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
-# each other once. ``means_of`` divides them by the number of columns.
+# each other once.
 
 lab.source(row_bwd_kernel, "row")
 
@@ -302,10 +282,8 @@ lab.source(row_bwd_kernel, "row")
 lab.source(means_of)
 
 # %%
-# At the end, the program hands its partial sums over to a *buffer*: one row of float32 in main
-# memory for ``dw`` and one for ``db``. If each program has a buffer, ``program_id % n_buffers`` is
-# just the number of the program, and ``hand_over`` stores. If there are fewer, programs share them,
-# and ``hand_over`` adds under a lock. The next two paragraphs explain both.
+# At the end, the program has one row of sums for ``dw`` and one for ``db``, and hands them over to
+# a *buffer* in main memory.
 
 lab.source(row_bwd_kernel, "end")
 
@@ -315,27 +293,21 @@ lab.source(row_bwd_kernel, "end")
 lab.source(row_bwd_kernel)
 
 # %%
-# **Partial sums.** Each program stores its row in a buffer of its own, so no program waits for
-# another. A second kernel then adds the buffers: each of its programs takes some columns and goes
-# down the rows in a fixed order.
-
-lab.source(sum_of_buffers)
-
-# %%
-# **The lock.** Here programs share a few buffers, at most ``LOCK_BUFFERS``, each with a lock, and
-# take turns adding to them. The lock is an integer: 0 means free and 1 means taken. A
-# compare-and-swap is an :term:`atomic` operation, so it reads the lock, and writes 1 only if it
-# read 0, in one indivisible step. Only one program can succeed, and the others try again. This
-# cannot hang, because the program that holds the lock is running and waits for nothing, so it
-# always frees the lock.
+# The obvious way: a lock
+# -----------------------
+#
+# Programs share a few buffers, each with a lock, and take turns adding to them. The lock is an
+# integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
+# reads the lock, and writes 1 only if it read 0, in one indivisible step. Only one program can
+# succeed, and the others try again. This cannot hang, because the program that holds the lock is
+# running and waits for nothing.
 
 lab.source(hand_over, "acquire")
 
 # %%
-# The swap alone is not enough, because it orders the programs but not their *memory accesses*.
-# Other programs do not see a store at once: it may wait in a queue, and a load may be served from
-# an outdated line of a cache. A program also consists of many threads, and only one of them takes
-# the lock, so something has to hold back the others.
+# The swap alone is not enough, because it orders the programs but not their *memory accesses*. A
+# store may wait in a queue, and a load may be served from an outdated line of a cache. A program
+# also consists of many threads, and only one of them takes the lock.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -369,6 +341,15 @@ lab.source(hand_over, "add")
 lab.source(hand_over, "release")
 
 # %%
+# No lock: partial sums
+# ---------------------
+#
+# If each program has a buffer of its own, it stores its row and waits for nobody. A second kernel
+# adds the buffers: each of its programs takes some columns and goes down the rows in a fixed order.
+
+lab.source(sum_of_buffers)
+
+# %%
 # .. dropdown:: How autograd calls the kernels
 #
 #    Autograd sees a single function, which computes only the gradients that are requested. If
@@ -380,14 +361,13 @@ lab.source(hand_over, "release")
 lab.source(gradient)
 
 # %%
-# The price of the lock
-# ---------------------
+# What each way costs
+# -------------------
 #
-# Four versions compute the same gradients. In two of them each program takes a lock to add its sums
-# to a shared buffer: "lock per tile" has a program for every tile of ``BLOCK_ROWS`` rows, as in
-# Triton's own layer norm tutorial, and in "lock per program" a program first sums many rows in
-# registers. "Partial sums" has no lock. "Partial sums per tile" has none either, but a program and
-# a buffer for every tile.
+# "lock per tile" has a program, and so a turn at the lock, for every tile of ``BLOCK_ROWS`` rows,
+# as in Triton's own layer norm tutorial. In "lock per program" a program first sums many rows in
+# registers. "partial sums" has no lock, and "partial sums per tile" shows what a buffer for every
+# tile costs without one.
 
 
 # Measuring
@@ -437,29 +417,22 @@ def race_said(race):
         {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
         for name in ("lock per tile", "partial sums per tile", "partial sums")
     )
-    waits = [
-        f"{100 * (locked[n] - stored[n]) / (locked[n] - best[n]):.0f} % at {n:,}"
-        for n in locked
-        if locked[n] > stored[n]
-    ]
     said = (
         f"At 4,096 columns a lock per tile reaches {share['lock per tile']:.0f} % of the speed of "
         f"a copy, a lock per program {share['lock per program']:.0f} % and partial sums "
-        f"{share['partial sums']:.0f} %, so a lock per tile takes "
-        f"{locked[4096] / best[4096]:.1f} times as long as partial sums. Partial sums per tile "
-        f"wait for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long, because "
-        "they, too, move a row of both sums to and from memory for every tile."
+        f"{share['partial sums']:.0f} %. Most of the gain comes from summing many rows before "
+        "anything is handed over: partial sums per tile wait for nobody, and yet take "
+        f"{stored[4096] / best[4096]:.1f} times as long as partial sums, because they, too, move a "
+        "row of both sums to and from memory for every tile."
     )
-    if waits:
+    if locked[1024] > stored[1024]:
+        waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
         said += (
-            " What the lock per tile takes beyond them is waiting: of all that it adds to partial "
-            f"sums, {' and '.join(waits)} columns."
+            f" Waiting is {waits:.0f} % of what a lock per tile adds at 1,024 columns"
         )
-    if locked[8192] < stored[8192]:
-        said += (
-            " At 8,192 columns it takes even less than they, probably because its few buffers stay "
-            "in the GPU's cache, where one buffer per tile finds no room."
-        )
+        if locked[8192] < stored[8192]:
+            said += ", and none of it at 8,192, where its few buffers probably stay in the cache"
+        said += "."
     return said
 
 
@@ -467,8 +440,7 @@ nan = float("nan")
 lab.read(race_said(race))
 
 # %%
-# The second criterion is whether two runs agree, so three versions run a hundred times on the same
-# input.
+# Speed is one criterion. The other is whether two runs agree:
 
 
 def gradients(x, w, dy, reduction, n_programs=None):
@@ -508,14 +480,21 @@ lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 #
 #    <span id="partial-sums-stay-in-l2"></span>
 #
-# Do partial sums stay in L2?
-# ---------------------------
+# **Do partial sums stay in L2?** One kernel writes them and the next one reads them. If they stay
+# in :term:`L2`, the cache that all SMs share, they need not come from main memory.
 #
-# One kernel writes the partial sums and the next one reads them. If they stay in :term:`L2`, the
-# cache that all SMs share, they need not come from main memory. ``x``, ``dy`` and ``dx`` pass
-# through the same cache, but the partial sums are written last.
+# .. dropdown:: More: how the two tables below answer this
+#
+#    The first table compares the size of the partial sums with L2 and with ``x``, ``dy`` and
+#    ``dx``, which pass through the same cache; the partial sums are written last. For the second,
+#    we add up buffers of growing size: right after they were written, after other data has been
+#    *written*, and after other data has been *read*. Other writes can slow the sum more than other
+#    reads, because L2 keeps what was written until it needs the room, and must then write it to
+#    memory first. At small sizes all rates are low, because the kernel is too short to reach full
+#    speed.
 
 
+# Measuring
 def buffer_sizes():
     l2 = torch.cuda.get_device_properties(0).L2_cache_size / 2**20
     table = []
@@ -533,13 +512,13 @@ def buffer_sizes():
     return table
 
 
+# %%
+
+# Folded: The size of the partial sums
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 sizes
 
 # %%
-# By their size, they could stay. To see whether buffers do, we add up buffers of growing size:
-# right after they were written, after other data has been *written*, and after other data has been
-# *read*.
 
 
 # Measuring
@@ -568,6 +547,7 @@ def cache_experiment():
 
 # %%
 
+# Folded: How fast buffers are added up
 cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
 cache
 
@@ -578,33 +558,24 @@ cache
 def cache_said(rows, sizes, l2):
     rates = {row["MiB"]: row for row in rows}
 
-    def rate(mib, name):
-        return rates.get(mib, {}).get(name, nan)
+    def gain(mib):
+        row = rates.get(mib, {})
+        return row.get("just written", nan) / row.get("others read", nan)
 
+    largest = max((row["MiB"] for row in sizes), default=nan)
     traffic = max((row["% of x, dy, dx"] for row in sizes), default=nan)
-    small, large = (rate(n, "just written") / rate(n, "others read") for n in (8, 32))
-    behind = rate(64, "others read") / rate(64, "others written")
     said = (
-        f"Right after they are written, buffers of 8 and 32 MiB are read {small:.1f} and "
-        f"{large:.1f} times as fast as when other data was read in between"
+        f"They are at most {largest:.0f} MiB, and L2 holds {l2:.0f}. Right after they are written, "
+        f"buffers of 8 and 32 MiB are read {gain(8):.1f} and {gain(32):.1f} times as fast as when "
+        "other data was read in between"
     )
-    if max(small, large) > 1.1:
-        said += f", so at least a part of them was still in L2, which holds {l2:.0f} MiB here."
+    if max(gain(8), gain(32)) > 1.1:
+        said += ", so at least a part of them stays."
     else:
-        said += ", so this run does not show that they stay in L2."
-    if behind > 1.1:
-        said += (
-            f" After other writes, 64 MiB take {behind:.1f} times as long as after other reads: "
-            "L2 keeps what was written until it needs the room, and must then write it to memory "
-            "first."
-        )
-        if rate(64, "just written") < rate(64, "others read"):
-            said += " The same slows buffers of 64 MiB and more that were just written."
-    else:
-        said += " Whether the other data was read or written makes little difference."
+        said += ", so this run does not show that they stay."
     return said + (
-        " Even through main memory, writing and reading the partial sums of the first table would "
-        f"add at most {2 * traffic:.0f} % to the traffic of x, dy and dx."
+        " Even through main memory they would add at most "
+        f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
     )
 
 
@@ -612,27 +583,15 @@ l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
 lab.read(cache_said(cache.rows, sizes.rows, l2))
 
 # %%
-# At small sizes all rates are low, because the kernel is too short to reach full speed.
-#
 # Wide rows
 # ---------
 #
 # The partial sums of a row of 16,384 columns fill half of an SM's registers. A row of 16-bit
-# numbers fits beside them if it stays packed in pairs, as in the forward pass, with one program per
-# SM.
-#
-# For wider rows, several programs share a row. They are a *group*, each takes one part of every row
-# of the group, and they exchange what each part adds to ``c1`` and ``c2``, as in the forward pass:
-# each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
-# numbers. ``terms`` computes xhat and wdy.
-
-lab.source(split_bwd_kernel, "publish")
-
-# %%
-# The program would now have to wait for its neighbours' numbers. Instead it requests its part of
-# the next row, and then finishes the row *before*, whose numbers have usually arrived because all
-# parts had a whole iteration to publish them. The price is registers, because ``x`` and ``dy`` of a
-# row stay there for one iteration longer.
+# numbers fits beside them if it stays packed in pairs, as in the forward pass. Wider rows are
+# shared by a *group* of programs, each of which takes one part of every row of the group, and
+# publishes what its part adds to ``c1`` and ``c2``. It would now have to wait for its neighbours'
+# numbers. Instead it requests its part of the next row and finishes the row *before*, whose numbers
+# have usually arrived by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -642,6 +601,11 @@ lab.source(split_bwd_kernel, "publish")
 lab.source(split_bwd_kernel, "ahead")
 
 # %%
+# .. dropdown:: More: the price, and the names in the kernel
+#
+#    The price is registers, because ``x`` and ``dy`` of a row stay there for one iteration longer.
+#    Each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
+#    numbers. ``terms`` computes xhat and wdy.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -651,10 +615,14 @@ lab.source(split_bwd_kernel)
 # ------------
 #
 # The gradients are checked against float64 in parts, as in :doc:`the chapter before
-# </chapters/layer_norm>`. The error of a part may be twice PyTorch's. In float32 it may be four
-# times for ``dx``, because the hardware's reciprocal square root may be wrong by two units in the
-# last place (:term:`ulp`), and eight times for ``dw`` and ``db``, because the error of a sum over
-# many rows depends on its order.
+# </chapters/layer_norm>`. The error of a part may be twice PyTorch's.
+#
+# .. dropdown:: Why more in float32, and what the second check is
+#
+#    In float32 the error may be four times PyTorch's for ``dx``, because the hardware's reciprocal
+#    square root may be wrong by two units in the last place (:term:`ulp`), and eight times for
+#    ``dw`` and ``db``, because the error of a sum over many rows depends on its order. The lock is
+#    not part of the public function, so its check calls the layer below.
 
 
 # Measuring
@@ -692,9 +660,9 @@ lab.check(
 )
 
 # %%
-# The lock is not part of the public function, so its check calls the layer below.
 
 
+# Measuring
 def lock_cases():
     x, dy = torch.randn(2, 70, 500, device=runtime.DEVICE)
     w = torch.randn(500, device=runtime.DEVICE)
@@ -708,16 +676,22 @@ def lock_cases():
             yield lab.Case(f"{reduction} (70, 500)", *row, factor=8)
 
 
+# %%
+
+# Folded: The check of both reductions
 lab.check("Both reductions", lock_cases())
 
 # %%
 # How fast is it?
 # ---------------
 #
-# The yardstick is the speed of a copy. A copy reads one byte for each that it writes, while the
-# backward pass reads two tensors, ``x`` and ``dy``, for the one that it writes. Reads and writes do
-# not cost the same, so 100 % is a reference and not a limit. The libraries are called through
-# autograd, except quack, whose backward kernels are called directly, with a float32 weight.
+# The yardstick is again a copy, which reads one byte for each that it writes, while the backward
+# pass reads two. So 100 % is a reference and not a limit.
+#
+# .. dropdown:: How the libraries are called
+#
+#    Through autograd, except quack, whose backward kernels are called directly, with a float32
+#    weight.
 
 
 # Measuring
@@ -812,18 +786,17 @@ lab.read(
 )
 
 # %%
-# Why wide rows are slower
-# ------------------------
+# Why are wide rows slower? A kernel is fast while each SM has enough bytes requested *ahead*. In
+# wider rows a thread holds parts of three rows and takes up to 255 registers, the most that it can
+# have, so few programs fit, and each has only its part of one row on the way.
 #
-# The plot falls in two steps. At 16,384 columns in bfloat16 a program of the packed kernel takes
-# all registers of an SM, so nothing is loaded while it computes. In wider rows a thread holds parts
-# of three rows and takes up to 255 registers, the most that it can have. So few programs fit, and
-# each has only its part of one row on the way.
+# .. dropdown:: More: the experiment that tests this
 #
-# If this is the reason, the speed must follow the bytes that an SM has requested *ahead*. We test
-# it by taking away the two rows that the kernel for whole rows loads ahead (``num_stages``), and by
-# running fewer programs of the kernel for shared rows. In the last line each part is a row of its
-# own, so no program waits for another.
+#    At 16,384 columns in bfloat16 a program of the packed kernel takes all registers of an SM, so
+#    nothing is loaded while it computes. If that is the reason, the speed must follow the bytes
+#    ahead. The table takes away the two rows that the kernel for whole rows loads ahead
+#    (``num_stages``), and runs fewer programs of the kernel for shared rows. In its last line each
+#    part is a row of its own, so no program waits for another.
 
 
 # Measuring
@@ -857,6 +830,7 @@ def loads_ahead():
 
 # %%
 
+# Folded: What an SM has requested ahead
 ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
 ahead
 
@@ -867,45 +841,30 @@ ahead
 def ahead_said(rows):
     speeds = [row["% of a copy"] for row in rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
-    said = [
-        f"Whole rows reach {three:.0f} % with loads ahead, and {none:.0f} % without."
-    ]
+    said = (
+        f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % "
+    )
+    said += f"to {none:.0f} %"
     if three - none >= 10 and packed < three:
-        said.append(f"That is what packed rows lack, which reach {packed:.0f} %.")
-    elif packed < three:
-        said.append(f"So this is not why packed rows reach only {packed:.0f} %.")
-    said.append(
-        f"Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
-        "per SM."
+        said += f"; packed rows, which have none either, reach {packed:.0f} %."
+    else:
+        said += f", so this is not why packed rows reach {packed:.0f} %."
+    said += (
+        f" Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
+        "per SM, "
     )
     if four > 1.15 * two:
-        said.append(
-            "The speed still grows from two to four, so more programs would be faster, but the "
-            "registers are used up."
-        )
+        said += "so more would be faster, but the registers are used up."
     else:
-        said.append(
-            "From two to four it hardly grows, so the bytes ahead are not what limits it."
-        )
-    if alone <= four:
-        said.append(
-            "The waiting costs nothing: four programs whose parts are rows of their own are no "
-            f"faster, at {alone:.0f} %."
-        )
-    elif alone - four >= 5:
-        said.append(
-            f"Where no program waits for others, four programs reach {alone:.0f} %: "
-            f"{alone - four:.0f} percentage points are the price of sharing rows."
-        )
+        said += "so the bytes ahead are not what limits them."
+    if alone - four >= 5:
+        said += f" Where no program waits for others, four reach {alone:.0f} %."
     else:
-        said.append(
-            f"The waiting costs little: where it falls away, four programs reach {alone:.0f} %."
-        )
-    return " ".join(said)
+        said += " Waiting for each other costs them little."
+    return said
 
 
 lab.read(ahead_said(ahead.rows))
-
 
 # %%
 
@@ -967,7 +926,6 @@ def locked_sum_kernel(
 
 
 # %%
-
 
 # Measuring
 LOCKS = {
@@ -1086,6 +1044,30 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         }
     )
 lab.table(rows, "db of 5,000 rows with dy = 1")
+
+# %%
+# **Epsilon is dropped.** It is easy to lose in the backward pass, for example by dividing by the
+# plain standard deviation there. The error grows where the variance of a row is small, because
+# epsilon is then a large part of the sum under the root.
+
+# Measuring
+rows = []
+for deviation in (1.0, 0.01, 0.001):
+    x = deviation * torch.randn(N, dtype=torch.float64)
+    d = x - x.mean()
+    variance = d @ d / N
+    true = F.layer_norm(x.requires_grad_(), (N,), w, None, 1e-5)
+    (true,) = torch.autograd.grad(true, x, dy)
+    row = {"deviation of x": deviation}
+    for name, r in {
+        "epsilon kept": (variance + 1e-5).rsqrt(),
+        "dropped": variance.rsqrt(),
+    }.items():
+        xhat, wdy = d * r, w * dy
+        dx = (wdy - (xhat * (xhat * wdy).mean() + wdy.mean())) * r
+        row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
+    rows.append(row)
+lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 
 # %%
 # In short

@@ -56,9 +56,8 @@ def simple_softmax(x):
 # denominator by the same factor, :math:`e^{-m}`.
 #
 # Each operation reads its input from memory and writes its output back. For a row of :math:`N`
-# elements, the five operations together make 5 reads and 3 writes of :math:`N` numbers; the maximum
-# and the sum are one number per row, too little to count. Any version must read the row once and
-# write the result once, so this one moves four times as many bytes as necessary.
+# elements, the five operations together make 5 reads and 3 writes of :math:`N` numbers. One read
+# and one write would do, so this version moves four times as many bytes as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. PyTorch, operation by operation: five reads and three writes. The
@@ -66,9 +65,8 @@ def simple_softmax(x):
 #          write. The row kernel: one read and one write.
 #
 # A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
-# multiprocessor (:term:`SM`), the kernel needs to read it only once. If it does not fit, the kernel
-# has to read the row in blocks, and then the blocks must share a maximum and a sum that none of
-# them knows alone.
+# multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, which
+# must share a maximum and a sum that none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -173,18 +171,18 @@ lab.table(
 #    The pair of a union does not depend on how the union was cut, so the merge is *associative*:
 #    any grouping gives the same result.
 #
-# The recurrence is the special case in which one piece is a single
-# element, with the pair :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
+# The recurrence is the special case in which one piece is a single element, with the pair
+# :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
 #          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
 #          these two give (6, 1.96) for the whole row.
 #
-# We cut a row into pieces, merge their pairs in a random order, and compare the result with the
-# pair of the whole row.
+# As a check, we cut a row into pieces and merge their pairs in a random order.
 
 
+# Measuring
 def pair(x):
     m = x.max()
     return m, (x - m).exp().sum()
@@ -213,48 +211,17 @@ for pieces in (2, 7, 100):
     )
     assert m == row.max()
     assert off < 1e-13
+
+# %%
+
+# Folded: Pairs merged in a random order
 lab.table(rows, "Pairs merged in a random order, float64")
 
 # %%
-# **Backward.** Let :math:`y` be the output and :math:`dy` the gradient that arrives with it. The
-# gradient of the input is :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one
-# :term:`reduction` over the row, after which every element can be computed by itself. It needs
-# :math:`y` and :math:`dy` but not :math:`x`, so the least it can move is two reads and one write.
-#
-# .. dropdown:: The gradient, derived
-#
-#    Differentiating :math:`y_j = e^{x_j - m} / d` gives
-#    :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1
-#    if :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does
-#    not change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
-#       &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#       \end{aligned}
-#
-# The kernels
+# Three reads
 # -----------
 #
-# **Whole rows on chip.** The simplest kernel also moves the fewest bytes, as long as a row fits.
-# Each program loads one or more whole rows and does everything in its :term:`registers <register>`,
-# the fastest storage on the chip.
-
-lab.source(row_fwd_kernel)
-
-# %%
-# The length of a block must be a power of two and that of a row seldom is, so the load fills the
-# slots past the end of the row with minus infinity (``other=float("-inf")``). Minus infinity leaves
-# the row unchanged: it never wins a maximum, and its exponential is 0.
-#
-# The kernel computes one reciprocal per row and multiplies every element by it, because a division
-# takes several instructions. And ``exp`` is the package's own: it calls ``exp2`` with
-# :math:`x \log_2 e`, because a power of two is the only exponential that the hardware has.
-#
-# **Three passes.** When the row does not fit, the straightforward kernel loops over it for the
-# maximum, for the sum, and for the result.
+# The straightforward kernel loops over the row for the maximum, for the sum, and for the result.
 
 # %%
 
@@ -262,264 +229,12 @@ lab.source(row_fwd_kernel)
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# **Online.** The recurrence joins the first two loops into one. Here it advances by a whole block
-# at a time, and ``alpha`` rescales the old sum to the new maximum. The load says ``evict_last``,
-# which asks the cache to keep this data longer than other data, because a second loop reads the row
-# again to write the result.
-
-lab.source(online_fwd_kernel, "recur")
-
-# %% An animation
-# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha`` is
-# less than 1 and shrinks the old sum before the block adds its own share. When it does not,
-# ``alpha`` is 1 and the sum only grows.
-#
-# .. animation:: online_softmax
-
-# %%
-# The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
-# row. With one row per program we call it ``online``, with four ``online_2d``.
-#
-# While all elements so far are minus infinity, so is the maximum, and :math:`-\infty - (-\infty)`
-# is not a number. ``finite`` replaces such a maximum by zero, so that the exponentials are 0.
-
-# %%
-
-# Folded: The function finite
-lab.source(finite)
-
-# %%
-
-# Folded: The online kernel whole
-lab.source(online_fwd_kernel)
-
-# %%
-# **Backward** for whole rows is as short as its formula.
-
-# %%
-
-# Folded: The backward kernel whole
-lab.source(row_bwd_kernel)
-
-# %%
-# Wide rows
-# ---------
-#
-# An SM has 65,536 registers of 4 bytes. A row of 32,768 numbers, widened to float32, takes half of
-# them, and the program needs some for other values too, so a second one does not fit beside it. A
-# lone program cannot overlap its two kinds of work: while it computes, nothing is loaded, and while
-# it loads, nothing is computed.
-#
-# .. animation:: registers_of_an_sm
-#
-# **Packed.** In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way.
-# Two numbers share a register, and the kernel widens them each time it uses them: for the maximum,
-# for the sum, and for the result. The price is that every exponential is computed twice. The gain
-# is that two programs fit where there was room for one, and one can compute while the other loads.
-
-lab.source(packed_row_fwd_kernel, "widen")
-
-# %%
-# The odd-looking ``raw += zero`` prevents an optimisation: the compiler would rather widen the row
-# once and keep the result, which is what we want to avoid. It cannot know that adding an argument
-# of the kernel changes nothing, so it has to widen the row again, which is cheap: a shift, or a
-# conversion, for each half.
-
-# %%
-
-# Folded: The function widen
-lab.source(widen)
-
-# %%
-
-# Folded: The function narrow, the reverse
-lab.source(narrow)
-
-# %%
-
-# Folded: The packed kernel whole
-lab.source(packed_row_fwd_kernel)
-
-# %%
-# Rows split over programs
-# ------------------------
-#
-# A row of 65,536 columns takes half of an SM's registers even when it is packed, so again only one
-# program fits. Several programs therefore share such a row. Each keeps its part of
-# the row in registers and computes the pair of that part, its maximum ``m`` and the sum of its
-# ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
-# :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
-#
-# In the animation one of four programs starts late. A program that still polls when the last pair
-# is published collects all four. One that has given up by then reads the whole row. Both arrive at
-# the same maximum and sum.
-#
-# .. animation:: publish_and_collect
-
-# %%
-# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. A single
-# 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a complete
-# pair, and no lock is needed.
-
-lab.source(split_row_fwd_kernel, "publish")
-
-# %%
-
-# Folded: The function publish
-lab.source(exchange.publish)
-
-# %%
-
-# Folded: The function to_slot
-lab.source(exchange.to_slot)
-
-# %%
-# *Wait.* The program reads the slots again and again until none is empty. GPUs start programs in
-# the order of their numbers, so the other parts of the row run at about the same time. The hardware
-# does not promise this order, however. If the others could not start before this program ends, it
-# would wait for ever, so it looks at the slots a limited number of times.
-
-# %%
-
-# Folded: The function wait
-lab.source(exchange.wait)
-
-# %%
-
-# Folded: The function looks
-lab.source(exchange.looks)
-
-# %%
-# *Collect.* It then merges all pairs. If some did not come, it reads the whole row itself, which is
-# slow but right. In Triton's interpreter this is the rule, because programs run one after the other
-# there.
-
-lab.source(split_row_fwd_kernel, "collect")
-
-# %%
-
-# Folded: The function collect
-lab.source(exchange.collect)
-
-# %%
-
-# Folded: The function row_statistics
-lab.source(row_statistics)
-
-# %%
-# The last step rescales the part from its own maximum to that of the row, and writes it.
-
-lab.source(split_row_fwd_kernel, "write")
-
-# %%
-
-# Folded: The split kernel whole
-lab.source(split_row_fwd_kernel)
-
-# %%
-# .. dropdown:: The exchange in detail: when a slot is empty, and why 32 are read
-#
-#    *Publish.* The slots start as zeros, because zeros are cheap to write, but two zeros could also
-#    be a pair that a program has computed. So ``to_slot`` stores a pair XOR a constant, the bits of
-#    two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every
-#    pair that a program computes is stored as something other than zero. The atomic of ``publish``
-#    can be ``relaxed``, which means that it does not order any other memory access, because the
-#    reader needs no other memory of this part.
-#
-#    *Wait.* A row that is split into sixteen parts has sixteen slots, and yet a program reads 32.
-#    The reason is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction
-#    together, and if a warp loads a block of sixteen numbers, Triton gives each number to two
-#    lanes, which both load it. For other loads that makes no difference. These slots, however,
-#    change while they are read, and the load is ``volatile``: it asks the memory anew for each
-#    lane. So one lane may find a slot filled that its twin, a moment before, found empty. Half of
-#    the warp would then leave the loop, and the other half would compute with a pair that was never
-#    there. ``LOOKS`` is therefore at least the number of parts: the surplus looks repeat a slot,
-#    because ``parts % N_PARTS`` starts again at the first, and are later ignored by
-#    ``parts < N_PARTS``. With 32 reads, every lane looks for itself, and the warp goes on when its
-#    lanes have seen all slots filled. The other warps of the program look as well, and each goes on
-#    when it can, because all of them find the same pairs, some only later. Only giving up is a
-#    decision that the warps take together, at a barrier where each waits for the others; for it,
-#    ``wait`` needs ``THREADS``, the threads of the program.
-#
-#    *Collect.* What the program read beyond the last part are copies. Counted twice, they would
-#    change the sum, so ``collect`` replaces them by the :term:`neutral element` of the merge: a
-#    maximum of minus infinity and a sum of 0. A maximum of 0 would be wrong, because it exceeds
-#    that of every row of negative numbers, and if all of these lie below -104, all their
-#    exponentials become 0. A program that reads the row itself, in ``row_statistics``, keeps a
-#    separate pair in each lane, and merges these pairs at the end.
-
-# %%
-# Is it right?
-# ------------
-#
-# We check each algorithm against float64, at row lengths that fill its blocks and at others. In
-# float32 we allow four times PyTorch's error, because multiplying by the reciprocal rounds once
-# more than a division, and the hardware's ``exp2`` errs in its last two bits. In 16 bits we allow
-# twice PyTorch's, because there the rounding of the result outweighs both.
+# The plot shows this kernel and all that follow, in bfloat16. The :term:`limit` is a copy, because
+# softmax is :term:`memory-bound`: it too must read every row once and write it once. PyTorch's copy
+# is not the fastest possible, so a kernel may exceed 100 %.
 
 
-def cases():
-    shapes = (
-        ((7, 129), (2, 16401))
-        if runtime.INTERPRETED
-        else ((7, 129), (64, 4096), (5, 32768), (9, 70001))
-    )
-    for algorithm in ("row", "three_pass", "online", "online_2d"):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for shape in shapes:
-                x = torch.randn(shape, device=runtime.DEVICE).mul(4).to(dtype)
-                x.requires_grad_()
-                dy = torch.randn_like(x)
-                ours, theirs = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
-                what = f"{algorithm} {shape}"
-                factor = 4 if dtype == torch.float32 else 2
-                yield lab.Case(
-                    what, "forward", ours, theirs, reference.softmax(x, -1), factor
-                )
-                truth = reference.softmax_backward(x, dy, -1)
-                dx, their_dx = (
-                    torch.autograd.grad(y, x, dy)[0] for y in (ours, theirs)
-                )
-                yield lab.Case(what, "backward", dx, their_dx, truth, factor)
-
-
-lab.check("softmax", cases())
-
-# %%
-# A row of nothing but minus infinity has no finite maximum: PyTorch gives NaN, and so do we. A row
-# with *some* of them is fine, even if a whole block of them comes before the first number.
-
-inf = float("inf")
-special = {
-    "all -inf": torch.full((600,), -inf),
-    "-inf, then numbers": torch.cat((torch.full((512,), -inf), torch.ones(88))),
-    "one +inf": torch.cat((torch.tensor([inf]), torch.ones(599))),
-    "one element": torch.tensor([3.0]),
-    "large numbers": torch.tensor([3e38, 3e38, 1.0]),
-}
-rows = []
-for name, x in special.items():
-    x = x.to(runtime.DEVICE)
-    for algorithm in ("row", "online"):
-        y, expected = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
-        same = torch.allclose(y, expected, equal_nan=True)
-        first = f"{y[0]:.3g}, {y[-1]:.3g}"
-        rows.append(
-            {"row": name, "algorithm": algorithm, "ends": first, "as PyTorch": same}
-        )
-        assert same
-lab.table(rows, "Rows that break things: first and last element of the result")
-
-# %%
-# How fast is it?
-# ---------------
-#
-# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
-# once and write it once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
-# The ladder shows each algorithm over the length of the row, in bfloat16. "one program" is the row
-# kernel without packing or splitting.
-
-
+# Measuring
 def one_program(x):
     n_rows, n_cols = x.shape
     if n_cols > 65536:
@@ -571,65 +286,67 @@ share = {
     for n in (short, 32768, 65536, long)
 }
 lab.read(
-    f"The bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and at {short:,} columns it "
-    f"reaches {share['simple_softmax', short]:.0f} %. We did not time its operations apart, but "
-    "PyTorch's source shows three that do more than a copy: the maximum also finds its position, "
-    "and the subtraction and the division load element by element."
+    f"Three passes reach {share['three_pass', short]:.0f} % of a copy at {short:,} columns, where "
+    "the further reads find the row in a cache, and "
+    f"{share['three_pass', long]:.0f} % at {long:,}, where they go to memory. The bytes of "
+    f"`simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
+    f"{share['simple_softmax', short]:.0f} %; PyTorch's source shows three operations that do more "
+    "than a copy: the maximum also finds its position, and the subtraction and the division load "
+    "element by element."
 )
+
+# %%
+# Two reads: online
+# -----------------
+#
+# The recurrence joins the first two loops into one. Here it advances by a whole block at a time,
+# and ``alpha`` rescales the old sum to the new maximum. ``evict_last`` asks the cache to keep this
+# data longer than other data, because a second loop reads the row again to write the result.
+
+lab.source(online_fwd_kernel, "recur")
+
+# %% An animation
+# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha`` is
+# less than 1 and shrinks the old sum before the block adds its own share. When it does not,
+# ``alpha`` is 1 and the sum only grows.
+#
+# .. animation:: online_softmax
+
+# %%
+# .. dropdown:: More: several rows at once, and rows that begin with minus infinity
+#
+#    The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
+#    row. With one row per program we call it ``online``, with four ``online_2d``.
+#
+#    While all elements so far are minus infinity, so is the maximum, and :math:`-\infty -
+#    (-\infty)` is not a number. ``finite`` replaces such a maximum by zero, so that the
+#    exponentials are 0.
+
+# %%
+
+# Folded: The function finite
+lab.source(finite)
+
+# %%
+
+# Folded: The online kernel whole
+lab.source(online_fwd_kernel)
 
 # %%
 
 # Reading
-one, two = share["one program", 32768], share["online", 32768]
-ahead = {
-    n: gap
-    for n in COLUMNS
-    for ours in [ladder.share("Kernel Book", columns=n)]
-    if (gap := 100 * (ladder.share("online", columns=n) - ours)) >= 0.5
-}
-faster = ""
-if ahead:
-    *most, last = (f"{n:,}" for n in ahead)
-    faster = (
-        f"At {' and '.join(filter(None, [', '.join(most), last]))} columns `online` is faster than "
-        f"the public kernel, by up to {max(ahead.values()):.0f} percentage points; the "
-        "next section looks for the reason. "
-    )
-keeps_up = "".join(
-    f" On {other.provenance['gpu']}, whose memory is slower, the lone program keeps up better: it "
-    f"reaches {100 * other.share('one program', columns=32768):.0f} %."
-    for other in ladder.elsewhere
-    if other.rate("copy", columns=32768) < ladder.rate("copy", columns=32768)
-    and 100 * other.share("one program", columns=32768) > one
-)
 lab.read(
-    f"**Two or three reads.** While a row is short, a further read finds it in a cache, and costs "
-    f"less than a read from memory: at {short:,} columns three passes reach "
-    f"{share['three_pass', short]:.0f} % and the online kernel {share['online', short]:.0f} %. At "
-    f"{long:,} they fall to {share['three_pass', long]:.0f} % and {share['online', long]:.0f} %, "
-    f"because the further reads now go to memory. {faster}"
-)
-
-# %%
-
-# Reading
-on_gpu = f" on {ladder.provenance['gpu']}" if ladder.provenance else ""
-lab.read(
-    f'**One read.** "one program" keeps its row on chip and reads it once. At 32,768 columns'
-    f"{on_gpu} it {'still does no better' if one <= two else 'does better'}: {one:.0f} %, beside "
-    f"{two:.0f} % for two reads{', because one such program fills its SM' * (one <= two)}. "
-    f'"Kernel Book" packs that row and reaches {share["Kernel Book", 32768]:.0f} %. It splits '
-    f"wider rows over programs and reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns "
-    f"and {share['Kernel Book', long]:.0f} % at {long:,}.{keeps_up}"
+    f"Two reads reach {share['online', short]:.0f} % at {short:,} columns, and "
+    f"{share['online', long]:.0f} % at {long:,}."
 )
 
 # %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
-# which all SMs share, if all rows *in flight* fit there together. A row is in flight while a
-# program works on it, so we count programs: the online kernel has one warp for every 1,024 columns,
-# and never more than 8, and an SM runs at most 64 warps and at most 32 programs.
+# which all SMs share, if all rows *in flight*, those that programs are working on, fit there
+# together.
 
 
+# Measuring
 def prediction():
     gpu = torch.cuda.get_device_properties(0)
     table = []
@@ -692,13 +409,269 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# The prediction is rough, because the cache also holds what is being written. Still, where the bars
-# leave the box, the online kernel loses speed.
+# Where the bars leave the box, the online kernel loses speed. The prediction is rough, because the
+# cache also holds what is being written.
+#
+# .. dropdown:: How the rows in flight are counted
+#
+#    A row is in flight while a program works on it, so we count programs: the online kernel has one
+#    warp for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at
+#    most 32 programs.
 
 # %%
-# Next are two libraries, beside the public ``softmax``, which picks the algorithm by the length of
-# the row. Liger is a collection of Triton kernels by LinkedIn. quack, by the authors of
-# FlashAttention, is written in CuTe DSL, NVIDIA's own language for kernels in Python.
+# One read: whole rows
+# --------------------
+#
+# The shortest kernel also moves the fewest bytes, as long as a row fits. Each program loads one or
+# more whole rows and does everything in its :term:`registers <register>`, the fastest storage on
+# the chip.
+
+lab.source(row_fwd_kernel)
+
+# %%
+# A block has a power of two of elements and a row seldom does, so the load fills the slots past the
+# end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
+# exponential is 0. ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because
+# a power of two is the only exponential that the hardware has.
+
+# %%
+
+# Reading
+one, two = share["one program", 32768], share["online", 32768]
+lab.read(
+    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold "
+    "below, on the last few percent, asks why `online` can be a little ahead. At 32,768 columns, "
+    f"though, one read reaches {one:.0f} %, beside {two:.0f} % for two."
+)
+
+# %%
+# Packed: two programs on an SM
+# -----------------------------
+#
+# An SM has 65,536 registers of 4 bytes. A row of 32,768 numbers, widened to float32, takes half of
+# them, and the program needs some for other values too, so a second one does not fit beside it. A
+# lone program cannot overlap its two kinds of work: while it computes, nothing is loaded, and while
+# it loads, nothing is computed.
+#
+# .. animation:: registers_of_an_sm
+#
+# In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way. Two numbers
+# share a register, and the kernel widens them each time it uses them. Every exponential is computed
+# twice, but two programs fit where there was room for one.
+
+lab.source(packed_row_fwd_kernel, "widen")
+
+# %%
+# ``raw += zero`` keeps the compiler from widening the row only once and keeping the result, because
+# it cannot know that adding an argument of the kernel changes nothing. Widening again is cheap: a
+# shift, or a conversion, for each half.
+
+# %%
+
+# Folded: The function widen
+lab.source(widen)
+
+# %%
+
+# Folded: The function narrow, the reverse
+lab.source(narrow)
+
+# %%
+
+# Folded: The packed kernel whole
+lab.source(packed_row_fwd_kernel)
+
+# %%
+
+# Reading
+lab.read(
+    f"Packed, the row of 32,768 columns reaches {share['Kernel Book', 32768]:.0f} %."
+)
+
+# %%
+# Rows split over programs
+# ------------------------
+#
+# A row of 65,536 columns takes half of an SM's registers even when it is packed. Several programs
+# therefore share such a row. Each keeps its part in registers and computes the pair of that part,
+# its maximum ``m`` and the sum of its ``numerator``. Then the programs exchange their pairs, and
+# each merges all of them. This :term:`exchange` has three steps, and :doc:`layer norm
+# </chapters/layer_norm>` uses the same.
+#
+# In the animation one of four programs starts late. A program that still polls when the last pair
+# is published collects all four. One that has given up by then reads the whole row.
+#
+# .. animation:: publish_and_collect
+
+# %%
+# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. A single
+# 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a complete
+# pair, and no lock is needed.
+
+lab.source(split_row_fwd_kernel, "publish")
+
+# %%
+
+# Folded: The function publish
+lab.source(exchange.publish)
+
+# %%
+
+# Folded: The function to_slot
+lab.source(exchange.to_slot)
+
+# %%
+# *Wait.* The program reads the slots again and again until none is empty. GPUs start programs in
+# the order of their numbers, so the other parts of the row run at about the same time. The hardware
+# does not promise this order, however, so a program looks a limited number of times: it would
+# otherwise wait for ever for others that cannot start before it ends.
+
+# %%
+
+# Folded: The function wait
+lab.source(exchange.wait)
+
+# %%
+
+# Folded: The function looks
+lab.source(exchange.looks)
+
+# %%
+# *Collect.* It then merges all pairs. If some did not come, it reads the whole row itself, which is
+# slow but right.
+
+lab.source(split_row_fwd_kernel, "collect")
+
+# %%
+
+# Folded: The function collect
+lab.source(exchange.collect)
+
+# %%
+
+# Folded: The function row_statistics
+lab.source(row_statistics)
+
+# %%
+# The last step rescales the part from its own maximum to that of the row, and writes it.
+
+lab.source(split_row_fwd_kernel, "write")
+
+# %%
+
+# Folded: The split kernel whole
+lab.source(split_row_fwd_kernel)
+
+# %%
+# .. dropdown:: The exchange in detail: when a slot is empty, and why 32 are read
+#
+#    *Publish.* The slots start as zeros, because zeros are cheap to write, but two zeros could also
+#    be a pair that a program has computed. So ``to_slot`` stores a pair XOR a constant, the bits of
+#    two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every
+#    pair that a program computes is stored as something other than zero. The atomic of ``publish``
+#    can be ``relaxed``, which means that it does not order any other memory access, because the
+#    reader needs no other memory of this part.
+#
+#    *Wait.* A row that is split into sixteen parts has sixteen slots, and yet a program reads 32.
+#    The reason is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction
+#    together, and if a warp loads a block of sixteen numbers, Triton gives each number to two
+#    lanes, which both load it. For other loads that makes no difference. These slots, however,
+#    change while they are read, and the load is ``volatile``: it asks the memory anew for each
+#    lane. So one lane may find a slot filled that its twin, a moment before, found empty. Half of
+#    the warp would then leave the loop, and the other half would compute with a pair that was never
+#    there. ``LOOKS`` is therefore at least the number of parts: the surplus looks repeat a slot,
+#    because ``parts % N_PARTS`` starts again at the first, and are later ignored by
+#    ``parts < N_PARTS``. With 32 reads, every lane looks for itself, and the warp goes on when its
+#    lanes have seen all slots filled. The other warps of the program look as well, and each goes on
+#    when it can, because all of them find the same pairs, some only later. Only giving up is a
+#    decision that the warps take together, at a barrier where each waits for the others; for it,
+#    ``wait`` needs ``THREADS``, the threads of the program.
+#
+#    *Collect.* What the program read beyond the last part are copies. Counted twice, they would
+#    change the sum, so ``collect`` replaces them by the :term:`neutral element` of the merge: a
+#    maximum of minus infinity and a sum of 0. A maximum of 0 would be wrong, because it exceeds
+#    that of every row of negative numbers, and if all of these lie below -104, all their
+#    exponentials become 0. A program that reads the row itself, in ``row_statistics``, keeps a
+#    separate pair in each lane, and merges these pairs at the end.
+
+# %%
+
+# Reading
+lab.read(
+    f"Split, rows reach {share['Kernel Book', 65536]:.0f} % at 65,536 columns and "
+    f"{share['Kernel Book', long]:.0f} % at {long:,}. Waiting probably costs the rest, because "
+    "nothing new is loaded into a program's registers while it waits for its slowest neighbour."
+)
+
+# %%
+# Is it right?
+# ------------
+#
+# We check each algorithm against float64, at row lengths that fill its blocks and at others, and
+# allow twice PyTorch's error. In float32 we allow four times, because multiplying by the reciprocal
+# rounds once more than a division, and the hardware's ``exp2`` errs in its last two bits.
+
+
+def cases():
+    shapes = (
+        ((7, 129), (2, 16401))
+        if runtime.INTERPRETED
+        else ((7, 129), (64, 4096), (5, 32768), (9, 70001))
+    )
+    for algorithm in ("row", "three_pass", "online", "online_2d"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for shape in shapes:
+                x = torch.randn(shape, device=runtime.DEVICE).mul(4).to(dtype)
+                x.requires_grad_()
+                dy = torch.randn_like(x)
+                ours, theirs = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
+                what = f"{algorithm} {shape}"
+                factor = 4 if dtype == torch.float32 else 2
+                yield lab.Case(
+                    what, "forward", ours, theirs, reference.softmax(x, -1), factor
+                )
+                truth = reference.softmax_backward(x, dy, -1)
+                dx, their_dx = (
+                    torch.autograd.grad(y, x, dy)[0] for y in (ours, theirs)
+                )
+                yield lab.Case(what, "backward", dx, their_dx, truth, factor)
+
+
+lab.check("softmax", cases())
+
+# %%
+# A row of nothing but minus infinity has no finite maximum: PyTorch gives NaN, and so do we. A row
+# with *some* of them is fine, even if a whole block of them comes before the first number.
+
+# Folded: Rows that break things
+inf = float("inf")
+special = {
+    "all -inf": torch.full((600,), -inf),
+    "-inf, then numbers": torch.cat((torch.full((512,), -inf), torch.ones(88))),
+    "one +inf": torch.cat((torch.tensor([inf]), torch.ones(599))),
+    "one element": torch.tensor([3.0]),
+    "large numbers": torch.tensor([3e38, 3e38, 1.0]),
+}
+rows = []
+for name, x in special.items():
+    x = x.to(runtime.DEVICE)
+    for algorithm in ("row", "online"):
+        y, expected = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
+        same = torch.allclose(y, expected, equal_nan=True)
+        first = f"{y[0]:.3g}, {y[-1]:.3g}"
+        rows.append(
+            {"row": name, "algorithm": algorithm, "ends": first, "as PyTorch": same}
+        )
+        assert same
+lab.table(rows, "Rows that break things: first and last element of the result")
+
+# %%
+# How fast is it?
+# ---------------
+#
+# Beside the public ``softmax``, which picks the kernel by the length of the row, stand two
+# libraries: Liger, a collection of Triton kernels by LinkedIn, and quack, by the authors of
+# FlashAttention, in CuTe DSL, NVIDIA's own language for kernels in Python.
 
 
 def liger(x):
@@ -757,39 +730,60 @@ compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
 drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
-
-
-def took(provider, sweep=forward, dtype="bfloat16", columns=4096):
-    return sweep.milliseconds_at(provider, dtype=dtype, columns=columns)
-
-
-double, others = (
-    took(name, dtype="float32") / took(name) for name in ("torch.compile", "PyTorch")
-)
+double = forward.milliseconds_at(
+    "torch.compile", dtype="float32", columns=4096
+) / forward.milliseconds_at("torch.compile", dtype="bfloat16", columns=4096)
 reason = (
-    f"So bytes do not set its time, nor that of PyTorch's own kernel ({others:.2f} times). "
-    "PyTorch's source shows what can: beyond 1,024 columns the compiled kernel loops over the row "
-    "and corrects the sum for every number, not for every block, which makes three exponentials "
-    "per number, where our row kernel computes one."
+    "Bytes do not set its time there, because float32 takes only "
+    f"{double:.2f} times as long at 4,096 columns. PyTorch's source shows what can: beyond 1,024 "
+    "columns its kernel corrects the sum for every number, not for every block, which makes three "
+    "exponentials per number, where our row kernel computes one."
     if double < 1.4
-    else "So bytes set much of its time."
+    else "Bytes set much of its time there."
 )
 lab.read(
-    f"In bfloat16 `torch.compile` goes from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
-    f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. In float32 every number has "
-    f"twice the bytes, and yet its kernel takes only {double:.2f} times as long at 4,096 columns. "
-    f"{reason}"
+    f"In bfloat16 `torch.compile` falls from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
+    f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. {reason}"
 )
 
 # %%
-# At the widest rows, waiting probably costs the missing speed, because a program waits for the
-# slowest of its neighbours while nothing new is loaded into its registers. quack takes a shorter
-# path than L2: the hardware groups some SMs in a *cluster*, in which they read each other's shared
-# memory directly. Triton 3.6, which the book supports, cannot reduce across a cluster.
+# .. dropdown:: More: what quack does with the widest rows
 #
-# The backward pass moves three arrays instead of two. Wide rows are split here as well.
+#    It takes a shorter path than L2: the hardware groups some SMs in a *cluster*, in which they
+#    read each other's shared memory directly. Triton 3.6, which the book supports, cannot reduce
+#    across a cluster.
+#
+# Backward
+# --------
+#
+# Let :math:`y` be the output and :math:`dy` the gradient that arrives with it. The gradient of the
+# input is :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one :term:`reduction` over the
+# row, after which every element can be computed by itself. It needs :math:`y` and :math:`dy` but
+# not :math:`x`, so the least it can move is two reads and one write.
+#
+# .. dropdown:: The gradient, derived
+#
+#    Differentiating :math:`y_j = e^{x_j - m} / d` gives
+#    :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1
+#    if :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does
+#    not change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
+#
+#    .. math::
+#
+#       \begin{aligned}
+#       dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
+#       &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#       \end{aligned}
+
+# %%
+
+# Folded: The backward kernel whole
+lab.source(row_bwd_kernel)
+
+# %%
 
 
+# Measuring
 def backward_providers(columns, rows, dtype):
     x = torch.randn(
         rows, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True
@@ -838,15 +832,16 @@ lab.read(
 )
 
 # %%
-# The last few percent
-# --------------------
+# .. dropdown:: More: the last few percent
 #
-# In the ladder ``online``, which reads every row twice, is a little ahead of the row kernel, and
-# backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save something
-# once per launch? We time 32,768 rows and four times as many: a higher speed saves four times as
-# much there, and a saving per launch no more. Both kernels run with 64 numbers per thread, as the
-# row kernel does, and with 32, as ``online`` does.
+#    In the ladder ``online``, which reads every row twice, is a little ahead of the row kernel, and
+#    backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save
+#    something once per launch? We time 32,768 rows and four times as many: a higher speed saves
+#    four times as much there, and a saving per launch no more. Both kernels run with 64 numbers per
+#    thread, as the row kernel does, and with 32, as ``online`` does. The folds below give the times
+#    and what follows from them.
 
+# Measuring
 HEIGHTS = (2**15, 2**17)
 
 
@@ -901,6 +896,7 @@ gradients = lab.bench(
 # %%
 
 
+# Measuring
 def times_of(sweep, provider):
     return [1e3 * sweep.milliseconds_at(provider, rows=rows) for rows in HEIGHTS]
 
@@ -913,6 +909,9 @@ def further(sweep, provider):
     return moved / (more - less) / 1e6
 
 
+# %%
+
+# Folded: Four times as many rows
 rows = [
     {
         "direction": direction,
@@ -931,7 +930,7 @@ lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
 # %%
 
 
-# Reading
+# Measuring
 def lead(sweep, ahead, behind):
     """By how many µs one is ahead at both heights, and in words what that means."""
     less, more = (
@@ -967,21 +966,18 @@ fewer = {
     for kind in ("one read", "two reads")
 }
 few = max(abs(ratio - 1) for ratio in fewer.values())
-lab.read(
-    f"`online` leads the row kernel by {meaning} "
-    + (
-        "The numbers per thread are not the reason, because 32 instead of 64 change a time by at "
-        f"most {100 * few:.1f} %."
-        if few < 0.25 * saved / times_of(reads, one_read)[0]
-        else "With 32 numbers per thread instead of 64, the time of one read changes by "
-        f"{100 * (fewer['one read'] - 1):+.1f} % and that of two reads by "
-        f"{100 * (fewer['two reads'] - 1):+.1f} %."
-    )
+faster = f"`online` leads the row kernel by {meaning} " + (
+    "The numbers per thread are not the reason, because 32 instead of 64 change a time by at "
+    f"most {100 * few:.1f} %."
+    if few < 0.25 * saved / times_of(reads, one_read)[0]
+    else "With 32 numbers per thread instead of 64, the time of one read changes by "
+    f"{100 * (fewer['one read'] - 1):+.1f} % and that of two reads by "
+    f"{100 * (fewer['two reads'] - 1):+.1f} %."
 )
 
 # %%
 
-# Reading
+# Measuring
 counted = (results.find("measuring") or {"tables": {}})["tables"].get(
     "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
 )
@@ -1011,11 +1007,10 @@ if written:
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB when it ends, and `online` "
         f"{written['online']:.0f}. We did not find the reason."
     )
-lab.read(text)
 
 # %%
 
-# Reading
+# Folded: What follows from the times
 _, meaning = lead(gradients, "torch.compile", "Kernel Book")
 same = (
     " PyTorch's source shows that its kernel says `evict_first` as well, where it reads a number "
@@ -1023,11 +1018,12 @@ same = (
 )
 explains = "saving" in meaning and "evict_first" in text
 lab.read(
-    f"`torch.compile` leads our backward kernel by {meaning}{same if explains else ''}"
+    faster
+    + f" {text} "
+    + f"`torch.compile` leads our backward kernel by {meaning}{same if explains else ''}"
 )
 
 # %%
-# The compiler says how many registers each kernel needs.
 
 
 def launch(columns, dtype):
@@ -1050,7 +1046,7 @@ facts
 
 # %%
 
-# Reading
+# Folded: How many packed programs fit on an SM
 registers = {(r["case"], r["kernel"]): r["registers"] for r in facts.rows}
 packed = registers.get(
     ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
@@ -1065,8 +1061,8 @@ lab.read(
 )
 
 # %%
-# With few rows only the host's time counts; :doc:`/hardware` says where it goes.
 
+# Folded: What a call costs the host
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 lab.host_times(
     {"Kernel Book": softmax, "PyTorch": lambda x: torch.softmax(x, dim=-1)}, x
@@ -1131,6 +1127,7 @@ for piece in pieces:
     right = right * (m - m_new).exp() + term
     wrong = wrong + term
     m = m_new
+
 # %%
 
 # Measuring

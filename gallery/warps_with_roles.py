@@ -98,16 +98,20 @@ lab.read(
 
 # %%
 # A loop that loads, waits, multiplies and waits leaves the tensor cores idle during every load. A
-# loop that loads ahead is better, but the warps that issue the matmuls must still stop, check
-# barriers and ask for loads in between. With roles each warp does one thing only:
+# loop that loads ahead is better, but the warps that issue the matmuls must still stop and ask for
+# loads in between. With roles each warp does one thing only:
 #
 # - **The loader**, one :term:`warp`, asks the copy engine for tiles.
 # - **The consumers**, two :term:`warpgroups <warpgroup>`, issue matmuls and hold the sums.
 #
-# A warpgroup is four warps whose number starts at a multiple of four. Hopper's matmul instruction,
-# ``wgmma``, is issued by all 128 threads of a warpgroup together, and by no fewer, because each of
-# the SM's four tensor cores works with the registers of one of these warps. So a consumer is always
-# four warps. A loader needs a single thread.
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A role waits only for what it needs itself: the loader for an empty slot, a consumer for a full
+#    one. Neither stops for the other's work.
+#
+# A consumer is a warpgroup, four warps, because all 128 threads issue ``wgmma`` together: each of
+# the SM's four tensor cores works with the registers of one of these warps.
 
 
 # Drawing
@@ -161,17 +165,19 @@ lab.sketch(
 # A tile by the copy engine
 # -------------------------
 #
-# A thread that loads a tile in the usual way computes an address for each of its numbers. The copy
-# engine needs no addresses: a thread names a tile by its first row and column, and the engine
-# fetches it into :term:`shared memory`. The host has described the tensor before the launch, in a
-# *descriptor*: address, sizes, :term:`strides <stride>`, the shape of a tile, and how its rows are
-# laid out in shared memory. That layout is swizzled, which means that the 16-byte pieces of each
-# row are permuted, so that later reads use all banks (the parts of the memory that can answer at
-# the same time).
+# The copy engine needs no address for each number: a thread names a tile by its first row and
+# column, and the engine fetches it into :term:`shared memory`. The host has described the tensor
+# before the launch, in a *descriptor*.
 #
-# The copy is *asynchronous*: the thread goes on at once, and needs to be told when the tile is
-# there. This is what a barrier in shared memory is for, which the next section explains. (For a
-# store there is ``store_wait``.)
+# .. dropdown:: More: what a descriptor says
+#
+#    Address, sizes, :term:`strides <stride>`, the shape of a tile, and how its rows are laid out in
+#    shared memory. That layout is swizzled, which means that the 16-byte pieces of each row are
+#    permuted, so that later reads use all banks (the parts of the memory that can answer at the
+#    same time).
+#
+# The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
+# when the tile is there. (For a store there is ``store_wait``.)
 
 
 @gluon.jit
@@ -231,10 +237,13 @@ class Barrier:
 
 # %%
 # A new barrier is in phase 0. ``wait(0)`` blocks, because phase 0 has not ended. ``wait(1)`` passes
-# at once, as if a phase −1 had ended before: this looks like a trap, and becomes a tool below. The
-# figure shows who may pass while the phases end one after the other. It also shows the danger. A
-# waiter that is a whole phase late, or early, finds the parity of another phase, and the barrier
-# cannot tell it from the right one.
+# at once, as if a phase −1 had ended before: this looks like a trap, and becomes a tool below.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A barrier tells one phase from the next by a single bit. A waiter that is a whole phase late,
+#    or early, passes at the wrong time, and nothing reports it.
 
 
 # Drawing
@@ -358,15 +367,24 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # The ring in Gluon
 # -----------------
 #
-# Here are the same two roles as kernels. The consumer adds up tiles of 32 × 32 numbers, and
-# ``index(slot)`` is one slot of the ring. In Gluon each block of numbers in registers has a
-# *layout*, which says which thread holds which number: in the one below a thread holds four
-# neighbouring columns, so the 4 × 8 threads of a warp hold four rows. ``pause`` lets the threads
-# sleep for some microseconds, as if they had to compute exponentials, so that mistakes will show.
-# ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on
-# what breaks.
+# The same two roles as kernels, in the fold, add up tiles of 32 × 32 numbers. ``warp_specialize``
+# starts them. Its first function is the *default partition*: it runs in the warps that the launch
+# has asked for, here four. For each of the others, two lists say how many warps of its own it gets,
+# here one, and how many registers per thread, of which more below. When all have ended, the kernel
+# goes on.
+#
+# .. dropdown:: More: layouts, arrivals, and what the roles note down
+#
+#    In Gluon each block of numbers in registers has a *layout*, which says which thread holds which
+#    number: in ``add_tiles`` a thread holds four neighbouring columns, so the 4 × 8 threads of a
+#    warp hold four rows. ``index(slot)`` is one slot of the ring. An arrival must mean that *all*
+#    threads of the consumer have read the slot. Gluon's ``arrive`` counts once for the whole role,
+#    and Triton puts a barrier of the role's own threads before it. ``pause`` lets the threads sleep
+#    for some microseconds, as if they had to compute exponentials, so that mistakes will show.
+#    ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on what breaks.
 
 
+# Whole
 @gluon.jit
 def note_progress(log_ptr, value):
     gl.store(log_ptr, value, cache_modifier=".wt")  # through all caches, to the host
@@ -412,10 +430,6 @@ def add_tiles(
 
 
 # %%
-# ``warp_specialize`` starts the roles. The first function is the *default partition*: it runs in
-# the warps that the launch has asked for, here four. For each of the others, two lists say how many
-# warps of its own it gets, here one, and how many registers per thread, of which more below. When
-# all have ended, the kernel goes on.
 
 
 @gluon.jit
@@ -440,9 +454,6 @@ def sum_kernel(
 
 
 # %%
-# An arrival must mean that *all* threads of the consumer have read the slot. Gluon's ``arrive``
-# counts once for the whole role, and Triton puts a barrier of the role's own threads before it.
-#
 # A matmul that does not block
 # ----------------------------
 #
@@ -450,14 +461,14 @@ def sum_kernel(
 # waits until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can
 # compute something else, as attention does with its exponentials.
 #
-# The second operand of ``wgmma`` always lies in shared memory, and its first may lie in registers.
-# The accumulators live in registers, in a layout that the hardware prescribes. The figure shows
-# which thread of a warp holds which number of 16 rows and 16 columns of them; for thread 5, in
-# orange, the number after the colon is the register. The first operand of the
-# *next* matmul must have exactly the same distribution, so the result of one matmul can be the
-# operand of another where it lies, without a :term:`shuffle` and without shared memory.
+# The second operand of ``wgmma`` always lies in shared memory, and its first may lie in registers,
+# in exactly the layout that the hardware prescribes for accumulators. So the result of one matmul
+# can be the operand of the next where it lies, without a :term:`shuffle` and without shared memory.
+# The figure shows which thread of a warp holds which number of 16 rows and 16 columns; for thread
+# 5, in orange, the number after the colon is the register.
 
 
+# Drawing
 def holder(row, column):
     """The thread of a warp that holds an accumulator, and which of its registers."""
     thread = row % 8 * 4 + column % 8 // 2
@@ -495,10 +506,11 @@ lab.sketch(
 )
 
 # %%
-# The kernel multiplies twice: ``c = relu(a b) v``. ``assert_trivial`` makes the compiler fail if
-# the change of layout would move a number to another thread.
+# The kernel in the fold multiplies twice, ``c = relu(a b) v``, and ``assert_trivial`` makes the
+# compiler fail if the change of layout would move a number to another thread.
 
 
+# Whole
 @gluon.jit
 def chain_kernel(a_desc, b_desc, v_desc, c_desc):
     # -- load: three tiles, and one barrier for all of them
@@ -534,11 +546,10 @@ def chain_kernel(a_desc, b_desc, v_desc, c_desc):
 # The fence between threads and engines
 # -------------------------------------
 #
-# The last kernel calls ``fence_async_shared`` before it stores. Threads and asynchronous units
-# reach shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier
-# does not order one path with the other. What a thread has written may not be visible to the copy
-# engine until the writer executes this fence. In the next kernel one role doubles a tile and
-# another asks the engine to store it.
+# Threads and asynchronous units reach shared memory by different paths, which NVIDIA calls
+# :term:`proxies <proxy>`, and a barrier does not order one path with the other. What a thread has
+# written may not be visible to the copy engine until the writer executes ``fence_async_shared``.
+# Here one role doubles a tile and another asks the engine to store it.
 
 
 @gluon.jit
@@ -583,8 +594,6 @@ def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
 
 
 # %%
-# Here is what the compiler makes of the kernels so far, and how many numbers of ``double_kernel``
-# are wrong with and without our line, in twenty launches of 4,096 programs.
 
 
 # Measuring
@@ -646,6 +655,9 @@ def tiles_of_powers(n=6):
     return powers.repeat_interleave(32)[:, None].expand(-1, 32).float().contiguous()
 
 
+# %%
+
+# Folded: Instructions of the kernels, and wrong numbers
 instructions = lab.measure("Instructions of the kernels", emitted)
 instructions
 
@@ -663,15 +675,13 @@ def count(kernel, column):
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
-    f"`chain` contains {count('chain', 'wgmma'):.0f} `wgmma` and "
-    f"{count('chain', 'shuffles') or 'no'} shuffles: the second matmul takes its operand "
-    "where the first has left it. (The shuffle of the kernels with roles tells a warp its number.) "
-    f"With our line `double` contains {written or 'no'} fence, and without it "
-    f"{left_out or 'none'}. "
+    f"In what the compiler made, `chain` contains {count('chain', 'wgmma'):.0f} `wgmma` and "
+    f"{count('chain', 'shuffles') or 'no'} shuffles, and `double` {written or 'no'} fence with our "
+    f"line and {left_out or 'none'} without it. "
     + (
-        "Triton inserts the fence itself where it sees both sides in one kernel, so leaving out "
-        "our line changes nothing here. It is right to write it all the same, because a compiler "
-        "may see less in another kernel, and a fence that is missing shows by chance only."
+        "Triton inserts it where it sees both sides in one kernel. We write it all the same, "
+        "because a compiler may see less in another kernel, and a fence that is missing shows by "
+        "chance only."
         if left_out >= written
         else "So Triton does not insert it for us. "
         + (
@@ -687,10 +697,10 @@ lab.read(
 # Registers change hands
 # ----------------------
 #
-# An SM has 65,536 :term:`registers <register>`. A program of two consumers and a loader runs in 12
-# warps: four and four and, because a role's warps come in groups of four, four for the loader, of
-# which three sleep. These are 384 threads, and 65,536 / 384 is 170, rounded down to a multiple of
-# 8: each thread starts with 168.
+# An SM has 65,536 :term:`registers <register>`. A program of two consumers and a loader takes 12
+# warps, because a role's warps come in groups of four, of which three sleep beside the loader.
+# These are 384 threads, and 65,536 / 384 is 170, rounded down to a multiple of 8: each thread
+# starts with 168.
 #
 # A consumer needs more, because it holds 64 × 256 sums, which are 128 registers per thread, and
 # attention needs a tile of scores beside them. The loader needs hardly any. The instruction
@@ -698,6 +708,7 @@ lab.read(
 # last argument of ``warp_specialize``, the second consumer gets 240 and the loader 24, and what is
 # left, another 240, goes to the default partition, the first consumer.
 
+# Measuring
 given = 3 * 168  # per thread, in three warpgroups
 registers_left = given - 240 - 24
 assert registers_left == 240
@@ -707,12 +718,11 @@ assert registers_left == 240
 # ------------
 #
 # Two consumers that start together do the same things at the same time: both multiply, and then
-# both compute exponentials while the tensor cores are idle. Attention wants them to alternate,
-# which is called *ping-pong*. The tool is a :term:`named barrier`, one of 16 counters of each
-# program: ``bar.sync`` waits until a number of threads has come, and ``bar.arrive`` counts without
-# waiting. Gluon has no function for it, so the package writes the instruction as inline assembly.
-# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued arrives at the
-# other's.
+# both compute exponentials while the tensor cores are idle. Attention, in the next chapter, wants
+# them to alternate, which is called *ping-pong*. The tool is a :term:`named barrier`, one of 16
+# counters of each program: ``sync`` waits until a number of threads has come, and ``arrive`` counts
+# without waiting. Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued
+# arrives at the other's.
 
 
 @gluon.jit
@@ -839,11 +849,14 @@ lab.read(
 # A matmul, rung by rung
 # ----------------------
 #
-# **One buffer, then a ring, without roles.** All eight warps do the same. The kernel below has two
-# options. ``STAGES`` is the number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul
-# unfinished while it waits for the next tile, and refills the slot of the one before. There are no
-# ``empty`` barriers, because the same warps read and refill, and Triton puts barriers of all
-# threads between reading and refilling.
+# **One buffer, then a ring, without roles.** All eight warps load and multiply. ``STAGES`` is the
+# number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul unfinished while it waits for
+# the next tile, and refills the slot of the one before.
+#
+# .. dropdown:: More: why there are no ``empty`` barriers
+#
+#    The same warps read and refill, and Triton puts barriers of all threads between reading and
+#    refilling.
 
 
 # Whole
@@ -1130,27 +1143,29 @@ def resources():
     return rows
 
 
+# %%
+
+# Folded: Registers and shared memory of the rungs
 needed = lab.measure("What the rungs need", resources)
 needed
 
 # %%
 
 # Reading
-registers = {row["rung"]: row["registers"] for row in needed.rows}
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
 lab.read(
-    f"The kernel with roles starts with {registers.get('roles', nan):.0f} registers per thread. "
-    "Its instructions ask for the 24 and 240 above, and for others before and after the roles. "
-    f"{spills or 'No'} value{'s' * (spills > 1)} "
-    f"spill{'s' * (spills <= 1)}."
+    f"{f'{spills:.0f}' if spills else 'No'} value{'s' * (spills > 1)} "
+    f"spill{'s' * (spills <= 1)} from the registers of any rung."
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# We let one program of a matmul of size 4,096 stamp the clock before and after each wait, for
-# sixteen steps, once in the ring without roles and once with them.
+# One program of a matmul of size 4,096 stamps the clock before and after each wait, for sixteen
+# steps, once in the ring without roles and once with them. A bar of "multiplies" begins when a
+# matmul is issued and ends when the wait for matmuls lets the warps go on; with roles this is the
+# wait for the matmul *before*.
 
 
 # Measuring
@@ -1256,9 +1271,6 @@ lab.read(
 )
 
 # %%
-# A bar of "multiplies" begins when a matmul is issued and ends when the wait for matmuls lets the
-# warps go on; with roles this is the wait for the matmul *before*.
-#
 # The ladder
 # ----------
 #
@@ -1305,16 +1317,16 @@ lab.read(
     f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
     f"{speed['tl.dot']:.0f}. "
     + (
-        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight."
+        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, because "
+        "such a loop has nothing to do between two matmuls."
         if beside < 1.01
         else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
     )
 )
 
 # %%
-# A plain matmul is the easiest case for a loop without roles, because it has nothing to do between
-# two matmuls. Attention has: while one consumer computes exponentials, the other can keep the
-# tensor cores busy.
+# Attention has something to do there: while one consumer computes exponentials, the other can keep
+# the tensor cores busy.
 #
 # What breaks it
 # --------------
@@ -1326,6 +1338,7 @@ lab.read(
 # full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles
 # give 111111.
 
+# Measuring
 MISTAKES = {
     "none": (1, ""),
     "the loader begins with parity 0": (0, ""),
@@ -1336,7 +1349,6 @@ MISTAKES = {
 }
 
 # %%
-
 
 # Measuring
 IMPORTS = """
@@ -1499,6 +1511,14 @@ lab.read(
 # - **It is wrong from the second round on.** A wait passes with the parity of an older phase. Test
 #   with at least twice as many tiles as slots, or no parity ever flips back.
 #
+# In short
+# --------
+#
+# A loader names tiles to the copy engine, consumers issue matmuls, and two barriers per slot of a
+# ring keep them apart. What can go wrong is the count of a barrier, its parity, a release before
+# the read, and a fence left out. Roles pay where a loop has something to do between its matmuls, as
+# attention does in :doc:`/chapters/attention_hopper`.
+#
 # Exercises
 # ---------
 #
@@ -1554,7 +1574,6 @@ lab.read(
 # %%
 # **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
 # Why can it not have four with these tiles, if a program can have 227 KiB of shared memory?
-
 
 # %%
 
