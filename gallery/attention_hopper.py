@@ -1889,7 +1889,8 @@ lab.table(rows, "Two consumers in the order of rung 1")
 # which are 1,024 cycles. On the timeline it takes longer, so the loop issues scores ahead.
 
 # %%
-# :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
+# The warps of the backward pass have roles, too, where ``attention`` computes the gradients in
+# Gluon, by the kernel of ``kernelbook.ops.hopper.backward``.
 
 # %%
 # References
