@@ -1,11 +1,19 @@
 """What the tests share: seeds, poisoned memory, and the one way to compare with the truth."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import textwrap
 
 # Workers share the cores. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What torch.compile kept of an earlier run calls operators by the arguments that they had then.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import matplotlib.pyplot as plt
 import pytest
