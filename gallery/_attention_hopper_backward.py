@@ -416,7 +416,7 @@ def _consumer(
         if HALVES:
             named_barrier("sync", 9, 256)  # both consumers
         else:
-            named_barrier("sync", 9 + ME, 128)  # the warps of this one
+            named_barrier("sync", 10 + ME, 128)  # the warps of this one
         _stamp(trace_ptr, traced, ME, i, 3, TRACE)
         # -- part of dq: half of the columns, of the keys of both
         if HALVES:
@@ -685,7 +685,7 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     }
     ours["Kernel Book"] = in_gluon(inputs, is_causal, True)
     ours = {
-        name: lab.tried(version) if HOPPER else NEEDS_HOPPER
+        name: lab.tried(version, name) if HOPPER else NEEDS_HOPPER
         for name, version in ours.items()
     }
     two_and_one = {
@@ -1019,7 +1019,8 @@ def heads_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     for times in TIMES:
         config = replace(choice.CONFIGS[head_dim], heads=times)
         launch = in_gluon(inputs, mask == "causal", True, config=config)
-        ours[f"heads × {times}"] = lab.tried(launch) if HOPPER else NEEDS_HOPPER
+        name = f"heads × {times}"
+        ours[name] = lab.tried(launch, name) if HOPPER else NEEDS_HOPPER
     return {"matmul": matmul()} | ours
 
 
@@ -1136,7 +1137,7 @@ def late_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     ours = {"early": NEEDS_HOPPER, "Kernel Book": NEEDS_HOPPER}
     if HOPPER:
         ours = {
-            name: lab.tried(in_time(mask == "causal", late))
+            name: lab.tried(in_time(mask == "causal", late), name)
             for name, late in (("early", False), ("Kernel Book", True))
         }
     return {"matmul": matmul()} | ours

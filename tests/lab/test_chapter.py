@@ -196,3 +196,21 @@ def test_a_version_that_does_not_run_is_absent_and_says_why(live):
     absent = lab.tried(fail)
     assert absent == lab.Absent("it does not run here: ValueError: no such instruction")
     assert lab.tried(dict) is dict
+
+
+def illegal():
+    raise RuntimeError("CUDA error: an illegal instruction was encountered")
+
+
+def test_what_breaks_the_gpu_is_named_and_not_absent(live, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert isinstance(lab.tried(fail), lab.Absent)  # the GPU is as it was
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    for use in (
+        lambda: lab.tried(dict, "json"),  # which the GPU reports when it is waited for
+        lambda: lab.attempt("json", illegal),
+        lambda: lab.peer("json", lambda json: illegal),
+    ):
+        with pytest.raises(RuntimeError, match="json broke the GPU's state"):
+            use()

@@ -51,6 +51,7 @@ def peer(module: str, use: Callable) -> Callable | Absent:
         missing = "is not installed" if error.name == library else f"has no module {error.name}"
         return Absent(f"{library} {missing}")
     except Exception as error:  # what a library raises when it refuses is its own choice
+        _refuse_lost_gpu(module, error)
         if not _is_refusal(error, library, use):
             raise RuntimeError(
                 f"the book's own call of {module} failed ({_in_short(error)}): it is mistaken, or "
@@ -60,16 +61,36 @@ def peer(module: str, use: Callable) -> Callable | Absent:
     return run
 
 
-def tried(run: Callable) -> Callable | Absent:
+def tried(run: Callable, name: str = "a version of this page") -> Callable | Absent:
     """Return a run, or why it fails here: for the version of a page, which one kind of GPU or one
-    Triton may refuse, and which must not take the rest of the page with it."""
+    Triton may refuse, and which must not take the rest of the page with it.
+
+    A run after which the GPU runs nothing any more is raised, with its ``name``.
+    """
     try:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as error:  # what refuses may be the compiler, the assembler or the driver
+        _refuse_lost_gpu(name, error)
         return Absent(f"it does not run here: {_in_short(error)}")
     return run
+
+
+def _refuse_lost_gpu(name: str, error: Exception) -> None:
+    """Raise if the GPU runs nothing any more after an error, as after an illegal instruction.
+
+    All that follows would fail as well, and say that it was its own fault.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as lost:
+        raise RuntimeError(
+            f"{name} broke the GPU's state, so that nothing runs in this process any more "
+            f"({_in_short(lost)}): mend its kernel, or leave it out."
+        ) from error
 
 
 def attempt(name: str, experiment: Callable[[], list[dict]] | Absent) -> chapter.Table:
@@ -86,6 +107,7 @@ def attempt(name: str, experiment: Callable[[], list[dict]] | Absent) -> chapter
         except AssertionError:
             raise
         except Exception as error:  # as above
+            _refuse_lost_gpu(name, error)
             return [{chapter.WHY_NOT: _in_short(error)}]
 
     return chapter.measure(name, reasoned)

@@ -22,6 +22,7 @@ def named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexp
     """Meet ``THREADS`` threads of a program: "sync" waits for them, "arrive" only counts.
 
     There are 16 of these barriers, and Triton uses those of low numbers: take 9 or more.
+    While some are waiting at a number, others may come to it only with the same ``THREADS``.
     """
     code: gl.constexpr = _barrier(VERB, NUMBER, THREADS)
     gl.inline_asm_elementwise(
