@@ -274,6 +274,7 @@ CHAPTERS = {
             "PyTorch": "PyTorch's operators",
             "+ dropout": "the book's",
             "torch.compile": "PyTorch's, compiled",
+            "SDPA, compiled": "with SDPA, compiled",
             "Kernel Book": "the book's, compiled",
         },
     ),
