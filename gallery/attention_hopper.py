@@ -1750,8 +1750,8 @@ lab.read(
 )
 
 # %%
-# At short lengths it also counts what is done once per tile of queries: to find its place, to load
-# it, to write its output.
+# At short lengths, what is done once per tile of queries takes its share, too: to find its place, to
+# load it, to write its output.
 
 
 # Folded: What the start of a tile costs
