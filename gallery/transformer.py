@@ -1738,7 +1738,7 @@ lab.read(
 #
 # A model adds the :term:`host`, the embeddings, the loss and the optimiser. Does a step gain what
 # its layers gain? The versions take turns, and a bar is the median of eight steps. Its solid part
-# is the time in which a profile of the step finds a kernel on the GPU; in the light part the GPU
+# is the time in which a profile of the step finds a kernel on the GPU; in the faint part the GPU
 # waits for the host. The last two versions are CUDA graphs, which the next section explains, and in
 # which nothing waits for the host.
 
