@@ -9,8 +9,8 @@ that worth?*
 You will learn
 
 - in which order a loop must issue its work so that matmuls and exponentials run at once;
-- what each change from two roles to the finished kernel gains, and how to see in the machine code,
-  or on a timeline of the :term:`SM`, who waits for whom;
+- what each change from two roles to the finished kernel gains, and how to see in the machine code
+  (:term:`SASS`), or on a timeline of the :term:`SM`, who waits for whom;
 - how the kernel compares with plain Triton and the fastest libraries, and where it is behind.
 
 The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
@@ -65,9 +65,9 @@ lab.start(
 #
 # The kernel of :doc:`/chapters/attention_fast`, which we call *plain Triton* here, does two kinds
 # of work: for each score the matmul units do :math:`4 D` operations for head_dim :math:`D`, and
-# other units compute one exponential. A Hopper SM does 4,096 of the former per cycle, and 16 of the
-# latter, so one after the other, the matmuls would get two thirds of the time at head_dim 128, and
-# half of it at head_dim 64.
+# other units compute one exponential. In 16 bits a Hopper SM does 4,096 of the former per cycle,
+# and 16 of the latter, so if one waited for the other, the matmuls would get two thirds of the time
+# at head_dim 128, and half of it at head_dim 64.
 
 
 # Drawing
@@ -226,8 +226,8 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 # -------------------------
 #
 # As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch on
-# and shows its piece of the kernel. ``_stamp`` notes the time for a timeline later, and is compiled
-# away unless ``TRACE`` is set.
+# and shows its piece of the kernel. It takes only lengths that 128 divides. ``_stamp`` notes the
+# time for a timeline later, and is compiled away unless ``TRACE`` is set.
 
 # Whole
 import triton
@@ -595,8 +595,8 @@ def _roles_kernel(
 
 
 # %%
-# All rungs are timed in one run, beside a :term:`cuBLAS` matmul, plain Triton, and the package's
-# Gluon kernel in three forms.
+# All rungs are timed in one run, at length 4,096 and head_dim 128, beside a :term:`cuBLAS` matmul,
+# plain Triton, and the package's Gluon kernel in three forms.
 
 # Measuring
 LADDER = {
@@ -877,9 +877,10 @@ lab.read(
 # Reading
 beside = "exponentials before the sum is waited for"
 lab.read(
-    told("scores ahead") + "But in the machine code "
-    f"{compiled_to('scores ahead', beside):.0f} exponentials stand between the wait for the scores "
-    "and the wait for the sum"
+    told("scores ahead")
+    + f"But of the {compiled_to('a branch', beside):.0f} exponentials of an iteration, the machine "
+    f"code has {compiled_to('scores ahead', beside):.0f} between the wait for the scores and the "
+    "wait for the sum"
     + (
         ", because the assembler has moved the second wait up. What is left of the plan is that a "
         "consumer issues both matmuls together and stands still once per tile instead of twice."
@@ -1025,7 +1026,8 @@ def changed_by(name, before):
     row = {"change": name}
     for mask in ("full", "causal"):
         percent = 100 * gain(name, mask, before)
-        row[f"{mask}, %"] = f"{percent:+.0f}".replace("-", "−")
+        signed = f"{percent:+.0f}".replace("-", "−")
+        row[f"{mask}, %"] = "0" if signed in ("+0", "−0") else signed
     return row
 
 
@@ -1051,8 +1053,9 @@ lab.read(
     )
     + "With equal registers the assembler, short of them, puts "
     f"{compiled_to('equal registers', 'waits for them')} waits after "
-    f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions. With a causal "
-    f"mask, persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
+    f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions, and the kernel "
+    f"{verdict(gain('equal registers', 'full', last))} without a mask. With a causal one, "
+    f"persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
     "because some programs get more work than others, and with tiles in pairs it "
     f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. So "
     "the kernel reaches "
@@ -1316,8 +1319,9 @@ lab.read(
 # -------------------------
 #
 # The package's kernel, ``attention(..., backend="gluon")``, is the last rung for any length,
-# windows and grouped heads, persistent and with tiles in pairs. At head_dim 64, ``acc`` is half as
-# large, so a thread needs fewer registers, and three consumers can share an SM.
+# windows and grouped heads, and persistent with tiles in pairs where that was measured to be
+# faster. At head_dim 64, ``acc`` is half as large, so a thread needs fewer registers, and three
+# consumers can share an SM.
 
 # %%
 
@@ -1559,10 +1563,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`: cuDNN,
-# which PyTorch calls as a backend of SDPA, and version 4 of FlashAttention, which also has a loader
-# and consumers with turns. "Kernel Book" is what a caller gets who names no backend, so its line
-# lies on that of one of our two kernels.
+# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
+# 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
+# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
+# gets who names no backend, so its line lies on that of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1691,8 +1695,10 @@ lab.read(
     + (f", and slower at {named(slower)}. " if slower else ". ")
     + f"The package is ahead of both libraries by more than 2 % at {len(ahead)} points"
     + (
-        f" and **behind the faster one by more than 2 % at {len(behind)}**, where it reaches at "
-        f"least {100 * min(map(share_of_library, behind)):.0f} % of its speed."
+        f" and **behind the faster one by more than 2 % at {len(behind)}**, where it reaches "
+        f"{100 * min(map(share_of_library, behind)):.1f} to "
+        f"{100 * max(map(share_of_library, behind)):.1f} % of its speed, the least at "
+        f"{named([min(behind, key=share_of_library)])}."
         if behind
         else ", and behind by as much nowhere."
     )
@@ -1713,7 +1719,7 @@ lab.read(
         else "The package takes the faster of its two kernels everywhere, to within 3 %. "
     )
     + f"“By default” times the kernel that it takes a second time, and the two times differ by up "
-    f"to {100 * twice:.0f} %, so we count no smaller difference."
+    f"to {100 * twice:.1f} %, so we count only differences of more than 2 %."
     if speed.rows
     else f"{nan}"
 )
@@ -1745,8 +1751,8 @@ lab.read(
 )
 
 # %%
-# At short lengths it also counts what is done once per tile of queries: to find its place, to load
-# it, to write its output.
+# At short lengths, what is done once per tile of queries takes its share, too: to find its place,
+# to load it, to write its output.
 
 
 # Folded: What the start of a tile costs

@@ -189,7 +189,8 @@ first = lab.measure("Milliseconds of the first steps of a process", first_steps)
 
 # %%
 # How many steps must we leave out? Only a process that has not trained before can tell, so we start
-# one, time its first 15 steps, leave out the first 0, 1, 2 or 5, and average the next ten.
+# one, time the first 15 steps of the size medium at a context of 256, leave out the first 0, 1, 2
+# or 5, and average the next ten.
 
 # Reading
 nan = float("nan")
@@ -224,22 +225,23 @@ lab.table(
 
 # Reading
 cold = number(first, "forward", 1)
-
-after_two, again = (ten_after(warmup, "forward") for warmup in (2, 5))
+after_one, again = (ten_after(warmup, "forward") for warmup in (1, 5))
 lab.read(
     f"The first forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first "
-    "called, sets up cuBLAS, and asks the driver for all of its memory. The second step still "
-    "differs"
+    "called, sets up cuBLAS, and asks the driver for all of its memory. "
     + (
-        "; two steps of warm-up would do."
-        if abs(again[0] - after_two[0]) <= max(again[1], after_two[1])
-        else "."
+        "After a single step of warm-up the mean differs from that after five by less than single "
+        "steps scatter, so one would do here."
+        if abs(again[0] - after_one[0]) <= max(again[1], after_one[1])
+        else "The second step still differs from those after it, so one step of warm-up is not "
+        "enough."
     )
+    + " We leave out five in the table below, to be safe."
 )
 
 # %%
-# Now all sizes, at a context of 256: ten steps after a warm-up of five, in float32, and under
-# ``torch.autocast`` in bfloat16, to which we come back below.
+# Now all sizes, at a context of 256, in float32 and under ``torch.autocast`` in bfloat16, to which
+# we come back below.
 
 # Measuring
 torch_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -336,9 +338,8 @@ lab.read(
     f"GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits for the "
     "host."
     + (
-        f" There xl even takes longer than {largest}, because the host has "
-        f"{SIZES['xl'].layers} layers to launch instead of {SIZES[largest].layers}, and its times "
-        "vary most."
+        f" Under autocast xl even takes longer than {largest}, because the host has "
+        f"{SIZES['xl'].layers} layers to launch instead of {SIZES[largest].layers}."
         if xl_cast > took[largest, "bfloat16", "forward"]
         else ""
     )
@@ -646,10 +647,16 @@ rest = {name: in_groups("bfloat16", [name]) for name in (*GROUPS, "other")}
 order = sorted(
     (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
 )
+glossed = [
+    f"{name} (additions, multiplications, the mask and the loss)"
+    if name == "other"
+    else name
+    for name in order[:3]
+]
 lab.read(
-    f"Besides matmuls, most of the time of a step in bfloat16 goes to {order[0]}, {order[1]} and "
-    f"{order[2]}, where `other` means additions, multiplications, the mask and the loss. All of "
-    "these wait for memory, because they do a few FLOPs per number that they read and write."
+    f"Besides matmuls, most of the time of a step in bfloat16 goes to three groups: {glossed[0]}; "
+    f"{glossed[1]}; and {glossed[2]}. All of these wait for memory, because they do a few FLOPs "
+    "per number that they read and write."
 )
 
 # %%
@@ -699,7 +706,8 @@ lab.read(
     "reads and writes every score for so few FLOPs, and "
     f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % in bfloat16, because "
     f"autocast runs softmax in float32, and its own kernels are only {its_kernels:.1f} of the "
-    f"{ranges['bfloat16']['softmax']:.1f} ms: the others are casts. The mask does no FLOPs at all."
+    f"{ranges['bfloat16']['softmax']:.1f} ms: the others are casts. The mask does no FLOPs at all, "
+    f"and takes {ranges['bfloat16']['mask']:.1f} ms."
 )
 
 # %%
@@ -851,9 +859,11 @@ lab.table(
 # - the output of softmax: :math:`B H T^2`;
 # - two masks of dropout, one byte per number: :math:`2 N d` bytes.
 #
+# Together, in bytes per layer, with 4 bytes for each number of the first three:
+#
 # .. math::
 #
-#    \text{kept in float32} = 4\,(8 N d + 2 N f + B H T^2) + 2 N d \ \text{bytes a layer}
+#    4\,(8 N d + 2 N f + B H T^2) + 2 N d
 #
 # .. dropdown:: The count under autocast
 #
@@ -956,10 +966,11 @@ state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
 of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "kept"]
 lab.read(
-    f"What forward keeps differs from the count by {min(off):+.1f} to {max(off):+.1f} %. At a "
-    f"context of {longest:,} one tensor of the residual stream has {stream:.0f} MiB and one table "
-    f"of attention weights {table_of_weights:.0f}; the {largest_size.layers} tables, one per "
-    f"layer, are {of_kept:.0f} % of what float32 keeps. A whole step has its peak in "
+    "We measured this for the size 2.7B. What forward keeps differs from the count by "
+    f"{min(off):+.1f} to {max(off):+.1f} %. At a context of {longest:,} one tensor of the residual "
+    f"stream has {stream:.0f} MiB and one table of attention weights {table_of_weights:.0f}; the "
+    f"{largest_size.layers} tables, one per layer, are {of_kept:.0f} % of what float32 keeps. A "
+    "whole step has its peak in "
     f"{' or '.join(sorted(where))}: {at['float32', 'step']:.0f} GiB in float32 and "
     f"{at['bfloat16', 'step']:.0f} under autocast, which "
     + (
@@ -1107,8 +1118,9 @@ lab.read(
     "tensors that live for one operation. At the end the gradients are released one by one, and "
     f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. Checkpointing lowers the peak "
     f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    f"forward pass. The count promises to save {spared:.1f} GiB, but the peak moves to the "
-    f"end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
+    f"forward pass. That is less than the {spared:.1f} GiB that the count promises, because the "
+    f"peak moves to the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as "
+    "well."
 )
 
 # %%
@@ -1179,8 +1191,9 @@ lab.read(
 # -------------------
 #
 # The tables of scores fill the memory. How do the time and the memory of attention grow with the
-# length, and what remains if the table never exists? We take a batch of 8 with one head. What
-# attention *holds* is what forward keeps for backward beside q, k and v.
+# length, and what remains if the table never exists? We take a batch of 8 with one head, in
+# bfloat16 and with a causal mask. *PyTorch* is the formula, and ``torch.compile`` compiles it once
+# for all lengths. What attention *holds* is what forward keeps for backward beside q, k and v.
 
 ours = partial(attention, is_causal=True)
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -1389,7 +1402,8 @@ lab.read(
         + (
             ""
             if "torch.compile" in missing
-            else ", while the compiler fuses the three into one"
+            else ", while what the compiler makes of the three, "
+            f"{in_grid('held, MiB', 'torch.compile', 65536) / 1024:.0f} GiB, fits"
         )
         + "."
         if missing
@@ -1485,9 +1499,9 @@ def gradient_cases():
 lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# Then we train both on the source of the package. Both versions start from the same parameters and
-# see the same batches, but draw different masks. Three seeds show how far apart runs of one version
-# are.
+# Then we train both on the source of the package, in which a token is a byte. Both versions start
+# from the same parameters and see the same batches, but draw different masks. Three seeds show how
+# far apart runs of one version are.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1700,20 +1714,17 @@ def layer_ms(name):
     return layer.milliseconds_at(name)
 
 
-def against_sdpa(name):
-    return layer_ms("SDPA, compiled") / layer_ms(name)
-
-
 gain = layer_ms("PyTorch") / layer_ms("+ dropout")
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
     f"Eager, the book's operators make the layer {gain:.2f} times as fast, and attention alone "
-    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. The compiled "
-    f"layer is {against_sdpa('attention, compiled'):.2f} times as fast with the book's attention "
-    f"as with SDPA, and {against_sdpa('Kernel Book'):.2f} times with all of the book's operators"
+    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, it "
+    f"takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA, "
+    f"{layer_ms('attention, compiled'):.2f} with the book's attention, and "
+    f"{layer_ms('Kernel Book'):.2f} with all of the book's operators"
     + (
-        ": our layer norm and dropout gain at least what the compiler loses because it cannot fuse "
-        "them with their neighbours."
+        ", so our layer norm and dropout make up for what the compiler loses because it cannot "
+        "fuse them with their neighbours."
         if fusing >= 1
         else ", which is less, because the compiler would have fused layer norm and dropout with "
         "their neighbours, and so spared whole passes over memory. **Replace what a compiler "
@@ -1725,10 +1736,11 @@ lab.read(
 # The whole step
 # --------------
 #
-# A model adds the host, the embeddings, the loss and the optimiser. Does a step gain what its
-# layers gain? The solid part of a bar is the time in which a profile of the step finds a kernel on
-# the GPU; in the light part the GPU waits for the host. The last two versions are CUDA graphs,
-# which the next section explains.
+# A model adds the :term:`host`, the embeddings, the loss and the optimiser. Does a step gain what
+# its layers gain? The versions take turns, and a bar is the median of eight steps. Its solid part
+# is the time in which a profile of the step finds a kernel on the GPU; in the faint part the GPU
+# waits for the host. The last two versions are CUDA graphs, which the next section explains, and in
+# which nothing waits for the host.
 
 # Measuring
 from contextlib import suppress
@@ -2021,11 +2033,19 @@ lab.read(
     f"of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
     f"{step('peak, GiB', '+ attention'):.0f}, because it keeps no table of weights. Layer norm and "
     f"dropout then change the time of the kernels by {change('busy, ms', *last):+.1f} ms, but that "
-    f"of the step by {change('step, ms', *last):+.1f}. Compiled, kernels run for "
-    f"{step('busy, ms', 'SDPA, compiled'):.1f} ms of a step with SDPA and for "
-    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, but the GPU waits for "
-    f"{waiting('SDPA, compiled'):.0f} ms and {waiting('Kernel Book'):.0f}, most of all with our "
-    "operators, because a call of them runs Python where PyTorch runs C++."
+    f"of the step by {change('step, ms', *last):+.1f}, because a call of the book's operators runs "
+    "Python where PyTorch runs C++, and the GPU waits for it. **An eager step takes "
+    f"{step('step, ms', 'SDPA'):.0f} ms with SDPA and {step('step, ms', '+ dropout'):.0f} with all "
+    f"of the book's operators**, while its kernels run for {step('busy, ms', 'SDPA'):.1f} ms and "
+    f"{step('busy, ms', '+ dropout'):.1f}. Compiled, the kernels run for "
+    f"{step('busy, ms', 'SDPA, compiled'):.1f} and {step('busy, ms', 'Kernel Book'):.1f} ms, and "
+    f"the GPU waits for another {waiting('SDPA, compiled'):.0f} and {waiting('Kernel Book'):.0f}. "
+    + (
+        "Why our compiled step waits even longer than our eager one, we did not profile, and these "
+        "waits scatter widely, as the fold shows."
+        if waiting("Kernel Book") > waiting("+ dropout")
+        else "These waits scatter widely, as the fold shows."
+    )
 )
 
 # %%
@@ -2059,7 +2079,7 @@ lab.table(
 # call, so that what remains is the time of the kernels. We capture the whole step: forward,
 # backward and optimiser. Dropout still draws new masks, because its seeds come from the GPU's
 # generator, which moves on with each replay. The race is run for more models, with SDPA and with
-# the book's operators, both compiled.
+# the book's operators, both compiled; at 16,384 the batch is a single sequence.
 
 # Folded: How a step is captured
 lab.source(decoder.captured)
@@ -2280,10 +2300,11 @@ balance = {name: more_of("between", name) for name in race} or {"no model": nan}
 least, most = min(balance, key=balance.get), max(balance, key=balance.get)
 clocked = [
     f"For {name.partition(' ')[0]} they take {-more_of('linear layers', name):.1f} ms less in the "
-    f"book's profile, although its step takes {longer(name, 'step, ms', graphs):.1f} more in the "
-    "race. With SDPA's profile scaled so that they agree, the book's attention takes "
-    f"{more_of('attention', name, True):.1f} ms more and what is between up to "
-    f"{more_of('between', name, True):.1f}. "
+    f"book's profile, although its step takes {longer(name, 'step, ms', graphs):.1f} ms more in "
+    "the race. If we scale SDPA's profile to the clock of ours, so that the linear layers agree, "
+    f"the book's attention takes {more_of('attention', name, True):.1f} ms more, and what is "
+    f"between at most {more_of('between', name, True):.1f} ms more, because kernels that wait for "
+    "memory depend less on that clock. "
     for name, value in by_model.items()
     if value < 1 and apart(name) and more_of("linear layers", name) < -1
 ]
@@ -2308,10 +2329,20 @@ lab.read(
     + f"Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,} and "
     f"{share_of[LONG]:.0f} % at {LONG:,}"
     + (
-        f", where the book's takes {-more_of('attention', far):.1f} ms less. But of the "
-        f"{-longer(far, 'busy, ms', without):.1f} that all kernels save there in the profile, only "
-        f"{-longer(far, 'step, ms', graphs):.1f} are left in the race, whose clocks we did not "
-        "record."
+        f", where the book's takes {-more_of('attention', far):.1f} ms less"
+        + (
+            ", with gradients from the package's kernel for Hopper GPUs, which computes them in "
+            "one sweep"
+            if any(
+                row["kernel"] == "attention_hopper_bwd_kernel"
+                and row["context"] == LONG
+                for row in longest_of.rows
+            )
+            else ""
+        )
+        + f". But of the {-longer(far, 'busy, ms', without):.1f} ms that all kernels save there in "
+        f"the profile, only {-longer(far, 'step, ms', graphs):.1f} are left in the race, whose "
+        "clocks we did not record."
         if far in race
         and longer(far, "busy, ms", without) < longer(far, "step, ms", graphs) < 0
         else "."
@@ -2348,8 +2379,9 @@ for dtype in (torch.float32, torch.bfloat16):
 #
 # In bfloat16 most of a training step is no matmul, and operators that move fewer bytes shorten just
 # that part. Fused attention saves the most, in time and in memory, because no table of scores is
-# kept. Once the kernels are fast the host decides, and a CUDA graph removes it from the step. As a
-# graph, a compiled step takes about as long with the book's operators as with SDPA.
+# kept. Once the kernels are fast the host decides, and with the book's operators it needs longer
+# than with PyTorch's, but a CUDA graph removes it from the step. As a graph, a compiled step takes
+# about as long with the book's operators as with SDPA.
 #
 # Exercises
 # ---------

@@ -272,8 +272,8 @@ CHAPTERS = {
         {"context": 1024},
         {
             "PyTorch": "PyTorch's operators",
-            "+ dropout": "the book's",
             "torch.compile": "PyTorch's, compiled",
+            "SDPA, compiled": "with SDPA, compiled",
             "Kernel Book": "the book's, compiled",
         },
     ),
