@@ -1313,9 +1313,9 @@ despite = (
 )
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
-    f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
-    f"of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values in "
-    f"memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
+    f"{cell(facts, 'Kernel Book', 'spills') or 'no'} values, and the kernel runs at "
+    f"{untouched:.0f} % of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} "
+    f"values in memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
 # %%
