@@ -404,13 +404,13 @@ def in_words(rows):
 
 
 def two_lines(axes, rows):
-    for name in ("warm", "cold"):
+    for name, ink in (("warm", "PyTorch"), ("cold", "Kernel Book")):
         axes.semilogx(
             [row["MiB"] for row in rows],
             [row[f"{name}, GB/s"] for row in rows],
             "o-",
             base=2,
-            color=lab.colour(name),
+            color=lab.colour(ink),
             label=f"{name} cache",
         )
     axes.axvline(rows[0]["L2, MiB"], linestyle="--", color=lab.colour("copy"))
