@@ -73,8 +73,9 @@ def standard_attention(q, k, v, is_causal=False):
 #          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v,
 #          out and one column lse in memory; on chip a tile each of q, k, v, scores and acc.
 #
-# Three things pass from one iteration to the next: the two numbers of online softmax for each
-# query, and the weighted sum of the values so far.
+# Three things pass from one iteration to the next: for each query the two numbers of online
+# softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
+# In the end each query also leaves ``lse``, one number that the backward pass needs.
 #
 # .. image:: /figures/attention-stream.svg
 #    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,

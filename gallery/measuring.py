@@ -404,13 +404,13 @@ def in_words(rows):
 
 
 def two_lines(axes, rows):
-    for name in ("warm", "cold"):
+    for name, ink in (("warm", "PyTorch"), ("cold", "Kernel Book")):
         axes.semilogx(
             [row["MiB"] for row in rows],
             [row[f"{name}, GB/s"] for row in rows],
             "o-",
             base=2,
-            color=lab.colour(name),
+            color=lab.colour(ink),
             label=f"{name} cache",
         )
     axes.axvline(rows[0]["L2, MiB"], linestyle="--", color=lab.colour("copy"))
@@ -1313,9 +1313,9 @@ despite = (
 )
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
-    f"{cell(facts, 'Kernel Book', 'spills'):.0f} values, and the kernel runs at {untouched:.0f} % "
-    f"of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values in "
-    f"memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
+    f"{cell(facts, 'Kernel Book', 'spills') or 'no'} values, and the kernel runs at "
+    f"{untouched:.0f} % of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} "
+    f"values in memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
 )
 
 # %%

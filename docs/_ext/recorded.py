@@ -219,6 +219,7 @@ class Operator(NamedTuple):
 _ROW = {"columns": 4096, "dtype": "bfloat16"}
 _FULL, _CAUSAL = ({"seqlen": 4096, "head_dim": 128, "mask": mask} for mask in ("full", "causal"))
 _STANDARD = (("attention_forward", "ladder"), ("attention_fast", "forward"))
+_PLAIN = "Attention backward, plain Triton"  # Hopper GPUs have another kernel, recorded by no sweep
 OPERATORS = (
     Operator("Weighted sum", "first_kernel", ("forward",), {"rows": 65536}),
     Operator("Weighted sum, backward", "first_kernel", ("backward",), {"rows": 65536}),
@@ -230,8 +231,8 @@ OPERATORS = (
     Operator("Layer norm, backward", "layer_norm_backward", ("backward",), _ROW),
     Operator("Attention", "attention_hopper", ("forward",), _FULL, also=_STANDARD),
     Operator("Attention, causal", "attention_hopper", ("forward",), _CAUSAL, also=_STANDARD),
-    Operator("Attention backward", "attention_backward", ("ladder", "backward"), _FULL),
-    Operator("Attention backward, causal", "attention_backward", ("ladder", "backward"), _CAUSAL),
+    Operator(_PLAIN, "attention_backward", ("ladder", "backward"), _FULL),
+    Operator(f"{_PLAIN}, causal", "attention_backward", ("ladder", "backward"), _CAUSAL),
     Operator("Attention in FP8", "attention_fp8", ("fp8",), _FULL, "all in FP8"),
     Operator("Attention in FP8, causal", "attention_fp8", ("fp8",), _CAUSAL, "all in FP8"),
 )
