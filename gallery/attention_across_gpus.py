@@ -480,7 +480,7 @@ lab.read(
     f"On {WORLD} GPUs with {length:,} tokens, contiguous parts reach "
     f"{100 * share['contiguous']:.0f} % of linear scaling, and zig-zag "
     f"{100 * share['zig-zag']:.0f} %, which is {won:.2f} times as fast where counting scores "
-    f"promised {promised:.2f}. Transfers behind the computation make it "
+    f"promised {promised:.2f}. With transfers behind the computation it is "
     f"{100 * share['Kernel Book']:.0f} %, or {rate:,.0f} TFLOP/s on all GPUs together. "
     + (
         f"We aimed at {100 * floor:.0f} % and reach it. "
@@ -914,13 +914,13 @@ lab.read(
     f"{ideal_ms:.1f} ms, and the ring takes {ring_ms:.1f}. Its kernels, timed one by one on one "
     f"GPU with parts of {of_part:,}, take {by_kernels:.1f} in all"
     + (
-        ", so no transfer is needed to explain the loss: kernels are less efficient on small "
-        "parts, and the merge reads and writes the output once more. "
+        ", so no transfer is needed to explain the loss. "
         if by_kernels > ideal_ms + 0.5 * (ring_ms - ideal_ms)
         else "; the rest is transfers and waiting. "
     )
-    + f"With as many scores, a forward step with another part takes {slower:.2f} times as long as "
-    f"the own part at {of_part:,} tokens, and {at_most:.2f} times at {largest:,}."
+    + "Kernels are less efficient on small parts, and the merge reads and writes the output once "
+    f"more: a forward step with another part takes {slower:.2f} times as long as the own part, "
+    f"which has as many scores, and {at_most:.2f} times with parts of {largest:,}."
 )
 
 # %%
@@ -1250,7 +1250,7 @@ lab.read(
         for name, found in timed_peers
     )
     + f"Ours takes {ours_ms:.0f} ms, {100 * ours:.0f} %"
-    + (f" after {100 * again:.0f} % in the run above. " if again == again else ". ")
+    + (f" ({100 * again:.0f} % in the run above). " if again == again else ". ")
     + (
         "More than 100 % is possible, because the yardstick is our kernel on one GPU, and the "
         "other library's is the faster one here. **The faster kernel makes the faster ring.**"
