@@ -110,10 +110,10 @@ intensity = {n: 5 * 2 * n * n * 128 / (8 * n * 128 * 2) for n in (1024, 4096)}
 lab.read(
     f"A matmul by cuBLAS runs at {at_best.get('matmul, TFLOP/s', nan):.0f} TFLOP/s and a copy at "
     f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
-    f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The gradient needs "
-    f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096. So "
-    f"arithmetic is the limit, and a matmul the yardstick of this chapter. (What a kernel reads "
-    f"again can come from L2.)"
+    f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The backward pass executes "
+    f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096, so "
+    f"arithmetic limits it, and a matmul is the yardstick of this chapter. (Tiles that a kernel "
+    f"reads again can come from L2.)"
 )
 
 # %%
@@ -121,9 +121,10 @@ lab.read(
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
 # what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
 # that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
-# are the two versions that this chapter builds in plain Triton. ``attention`` runs the first, but
-# where a kernel for Hopper was measured to be faster. ``backend="triton"`` always asks for the
-# first, and with ``deterministic=False`` for the second.
+# are the two versions that this chapter builds in plain Triton. ``attention`` runs the first, or,
+# where it was measured to be faster, another kernel of the package: one sweep for Hopper GPUs that
+# adds to ``dq`` in a fixed order. ``backend="triton"`` always asks for the first version, and with
+# ``deterministic=False`` for the second.
 
 
 # Measuring
@@ -210,8 +211,8 @@ def growth(version):
 
 
 lab.read(
-    f"What standard attention keeps is {growth('standard attention'):.1f} times as much as at a "
-    f"quarter of the length, and what our kernel keeps, `out` and `lse`, "
+    f"From 4,096 tokens to four times as many, what standard attention keeps grows "
+    f"{growth('standard attention'):.1f} times, and what our kernel keeps, `out` and `lse`, "
     f"{growth('two sweeps'):.1f} times. One sweep allocates more in its backward pass, because it "
     f"sums `dq` in float32."
 )
@@ -485,10 +486,11 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# The loop begins with step 6. ``load_tile`` loads a tile of queries by its descriptor, as in the
-# last chapter, and ``load_row`` one statistic per query. Everything is transposed, with keys as
-# rows; ``LEFT`` is for windows. ``PRECISION`` concerns float32 operands only: a :term:`matrix unit`
-# would round them to :term:`TF32`, so Triton computes three matmuls of their parts instead.
+# The loop begins with step 6. ``load_tile`` loads a tile of queries by its descriptor, as in
+# :doc:`/chapters/attention_fast`, and ``load_row`` one statistic per query. Everything is
+# transposed, with keys as rows; ``LEFT`` is for windows. ``PRECISION`` concerns float32 operands
+# only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes three matmuls of
+# their parts instead.
 
 lab.source(kernels.sweep_queries, "recompute")
 
@@ -736,6 +738,7 @@ def visited(is_causal):
 
 # %%
 
+# Measuring
 rows = []
 for is_causal in (False, True):
     with runtime.launching_on(q):
@@ -776,7 +779,7 @@ lab.table(
 # backward pass, and its test, which was always causal, too, did not notice. We run forward with one
 # mask and backward with the other.
 
-
+# Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
 rows = []
 for forward_mask in (False, True):
@@ -796,8 +799,8 @@ lab.table(rows, "Relative error, when the two passes do not have the same mask")
 
 # %%
 # The gradients are wrong and nothing crashes. The errors are largest where the backward pass sees
-# more keys than the forward pass did, because ``lse`` covers only the keys that forward saw: for
-# the others :math:`e^{s - \mathrm{lse}}` is no weight, and a row of them does not sum to 1.
+# more keys than the forward pass did, because ``lse`` covers only the keys that forward saw, so a
+# row of :math:`e^{s - \mathrm{lse}}` over all keys does not sum to 1.
 
 # %%
 
@@ -865,6 +868,7 @@ def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
 
 # %%
 
+# Measuring
 half, single = torch.float16, torch.float32
 plain = (2, 2, 2, 45, 45, 32) if runtime.INTERPRETED else (2, 4, 4, 1000, 1000, 128)
 lab.check(
@@ -882,6 +886,7 @@ lab.check(
 # Awkward cases: few or many queries, heads that share keys, a head_dim that is no power of two, and
 # a gradient that repeats one row.
 
+# Measuring
 awkward = [
     ((2, 2, 2, 1, 70, 64), half, False, True),
     ((1, 2, 2, 33, 70, 32), half, True, True, ""),
@@ -970,10 +975,14 @@ repeated
 
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
+in_two, in_one = (
+    unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
+)
+most = unlike.get("one sweep", {}).get("elements of dq, %", nan)
 lab.read(
-    f"In two sweeps `dq` differs in {unlike.get('two sweeps', {}).get('dq', nan):.0f} runs, and in "
-    f"one sweep in {unlike.get('one sweep', {}).get('dq', nan):.0f}, because the order of the "
-    f"atomic additions changes, but only in few of its elements, because it is rounded to bfloat16."
+    f"In two sweeps `dq` differs in {in_two:.0f} of 99 runs, and in one sweep in {in_one:.0f}, "
+    f"because its atomic additions come in another order each time. At most {most:.2g} % of the "
+    f"elements differ, because rounding `dq` to bfloat16 hides most of the differences."
 )
 
 # %%
@@ -1068,17 +1077,15 @@ lab.read(
 
 # %%
 
-# Folded: Where torch.compile stands, and why
+# Reading
 full, causal = (
     (share["torch.compile", mask], share["Kernel Book", mask])
     for mask in ("full", "causal")
 )
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'}, "
-    f"{'because' if full[0] > full[1] else 'although'} it keeps `P`: its backward "
-    f"pass takes four matmuls and is credited with five. These four run at "
-    f"{4 / 5 * full[0]:.0f} % of the speed of the large one, and the seven of two "
-    f"sweeps at {7 / 5 * full[1]:.0f} %. With a causal mask it is "
+    f"{'because' if full[0] > full[1] else 'although'} it keeps `P` and so executes four matmuls "
+    f"where two sweeps execute seven. With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'}, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
@@ -1179,21 +1186,22 @@ best = max(
 first = speeds[0]
 executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
-    meaning = "and they are ahead all the same"
+    meaning = "so two sweeps are ahead all the same"
 elif executed > 0.95 * first["library"]:
-    meaning = "so what puts them behind is the extra work, and not the rate"
+    meaning = "so the extra work puts two sweeps behind, and not the rate"
 else:
-    meaning = "so they execute more, at a lower rate"
+    meaning = "so two sweeps execute more, and at a lower rate"
 beaten = [name for name in measured if beaten[name] == len(everywhere)]
-slower = f", and everywhere faster than {' and '.join(beaten)}" if beaten else ""
+slower = f", and also faster than {' and '.join(beaten)}" if beaten else ""
 lab.read(
-    f"Two sweeps are faster than one at {faster or 'none'} of {len(everywhere)} "
+    f"Two sweeps are faster than one at "
+    f"{'all' if faster == len(everywhere) else f'{faster} of'} {len(everywhere)} "
     f"points{slower}. They reach "
     f"{100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. The fastest "
-    f"library is up to {max(ratios):.2f} times as fast, of which seven matmuls instead of five "
-    f"explain 7 / 5 = 1.4: at head_dim {first['head_dim']}, {first['mask']}, the seven run at "
-    f"{executed:.0f} TFLOP/s, while {first['fastest library']} reaches {first['library']:.0f} for "
-    f"the five that are counted, {meaning}."
+    f"library is up to {max(ratios):.2f} times as fast, and seven matmuls instead of five would "
+    f"explain 7 / 5 = 1.4. At head_dim {first['head_dim']}, {first['mask']}, the seven run at "
+    f"{executed:.0f} TFLOP/s, and the five of {first['fastest library']} at "
+    f"{first['library']:.0f}, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1216,16 +1224,14 @@ in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
 limit = backward.rate("matmul", **measured_at(16384, head_dims=(128,))[0])
 lab.read(
     f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
-    f"a product, two conversions. At head_dim 64 a score takes half as many operations in matmuls "
-    f"and as many of the others. So if a score takes the time a d + b, where d is head_dim and b "
-    f"what matmuls do not hide, the times at two head_dims give b. At 16,384 tokens without a "
-    f"mask, a million scores of a head take {score[128]:.2f} µs at head_dim 128 and "
-    f"{score[64]:.2f} µs at 64"
+    f"a product, two conversions. At head_dim 64 its matmuls halve, and this work does not. "
+    f"At 16,384 tokens without a mask, a million scores of a head take {score[128]:.2f} µs at "
+    f"head_dim 128 and {score[64]:.2f} µs at 64"
     + (
-        f", which is more than half. So b is {rest:.2f} µs: {100 * rest / score[128]:.0f} % of the "
-        f"time at 128, and {100 * rest / score[64]:.0f} % at 64, if the tiles of both are equally "
-        f"good. Without it, the seven matmuls would run at {100 * in_matmuls / limit:.0f} % of the "
-        f"speed of the large one."
+        f", which is more than half. If the tiles of both are equally good, matmuls thus leave "
+        f"{rest:.2f} µs of other work unhidden: {100 * rest / score[128]:.0f} % of the time at "
+        f"128, and {100 * rest / score[64]:.0f} % at 64. Without it, the seven matmuls would run "
+        f"at {100 * in_matmuls / limit:.0f} % of the speed of the large one."
         if rest > 0
         else ", which is no more than half, so the matmuls hide all of the other work."
     )
@@ -1363,7 +1369,8 @@ peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default
 said = (
     f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
     + (
-        "so it adds in no fixed order, too, and is fast all the same. "
+        "so it adds in no fixed order, too, and is fast all the same: atomic additions need not "
+        "make a kernel slow. "
         if unlike.get(peer)
         else "so it adds in a fixed order, and this reason stays possible. "
     )
@@ -1376,15 +1383,10 @@ if FIXED in speed and "FlashAttention" in speed:
         else "repeats the same bits"
     )
     said += (
-        f"{whose} deterministic mode {bits}; it has "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of the speed of the other "
-        + (
-            f"and is still {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
-            f"sweeps, so the same bits need not cost a second sweep."
-            if speed[FIXED] > speed["Kernel Book"]
-            else f"and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two "
-            f"sweeps."
-        )
+        f"{whose} deterministic mode {bits} at "
+        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of that speed, and is "
+        f"{'still ' if speed[FIXED] > speed['Kernel Book'] else ''}"
+        f"{speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two sweeps."
     )
 lab.read(said)
 
@@ -1515,7 +1517,8 @@ fits = {
 }
 once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
 small, _ = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), (nan, nan))
-_, none = fits.get(("head_dim 128, two sweeps", "dkdv_kernel"), (nan, nan))
+beside, _ = fits.get(("head_dim 128, two sweeps", "dq_kernel"), (nan, nan))
+its_rate = {row["computes"]: row["TFLOP/s"] for row in parts.rows}.get("dq", nan)
 relative_speed = {
     row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
     for row in speeds
@@ -1524,24 +1527,29 @@ relative_speed = {
 lab.read(
     f"Each box is one program. At head_dim 128, where {once:.0f} program"
     f"{' of one sweep fits' if once == 1 else 's of one sweep fit'} and {spilt:.0f} of its "
-    f"values spill, one sweep reaches {relative_speed[128]:.0f} % of the speed of two. "
+    f"registers spill, one sweep reaches {relative_speed[128]:.0f} % of the speed of two. "
     f"At head_dim 64, where {small:.0f} fit, it reaches {relative_speed[64]:.0f} %. "
-    f"In the first of two sweeps {none or 'none'} spill."
+    + (
+        f"But little room does not explain it alone: of the second of two sweeps only {beside:.0f} "
+        f"fits as well, and it runs at {its_rate:.0f} TFLOP/s."
+        if beside <= once
+        else ""
+    )
 )
 
 # %%
-# This reason remains. In one sweep :math:`dS^\top` is transposed through
-# shared memory, ``dq`` passes through it on its way to the additions, and all warps run the same
-# code. While they wait for such a step, the matrix units have nothing to do, because at head_dim
-# 128 there is no room for a second program. FlashAttention-3 gives loads, matmuls and the additions
-# to ``dq`` to different groups of warps, each with as many registers as it needs, so they work at
-# the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
+# What probably explains it is little room together with waiting. In one sweep :math:`dS^\top` is
+# transposed through shared memory, ``dq`` passes through it on its way to the additions, and all
+# warps run the same code. While they wait for such a step, the matrix units have nothing to do,
+# because at head_dim 128 there is no second program to fill the gap; two sweeps have no such steps.
+# FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
+# they work at the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
 #
 # A call also costs time on the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
-lab.host_times(
+hosted = lab.host_times(
     {
         "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
         "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
@@ -1549,6 +1557,18 @@ lab.host_times(
         ),
     },
     *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
+)
+hosted
+
+# %%
+
+# Reading
+host = hosted.rows[-1] if hosted.rows else {}
+of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
+lab.read(
+    f"The host needs {of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for those of "
+    f"PyTorch, so {'PyTorch' if of_them < of_us else '`attention`'} is faster on inputs so short "
+    f"that the GPU waits for the host."
 )
 
 # %%
@@ -1645,8 +1665,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # The weights need not be stored, because one number per query brings them back, and another,
 # ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and
 # the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
-# matmuls and loses here all the same, probably because it leaves no room for a second program on an
-# SM.
+# matmuls and loses here all the same, probably because its warps wait while :math:`dS` and ``dq``
+# pass through shared memory, and no second program on the SM computes in the meantime.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
@@ -1844,11 +1864,6 @@ lab.table(
     ],
     "A step of three layers of attention",
 )
-
-# %%
-# On Hopper GPUs one sweep can win after all: the kernel of ``kernelbook.ops.hopper.backward`` gives
-# its warps roles, and adds the parts of ``dq`` in a fixed order. ``attention`` takes it where it
-# was measured to be faster.
 
 # %%
 # References
