@@ -438,7 +438,7 @@ lab.read(
     (
         f"`attention` runs kernels in Gluon {' and '.join(in_gluon)}, which with `left` = "
         f"{middle:,} take {' and '.join(f'{by_attention[passes]:.2f}' for passes in in_gluon)} "
-        "times as long as the visible scores would by the yardstick. "
+        "times as long as the visible scores would at the yardstick's speed. "
         if in_gluon
         else "`attention` itself takes as long as this kernel. "
     )
@@ -448,8 +448,8 @@ lab.read(
         else f"We aim at no more than {AIM} times, and reach it in both directions. "
     )
     + (
-        f"The yardstick is plain Triton, so Gluon can even take less than its share of the time: "
-        f"{' and '.join(below_one)}. "
+        f"Because the yardstick is plain Triton, Gluon can take less than its share of the time, "
+        f"{' and '.join(below_one)}; beside its own speed without a window, it would take more. "
         if below_one
         else ""
     )
@@ -873,7 +873,7 @@ lab.read(
     f"`attention` chooses the number of parts by itself: at most {decoding.PROGRAMS} programs for "
     f"each SM, and no part of fewer than {decoding.FEWEST_TILES} tiles. Below "
     f"{decoding.FEWEST_KEYS:,} keys it does not split them. The next figure varies the number of "
-    "keys; *one part* is our kernel without a split."
+    "keys; “one part” is our kernel without a split."
 )
 
 # %%
@@ -1010,7 +1010,7 @@ lab.read(
     + (f"{' and '.join(equal)} is as fast as ours. " if equal else "")
     + (
         f"{' and '.join(unsplit)} seem not to split {names[0]}, because they read them less than "
-        "twice as fast as *one part*."
+        "twice as fast as “one part”."
         if unsplit
         else ""
     )
