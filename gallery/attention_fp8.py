@@ -39,10 +39,10 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # --------------------
 #
 # Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
-# head_dim. They limit its speed, and run as matmuls on the
-# :term:`matrix units <matrix unit>` of each :term:`SM`. A matrix unit of Hopper, the
-# generation of the H100 and the H200, takes 32 bytes of every row in each step: 16 numbers of 16
-# bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply square matrices of size 8,192 in both.
+# head_dim. They limit its speed, and run as matmuls on the :term:`matrix units <matrix unit>` of
+# each :term:`SM`. A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of
+# every row in each step: 16 numbers of 16 bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply
+# square matrices of size 8,192 in both.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -1188,7 +1188,7 @@ lab.table(rows, "TFLOP/s at length 16,384, and how many times as fast")
 # or 8,192 with 8, but 16 exponentials with either. From these peaks, the last two columns compute
 # how many times as fast 8 bits would be if matmuls and exponentials took turns, and if they
 # overlapped perfectly. With head_dim 64 the exponentials take as long as 16-bit matmuls, so a
-# kernel that overlaps perfectly gains nothing.
+# kernel that overlaps perfectly would gain nothing. Ours gains, because it does not.
 
 # %%
 
@@ -1482,12 +1482,12 @@ lab.read(
 # ---------------------
 #
 # In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton
-# (:doc:`/chapters/attention_hopper`). Does it in FP8, too? We count what one of its two consumers
-# does for a tile of 64 queries and 128 keys with head_dim 128. Two matmuls are :math:`2 \cdot 2
-# \cdot 64 \cdot 128 \cdot 128` operations, for which an SM needs 1,024 cycles in 16 bits and 512
-# in 8. The :math:`64 \cdot 128` exponentials need 512 cycles in either. In 16 bits the matmuls
-# leave time for other instructions. In 8 bits **every other instruction counts**. So the kernel,
-# which is in :term:`Gluon`, saves what it can.
+# (:doc:`/chapters/attention_hopper`). Does it in FP8, too? We count what one of its two consumers,
+# the groups of warps that compute, does for a tile of 64 queries and 128 keys with head_dim 128.
+# Two matmuls are :math:`2 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, for which an SM needs
+# 1,024 cycles in 16 bits and 512 in 8. The :math:`64 \cdot 128` exponentials need 512 cycles in
+# either. So in 16 bits the matmuls leave time for other instructions, and in 8 bits **every other
+# instruction counts**. Therefore the kernel, in :term:`Gluon`, saves what it can.
 #
 # **Weights stay in their threads.** The second matmul can read weights from :term:`registers
 # <register>`, where they were made. But the result of a matmul and an 8-bit operand are spread over
