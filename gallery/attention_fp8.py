@@ -40,8 +40,8 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 #
 # Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
 # head_dim. They limit its speed, and run as matmuls on the :term:`matrix units <matrix unit>` of
-# each :term:`SM`. A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of
-# every row in each step: 16 numbers of 16 bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply
+# each :term:`SM`. A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes
+# of every row in each step: 16 numbers of 16 bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply
 # square matrices of size 8,192 in both.
 
 MATMUL = 8192
