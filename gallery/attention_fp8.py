@@ -102,8 +102,7 @@ lab.read(
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: it has no infinity,
-# and uses those patterns for numbers.
+# In PyTorch's name ``float8_e4m3fn`` the letters *fn* mean *finite, with NaN*: there is no infinity.
 
 # Folded: All 256 patterns counted, in both formats
 bits = torch.arange(256, dtype=torch.uint8)
@@ -325,8 +324,8 @@ lab.read(
 # be stored transposed.
 #
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
-# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16. The
-# kernel loads its tiles through a :term:`descriptor`.
+# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16, through
+# a :term:`descriptor`.
 
 # Measuring
 import triton
@@ -581,10 +580,10 @@ lab.source(fp8.add_values)
 # bit. Where all terms have the same sign, the sum grows, and each new term loses more of its low
 # bits.
 #
-# The remedy is called *promotion*: the matrix unit sums over one tile of keys only, starting from
-# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly
-# free, because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one
-# instruction as well. Grey is what a sum can hold; bits of the next term outside it are lost:
+# The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero, and
+# the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free, because
+# the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one instruction, too.
+# Grey is what a sum can hold; bits of the next term outside it are lost:
 
 
 # Drawing
@@ -836,10 +835,10 @@ lab.read(
 # ------------
 #
 # The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
-# kernel's fault. The yardstick is the *same rounding in float64*: ``reference.attention_fp8``
-# rounds the weights, tile by tile, and nothing else. Its error stands in the column "PyTorch's".
-# The kernel may err twice as much, because its result is rounded to 16 bits, too, and a weight may
-# fall on the other side of a boundary.
+# kernel's fault. The yardstick, in the column "PyTorch's", is the *same rounding in float64*:
+# ``reference.attention_fp8`` rounds the weights, tile by tile, and nothing else. The kernel may err
+# twice as much, because its result is rounded to 16 bits, too, and a weight may fall on the other
+# side of a boundary.
 #
 # Each head has a size of its own and is compared on its own, because a wrong head could hide behind
 # one whose values are larger. The name of an input lists batch, heads, heads of keys, queries, keys
@@ -1249,8 +1248,7 @@ lab.facts(
 #
 # In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. We
 # count the bytes first. No element can be rounded before the largest, the :term:`amax`, is known,
-# so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte: 5 bytes per
-# element, however long the sequence is.
+# so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte.
 #
 # A first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the tiles of
 # a head. The second scales and rounds, and writes V transposed, so that this takes no pass of its
@@ -1599,12 +1597,8 @@ lab.read(
 # %%
 # The order costs nothing, because the copy engine (:term:`TMA`) brings it. We describe the keys to
 # it as groups of four, so it can copy the first two keys of all groups of a tile, and then the last
-# two.
-#
-# **Promotion adds no instruction**, because ``acc * alpha + part``, where ``part`` is the sum of a
-# tile, is one multiply-add, where rescaling alone is one multiplication. **Weights wait in a
-# quarter of the registers**, because they are converted, four to a register, as soon as they are
-# made.
+# two. Weights are converted, four to a register, as soon as they are made, so they **wait in a
+# quarter of the registers**.
 #
 # .. dropdown:: The kernel whole
 #
@@ -1822,10 +1816,9 @@ lab.read(
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
 # many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
 # · length columns, whose rows are one length apart, and selects the tile of a head by its column.
-# The address is right, but the hardware that copies tiles also checks the bounds. Head :math:`h`
-# begins at column :math:`h D N`, which lies beyond the last column as soon as :math:`h \ge H / D`,
-# where :math:`H` is the number of heads. Such a head reads as zero. A few lines show it; they are
-# given the weights.
+# The address is right, but the hardware that copies tiles also checks the bounds. Of :math:`H`
+# heads, head :math:`h` begins at column :math:`h D N`, which is past the last one if :math:`h \ge
+# H / D`. Such a head reads as zero. A few lines show it, given the weights.
 
 
 @triton.jit
@@ -1899,12 +1892,10 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 # each head's truth, and make sure that zeros fail.
 #
 # **A register that nobody wrote.** With a single key, the kernel in Gluon gave rows of NaN, at
-# random, beside a right lse, so the scores were right, and the mistake came after them. Triton
-# makes a constant of an integer argument that is 1, here the number of keys. The compiler then
-# knows that all weights but one are equal, and keeps them in one register. In the :term:`SASS`,
-# an instruction that converts two weights read a register that nothing had written, because the
-# assembler, ptxas, compiles conversions of equal operands wrongly. The kernel now keeps Triton from
-# making the number of keys a constant.
+# random. Triton makes a constant of an integer argument that is 1, here the number of keys, so the
+# compiler knew that all weights but one are equal. The assembler, ptxas, compiled the conversion of
+# equal operands wrongly: in the :term:`SASS` it reads a register that nothing has written. The
+# kernel now keeps Triton from making the number of keys a constant.
 #
 # **A gradient.** There is none, and asking for it raises an error that says so.
 
