@@ -102,7 +102,7 @@ lab.read(
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 #
-# In PyTorch's name ``float8_e4m3fn`` the letters *fn* mean *finite, with NaN*: there is no infinity.
+# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: it has no infinity.
 
 # Folded: All 256 patterns counted, in both formats
 bits = torch.arange(256, dtype=torch.uint8)
@@ -324,8 +324,8 @@ lab.read(
 # be stored transposed.
 #
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
-# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16, through
-# a :term:`descriptor`.
+# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16,
+# through a :term:`descriptor`.
 
 # Measuring
 import triton
@@ -580,10 +580,10 @@ lab.source(fp8.add_values)
 # bit. Where all terms have the same sign, the sum grows, and each new term loses more of its low
 # bits.
 #
-# The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero, and
-# the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free, because
-# the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one instruction, too.
-# Grey is what a sum can hold; bits of the next term outside it are lost:
+# The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero,
+# and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free,
+# because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one
+# instruction, too. Grey is what a sum can hold; bits of the next term outside it are lost:
 
 
 # Drawing
