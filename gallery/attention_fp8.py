@@ -1036,8 +1036,8 @@ def in_all(operands, data, part="in all"):
 lab.read(
     f"With V alone in e4m3, the output is off by {in_all('V in e4m3', 'normal'):.1f} % on normal "
     f"data and {in_all('V in e4m3', 'outliers'):.1f} % with outliers, and with all operands by "
-    f"{in_all('all in e4m3', 'normal'):.1f} and {in_all('all in e4m3', 'outliers'):.1f} %. e5m2 is "
-    "worse in all, because its mantissa has one bit less. On normal data the kernel's own part is "
+    f"{in_all('all in e4m3', 'normal'):.1f} and {in_all('all in e4m3', 'outliers'):.1f} %. e5m2 "
+    "errs more, because its mantissa has one bit less. On normal data the kernel's own part is "
     f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} % wherever V has 8 bits, because it comes from "
     "rounding the weights."
 )
