@@ -1479,9 +1479,11 @@ lab.read(
 # Eight bits with roles
 # ---------------------
 #
-# In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton
-# (:doc:`/chapters/attention_hopper`). Does it in FP8, too? We count what one of its two consumers,
-# the groups of warps that compute, does for a tile of 64 queries and 128 keys with head_dim 128.
+# In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton. The next two
+# chapters, :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper`, build that
+# kernel, and this section is best read after them. Do roles win in FP8, too? We count what one of
+# its two consumers, the groups of warps that compute, does for a tile of 64 queries and 128 keys
+# with head_dim 128.
 # Two matmuls are :math:`2 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, for which an SM needs
 # 1,024 cycles in 16 bits and 512 in 8. The :math:`64 \cdot 128` exponentials need 512 cycles in
 # either. So in 16 bits the matmuls leave time for other instructions, and in 8 bits **every other
