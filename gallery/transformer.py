@@ -96,7 +96,7 @@ lab.source(decoder.Block)
 
 # %%
 # The model comes in five sizes, all with batches of 4; *large* has 36 layers. **A layer is four
-# matmuls, which we leave to cuBLAS, and between them the operators that we can replace.**
+# linear layers, whose matmuls we leave to cuBLAS, and between them operators that we can replace.**
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
@@ -789,10 +789,9 @@ in_norm = number(toy, "layer norm", "bfloat16")
 in_norm = in_norm if isinstance(in_norm, str) else f"{in_norm}"
 lab.read(
     f"Only what a matmul writes has 16 bits. Layer norm returns {in_norm}, and so does the loss, "
-    "because both reduce many numbers; the gradients have the dtype of their parameters. The "
-    "book's layer norm asks PyTorch for its rule and follows it. **Casts are the price of fast "
-    "matmuls: a tensor is cast wherever a matmul follows an operator in float32, and each weight "
-    "before its matmul.**"
+    "because both reduce many numbers. The book's layer norm follows the same rule. **Casts are "
+    "the price of fast matmuls: a tensor is cast wherever a matmul follows an operator in float32, "
+    "and each weight before its matmul.**"
 )
 
 # %%
@@ -1132,10 +1131,16 @@ lab.read(
     "tensors that live for one operation. At the end the gradients are released one by one, and "
     f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. Checkpointing lowers the peak "
     f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    f"forward pass. That is less than the {spared:.1f} GiB that the count promises, because the "
-    f"peak moves to the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as "
-    "well. **The memory goes to what forward keeps for backward; the largest of it are the tables "
-    "of attention, which alone grow with the square of the context.**"
+    "forward pass. **The memory goes to what forward keeps for backward; the largest of it are the "
+    "tables of attention, which alone grow with the square of the context.**"
+)
+
+# %%
+
+# Folded: Why does checkpointing save less than the count promises?
+lab.read(
+    f"By the count it saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
+    f"backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
@@ -1410,7 +1415,15 @@ lab.read(
         if times == times or not grid.rows
         else ""
     )
-    + "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
+    + " **Without the table, the memory of attention grows with the length and not with its "
+    "square, and most of its time is saved as well.**"
+)
+
+# %%
+
+# Folded: What runs out of memory at 65,536, on paper?
+lab.read(
+    "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
     f"{8 * 65536**2 * 2 / 2**30:.0f} GiB, and standard attention holds three at once: the scores, "
     "the masked scores and the weights. "
     + (
@@ -1425,8 +1438,6 @@ lab.read(
         if missing
         else "Here even these fit."
     )
-    + " **Without the table, the memory of attention grows with the length and not with its "
-    "square, and most of its time is saved as well.**"
 )
 
 # %%
@@ -1461,7 +1472,7 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# Times of two versions can be compared only if both compute the same. So first we compare the
+# Before we time the versions: do they compute the same? We compare the
 # gradient of every parameter of a small model with a float64 model, with dropout on and the same
 # masks. Eight times PyTorch's error is allowed, because a gradient has
 # passed several operators that each round differently.
@@ -2082,15 +2093,21 @@ lab.read(
     f"{change('step, ms', *last):+.1f} ms, because a call of the book's operators runs Python "
     "where PyTorch runs C++, and the GPU waits for it. **An eager step takes "
     f"{step('step, ms', 'SDPA'):.0f} ms with SDPA and {step('step, ms', '+ dropout'):.0f} with all "
-    "of the book's operators**, although its kernels run about as long. Compiled, the kernels run "
-    f"for {step('busy, ms', 'SDPA, compiled'):.1f} and {step('busy, ms', 'Kernel Book'):.1f} ms, "
-    f"and the GPU waits for another {waiting('SDPA, compiled'):.0f} and "
-    f"{waiting('Kernel Book'):.0f}. "
+    "of the book's operators**, although its kernels run about as long."
+)
+
+# %%
+
+# Folded: Does compiling shorten the wait?
+lab.read(
+    f"Compiled, the kernels run for {step('busy, ms', 'SDPA, compiled'):.1f} ms with SDPA and "
+    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, and the GPU waits for "
+    f"another {waiting('SDPA, compiled'):.0f} and {waiting('Kernel Book'):.0f}. "
     + (
         "Why our compiled step waits even longer than our eager one, we did not profile, and these "
-        "waits scatter widely, as the fold shows."
+        "waits scatter widely, as the next fold shows."
         if waiting("Kernel Book") > waiting("+ dropout")
-        else "These waits scatter widely, as the fold shows."
+        else "These waits scatter widely, as the next fold shows."
     )
 )
 
@@ -2411,10 +2428,9 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A model that is compiled again and again.** We compile the layer and not the model, because all
-# layers are alike. Were they different to the compiler, it would compile each of them and, after a
-# few, give up and run eagerly without an error. The measurement above therefore counts the
-# compilations and stops if there is more than one per version.
+# **A model that is compiled again and again.** We compile one layer for all. Were layers different
+# to the compiler, it would compile each and, after a few, run eagerly without an error. So the
+# measurement counts the compilations and stops if there is more than one per version.
 #
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. Training copies each new batch there first, with ``tokens.copy_(batch)``; a batch in
