@@ -19,7 +19,7 @@ left. What else the second assignment of the Stanford course CS336 asks, which t
 stands in folds whose titles are its questions.
 
 The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
-``KERNELBOOK_MODE=replay`` asks for on a smaller GPU. Counts, checks and exercises always run anew.
+``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -1530,8 +1530,7 @@ lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
 # Then we train both on the source of the package, in which a token is a byte. Both versions start
-# from the same parameters and see the same batches, but draw different masks. Three seeds show how
-# far apart runs of one version are.
+# from the same parameters and see the same batches, but draw different masks.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -2458,8 +2457,7 @@ lab.read(
     f"and {step('peak, GiB', finished):.0f} GiB.** The linear layers and AdamW, which no kernel of "
     f"this book changes, are {100 * remaining / step('busy, ms', 'Kernel Book'):.0f} % of its "
     "kernels. PyTorch with its own fused attention, compiled and as a graph, takes "
-    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms: such attention is what a model needs, whoever "
-    "wrote it."
+    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms."
 )
 
 # %%
