@@ -13,10 +13,13 @@ You will learn
 - what each operator of the book is worth in a whole model, eager, compiled and as a CUDA graph,
   beside PyTorch's own and its fused attention.
 
-The questions are those of the second assignment of the Stanford course CS336, which this book
-follows. The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded
-run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU. Counts, checks and exercises always
-run anew.
+We follow one step of one model, the size *large* at a context of 1,024. The clock, the profiler and
+the allocator tell what it costs; then we replace operators where it costs most, and see what is
+left. What else the second assignment of the Stanford course CS336 asks, which this book follows,
+stands in folds whose titles are its questions.
+
+The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
+``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -66,10 +69,11 @@ lab.start(
 )
 
 # %%
-# The model
-# ---------
+# The step we follow
+# ------------------
 #
-# A decoder reads tokens and predicts, at each position, the token that follows. Each token becomes
+# What does a training step compute? A decoder reads tokens and predicts, at each position, the
+# token that follows. Each token becomes
 # a vector of ``d_model`` numbers, called the *residual stream*, and each layer adds to it twice:
 # the output of attention, and the output of a feed-forward network.
 #
@@ -86,12 +90,13 @@ lab.start(
 lab.source(standard_attention)
 
 # %%
-# A layer holds its operators as attributes. That is all that we need to replace them.
+# A layer holds its operators as attributes, and that is all that we need to replace them.
 
 lab.source(decoder.Block)
 
 # %%
-# The model comes in five sizes, from *small* with 12 layers to *2.7B*, all with batches of 4.
+# The model comes in five sizes, all with batches of 4; *large* has 36 layers. **A layer is four
+# linear layers, whose matmuls we leave to cuBLAS, and between them operators that we can replace.**
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
@@ -145,13 +150,15 @@ lab.table(
 )
 
 # %%
-# How long is a step?
-# -------------------
+# How long a step takes
+# ---------------------
 #
-# A step has three passes: forward computes the loss, backward the gradients, and the optimiser
-# changes the parameters. ``Training`` holds them, and ``timed_step`` reads the clock after each,
-# when the GPU has finished.
+# How much time do these operators take together? A step has three passes: forward computes the
+# loss, backward the gradients, and the optimiser changes the parameters. We read the clock after
+# each pass, when the GPU has finished, and leave out the first five steps, because the first one
+# loads the kernels and asks the driver for memory.
 
+# Folded: How is a pass timed?
 lab.source(timed_step)
 
 # %%
@@ -188,11 +195,9 @@ def first_steps():
 first = lab.measure("Milliseconds of the first steps of a process", first_steps)
 
 # %%
-# How many steps must we leave out? Only a process that has not trained before can tell, so we start
-# one, time the first 15 steps of the size medium at a context of 256, leave out the first 0, 1, 2
-# or 5, and average the next ten.
 
-# Reading
+
+# Measuring
 nan = float("nan")
 
 
@@ -208,6 +213,9 @@ def ten_after(warmup, name):
     return (statistics.fmean(times), statistics.stdev(times)) if times else (nan, nan)
 
 
+# %%
+
+# Folded: How many steps of warm-up does a measurement need? The means of ten steps
 lab.table(
     [
         {"steps of warm-up": warmup}
@@ -223,12 +231,13 @@ lab.table(
 
 # %%
 
-# Reading
+# Folded: How many steps of warm-up does a measurement need? What the means say
 cold = number(first, "forward", 1)
 after_one, again = (ten_after(warmup, "forward") for warmup in (1, 5))
 lab.read(
-    f"The first forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first "
-    "called, sets up cuBLAS, and asks the driver for all of its memory. "
+    "Only a process that has not trained before can tell, so we start one for the size medium at a "
+    f"context of 256. Its first forward pass takes {cold:,.0f} ms, because it loads each kernel "
+    "when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
     + (
         "After a single step of warm-up the mean differs from that after five by less than single "
         "steps scatter, so one would do here."
@@ -236,12 +245,12 @@ lab.read(
         else "The second step still differs from those after it, so one step of warm-up is not "
         "enough."
     )
-    + " We leave out five in the table below, to be safe."
+    + " We leave out five, to be safe."
 )
 
 # %%
-# Now all sizes, at a context of 256, in float32 and under ``torch.autocast`` in bfloat16, to which
-# we come back below.
+# A first look takes all sizes, at a context of 256, in float32 and under ``torch.autocast`` in
+# bfloat16, to which we come back below.
 
 # Measuring
 torch_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -290,7 +299,7 @@ sizes = lab.measure("A step of every size, context 256", all_sizes)
 
 # %%
 
-# Folded: A step of every size
+# Folded: How long is a step of every size?
 lab.table(
     [
         {"size": row["size"], "dtype": row["dtype"]}
@@ -326,12 +335,13 @@ lab.read(
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
     f"forward {gain:.1f} times as fast at {largest}, but at {smallest} it takes {small_cast:.1f} "
     f"ms with autocast and {small:.1f} without, because kernels this short wait for the host, and "
-    "autocast gives the host casts to launch as well."
+    "autocast gives the host casts to launch as well. **Large models take the time of their "
+    "kernels, and small ones that of the host that launches them.**"
 )
 
 # %%
 
-# Folded: What the spread of the times says
+# Folded: How far are single steps apart, and why?
 lab.read(
     "The spread shows whether the host or the GPU sets the pace: the standard deviation of a "
     f"forward pass of {largest} is {scatter['float32']:.1f} % of the mean in float32, where the "
@@ -346,13 +356,13 @@ lab.read(
 )
 
 # %%
-# Where the time goes
-# -------------------
+# What the time is spent on
+# -------------------------
 #
-# The profiler of PyTorch notes every kernel that the GPU runs, when, and for which operation of the
-# host. We profile each pass of the size large at a context of 1,024 by itself. The name of a kernel
-# says from which template of PyTorch it comes, and not what it is for, so the figure groups the
-# kernels of a whole step by the operation that launched them.
+# The clock says how long a pass takes, and not for what. Which kernels take the time? PyTorch's
+# profiler notes every kernel that the GPU runs, when, and for which operation of the host. From
+# here on the model is *large* at a context of 1,024. The figure groups the kernels of a step by the
+# operation that launched them.
 
 
 # Measuring
@@ -527,7 +537,7 @@ lab.draw(
 # %%
 
 
-# Folded: The clock beside the profiler
+# Folded: Does the profiler agree with the clock? Both, pass by pass
 def profile_number(column, dtype, part):
     return number(profile_of, column, dtype, part)
 
@@ -584,14 +594,14 @@ lab.read(
     f"{in_step['bfloat16']:.0f} %, because the matrix units, which PyTorch does not use for "
     "float32 unless told to, make them "
     f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
-    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. **Kernels that are no matmul take "
-    f"{100 - in_step['bfloat16']:.0f} % of the time, and there the kernels of this book can "
-    "help.**"
+    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. Kernels that are no matmul take "
+    f"{100 - in_step['bfloat16']:.0f} % of the time, and only there can the kernels of this book "
+    "help."
 )
 
 # %%
 
-# Folded: Whether the profiler agrees with the clock
+# Folded: Does the profiler agree with the clock? The sums
 lab.read(
     "The kernels of the forward pass add up to "
     f"{100 * agreed['float32']:.0f} % of what the clock says in float32 and to "
@@ -605,7 +615,7 @@ lab.read(
 
 # %%
 
-# Folded: The kernels that take the most time, and those that are called most often
+# Folded: Which kernel takes the most time, and which is called most often?
 lab.table(
     [
         {
@@ -622,7 +632,7 @@ lab.table(
 
 # %%
 
-# Folded: The kernel that takes the most time, in forward and in backward
+# Folded: Is it the same kernel in forward and in backward?
 tops = {
     part: profile_number("most time", "float32", part)
     for part in ("forward", "backward")
@@ -660,11 +670,10 @@ lab.read(
 )
 
 # %%
-# **Softmax beside the matmuls of attention.** A row of scores costs :math:`2 T d` FLOPs in
-# :math:`q k^\top` and as many in the sum of values, for a context :math:`T` and a head size
-# :math:`d`, and softmax about five FLOPs per score, so :math:`5 T`.
+# Softmax shows what waiting for memory costs. Per score, the two matmuls of attention do
+# :math:`4 d` FLOPs for a head size :math:`d`, and softmax does about five.
 
-# Reading
+# Folded: How does softmax compare with the matmuls beside it, in FLOPs and in time?
 head = SIZES["large"].d_model // SIZES["large"].heads
 ranges = {
     dtype: {
@@ -714,13 +723,15 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    FLOPs do not predict the time of an operation that waits for memory; bytes do.
+#    In bfloat16 a step spends most of its time on operations that wait for memory. FLOPs do not
+#    predict the time of these; bytes do.
 #
-# Mixed precision
-# ---------------
+# Why there are casts
+# -------------------
 #
-# ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that suits it and leaves
-# the parameters in float32. The table shows which dtype each tensor has in a toy model: a linear
+# The largest of these groups only copies numbers from one dtype to another. Why does a step in
+# bfloat16 need that? ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that
+# suits it and leaves the parameters in float32. We look at the dtypes in a toy model: a linear
 # layer, ReLU, layer norm and a second linear layer.
 
 
@@ -778,23 +789,24 @@ in_norm = number(toy, "layer norm", "bfloat16")
 in_norm = in_norm if isinstance(in_norm, str) else f"{in_norm}"
 lab.read(
     f"Only what a matmul writes has 16 bits. Layer norm returns {in_norm}, and so does the loss, "
-    "because both reduce many numbers; the gradients have the dtype of their parameters. The "
-    "book's layer norm asks PyTorch for its rule and follows it."
+    "because both reduce many numbers. The book's layer norm follows the same rule. **Casts are "
+    "the price of fast matmuls: a tensor is cast wherever a matmul follows an operator in float32, "
+    "and each weight before its matmul.**"
 )
 
 # %%
-# **What is sensitive in layer norm?** In float16 the squares: a number above 256 has a square above
-# 65,504, the largest number of float16, so that the variance is infinite and the output zero.
-# bfloat16 has the exponents of float32, so that this begins only at :math:`10^{19}`. But it has 8
-# significant bits instead of 11, so the mean and the differences from it are known to two or three
-# digits. So layer norm in bfloat16 is safe from overflow and still wants its reductions in float32,
-# which autocast and the book's kernel give it.
+# .. dropdown:: What in layer norm is sensitive to 16 bits, and is it still in bfloat16?
 #
-# .. dropdown:: Layer norm in 16 bits, computed
+#    In float16 the squares: a number above 256 has a square above 65,504, the largest number of
+#    float16, so that the variance is infinite and the output zero. bfloat16 has the exponents of
+#    float32, so that this begins only at :math:`10^{19}`. But it has 8 significant bits instead of
+#    11, so the mean and the differences from it are known to two or three digits. So layer norm in
+#    bfloat16 is safe from overflow and still wants its reductions in float32, which autocast and
+#    the book's kernel give it.
 #
-#    We compute all of it in one dtype, and then only the input and the output in that dtype and the
-#    rest in float32. The input is rounded first, so that the error against float64 is layer norm's
-#    own.
+#    To see it, we compute all of it in one dtype, and then only the input and the output in that
+#    dtype and the rest in float32. The input is rounded first, so that the error against float64 is
+#    layer norm's own.
 
 
 # Measuring
@@ -840,16 +852,17 @@ assert (
 )
 # %%
 
-# Folded: The errors of layer norm in 16 bits
+# Folded: How large are the errors of layer norm in 16 bits?
 lab.table(
     rows, "Layer norm of 64 rows of 1,024 numbers, largest error over largest output"
 )
 
 # %%
-# Where the memory goes
-# ---------------------
+# What the memory is spent on
+# ---------------------------
 #
-# Backward needs some tensors of forward, so a step keeps them. We count what a layer keeps, for
+# Numbers of half the size should also need half of the memory. Do they? Backward needs some tensors
+# of forward, so a step keeps them. We count what a layer keeps, for
 # :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
 # :math:`B` batches, :math:`H` heads and a context of :math:`T`. In float32 it keeps
 #
@@ -865,7 +878,7 @@ lab.table(
 #
 #    4\,(8 N d + 2 N f + B H T^2) + 2 N d
 #
-# .. dropdown:: The count under autocast
+# .. dropdown:: What does mixed precision change in this count?
 #
 #    The inputs of the layer norms stay in float32 and most others have 2 bytes. But softmax
 #    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
@@ -944,7 +957,7 @@ memory = lab.measure("Memory of the size 2.7B", memory_by_context)
 
 # %%
 
-# Folded: The peaks of forward and of a step, by context
+# Folded: What is the peak of a forward pass and of a step, by context?
 memory
 
 # %%
@@ -984,16 +997,16 @@ lab.read(
 
 # %%
 
-# Folded: What a forward pass alone needs
+# Folded: What does a forward pass alone need?
 lab.read(
     f"A forward pass alone needs little beyond the parameters and AdamW's averages ({state:.1f} "
     f"GiB) and, under autocast, bfloat16 copies of the weights ({copies:.1f})."
 )
 
 # %%
-# **A timeline.** The allocator of PyTorch can record each allocation and its release. We sum them
-# up over one step of the size large at 1,024 in float32, as it is, and with :term:`checkpointing`,
-# where a layer keeps only its input and computes the rest again in backward.
+# When does the step hold that much? PyTorch's allocator can record each allocation and its release.
+# We sum them up over one step in float32, as it is, and with :term:`checkpointing`, where a layer
+# keeps only its input and computes the rest again in backward.
 
 
 # Measuring
@@ -1118,9 +1131,16 @@ lab.read(
     "tensors that live for one operation. At the end the gradients are released one by one, and "
     f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. Checkpointing lowers the peak "
     f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    f"forward pass. That is less than the {spared:.1f} GiB that the count promises, because the "
-    f"peak moves to the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as "
-    "well."
+    "forward pass. **The memory goes to what forward keeps for backward; the largest of it are the "
+    "tables of attention, which alone grow with the square of the context.**"
+)
+
+# %%
+
+# Folded: Why does checkpointing save less than the count promises?
+lab.read(
+    f"By the count it saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
+    f"backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
 )
 
 # %%
@@ -1164,12 +1184,12 @@ allocations = lab.measure(
 
 # %%
 
-# Folded: The largest allocations, by line
+# Folded: How large are they, and how often are they allocated?
 allocations
 
 # %%
 
-# Folded: The largest tensors, on paper
+# Folded: How large should they be, on paper?
 size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
@@ -1187,13 +1207,14 @@ lab.read(
 )
 
 # %%
-# Attention by itself
-# -------------------
+# Attention without the table
+# ---------------------------
 #
-# The tables of scores fill the memory. How do the time and the memory of attention grow with the
-# length, and what remains if the table never exists? We take a batch of 8 with one head, in
-# bfloat16 and with a causal mask. *PyTorch* is the formula, and ``torch.compile`` compiles it once
-# for all lengths. What attention *holds* is what forward keeps for backward beside q, k and v.
+# The tables cost a step both memory and time. What remains of either if the table never exists, as
+# :doc:`in the book's attention </chapters/attention_forward>`? We take attention by itself, a batch
+# of 8 with one head, in bfloat16 and with a causal mask. *PyTorch* is the formula, and
+# ``torch.compile`` compiles it once for all lengths. What attention *holds* is what forward keeps
+# for backward beside q, k and v.
 
 ours = partial(attention, is_causal=True)
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -1332,7 +1353,7 @@ grid = lab.measure(
 
 # %%
 
-# Folded: The whole grid, for head sizes of 16 to 128
+# Folded: How is it for head sizes of 16 to 128, forward and backward apart?
 grid
 
 # %%
@@ -1394,7 +1415,15 @@ lab.read(
         if times == times or not grid.rows
         else ""
     )
-    + "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
+    + " **Without the table, the memory of attention grows with the length and not with its "
+    "square, and most of its time is saved as well.**"
+)
+
+# %%
+
+# Folded: What runs out of memory at 65,536, on paper?
+lab.read(
+    "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
     f"{8 * 65536**2 * 2 / 2**30:.0f} GiB, and standard attention holds three at once: the scores, "
     "the masked scores and the weights. "
     + (
@@ -1412,12 +1441,12 @@ lab.read(
 )
 
 # %%
-# The book's operators
-# --------------------
+# The book's operators in the model
+# ---------------------------------
 #
-# Now we replace PyTorch's operators by the book's, one after the other. Each line of ``EAGER`` adds
-# one operator to the line before. *SDPA* is PyTorch with its own fused attention, and with the
-# backend that is the fastest at this shape, flash or cuDNN.
+# What is that worth in the model? We replace PyTorch's operators by the book's, one after the
+# other. Each line of ``EAGER`` adds one operator to the line before. *SDPA* is PyTorch with its own
+# fused attention, and with the backend that is the fastest at this shape, flash or cuDNN.
 
 EAGER = {
     "PyTorch": decoder.PYTORCH,
@@ -1443,8 +1472,9 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# First we compare the gradient of every parameter of a small model with a float64 model, with
-# dropout on and the same masks. Eight times PyTorch's error is allowed, because a gradient has
+# Before we time the versions: do they compute the same? We compare the
+# gradient of every parameter of a small model with a float64 model, with dropout on and the same
+# masks. Eight times PyTorch's error is allowed, because a gradient has
 # passed several operators that each round differently.
 
 
@@ -1500,8 +1530,7 @@ lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
 # Then we train both on the source of the package, in which a token is a byte. Both versions start
-# from the same parameters and see the same batches, but draw different masks. Three seeds show how
-# far apart runs of one version are.
+# from the same parameters and see the same batches, but draw different masks.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1608,18 +1637,18 @@ lab.read(
     f"{abs(difference):.3f}. Seeds of one version are up to {max(reach.values()):.3f} apart, so "
     "the difference is "
     + (
-        "within what a seed changes."
+        "within what a seed changes. **By gradients and by losses it is the same model.**"
         if abs(difference) <= max(reach.values())
         else "larger than what a seed changes, and needs an explanation that we do not have."
     )
 )
 
 # %%
-# One layer
-# ---------
+# What they change in a layer
+# ---------------------------
 #
-# What is each operator worth on the GPU alone? We time forward and backward of one layer under
-# autocast, without the host. 100 % is the speed of a matmul.
+# How much faster is each operator, on the GPU alone? We time forward and backward of one layer
+# under autocast, without the host. 100 % is the speed of a matmul.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -1715,10 +1744,13 @@ def layer_ms(name):
 
 
 gain = layer_ms("PyTorch") / layer_ms("+ dropout")
+saved = layer_ms("PyTorch") - layer_ms("+ dropout")
+by_attention = layer_ms("+ softmax") - layer_ms("+ attention")
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
-    f"Eager, the book's operators make the layer {gain:.2f} times as fast, and attention alone "
-    f"takes it from {layer_ms('+ softmax'):.2f} ms to {layer_ms('+ attention'):.2f}. Compiled, it "
+    f"Eager, the book's operators make the layer {gain:.2f} times as fast: **of the {saved:.2f} ms "
+    f"that they save, attention saves {by_attention:.2f}**, because it keeps the table of scores "
+    "off the memory. Compiled, the layer "
     f"takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA, "
     f"{layer_ms('attention, compiled'):.2f} with the book's attention, and "
     f"{layer_ms('Kernel Book'):.2f} with all of the book's operators"
@@ -1733,14 +1765,13 @@ lab.read(
 )
 
 # %%
-# The whole step
-# --------------
+# What they change in a step
+# --------------------------
 #
 # A model adds the :term:`host`, the embeddings, the loss and the optimiser. Does a step gain what
 # its layers gain? The versions take turns, and a bar is the median of eight steps. Its solid part
 # is the time in which a profile of the step finds a kernel on the GPU; in the faint part the GPU
-# waits for the host. The last two versions are CUDA graphs, which the next section explains, and in
-# which nothing waits for the host.
+# waits for the host. The last two versions are CUDA graphs, which the next section explains.
 
 # Measuring
 from contextlib import suppress
@@ -2027,24 +2058,55 @@ def waiting(version):
 
 
 last = "+ attention", "+ dropout"
+lab.table(
+    [
+        {"version": name}
+        | {kind: shown(step(f"{kind}, ms", name)) for kind in KINDS}
+        | {"all kernels": shown(step("busy, ms", name))}
+        for name in ("PyTorch", "+ softmax", "+ attention", "+ dropout", "SDPA")
+    ]
+    if steps.rows
+    else [],
+    "Milliseconds of the kernels of an eager step, by kind",
+)
+
+# %%
+
+# Reading
+untouched = sum(step(f"{kind}, ms", "+ dropout") for kind in ("linear layers", "AdamW"))
 lab.read(
-    "Eager, the book's attention takes the kernels of a step from "
-    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f} and the peak "
-    f"of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
-    f"{step('peak, GiB', '+ attention'):.0f}, because it keeps no table of weights. Layer norm and "
-    f"dropout then change the time of the kernels by {change('busy, ms', *last):+.1f} ms, but that "
-    f"of the step by {change('step, ms', *last):+.1f}, because a call of the book's operators runs "
-    "Python where PyTorch runs C++, and the GPU waits for it. **An eager step takes "
+    'The kernels gain what those of a layer gain. Most of it comes from what stands "between" '
+    "matmuls, attention and AdamW, because the book's attention does the scaling, the mask and the "
+    "casts of the scores itself, within one kernel. It also lowers the peak of the memory "
+    f"from {step('peak, GiB', '+ softmax'):.0f} GiB to "
+    f"{step('peak, GiB', '+ attention'):.0f}. Layer norm and dropout change the kernels by only "
+    f"{change('busy, ms', *last):+.1f} ms. **The linear layers and AdamW stay as they are, and are "
+    f"{100 * untouched / step('busy, ms', '+ dropout'):.0f} % of what is left.**"
+)
+
+# %%
+
+# Reading
+lab.read(
+    "The step does not follow its kernels. Layer norm and dropout change it by "
+    f"{change('step, ms', *last):+.1f} ms, because a call of the book's operators runs Python "
+    "where PyTorch runs C++, and the GPU waits for it. **An eager step takes "
     f"{step('step, ms', 'SDPA'):.0f} ms with SDPA and {step('step, ms', '+ dropout'):.0f} with all "
-    f"of the book's operators**, while its kernels run for {step('busy, ms', 'SDPA'):.1f} ms and "
-    f"{step('busy, ms', '+ dropout'):.1f}. Compiled, the kernels run for "
-    f"{step('busy, ms', 'SDPA, compiled'):.1f} and {step('busy, ms', 'Kernel Book'):.1f} ms, and "
-    f"the GPU waits for another {waiting('SDPA, compiled'):.0f} and {waiting('Kernel Book'):.0f}. "
+    "of the book's operators**, although its kernels run about as long."
+)
+
+# %%
+
+# Folded: Does compiling shorten the wait?
+lab.read(
+    f"Compiled, the kernels run for {step('busy, ms', 'SDPA, compiled'):.1f} ms with SDPA and "
+    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, and the GPU waits for "
+    f"another {waiting('SDPA, compiled'):.0f} and {waiting('Kernel Book'):.0f}. "
     + (
         "Why our compiled step waits even longer than our eager one, we did not profile, and these "
-        "waits scatter widely, as the fold shows."
+        "waits scatter widely, as the next fold shows."
         if waiting("Kernel Book") > waiting("+ dropout")
-        else "These waits scatter widely, as the fold shows."
+        else "These waits scatter widely, as the next fold shows."
     )
 )
 
@@ -2056,7 +2118,7 @@ lab.read(
 
 # %%
 
-# Folded: The steps in numbers, and their kernels by kind
+# Folded: What are the numbers of all versions?
 lab.table(
     [
         {
@@ -2072,16 +2134,17 @@ lab.table(
 )
 
 # %%
-# The host removed
-# ----------------
+# What is left without the host
+# -----------------------------
 #
-# A :term:`CUDA graph` records the launches of a step once and hands all of them to the GPU in one
-# call, so that what remains is the time of the kernels. We capture the whole step: forward,
-# backward and optimiser. Dropout still draws new masks, because its seeds come from the GPU's
-# generator, which moves on with each replay. The race is run for more models, with SDPA and with
-# the book's operators, both compiled; at 16,384 the batch is a single sequence.
+# How long is a step in which the GPU waits for nobody? A :term:`CUDA graph` records the launches of
+# a step once and hands all of them to the GPU in one call, so that what remains is the time of the
+# kernels. We capture the whole step: forward, backward and optimiser. Dropout still draws new
+# masks, because its seeds come from the GPU's generator, which moves on with each replay. We add
+# more models, with SDPA and with the book's operators, both compiled; at 16,384 the batch is a
+# single sequence.
 
-# Folded: How a step is captured
+# Folded: How is a step captured?
 lab.source(decoder.captured)
 
 # %%
@@ -2233,8 +2296,8 @@ lab.read(
 # .. dropdown:: Where do the two differ?
 #
 #    The table adds up the kernels of a profiled step in four kinds, first with SDPA and then with
-#    the book's operators. *Between* is all that is neither a matmul of a linear layer, nor
-#    attention, nor AdamW: layer norm, dropout, GELU, additions, casts, the loss. A profile takes
+#    the book's operators. *Between* are layer norm, dropout, GELU, additions, casts and the loss. A
+#    profile takes
 #    single steps, while those of the race follow each other without a pause, and under such a load
 #    :doc:`a GPU lowers its clocks </chapters/measuring>`. So the kernels show where the two differ,
 #    and the last column repeats by how much.
@@ -2243,7 +2306,7 @@ lab.read(
 # %%
 
 
-# Folded: The kernels of a step by kind, with SDPA and with the book's operators
+# Folded: In which kind of kernels do they differ?
 def pair_of(rows, column):
     return [rows[name][column] for name in without]
 
@@ -2261,7 +2324,7 @@ lab.table(
 
 # %%
 
-# Folded: The kernels that take most
+# Folded: Which kernels take most?
 longest_of = lab.measure(
     "The kernels that take most in a compiled step", lambda: list(longest_kernels)
 )
@@ -2270,7 +2333,7 @@ longest_of
 # %%
 
 
-# Folded: What the kinds of kernels say
+# Folded: Why do they differ there?
 def more_of(kind, model, scaled=False):
     """By how many milliseconds the book's kernels of a kind run longer than those with SDPA.
 
@@ -2364,10 +2427,9 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A model that is compiled again and again.** We compile the layer and not the model, because all
-# layers are alike. Were they different to the compiler, it would compile each of them and, after a
-# few, give up and run eagerly without an error. The measurement above therefore counts the
-# compilations and stops if there is more than one per version.
+# **A model that is compiled again and again.** We compile one layer for all. Were layers different
+# to the compiler, it would compile each and, after a few, run eagerly without an error. So the
+# measurement counts the compilations and stops if there is more than one per version.
 #
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. Training copies each new batch there first, with ``tokens.copy_(batch)``; a batch in
@@ -2377,12 +2439,28 @@ for dtype in (torch.float32, torch.bfloat16):
 # In short
 # --------
 #
-# In bfloat16 most of a training step is no matmul, and operators that move fewer bytes shorten just
-# that part. Fused attention saves the most, in time and in memory, because no table of scores is
-# kept. Once the kernels are fast the host decides, and with the book's operators it needs longer
-# than with PyTorch's, but a CUDA graph removes it from the step. As a graph, a compiled step takes
-# about as long with the book's operators as with SDPA.
-#
+# Where did the time and the memory of our step go, and what did the book's operators save?
+
+# Reading
+finished = "Kernel Book, CUDA graph"
+remaining = sum(
+    step(f"{kind}, ms", "Kernel Book") for kind in ("linear layers", "AdamW")
+)
+lab.read(
+    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
+    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. The linear layers were only "
+    f"{step('linear layers, ms', 'PyTorch'):.0f} of the {step('busy, ms', 'PyTorch'):.0f} ms of "
+    "its kernels; most of the others moved bytes, and the tables of attention took half of the "
+    "memory. Attention without a table removed most of both, and our layer norm and dropout added "
+    "little. Then the host decided: with the book's operators it needs longer than with PyTorch's, "
+    f"but a CUDA graph removes it. **What is left is a step of {step('step, ms', finished):.0f} ms "
+    f"and {step('peak, GiB', finished):.0f} GiB.** The linear layers and AdamW, which no kernel of "
+    f"this book changes, are {100 * remaining / step('busy, ms', 'Kernel Book'):.0f} % of its "
+    "kernels. PyTorch with its own fused attention, compiled and as a graph, takes "
+    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms."
+)
+
+# %%
 # Exercises
 # ---------
 #
