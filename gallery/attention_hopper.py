@@ -130,10 +130,9 @@ lab.sketch(
 #    Give each warp a role, and let every consumer issue its matmuls before it computes the
 #    exponentials that they do not need.
 #
-# The means are those of :doc:`/chapters/warps_with_roles`: a *loader* :term:`warp` that fills rings
-# of tiles; two *consumers*, each a :term:`warpgroup` with its own 64 queries; ``full`` and
-# ``empty`` :term:`barriers <mbarrier>` for each slot of a ring; and registers that the loader hands
-# over to the consumers.
+# As in :doc:`/chapters/warps_with_roles`, a *loader* :term:`warp` fills rings of tiles, and two
+# *consumers*, each a :term:`warpgroup` with 64 queries of its own, compute. Each slot of a ring has
+# a ``full`` and an ``empty`` :term:`barrier <mbarrier>`.
 
 # %%
 # The order of the loop
@@ -190,9 +189,9 @@ def drawn_loops(axes):
 lab.sketch(
     "One consumer, head_dim 128: in order, and one tile ahead",
     "Bars over time. In order, the scores of a tile, its exponentials and its sum follow each "
-    "other, 512 cycles each, so a tile takes 1,536. One tile ahead, the sum of the tile before runs "
-    "while the exponentials of this tile are computed, so a tile takes 1,024 and the matmul units never "
-    "wait.",
+    "other, 512 cycles each, so a tile takes 1,536. One tile ahead, the sum of the tile before "
+    "runs during the exponentials of this one, so from the second tile on a tile takes 1,024 and "
+    "the matmul units never wait.",
     drawn_loops,
     height=3,
 )
@@ -281,8 +280,8 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 #
 # As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch on
 # and shows its piece of the kernel. It takes only lengths that 128 divides. Its calls of ``_stamp``
-# write the timeline that a later section draws, and are compiled away unless ``TRACE`` is set. Skip
-# them in the fold; the listings of the rungs leave them out.
+# write the timeline that a later section draws. Skip them in the fold; the listings of the rungs
+# leave them out, and so the switches of later rungs.
 
 # Whole
 import triton
@@ -758,8 +757,8 @@ lab.ladder(
 )
 
 # %%
-# Each of the six bars after the first has a section below, which says what we expected of the
-# change, what was measured, and what follows. The last three share the section after them.
+# Each of the six bars after the first has a section below: what we expected, what was measured, and
+# what follows. The last three share one.
 
 
 # Measuring
@@ -950,7 +949,7 @@ lab.read(
 #    :pyobject: _ahead
 #    :start-at: s = gl.zeros
 #    :end-before: return acc
-#    :lines: 1-7, 9-11, 13-21, 23-24, 26-27
+#    :lines: 1-5, 9-11, 13-14, 18-19, 23-24, 26-27
 #    :dedent:
 
 # Reading
@@ -976,8 +975,16 @@ lab.read(
 # **Expected:** the rest of the gain, once the exponentials do stand before the wait for the sum.
 # The assembler may move a wait, as long as every result is used after it, but it does not move an
 # instruction across a branch. We have one at hand: the next iteration must wait for its keys
-# anyway, and a wait for a barrier is a loop that tries and branches back. With ``BRANCH`` that wait
-# stands between the exponentials and the wait for the sum, so they have to stay above it.
+# anyway, and a wait for a barrier is a loop that tries and branches back. It goes between the
+# exponentials and the wait for the sum, so they have to stay above it:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _ahead
+#    :start-at: # -- rescale
+#    :end-before: return acc
+#    :lines: 1-3, 5
+#    :dedent:
 
 # Reading
 lab.read(
@@ -1136,6 +1143,19 @@ lab.table(
 # Reading
 third = max(gain("three stages", mask, last) for mask in ("full", "causal"))
 lab.read(
+    f"With a causal mask, persistence alone "
+    f"{verdict(gain('persistent', 'causal', 'a program per tile'))}, because some programs get "
+    "more work than others, and with tiles in pairs it "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. "
+    "**So** the kernel reaches "
+    f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
+)
+
+# %%
+
+# Folded: Three stages, and equal registers
+lab.read(
     "A third stage "
     + (
         "gains nothing, so the loader is not late with two. "
@@ -1145,13 +1165,7 @@ lab.read(
     + "With equal registers the assembler, short of them, puts "
     f"{compiled_to('equal registers', 'waits for them')} waits after "
     f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions, and the kernel "
-    f"{verdict(gain('equal registers', 'full', last))} without a mask. With a causal one, "
-    f"persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
-    "because some programs get more work than others, and with tiles in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. "
-    "**So** the kernel reaches "
-    f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
-    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
+    f"{verdict(gain('equal registers', 'full', last))} without a mask."
 )
 
 # %%
@@ -1464,12 +1478,13 @@ lab.table(
 #       :pyobject: attention_hopper_fwd_kernel
 
 # %%
-# **Which kernel runs?** By default, ``backend="auto"``, the package runs the Gluon kernel if it can
-# compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it
-# was measured to be the faster one for this head_dim, mask and number of keys. Else it runs plain
-# Triton, which ``backend="triton"`` asks for. The fold shows the choice for some GPUs and inputs.
-# Gradients and FP8 are chosen in the same way, each by what was measured for them; decoding and
-# packed sequences are always plain Triton.
+# .. dropdown:: Which kernel runs by default
+#
+#    With ``backend="auto"``, the package runs the Gluon kernel if it can compute this at all, for
+#    which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it was measured to be the
+#    faster one for this head_dim, mask and number of keys. Else it runs plain Triton, which
+#    ``backend="triton"`` asks for. Gradients and FP8 are chosen in the same way, each by what was
+#    measured for them; decoding and packed sequences are always plain Triton.
 
 
 # Measuring
@@ -1509,10 +1524,14 @@ lab.table(
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse, the logarithm of each query's sum, may err
-# by 24 times the rounding to float32, because where a query sees few keys it is hardly more than a
-# score, whose products the matmul units add up with truncation. Without a Hopper GPU, the loop in
-# PyTorch stands in for the kernel, and its rows say so.
+# length, grouped heads, causal masks and windows. Without a Hopper GPU, the loop in PyTorch stands
+# in for the kernel, and its rows say so.
+#
+# .. dropdown:: Why lse may err by more
+#
+#    lse, the logarithm of each query's sum, may err by 24 times the rounding to float32, because
+#    where a query sees few keys it is hardly more than a score, whose products the matmul units add
+#    up with truncation.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1559,11 +1578,9 @@ def case_of_kernel(sizes, dtype, mask):
 lab.check("The package's kernel", every_case())
 
 # %%
-# If a barrier is missing, roles that run side by side can be right a thousand times and wrong once.
-# So the folds hold three more experiments: whether the result agrees with plain Triton's, which has
-# no roles; whether repeated launches give the same bits, because a race would show there first; and
-# whether a long series of random shapes comes to its end, because a role that waits at a barrier
-# where nobody arrives waits for ever.
+# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds hold
+# three more experiments: agreement with plain Triton, which has no roles; repeated launches, which
+# must give the same bits; and a long series of random shapes, which must come to its end.
 
 
 # Measuring
@@ -1843,8 +1860,6 @@ lab.read(
 )
 
 # %%
-# At short lengths, what is done once per tile of queries takes its share, too: to find its place,
-# to load it, to write its output.
 
 
 # Folded: What the start of a tile costs
@@ -1918,12 +1933,9 @@ assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
 lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
-# **To trust the order of the source.** In rung 2, the source says "issue, weigh, wait", and the
-# machine code says "issue, wait, weigh". The result is right either way.
-#
-# **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
-# take part: 256, those of one consumer that waits and one that arrives. With 128, a consumer would
-# not wait at all. With 384, two consumers would wait for a third for ever.
+# **To count the wrong threads at a named barrier.** For turns it is told 256 threads, those of one
+# consumer that waits and one that arrives. With 128, a consumer would not wait at all. With 384, two
+# consumers would wait for a third for ever.
 
 # %%
 # In short
@@ -1939,23 +1951,7 @@ lab.table(rows, "Error of the whole, relative to its size")
 # Exercises
 # ---------
 #
-# **1. Head sizes.** Which share of the speed of the matmul units can a kernel reach at head_dim
-# 64, 128 and 256, if its exponentials overlap with matmuls fully, and if not at all?
-
-# %%
-
-# Solution: head sizes
-rows = []
-for head_dim in (64, 128, 256):
-    matmuls, exponentials = cycles(head_dim)
-    apart, at_once = matmuls + exponentials, max(matmuls, exponentials)
-    row = {"head_dim": head_dim, "in turn": f"{100 * matmuls / apart:.0f} %"}
-    rows.append(row | {"at once": f"{100 * matmuls / at_once:.0f} %"})
-assert [row["in turn"] for row in rows] == ["50 %", "67 %", "80 %"]
-lab.table(rows, "Share of the matmul units at work")
-
-# %%
-# **2. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
+# **1. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
 # bits, if a program keeps 64 queries for each consumer and, with them, a buffer of the same size
 # for its output?
 
@@ -1971,10 +1967,7 @@ assert [row["fits"] for row in rows] == ["yes", "no", "no", "yes"]
 lab.table(rows, "Shared memory of a program")
 
 # %%
-# The third does not fit with a buffer of its own for the output, which is what persistence costs:
-# a kernel with one program per tile may write its output where its queries were.
-#
-# **3. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
+# **2. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
 # iteration a consumer needs the units for 512 cycles for its scores, weighs for :math:`w` cycles
 # without them, and needs them for another 512 cycles for its sum. Simulate the two for :math:`w` of
 # 512, 1,024 and 1,536. When are the matmul units always at work?
@@ -2003,14 +1996,6 @@ rows = [
 assert rows[0]["matmul units at work"] == "100 %"
 assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
-
-# %%
-# So two consumers in order would be enough, if weighing took no longer than the other's matmuls,
-# which are 1,024 cycles. On the timeline it takes longer, so the loop issues scores ahead.
-
-# %%
-# The warps of the backward pass have roles, too, where ``attention`` computes the gradients in
-# Gluon, by the kernel of ``kernelbook.ops.hopper.backward``.
 
 # %%
 # References
