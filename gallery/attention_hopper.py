@@ -996,8 +996,8 @@ lab.read(
         if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
         else ". "
     )
-    + "We leave the branch in for the rungs to come, and ask again at the last one, where to take "
-    f"it out {verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
+    + "At the last rung, to take the branch out "
+    f"{verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
     f"{verdict(gain('without the branch', 'causal', 'turns'))} with a causal one"
     + (
         ". **So** with two consumers the order within one matters little: while one waits, the "
@@ -1415,9 +1415,7 @@ lab.read(
     + f"Half of them, {others / 2:,.0f} cycles, belong to one consumer, but on the timeline it "
     f"weighs for {weighing:,.0f}, so the matmul units wait for the consumers. One reason is that "
     f"for {100 * contended:.0f} % of that time the other weighs, too, on the same units. **The "
-    "open question** is what else delays it: the stamps show how long it takes, and not why. At "
-    "head_dim 64 the matmuls are half as long and these instructions nearly the same, so there the "
-    "consumers set the pace even more."
+    "open question** is what else delays it: the stamps show how long it takes, and not why."
 )
 
 # %%
@@ -1426,8 +1424,7 @@ lab.read(
 #
 # The package's kernel, ``attention(..., backend="gluon")``, is the last rung for any length,
 # windows and grouped heads, and persistent with tiles in pairs where that was measured to be
-# faster. At head_dim 64, ``acc`` is half as large, so a thread needs fewer registers, and three
-# consumers can share an SM.
+# faster.
 
 # %%
 
@@ -1674,8 +1671,8 @@ lab.read(
 #
 # We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
 # 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
-# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
-# gets who names no backend, so its line lies on that of one of our two kernels.
+# FlashAttention. "Kernel Book" is what a caller gets who names no backend, so its line lies on that
+# of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1844,8 +1841,9 @@ lab.read(
         else ""
     )
     + (
-        "For head_dim 64 the page has no timeline; by the count of instructions the consumers set "
-        "the pace there, too, which does not explain why plain Triton wins where it does. "
+        "For head_dim 64 the page has no timeline. There the matmuls are half as long beside the "
+        "same exponentials, so the consumers set the pace even more, which does not explain why "
+        "plain Triton wins where it does. "
         if any(row["head_dim"] == 64 for row in [*behind, *slower])
         else ""
     )
@@ -1907,7 +1905,7 @@ lab.read(
     "mask and length, so keep both and let a measurement choose, as the package does. **Do not** "
     "write it when the kernel waits for memory, when one kind of work fills it (as in the matmul "
     "of the chapter before, where roles gain nothing over `tl.dot`), or when it must run on other "
-    "GPUs. And climb plain Triton's own ladder first, because each of its rungs costs less."
+    "GPUs."
     if speed.rows
     else f"{nan}"
 )
