@@ -8,7 +8,7 @@ that worth?*
 
 This is an investigation rather than a climb, because half of our changes gain little or nothing. It
 ends with two gains: from the order of a loop's work, and from the order of the tiles. Beside them
-stand one surprise, that the assembler undoes a part of our order and to force it gains nothing, and
+stand one surprise, that the assembler undoes a part of our order and to force it hardly pays, and
 one open question: why does a consumer need more cycles for its exponentials than its instructions
 account for?
 
@@ -996,7 +996,7 @@ lab.read(
         if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
         else ". "
     )
-    + "At the last rung, to take the branch out "
+    + "The last rung keeps the branch; to take it out there "
     f"{verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
     f"{verdict(gain('without the branch', 'causal', 'turns'))} with a causal one"
     + (
@@ -1932,8 +1932,8 @@ lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
 # **To count the wrong threads at a named barrier.** For turns it is told 256 threads, those of one
-# consumer that waits and one that arrives. With 128, a consumer would not wait at all. With 384, two
-# consumers would wait for a third for ever.
+# consumer that waits and one that arrives. With 128, a consumer would not wait at all. With 384,
+# two consumers would wait for a third for ever.
 
 # %%
 # In short
@@ -1942,7 +1942,7 @@ lab.table(rows, "Error of the whole, relative to its size")
 # - **Two gains.** Scores one tile ahead, with weights and sums that stay in their threads; and one
 #   program per SM that takes its tiles in pairs, a long one and a short one.
 # - **One surprise.** Roles let us write an order, but the assembler compiles another. To force ours
-#   gains nothing, and neither do turns, because two consumers fill each other's gaps anyway.
+#   hardly pays, and turns do not, because two consumers fill each other's gaps anyway.
 # - **One open question.** A consumer weighs a tile for longer than its instructions account for,
 #   and than the matmuls of the other can fill. What is left to gain lies there.
 #
