@@ -6,12 +6,19 @@ In the book's kernel in plain Triton, matmuls and exponentials overlap only by c
 nothing keeps them in step. *How do warps with roles make them overlap, and what is each step to
 that worth?*
 
+This is an investigation rather than a climb, because half of our changes gain little or nothing. It
+ends with two gains: from the order of a loop's work, and from the order of the tiles. Beside them
+stand one surprise, that the assembler undoes a part of our order and to force it hardly pays, and
+one open question: why does a consumer need more cycles for its exponentials than its instructions
+account for?
+
 You will learn
 
 - in which order a loop must issue its work so that matmuls and exponentials run at once;
 - what each change from two roles to the finished kernel gains, and how to see in the machine code
   (:term:`SASS`), or on a timeline of the :term:`SM`, who waits for whom;
-- how the kernel compares with plain Triton and the fastest libraries, and where it is behind.
+- how the kernel compares with plain Triton and the fastest libraries, and when it pays to write one
+  in this way.
 
 The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
 H200). Elsewhere this page computes the order of the loop in PyTorch, and shows the checks and times
@@ -123,10 +130,9 @@ lab.sketch(
 #    Give each warp a role, and let every consumer issue its matmuls before it computes the
 #    exponentials that they do not need.
 #
-# The means are those of :doc:`/chapters/warps_with_roles`: a *loader* :term:`warp` that fills rings
-# of tiles; two *consumers*, each a :term:`warpgroup` with its own 64 queries; ``full`` and
-# ``empty`` :term:`barriers <mbarrier>` for each slot of a ring; and registers that the loader hands
-# over to the consumers.
+# As in :doc:`/chapters/warps_with_roles`, a *loader* :term:`warp` fills rings of tiles, and two
+# *consumers*, each a :term:`warpgroup` with 64 queries of its own, compute. Each slot of a ring has
+# a ``full`` and an ``empty`` :term:`barrier <mbarrier>`.
 
 # %%
 # The order of the loop
@@ -144,6 +150,53 @@ lab.sketch(
 #    :math:`p_i = e^{s_i - m_i}`, while the sum is computed,
 # 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
 #
+# The picture counts the cycles of one consumer, with 64 queries, at full rates.
+
+
+# Drawing
+def drawn_loops(axes):
+    half, exponentials = cycles(128, rows=64)[0] / 2, cycles(128, rows=64)[1]
+    shown = 2.45 * (2 * half + exponentials)
+    orders = {
+        "in order": (0, half + exponentials, half, 2 * half + exponentials, 0),
+        "one tile ahead": (0, half, half, 2 * half, 1),
+    }
+    for row, (begin, of_sum, weighs, period, behind) in enumerate(orders.values()):
+        for i in range(6):
+            for lane, start, width, ink, label in (
+                (0, begin, half, "matmul", f"$s_{i}$"),
+                (0, of_sum, half, "copy", f"$p_{i - behind}\\,v_{i - behind}$"),
+                (1, weighs, exponentials, "Kernel Book", f"$p_{i}$"),
+            ):
+                left = i * period + start
+                right = min(left + width, shown)
+                if right <= left or "-1" in label:
+                    continue
+                y = 2.6 * row + lane
+                axes.barh(
+                    y, right - left, 0.8, left, color=lab.colour(ink), edgecolor="white"
+                )
+                if right == left + width:
+                    text = {"ha": "center", "va": "center", "color": "white"}
+                    axes.text((left + right) / 2, y, label, fontsize=11, **text)
+    units = ("matmul units", "exponentials")
+    ticks = [2.6 * row + lane for row in (0, 1) for lane in (0, 1)]
+    axes.set_yticks(ticks, [f"{order}: {unit}" for order in orders for unit in units])
+    axes.set(xlim=(0, shown), ylim=(4.2, -0.6), xlabel="cycles of an SM")
+    axes.grid(False)
+
+
+lab.sketch(
+    "One consumer, head_dim 128: in order, and one tile ahead",
+    "Bars over time. In order, the scores of a tile, its exponentials and its sum follow each "
+    "other, 512 cycles each, so a tile takes 1,536. One tile ahead, the sum of the tile before "
+    "runs during the exponentials of this one, so from the second tile on a tile takes 1,024 and "
+    "the matmul units never wait.",
+    drawn_loops,
+    height=3,
+)
+
+# %%
 # The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
 # PyTorch:
 
@@ -226,8 +279,9 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 # -------------------------
 #
 # As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch on
-# and shows its piece of the kernel. It takes only lengths that 128 divides. ``_stamp`` notes the
-# time for a timeline later, and is compiled away unless ``TRACE`` is set.
+# and shows its piece of the kernel. It takes only lengths that 128 divides. Its calls of ``_stamp``
+# write the timeline that a later section draws. Skip them in the fold; the listings of the rungs
+# leave them out, and so the switches of later rungs.
 
 # Whole
 import triton
@@ -703,8 +757,8 @@ lab.ladder(
 )
 
 # %%
-# The six bars after the first are explained below, one rung each, and the last three in the section
-# after them.
+# Each of the six bars after the first has a section below: what we expected, what was measured, and
+# what follows. The last three share one.
 
 
 # Measuring
@@ -812,6 +866,21 @@ def told(name):
 share = steps.share("plain Triton", mask="full")
 in_turn = cycles(128)[0] / sum(cycles(128))
 losing = [name for name in LADDER if gain(name, "full") < -0.01]
+still = [
+    name
+    for name in LADDER
+    if max(abs(gain(name, mask)) for mask in ("full", "causal")) < 0.01
+]
+
+
+def of_both(after, before):
+    """What one version gains over another with each mask, in words."""
+    full, causal = (gain(after, mask, before) for mask in ("full", "causal"))
+    return f"{verdict(full)} without a mask and {verdict(causal)} with a causal one".replace(
+        " and gains", " and"
+    )
+
+
 lab.read(
     f"**Where we start:** plain Triton reaches {100 * share:.0f} % of the matmul without a "
     f"mask. A kernel that did matmuls and exponentials strictly in turn could reach "
@@ -821,12 +890,19 @@ lab.read(
         if share > in_turn
         else ", so what overlaps of its work does not even make up for its other instructions. "
     )
+    + "**Where we end:** the order of the loop, from “two roles” to “sums in threads”, "
+    f"{of_both('sums in threads', 'two roles')}, and the order of the tiles, which the last two "
+    f"bars add to “a program per tile”, {of_both('Kernel Book', 'a program per tile')}. "
     + (
-        f"Not every rung from there gains: without a mask, "
-        f"{' and '.join(f'“{name}”' for name in losing)} "
-        f"{'loses' if len(losing) == 1 else 'lose'} speed."
+        f"On the way, {' and '.join(f'“{name}”' for name in losing)} "
+        f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask"
         if losing
-        else "No rung on the way loses."
+        else "No rung on the way loses without a mask"
+    )
+    + (
+        f", and {' and '.join(f'“{name}”' for name in still)} changes next to nothing."
+        if still
+        else "."
     )
 )
 
@@ -834,29 +910,29 @@ lab.read(
 # Rung 1: a loader and two consumers
 # ----------------------------------
 #
-# The loader asks for a tile as soon as its slot is empty. A consumer never issues a load:
+# **Expected:** a gain, because a consumer never issues a load, and because one consumer may use the
+# matmul units while the other weighs. The loader asks for a tile as soon as its slot is empty, and
+# each consumer does one thing after the other:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
 #    :pyobject: _in_order
 #    :start-at: # -- score
 #    :end-before: return acc
+#    :lines: 1, 3, 5-7, 9-10, 12-19, 21-23
 #    :dedent:
-#
-# Each consumer does one thing after the other, but one may use the matmul units while the other
-# weighs.
 
 # Reading
 ahead = gain("two roles", "full") > 0.01
 lab.read(
     told("two roles")
     + (
-        "The roles alone are worth that: tiles of 128 keys instead of 64, and no consumer ever "
+        "**So** roles alone are worth that: tiles of 128 keys instead of 64, and no consumer ever "
         "waits for an address."
         if ahead
-        else "So roles alone make nothing faster, because nothing makes the two consumers "
-        "alternate either. What we have gained is that we now decide in which order a consumer "
-        "does its work."
+        else "**So** roles alone make nothing faster, because nothing makes the two consumers "
+        "alternate either. What they give us is a say in the order of a consumer's work, which the "
+        "next rung uses."
     )
 )
 
@@ -864,14 +940,16 @@ lab.read(
 # Rung 2: scores one tile ahead
 # -----------------------------
 #
-# Now the loop takes the order that we wrote in PyTorch. Matmuls end in the order of their issue, so
-# ``warpgroup_mma_wait(1)``, which waits until only one is under way, waits for the scores.
+# **Expected:** a gain, because the loop now takes the order that we wrote in PyTorch, in which a
+# consumer computes exponentials during its own sum. Matmuls end in the order of their issue, so
+# ``warpgroup_mma_wait(1)``, which waits until only one is under way, waits for the scores:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
 #    :pyobject: _ahead
 #    :start-at: s = gl.zeros
 #    :end-before: return acc
+#    :lines: 1-5, 9-11, 13-14, 18-19, 23-24, 26-27
 #    :dedent:
 
 # Reading
@@ -882,15 +960,11 @@ lab.read(
     f"code has {compiled_to('scores ahead', beside):.0f} between the wait for the scores and the "
     "wait for the sum"
     + (
-        ", because the assembler has moved the second wait up. What is left of the plan is that a "
-        "consumer issues both matmuls together and stands still once per tile instead of twice."
+        ", because the assembler has moved the second wait up: here the surprise begins. **So** "
+        "what gains is not that a consumer's exponentials run during its own sum, but that it "
+        "issues both matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
         else ", as planned."
-    )
-    + (
-        " Rung 4 tells why that is worth less with a causal mask."
-        if gain("scores ahead", "causal") < gain("scores ahead", "full") - 0.02
-        else ""
     )
 )
 
@@ -898,10 +972,19 @@ lab.read(
 # Rung 3: a branch before the wait
 # --------------------------------
 #
-# The assembler may move a wait, as long as every result is used after it. What it does not do is
-# move an instruction across a branch, so we put one there. The next iteration has to wait for its
-# keys anyway, and a wait for a barrier is a loop that tries and branches back. With ``BRANCH`` that
-# wait stands between the exponentials and the wait for the sum, so they have to stay above it.
+# **Expected:** the rest of the gain, once the exponentials do stand before the wait for the sum.
+# The assembler may move a wait, as long as every result is used after it, but it does not move an
+# instruction across a branch. We have one at hand: the next iteration must wait for its keys
+# anyway, and a wait for a barrier is a loop that tries and branches back. It goes between the
+# exponentials and the wait for the sum, so they have to stay above it:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _ahead
+#    :start-at: # -- rescale
+#    :end-before: return acc
+#    :lines: 1-3, 5
+#    :dedent:
 
 # Reading
 lab.read(
@@ -909,16 +992,16 @@ lab.read(
     + f"Now {compiled_to('a branch', beside):.0f} exponentials stand before the wait for the sum, "
     "as planned"
     + (
-        ", and yet the kernel is slower, which our counts of instructions do not explain. "
+        ", and yet the kernel is slower, which is the surprise. "
         if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
         else ". "
     )
-    + "In the last rung, to take the branch back "
+    + "The last rung keeps the branch; to take it out there "
     f"{verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
     f"{verdict(gain('without the branch', 'causal', 'turns'))} with a causal one"
     + (
-        ". So with two consumers the order within one matters little: while one waits, the other's "
-        "matmuls can keep the units at work. "
+        ". **So** with two consumers the order within one matters little: while one waits, the "
+        "other's matmuls can keep the units at work. "
         if abs(gain("without the branch", "full", "turns")) < 0.03
         else ". "
     )
@@ -930,6 +1013,7 @@ lab.read(
 # Rung 4: one loop, with the mask in a branch
 # -------------------------------------------
 #
+# **Expected:** a gain with a causal mask only, because without a mask there is one loop anyway.
 # Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here one
 # loop would hand the weights ``p`` of its last tile to the other, and Triton passes a tile on
 # element by element: it takes the pairs of 16-bit weights in 32-bit registers apart at the end of
@@ -954,16 +1038,23 @@ lab.read(
 lab.read(
     told("one loop")
     + f"The code of two loops has {compiled_to('a branch', 'permutations')} instructions that "
-    f"permute bytes (`PRMT`), and that of one loop has {compiled_to('one loop', 'permutations')}."
+    f"permute bytes (`PRMT`), and that of one loop has {compiled_to('one loop', 'permutations')}. "
+    + (
+        "**So** the gain is where we expected it, and explains why rung 2 gained less with a "
+        "causal mask, where its weights went from one loop to the other."
+        if gain("one loop", "causal") > 0.01 > abs(gain("one loop", "full"))
+        else ""
+    )
 )
 
 # %%
 # Rung 5: sums that stay in their threads
 # ---------------------------------------
 #
-# Four threads share a row of scores. All four must know its maximum before the first exponential,
-# so they exchange theirs by :term:`shuffles <shuffle>`. But the sum of its weights, ``l_i``, is not
-# needed before the end, so each thread keeps a sum of its own part, and the four are added once.
+# **Expected:** a small gain with either mask, because threads exchange less. Four threads share a
+# row of scores. All four must know its maximum before the first exponential, so they exchange
+# theirs by :term:`shuffles <shuffle>`. But the sum of its weights, ``l_i``, is not needed before
+# the end, so each thread keeps a sum of its own part, and the four are added once.
 # ``sum_in_thread`` adds what lies in one thread:
 
 lab.source(sum_in_thread)
@@ -974,34 +1065,41 @@ lab.source(sum_in_thread)
 lab.read(
     told("sums in threads")
     + f"The code has {compiled_to('sums in threads', 'shuffles')} shuffles instead of "
-    f"{compiled_to('one loop', 'shuffles')}: in the loop, only those for the maximum are left."
+    f"{compiled_to('one loop', 'shuffles')}, because in the loop only those for the maximum are "
+    "left. **So** weights and sums that stay in their threads complete the first gain."
 )
 
 # %%
 # Rung 6: turns
 # -------------
 #
-# If both consumers issue their matmuls at the same time, both wait for them, and then both compute
-# exponentials. To prevent that they take turns, which FlashAttention-3 calls :term:`ping-pong
-# scheduling`: a consumer waits for its turn at a :term:`named barrier` before it issues, and passes
-# it on when both of its matmuls are issued.
+# **Expected:** a gain, because if both consumers issue their matmuls at the same time, both wait
+# for them, and then both compute exponentials. To prevent that they take turns, which
+# FlashAttention-3 calls :term:`ping-pong scheduling`: a consumer waits for its turn at a
+# :term:`named barrier` before it issues, and passes it on when both of its matmuls are issued.
 
 # Reading
 small = max(abs(gain("turns", mask)) for mask in ("full", "causal")) < 0.01
 lab.read(
     told("turns")
-    + f"The timelines below show {'why they change so little' if small else 'what they change'}."
+    + (
+        "**So** the consumers must alternate without being told to, and the timelines below show "
+        "that they do."
+        if small
+        else "The timelines below show what they change."
+    )
 )
 
 # %%
 # Persistent and paired, and what else was tried
 # ----------------------------------------------
 #
-# The package's kernel adds two things. It is :term:`persistent`: one program per SM computes one
-# tile of queries after another, and the first scores of a tile beside the last sum of the one
-# before, because only one program fits on an SM, and nothing else fills the time in which it
-# starts and ends. And its tiles come in *pairs*: with a causal mask, a program takes a long tile
-# and a short one that together are as long as any other pair.
+# **Expected:** the second gain, from the order of the tiles. The package's kernel adds two things.
+# It is :term:`persistent`: one program per SM computes one tile of queries after another, and the
+# first scores of a tile beside the last sum of the one before, because only one program fits on an
+# SM, and nothing else fills the time in which it starts and ends. And its tiles come in *pairs*:
+# with a causal mask, a program takes a long tile and a short one that together are as long as any
+# other pair.
 #
 # .. dropdown:: The other versions of the table
 #
@@ -1045,6 +1143,19 @@ lab.table(
 # Reading
 third = max(gain("three stages", mask, last) for mask in ("full", "causal"))
 lab.read(
+    f"With a causal mask, persistence alone "
+    f"{verdict(gain('persistent', 'causal', 'a program per tile'))}, because some programs get "
+    "more work than others, and with tiles in pairs it "
+    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. "
+    "**So** the kernel reaches "
+    f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
+)
+
+# %%
+
+# Folded: Three stages, and equal registers
+lab.read(
     "A third stage "
     + (
         "gains nothing, so the loader is not late with two. "
@@ -1054,13 +1165,7 @@ lab.read(
     + "With equal registers the assembler, short of them, puts "
     f"{compiled_to('equal registers', 'waits for them')} waits after "
     f"{compiled_to('equal registers', 'matmul instructions')} matmul instructions, and the kernel "
-    f"{verdict(gain('equal registers', 'full', last))} without a mask. With a causal one, "
-    f"persistence alone {verdict(gain('persistent', 'causal', 'a program per tile'))}, "
-    "because some programs get more work than others, and with tiles in pairs it "
-    f"{verdict(gain('Kernel Book', 'causal', 'a program per tile'))} over a program per tile. So "
-    "the kernel reaches "
-    f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of the matmul without a mask and "
-    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
+    f"{verdict(gain('equal registers', 'full', last))} without a mask."
 )
 
 # %%
@@ -1308,10 +1413,9 @@ lab.read(
         else ", so some of them have to overlap each other. "
     )
     + f"Half of them, {others / 2:,.0f} cycles, belong to one consumer, but on the timeline it "
-    f"weighs for {weighing:,.0f}. One reason is that for {100 * contended:.0f} % of that time the "
-    "other weighs, too, on the same units; the stamps do not tell what else delays it. So the "
-    "matmul units wait for the consumers. At head_dim 64 the matmuls are half as long and these "
-    "instructions nearly the same, so there the consumers set the pace even more."
+    f"weighs for {weighing:,.0f}, so the matmul units wait for the consumers. One reason is that "
+    f"for {100 * contended:.0f} % of that time the other weighs, too, on the same units. **The "
+    "open question** is what else delays it: the stamps show how long it takes, and not why."
 )
 
 # %%
@@ -1320,8 +1424,7 @@ lab.read(
 #
 # The package's kernel, ``attention(..., backend="gluon")``, is the last rung for any length,
 # windows and grouped heads, and persistent with tiles in pairs where that was measured to be
-# faster. At head_dim 64, ``acc`` is half as large, so a thread needs fewer registers, and three
-# consumers can share an SM.
+# faster.
 
 # %%
 
@@ -1372,12 +1475,13 @@ lab.table(
 #       :pyobject: attention_hopper_fwd_kernel
 
 # %%
-# **Which kernel runs?** By default, ``backend="auto"``, the package runs the Gluon kernel if it can
-# compute this at all, for which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it
-# was measured to be the faster one for this head_dim, mask and number of keys. Else it runs plain
-# Triton, which ``backend="triton"`` asks for. The fold shows the choice for some GPUs and inputs.
-# Gradients and FP8 are chosen in the same way, each by what was measured for them; decoding and
-# packed sequences are always plain Triton.
+# .. dropdown:: Which kernel runs by default
+#
+#    With ``backend="auto"``, the package runs the Gluon kernel if it can compute this at all, for
+#    which it needs a Hopper GPU, 16 bits and head_dim 64 or 128, and if it was measured to be the
+#    faster one for this head_dim, mask and number of keys. Else it runs plain Triton, which
+#    ``backend="triton"`` asks for. Gradients and FP8 are chosen in the same way, each by what was
+#    measured for them; decoding and packed sequences are always plain Triton.
 
 
 # Measuring
@@ -1417,10 +1521,14 @@ lab.table(
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. lse, the logarithm of each query's sum, may err
-# by 24 times the rounding to float32, because where a query sees few keys it is hardly more than a
-# score, whose products the matmul units add up with truncation. Without a Hopper GPU, the loop in
-# PyTorch stands in for the kernel, and its rows say so.
+# length, grouped heads, causal masks and windows. Without a Hopper GPU, the loop in PyTorch stands
+# in for the kernel, and its rows say so.
+#
+# .. dropdown:: Why lse may err by more
+#
+#    lse, the logarithm of each query's sum, may err by 24 times the rounding to float32, because
+#    where a query sees few keys it is hardly more than a score, whose products the matmul units add
+#    up with truncation.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1467,11 +1575,9 @@ def case_of_kernel(sizes, dtype, mask):
 lab.check("The package's kernel", every_case())
 
 # %%
-# If a barrier is missing, roles that run side by side can be right a thousand times and wrong once.
-# So the folds hold three more experiments: whether the result agrees with plain Triton's, which has
-# no roles; whether repeated launches give the same bits, because a race would show there first; and
-# whether a long series of random shapes comes to its end, because a role that waits at a barrier
-# where nobody arrives waits for ever.
+# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds hold
+# three more experiments: agreement with plain Triton, which has no roles; repeated launches, which
+# must give the same bits; and a long series of random shapes, which must come to its end.
 
 
 # Measuring
@@ -1565,8 +1671,8 @@ lab.read(
 #
 # We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
 # 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
-# FlashAttention, which also has a loader and consumers with turns. "Kernel Book" is what a caller
-# gets who names no backend, so its line lies on that of one of our two kernels.
+# FlashAttention. "Kernel Book" is what a caller gets who names no backend, so its line lies on that
+# of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1735,8 +1841,9 @@ lab.read(
         else ""
     )
     + (
-        "For head_dim 64 the page has no timeline; by the count of instructions the consumers set "
-        "the pace there, too, which does not explain why plain Triton wins where it does. "
+        "For head_dim 64 the page has no timeline. There the matmuls are half as long beside the "
+        "same exponentials, so the consumers set the pace even more, which does not explain why "
+        "plain Triton wins where it does. "
         if any(row["head_dim"] == 64 for row in [*behind, *slower])
         else ""
     )
@@ -1751,8 +1858,6 @@ lab.read(
 )
 
 # %%
-# At short lengths, what is done once per tile of queries takes its share, too: to find its place,
-# to load it, to write its output.
 
 
 # Folded: What the start of a tile costs
@@ -1786,6 +1891,26 @@ lab.read(
 )
 
 # %%
+# When to write Gluon
+# -------------------
+
+
+# Reading
+worth = [row["in Gluon"] / row["plain"] - 1 for row in at_points]
+lab.read(
+    "**Write it** when the counts say that two kinds of work should overlap, a timeline or the "
+    "machine code shows that they do not, and the kernel runs often enough on one generation of "
+    "GPUs to repay a second version. Here this version is "
+    f"{min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as fast as plain Triton, so keep "
+    "both and let a measurement choose, as the package does. **Do not** "
+    "write it when the kernel waits for memory, when one kind of work fills it (as in the matmul "
+    "of the chapter before, where roles gain nothing over `tl.dot`), or when it must run on other "
+    "GPUs."
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
 # What breaks it
 # --------------
 #
@@ -1806,42 +1931,25 @@ assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
 lab.table(rows, "Error of the whole, relative to its size")
 
 # %%
-# **To trust the order of the source.** In rung 2, the source says "issue, weigh, wait", and the
-# machine code says "issue, wait, weigh". The result is right either way.
-#
-# **To count the wrong threads at a named barrier.** A barrier for turns is told how many threads
-# take part: 256, those of one consumer that waits and one that arrives. With 128, a consumer would
-# not wait at all. With 384, two consumers would wait for a third for ever.
+# **To count the wrong threads at a named barrier.** For turns it is told 256 threads, those of one
+# consumer that waits and one that arrives. With 128, a consumer would not wait at all. With 384,
+# two consumers would wait for a third for ever.
 
 # %%
 # In short
 # --------
 #
-# Roles alone gain nothing; they let us decide the order of the work. The order that pays computes
-# scores one tile ahead, keeps ``p`` and ``l_i`` in their threads, and gives each program a long and
-# a short tile. What is left to gain lies in the consumers, because one of them needs more cycles to
-# weigh a tile than the matmuls of the other can fill.
+# - **Two gains.** Scores one tile ahead, with weights and sums that stay in their threads; and one
+#   program per SM that takes its tiles in pairs, a long one and a short one.
+# - **One surprise.** Roles let us write an order, but the assembler compiles another. To force ours
+#   hardly pays, and turns do not, because two consumers fill each other's gaps anyway.
+# - **One open question.** A consumer weighs a tile for longer than its instructions account for,
+#   and than the matmuls of the other can fill. What is left to gain lies there.
 #
 # Exercises
 # ---------
 #
-# **1. Head sizes.** Which share of the speed of the matmul units can a kernel reach at head_dim
-# 64, 128 and 256, if its exponentials overlap with matmuls fully, and if not at all?
-
-# %%
-
-# Solution: head sizes
-rows = []
-for head_dim in (64, 128, 256):
-    matmuls, exponentials = cycles(head_dim)
-    apart, at_once = matmuls + exponentials, max(matmuls, exponentials)
-    row = {"head_dim": head_dim, "in turn": f"{100 * matmuls / apart:.0f} %"}
-    rows.append(row | {"at once": f"{100 * matmuls / at_once:.0f} %"})
-assert [row["in turn"] for row in rows] == ["50 %", "67 %", "80 %"]
-lab.table(rows, "Share of the matmul units at work")
-
-# %%
-# **2. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
+# **1. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
 # bits, if a program keeps 64 queries for each consumer and, with them, a buffer of the same size
 # for its output?
 
@@ -1857,10 +1965,7 @@ assert [row["fits"] for row in rows] == ["yes", "no", "no", "yes"]
 lab.table(rows, "Shared memory of a program")
 
 # %%
-# The third does not fit with a buffer of its own for the output, which is what persistence costs:
-# a kernel with one program per tile may write its output where its queries were.
-#
-# **3. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
+# **2. A model of turns.** Two consumers share the matmul units, in the order of rung 1. In each
 # iteration a consumer needs the units for 512 cycles for its scores, weighs for :math:`w` cycles
 # without them, and needs them for another 512 cycles for its sum. Simulate the two for :math:`w` of
 # 512, 1,024 and 1,536. When are the matmul units always at work?
@@ -1889,14 +1994,6 @@ rows = [
 assert rows[0]["matmul units at work"] == "100 %"
 assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
-
-# %%
-# So two consumers in order would be enough, if weighing took no longer than the other's matmuls,
-# which are 1,024 cycles. On the timeline it takes longer, so the loop issues scores ahead.
-
-# %%
-# The warps of the backward pass have roles, too, where ``attention`` computes the gradients in
-# Gluon, by the kernel of ``kernelbook.ops.hopper.backward``.
 
 # %%
 # References

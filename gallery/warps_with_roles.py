@@ -7,6 +7,11 @@ loads and the matmuls run in units of their own, and a warp mostly waits for one
 does a kernel gain if some warps only load and the others only multiply, and what can go wrong
 between them?*
 
+In a plain matmul they gain nothing over the best loop without roles, the third bar, which keeps one
+matmul in flight while it loads ahead. We build them on a matmul nevertheless, because it is the
+simplest kernel that shows how they work; they pay where warps have more to do than to load and
+multiply, as in attention.
+
 You will learn
 
 - what Hopper does without its threads: the copy engine (:term:`TMA`) moves tiles, and

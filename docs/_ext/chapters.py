@@ -221,6 +221,7 @@ CHAPTERS = {
         {
             "one buffer": "load, wait, multiply",
             "ring": "loads ahead, no roles",
+            "one in flight": "one matmul in flight, too",
             "roles": "a loader, two consumers",
         },
     ),
@@ -234,6 +235,7 @@ CHAPTERS = {
         {
             "plain Triton": "plain Triton",
             "two roles": "a loader, two consumers",
+            "scores ahead": "scores one tile ahead",
             "Kernel Book": "after all changes",
         },
     ),

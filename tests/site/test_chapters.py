@@ -166,6 +166,18 @@ def assert_no_markup_left(notebook):
                 assert not re.search(pattern, prose), f"{kind} left in: {prose}"
 
 
+def test_listings_of_rungs_hold_no_stamps():
+    """They choose their lines by number, which an edit of the kernel would shift."""
+    page = (ROOT / "build" / "html" / "chapters" / "attention_hopper.html").read_text("utf-8")
+    rungs = [
+        listing
+        for listing in re.findall(r'(?s)<div class="highlight-python .*?</pre>', page)
+        if "warpgroup_mma_wait" in listing and "def" not in listing
+    ]
+    assert len(rungs) == 3
+    assert not any("_stamp" in listing for listing in rungs)
+
+
 # -- what stops a build ---------------------------------------------------------------------------
 
 PROSE = '''r"""
