@@ -115,16 +115,17 @@ def test_layouts(hopper_gpu, head_dim, dtype):
 def test_far_from_zero(hopper_gpu, head_dim):
     for mask in ("full", "causal"):
         q, k, v = draw(1, 2, 2, 300, 500, head_dim)
-        check(2 * q, 2 * k, v, mask)
-        check(q, k, v + 2, mask)
+        check(3 * q, 3 * k, v, mask)
+        q, k, v = (x.half() for x in (q, k, v))  # bfloat16 errs too much in PyTorch to compare with
+        check(q, k, v + 8, mask)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_far_below_zero_reach_no_gradient_past_the_last_key(hopper_gpu, head_dim):
     """A key that is not there would weigh exp(-lse), more than float32 holds."""
-    q, k, v = draw(1, 2, 2, 200, 130, head_dim)
+    q, k, v = draw(1, 2, 2, 200, 330, head_dim, torch.float16)  # no row sees few keys
     q, k = q.abs() + 1, -k.abs() - 1
-    scale = 32 / head_dim  # scores of about -100
+    scale = 48 / head_dim  # lse of about -120
     check(q, k, v, "full", scale)
     check(q, k, v, "causal", scale)
 
