@@ -1866,6 +1866,10 @@ lab.table(
 )
 
 # %%
+# On Hopper GPUs one sweep can win after all: :doc:`/chapters/attention_hopper_backward` gives its
+# warps roles, and adds the parts of ``dq`` in a fixed order.
+
+# %%
 # References
 # ----------
 #

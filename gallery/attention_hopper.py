@@ -1996,6 +1996,9 @@ assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
 
 # %%
+# :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
+
+# %%
 # References
 # ----------
 #

@@ -20,7 +20,7 @@ OPERATORS = {
     "layer norm": ("layer_norm", "layer_norm_backward"),
     "attention": ("attention_forward", "attention_fast", "attention_backward"),
     "attention in Gluon": ("attention_hopper",),
-    "attention backward in Gluon": ("attention_hopper",),
+    "attention backward in Gluon": ("attention_hopper_backward",),
     "decoding": ("attention_in_models",),
     "varlen": ("attention_in_models",),
     "fp8": ("attention_fp8",),

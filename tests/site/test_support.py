@@ -27,7 +27,7 @@ def app(root, module, tmp_path):
     cases["attention float32 256"] = NO_GRADIENT
     cases["attention in Gluon float16 64 full"] = FITS
     cases["attention in Gluon float16 64 causal"] = {"kernels": 0}
-    cases["attention backward in Gluon bfloat16 64 full"] = NO_GRADIENT
+    cases["attention backward in Gluon bfloat16 64 full"] = FITS
     compiled = {"sm_1": {"gpu": "An old GPU", "triton": "3.7.1", "cases": cases}}
     folder = tmp_path / "tests"
     folder.mkdir()
@@ -46,7 +46,8 @@ def test_a_cell_says_what_is_known(app):
         "attention_fast": ["compiled"],
         "attention_backward": ["compiled in part"],
         "attention_fp8": ["refused"],
-        "attention_hopper": ["compiled in part"],
+        "attention_hopper": ["compiled"],
+        "attention_hopper_backward": ["compiled"],
     }
 
 
