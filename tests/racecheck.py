@@ -11,6 +11,11 @@ racecheck does not follow these meetings, and reports a race for each of those p
 
 Only these reports are left out here: all their accesses are attributed to the ``def`` of the kernel
 or to the statement that hands out the roles. What a role itself does has lines of its own.
+
+Racecheck watches what threads read and write. Between the roles of the package's kernels, one side
+of every exchange is the copy engine or a matmul, which are no threads: a wait that is missing there
+is looked for by tests of results, repeated launches and many shapes. That racecheck sees a race of
+two roles where both sides are threads, and none where they wait, is what CONTROLS ask of it.
 """
 
 import ast
@@ -87,7 +92,8 @@ def run(tool: str, *command: str) -> list[str]:
     Raise RuntimeError if the command fails, ValueError if its report is not whole.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--tool", "racecheck", "--print-limit", "0", "--log-file", f"{folder}/%p"]
+        options = ["--tool", "racecheck", "--print-limit", "1000000"]
+        options += ["--log-file", f"{folder}/%p"]
         full = [tool, *options, sys.executable, *command]
         print("racecheck:", *full, flush=True)
         code = subprocess.run(full, check=False).returncode
@@ -117,12 +123,16 @@ def controls(tool: str) -> list[str]:
 # -- a race of two roles, and the same exchange in order
 
 if __name__ == "__main__":
+    [order] = sys.argv[1:]
+    if order not in CONTROLS:
+        sys.exit(f"racecheck: {order!r} is none of {', '.join(CONTROLS)}.")
+    sys.path.insert(0, str(HERE.parents[1] / "src"))
+
     import torch
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-    sys.path.insert(0, str(HERE.parents[1] / "src"))
     from kernelbook.ops.hopper.parts import named_barrier
 
     SIZE = gl.constexpr(512)
@@ -160,9 +170,6 @@ if __name__ == "__main__":
             [24],
         )
 
-    [order] = sys.argv[1:]
-    if order not in CONTROLS:
-        sys.exit(f"racecheck: {order!r} is none of {', '.join(CONTROLS)}.")
     x = torch.randn(SIZE.value, device="cuda")
     y = torch.zeros_like(x)
     exchange_kernel[(1,)](x, y, order, num_warps=4)

@@ -1,5 +1,7 @@
 """What is left of a report of racecheck when Triton's dispatch of roles is left out."""
 
+import sys
+
 import pytest
 import racecheck
 
@@ -33,6 +35,14 @@ BYTE = """\
 =========     and Write access at roles_kernel+0xf050 in kernels.py:13 [10 hazards]
 =========     and Write access at roles_kernel+0x15950 in kernels.py:19 [7 hazards]
 ========="""
+TOOL = f"""\
+#!{sys.executable}
+import os, sys
+log = sys.argv[sys.argv.index("--log-file") + 1]
+with open(log.replace("%p", str(os.getpid())), "w") as file:
+    file.write(REPORTS[sys.argv[-1]])
+sys.exit(sys.argv[-1] == "fails")
+"""
 IN_A_ROLE = """\
 ========= Error: Race reported between Write access at roles_kernel+0x2a0 in kernels.py:4
 =========     and Read access at roles_kernel+0x8b0 in kernels.py:4 [128 hazards]
@@ -113,3 +123,31 @@ def test_each_kernel_with_roles_has_a_dispatch():
     }
     assert found == {f"attention_hopper_{name}_kernel" for name in ("fwd", "fp8_fwd", "bwd")}
     assert {kernel for kernel, _, _ in racecheck.dispatch(racecheck.HERE)} == {"exchange_kernel"}
+
+
+def stand_in(path, **reports):
+    """Write a tool that runs nothing, and reports what is given for the command's last word."""
+    path.write_text(TOOL.replace("REPORTS", repr(reports)))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_run_gives_the_races_of_its_report_or_fails(tmp_path):
+    tool = stand_in(
+        tmp_path / "tool", clean=report(), race=report(IN_A_ROLE), fails=report(), cut=""
+    )
+    assert racecheck.run(tool, "x.py", "clean") == []
+    assert racecheck.run(tool, "x.py", "race") == [IN_A_ROLE.rsplit("\n", 1)[0]]
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        racecheck.run(tool, "x.py", "fails")
+    with pytest.raises(ValueError, match="not whole"):
+        racecheck.run(tool, "x.py", "cut")
+
+
+def test_a_race_that_is_not_seen_and_one_that_is_none_are_wrong(tmp_path):
+    race, clean = report(IN_A_ROLE), report()
+    names = dict(zip(racecheck.CONTROLS, (race, clean, clean), strict=True))
+    assert racecheck.controls(stand_in(tmp_path / "right", **names)) == []
+    names = dict(zip(racecheck.CONTROLS, (clean, clean, race), strict=True))
+    wrong = racecheck.controls(stand_in(tmp_path / "wrong", **names))
+    assert ["does not see" in wrong[0], "sees a race" in wrong[1], len(wrong)] == [True, True, 3]
