@@ -10,6 +10,8 @@ reads there is masked later, and no test of results can see it. Here it is seen:
                         its own, of exactly its size, and memcheck knows where that ends
     in the interpreter  a page that may not be read follows every tensor, and the process dies
 
+Races in shared memory are looked for where a GPU is, see racecheck.py.
+
 Sizes are awkward: no power of two divides them. Every kernel of the package has to have run, or
 this fails and names those that have not.
 """
@@ -31,6 +33,7 @@ from contextlib import contextmanager
 from itertools import accumulate, product
 from pathlib import Path
 
+import racecheck
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -377,12 +380,16 @@ def sanitize() -> int:
             print("memcheck: MEMCHECK_REQUIRED is set, so this is a failure.", file=sys.stderr)
             return 1
         return subprocess.run([sys.executable, __file__], check=False).returncode
-    for check in (["memcheck", "--padding", "512"], ["racecheck"]):
-        command = [tool, "--tool", *check, "--error-exitcode", "9", sys.executable, __file__]
-        print("memcheck:", *command, flush=True)
-        if code := subprocess.run(command, check=False).returncode:
-            return code
-    return 0
+    options = ["--tool", "memcheck", "--padding", "512", "--error-exitcode", "9"]
+    command = [tool, *options, sys.executable, __file__]
+    print("memcheck:", *command, flush=True)
+    if code := subprocess.run(command, check=False).returncode:
+        return code
+    wrong = racecheck.controls(tool) if ON_HOPPER else []
+    wrong += racecheck.run(tool, __file__)
+    for race in wrong:
+        print(race, file=sys.stderr)
+    return int(bool(wrong))
 
 
 def main() -> int:
