@@ -1,123 +1,38 @@
-"""Look for races in shared memory with racecheck, also where warps have roles.
+"""Ask of racecheck what it sees of an exchange between two roles of warps, on a Hopper GPU.
 
-    python tests/racecheck.py none      launch a race of two roles, on a Hopper GPU
-    python tests/racecheck.py mbarrier  the same exchange, ordered: so is "named barrier"
+    python tests/racecheck.py none      launch a race of two roles
+    python tests/racecheck.py mbarrier  the same exchange in order: so is "named barrier"
 
-A kernel that gives its warps roles starts with Triton's dispatch. The first warps write a byte that
-says which role each other warp takes, and the values that this role needs, into shared memory. All
-warps of the program meet at barrier 1, the others read, and all meet there again; at the end the
-first warps write the byte for "leave" between two more such meetings. So the order holds, but
-racecheck does not follow these meetings, and reports a race for each of those pairs of accesses.
-
-Only these reports are left out here: all their accesses are attributed to the ``def`` of the kernel
-or to the statement that hands out the roles. What a role itself does has lines of its own.
-
-Racecheck watches what threads read and write. Between the roles of the package's kernels, one side
-of every exchange is the copy engine or a matmul, which are no threads: a wait that is missing there
-is looked for by tests of results, repeated launches and many shapes. That racecheck sees a race of
-two roles where both sides are threads, and none where they wait, is what CONTROLS ask of it.
+Racecheck watches what threads read and write between barriers that all of them pass. In Gluon's
+kernels, warps have roles, and wait for each other at mbarriers and at barriers of some warps. On an
+H200 compute-sanitizer 2025.3 did not see the race below, and took the exchange that an mbarrier
+orders for one. So memcheck.py asks first, and as long as racecheck is wrong of roles, it leaves out
+the kernels that have them. For these, tests compare the bits of many launches beside other work.
 """
 
-import ast
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-HOPPER = HERE.parents[1] / "src" / "kernelbook" / "ops" / "hopper"
 
-FOUND = re.compile(r"^=+ .*\b(?:Error|Warning)\b.*$", re.MULTILINE)
-END = re.compile(r"^=+ *$", re.MULTILINE)
-ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
-SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-
-# Whether racecheck has to see a race between two roles, by what orders their accesses
+# Whether racecheck has to see a race, by what orders the two roles
 CONTROLS = {"none": True, "mbarrier": False, "named barrier": False}
+RACE = 9  # the exit status asked for, where one is seen
 
 
-# -- reports
-
-
-def dispatch(path: Path) -> set[tuple[str, str, int]]:
-    """Return (kernel, file, line) of what hands out roles, in each kernel of a file.
-
-    The lines are those of the ``def`` and of each statement around ``gl.warp_specialize``.
-    """
-    found = set()
-    for kernel in ast.walk(ast.parse(path.read_text())):
-        if isinstance(kernel, ast.FunctionDef):
-            for statement in ast.walk(kernel):
-                if isinstance(statement, ast.stmt) and _hands_out(statement):
-                    found.add((kernel.name, path.name, statement.lineno))
-    return found
-
-
-def _hands_out(statement: ast.stmt) -> bool:
-    names = (node for node in ast.walk(statement) if isinstance(node, ast.Attribute))
-    return any(name.attr == "warp_specialize" for name in names)
-
-
-def races(report: str, dispatch: set[tuple[str, str, int]]) -> list[str]:
-    """Return what racecheck reports, but for races of the dispatch with itself.
-
-    Raise ValueError if the report is not whole.
-    """
-    summaries = [[int(n) for n in summary] for summary in SUMMARY.findall(report)]
-    starts = [found.start() for found in FOUND.finditer(report)]
-    displayed = sum(n for n, _, _ in summaries)
-    if not summaries or not displayed == len(starts) == sum(sum(n[1:]) for n in summaries):
-        raise ValueError(
-            f"the report of racecheck is not whole: it shows {len(starts)} races, and its "
-            f"summaries are {summaries or 'missing'}"
-        )
-    found = (END.split(report[start:], maxsplit=1)[0].rstrip() for start in starts)
-    return [race for race in found if not _is_dispatch(race, dispatch)]
-
-
-def _is_dispatch(race: str, dispatch: set[tuple[str, str, int]]) -> bool:
-    accesses = [ACCESS.search(line) for line in race.splitlines()]
-    return len(accesses) > 1 and all(
-        access and (access[1], access[2], int(access[3])) in dispatch for access in accesses
-    )
-
-
-# -- runs
-
-
-def run(tool: str, *command: str) -> list[str]:
-    """Run Python under racecheck and return the races that are not Triton's dispatch.
-
-    Raise RuntimeError if the command fails, ValueError if its report is not whole.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--tool", "racecheck", "--print-limit", "1000000"]
-        options += ["--log-file", f"{folder}/%p"]
-        full = [tool, *options, sys.executable, *command]
-        print("racecheck:", *full, flush=True)
-        code = subprocess.run(full, check=False).returncode
-        report = "\n".join(path.read_text() for path in sorted(Path(folder).iterdir()))
-    if code:
-        print(report, file=sys.stderr)
-        raise RuntimeError(f"under racecheck this ended with {code}: {' '.join(command)}")
-    known = set().union(*map(dispatch, (HERE, *HOPPER.glob("*.py"))))
-    left = races(report, known)
-    n_found = len(FOUND.findall(report))
-    print(f"racecheck: {len(left)} races, {n_found - len(left)} reports of Triton's dispatch.")
-    return left
-
-
-def controls(tool: str) -> list[str]:
-    """Return what racecheck gets wrong of roles whose order is known."""
-    wrong = []
+def sees_roles(tool: str) -> bool:
+    """Whether racecheck sees the race of two roles, and none where they wait for each other."""
+    right = True
     for order, is_race in CONTROLS.items():
-        found = run(tool, str(HERE), order)
-        if bool(found) != is_race:
-            what = "does not see a race of two roles" if is_race else "sees a race"
-            wrong.append(f"racecheck {what} where what orders them is: {order}.")
-            wrong += found
-    return wrong
+        options = ["--tool", "racecheck", "--error-exitcode", str(RACE)]
+        command = [tool, *options, sys.executable, str(HERE), order]
+        status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if status not in (0, RACE):
+            raise RuntimeError(f"under racecheck this ended with {status}: {' '.join(command)}")
+        print(f"racecheck: two roles, in order by {order}: it sees {'a' if status else 'no'} race.")
+        right &= (status == RACE) == is_race
+    return right
 
 
 # -- a race of two roles, and the same exchange in order
