@@ -1620,7 +1620,7 @@ repeated
 
 
 # Measuring
-def soak(at_most=10_000, seconds=60):
+def soak(at_most=10_000, seconds=25):
     generator = torch.Generator().manual_seed(0)
     begin, shapes, wrong, most, number = time.time(), set(), 0, 0, 0
     while number < at_most and time.time() - begin < seconds:

@@ -1467,7 +1467,10 @@ lab.check("The package's kernel", every_case())
 # **The same bits.** One input, launched again and again in a fixed order and without, while a
 # second stream keeps the GPU busy with other work, so that programs start at other times in every
 # launch. A race between the roles would show here, too: ``dk`` and ``dv`` have to be the same bits
-# in either case. After it comes a long series of random shapes, which must come to its end.
+# in either case. NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its
+# search for races cannot judge warps with roles: it missed a race of two roles that we had planted,
+# and took an exchange that an mbarrier orders for one. After the bits comes a long series of random
+# shapes, which must come to its end.
 
 
 # Measuring
@@ -1510,7 +1513,7 @@ again
 
 
 # Measuring
-def soak(at_most=10_000, seconds=60):
+def soak(at_most=10_000, seconds=25):
     generator = torch.Generator().manual_seed(0)
     begin, shapes, most, worst, number = time.time(), set(), 0, 0.0, 0
     while number < at_most and time.time() - begin < seconds:
