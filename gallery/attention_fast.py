@@ -1188,12 +1188,12 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # Is it right?
 # ------------
 #
-# Such a kernel goes wrong first at sizes that no tile divides. So the check compares it with float64
-# truth over lengths of 1, 127 and 1,000, head_dim 80 and 96, queries and keys of different length,
-# shared heads, and transposed views. In 16 bits the error may be twice PyTorch's. In float32 it may
-# be eight times PyTorch's, because each multiplication by ``alpha`` adds a rounding and float32 is
-# split into parts. In the table, an input is its batch, heads, heads of keys, queries, keys and
-# head_dim.
+# Such a kernel goes wrong first at sizes that no tile divides. So the check compares it with
+# float64 truth over lengths of 1, 127 and 1,000, head_dim 80 and 96, queries and keys of different
+# length, shared heads, and transposed views. In 16 bits the error may be twice PyTorch's. In
+# float32 it may be eight times PyTorch's, because each multiplication by ``alpha`` adds a rounding
+# and float32 is split into parts. In the table, an input is its batch, heads, heads of keys,
+# queries, keys and head_dim.
 
 
 # Measuring
