@@ -88,7 +88,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the end each query also leaves ``lse``, one number that the backward pass needs.
+# In the end each query leaves ``lse`` for the backward pass.
 #
 # .. image:: /figures/attention-stream.svg
 #    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
@@ -268,26 +268,45 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# What does a query have to remember of the tiles that it has seen, if their scores are gone? The
-# example of three keys shows it.
+# What does a query have to remember of the tiles that it has seen, if their scores are gone? Take
+# the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to their
+# maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
+# ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
+#
+# The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
+# both sums relative to 4. Then the new key adds its weight, :math:`e^{4-4} = 1`, and its value 30:
 
-# Reading
+# %%
 first_two, m_two = three_scores[:2], three_scores[:2].max()
 l_two = (first_two - m_two).exp().sum()
 acc_two = (first_two - m_two).exp() @ three_values[:2]
 factor = (m_two - three_scores[2]).exp()
 l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
-lab.read(
-    f"Let the first tile hold the scores 1 and 2. The query keeps their maximum, 2, and relative "
-    f"to it the sum `l = exp(1 - 2) + exp(2 - 2) = {l_two:.3f}` and the weighted sum of the values "
-    f"`acc = 10 exp(1 - 2) + 20 exp(2 - 2) = {acc_two:.2f}`. The next tile brings the score 4, a "
-    f"new maximum. What was relative to 2 becomes relative to 4 by the factor "
-    f"`exp(2 - 4) = {factor:.3f}`. So `l = {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}` and "
-    f"`acc = {acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}`. The output `acc / l` is "
-    f"{acc_three / l_three:.1f}, as before, and the scores 1 and 2 were not needed again."
+lab.table(
+    [
+        {
+            "scores of the tile": "1, 2",
+            "m": 2,
+            "alpha": "",
+            "l": f"{l_two:.3f}",
+            "acc": f"{acc_two:.2f}",
+            "acc / l": f"{acc_two / l_two:.1f}",
+        },
+        {
+            "scores of the tile": "4",
+            "m": 4,
+            "alpha": f"{factor:.3f}",
+            "l": f"{l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}",
+            "acc": f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}",
+            "acc / l": f"{acc_three / l_three:.1f}",
+        },
+    ],
+    "Three keys in two tiles",
 )
 
 # %%
+# In the end ``acc / l`` is the output from above, and the scores 1 and 2 were not needed again.
+#
 # **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
 # For the set :math:`A` of the keys seen so far, keep
 #
@@ -303,23 +322,10 @@ lab.read(
 # :math:`A` holds all keys, the output is :math:`acc_A / l_A`, because numerator and denominator
 # share the factor :math:`e^{-m_A}` and it cancels.
 #
-# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger of
-# the two maxima. Every term of :math:`A` was computed relative to :math:`m_A`, and a factor of
-# :math:`e^{m_A - m}` makes it relative to :math:`m`:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    m &= \max(m_A,\, m_B) \\
-#    l &= l_A\, e^{m_A - m} + l_B\, e^{m_B - m} \\
-#    acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
-#    \end{aligned}
-#
-# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result again has the form above,
-# for the set :math:`A \cup B`, so it does not matter how we split the keys.
-#
-# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. If we update the
-# maximum first and compute the terms of the new tile relative to it, a single factor is left:
+# **The loop.** Let :math:`A` be the tiles so far, :math:`B` the next tile, and :math:`m` the
+# maximum of both. The terms of :math:`A` were computed relative to :math:`m_A`. The factor
+# :math:`\alpha` makes them relative to :math:`m`, because :math:`e^{s_j - m_A}\, e^{m_A - m} =
+# e^{s_j - m}`:
 #
 # .. math::
 #
@@ -332,8 +338,26 @@ lab.read(
 #    \end{aligned}
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and the merge keeps it right. A run confirms that: it cuts 300 keys
-# into pieces and merges their triples in a random order.
+# -\infty` and both sums are 0, and each step keeps it right. How we split the keys does not matter.
+# A run confirms that: it cuts 300 keys into pieces and merges their triples in a random order.
+#
+# .. dropdown:: The merge of any two sets
+#
+#    The triples of two disjoint sets :math:`A` and :math:`B` become that of :math:`A \cup B` in the
+#    same way, with a factor for each. Let :math:`m` be the larger of the two maxima:
+#
+#    .. math::
+#
+#       \begin{aligned}
+#       m &= \max(m_A,\, m_B) \\
+#       l &= l_A\, e^{m_A - m} + l_B\, e^{m_B - m} \\
+#       acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
+#       \end{aligned}
+#
+#    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
+#    once, so that a single factor is left.
+
+# %%
 
 
 # Measuring
@@ -1119,9 +1143,9 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# So the table need not exist, and without it attention is several times as fast. What still holds
-# the kernel back is the question of :doc:`the next chapter </chapters/attention_fast>`, which turns
-# it into the package's, one change at a time, and compares that with the libraries.
+# What still holds the kernel back is the question of :doc:`the next chapter
+# </chapters/attention_fast>`, which turns it into the package's, one change at a time, and compares
+# that with the libraries.
 
 # %%
 # What breaks it
