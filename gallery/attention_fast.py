@@ -832,11 +832,12 @@ lab.read(
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# So far the kernel multiplies every score by the scale and then subtracts the maximum. But the
-# scale is positive, so we can take the maximum before we scale. With :math:`x` for a dot product,
-# :math:`c` for the scale times :math:`\log_2 e`, and :math:`m = c \max x`, a weight is
-# :math:`2^{c x - m}`, and multiplication and subtraction are one instruction, a fused multiply-add.
-# This is the part of ``_weigh`` that ``FOLDED`` changes; without it, ``qk`` has been scaled before:
+# With the waits gone, instructions begin to count. So far the kernel multiplies every score by the
+# scale and then subtracts the maximum. But the scale is positive, so we can take the maximum before
+# we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`, and
+# :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, and multiplication and subtraction are one
+# instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes; without
+# it, ``qk`` has been scaled before:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -909,8 +910,9 @@ lab.measure("Instructions for one exponential", instructions)
 # Rung 6: heavy tiles first
 # -------------------------
 #
-# In causal attention the last queries see the most keys. If they start last, a few heavy programs
-# run on at the end while the rest of the GPU has nothing to do.
+# Five changes made a program faster; the last one is about the order of the programs. In causal
+# attention the last queries see the most keys. If they start last, a few heavy programs run on at
+# the end while the rest of the GPU has nothing to do.
 
 # %% An animation
 # In this example 16 programs run on three SMs, two at a time on each. Light first, a program of 8
@@ -1568,12 +1570,12 @@ for flat in (False, True):
     rows.append(
         {
             "descriptor": "flattened" if flat else "heads apart",
-            "rows written in head 0": (y[0, :, 0] != 0).sum().item(),
-            "rows written in head 1": (y[1, :, 0] != 0).sum().item(),
+            "in head 0": (y[0, :, 0] != 0).sum().item(),
+            "in head 1": (y[1, :, 0] != 0).sum().item(),
         }
     )
-assert [row["rows written in head 1"] for row in rows] == [0, 12]
-lab.table(rows, "What the program of head 0 wrote")
+assert [row["in head 1"] for row in rows] == [0, 12]
+lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
 # The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
