@@ -1335,9 +1335,9 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 # Measuring
 def ahead_of_ours(**where):
     """The libraries that are faster at a point, with their TFLOP/s; equal after rounding is not."""
-    ours = round(speed.rate("Kernel Book", **where))
+    ours = speed.rate("Kernel Book", **where)
     ahead = speed.ahead_of("Kernel Book", *LIBRARIES, **where)
-    return [(name, rate) for name, rate in ahead if round(rate) > ours]
+    return [(name, rate) for name, rate in ahead if round(rate) > round(ours)]
 
 
 at_points = []
