@@ -170,7 +170,8 @@ lab.table(
 # the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
 # the weighted sum of values ``acc``.
 #
-# Six things slow it down, and each rung of the ladder removes one:
+# Six things stand between it and the speed of a matmul, and some of them show only when an earlier
+# one is gone. Each rung of the ladder removes one:
 #
 # 1. While a program waits, its SM does nothing, because only one fits there: *two programs*.
 # 2. Addresses of single elements fill the registers: *descriptors*.
