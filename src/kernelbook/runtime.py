@@ -236,6 +236,11 @@ def capability(device: torch.device) -> tuple[int, int]:
         return 0, 0
     if torch.compiler.is_compiling():  # it knows this function, and takes no answer from a cache
         return torch.cuda.get_device_capability(device)
+    return _capability(device)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
     properties = _properties(device)
     return properties.major, properties.minor
 

@@ -32,7 +32,7 @@ from kernelbook.ops.attention.tiles import (
     PRECISION,
     describe,
     describe_tiles,
-    empty_fit,
+    empty_like,
     head_block,
     head_of,
     load_tile,
@@ -363,16 +363,17 @@ def _preprocess(out, lse, do, dlse) -> tuple[torch.Tensor, torch.Tensor]:
     padded_q = runtime.cdiv(seqlen_q, PADDING) * PADDING
     shape = (2, batch * heads, padded_q)
     lse_log2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
-    run = _preprocess_launch(out.shape, out.stride(), do.stride(), padded_q)
+    run = preprocess_launch(out.shape, out.stride(), do.stride(), padded_q)
     run(out, do, lse.contiguous(), None if dlse is None else dlse.contiguous(), delta, lse_log2)
     return lse_log2, delta
 
 
 @planned
-def _preprocess_launch(shape, out_strides, do_strides, padded_q) -> Launch:
+def preprocess_launch(shape, out_strides, do_strides, padded_q, kind=Launch) -> Launch:
+    """Return the launch of ``preprocess_kernel``, of this kind."""
     batch, heads, seqlen_q, head_dim = shape
     block = tuned.INTERPRETED.block_m if runtime.INTERPRETED else PADDING
-    return Launch(
+    return kind(
         preprocess_kernel, (batch * heads * (padded_q // block),),
         *out_strides[:3], *do_strides[:3], heads, seqlen_q, padded_q, head_dim,
         BLOCK_M=block, BLOCK_D=head_block(head_dim), num_warps=8,
@@ -383,7 +384,7 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=Non
     """Return (dk, dv), and add sm_scale ** -1 * dq to dq_sums where these are given."""
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
     config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
-    dk, dv = empty_fit(k), empty_fit(v)
+    dk, dv = empty_like(k), empty_like(v)
     how, dq_desc, dq_ptr = "none", None, None
     if dq_sums is not None and config.described and not runtime.INTERPRETED:
         how = "descriptor"
@@ -434,7 +435,7 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     config = tuned.backward_config("dq", q, scope.most_seen(left, right))
-    dq = empty_fit(q)
+    dq = empty_like(q)
     group = q.shape[1] // k.shape[1]
     flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
     at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
@@ -498,6 +499,6 @@ def attention_backward(
         (batch, heads, delta.shape[1], head_block(head_dim)), dtype=torch.float32, device=q.device
     )
     dk, dv = _keys_backward(*operands, dq_sums)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = empty_like(q)
     torch.mul(dq_sums[:, :, :seqlen_q, :head_dim], sm_scale, out=dq)
     return dq, dk, dv
