@@ -625,14 +625,16 @@ def heads_at_once(q, k, is_causal, in_order, heads=1):
     """Between how many heads tiles alternate."""
     config = replace(choice.CONFIGS[128], heads=heads)
     right = 0 if is_causal else None
-    return hopper._heads_at_once(config, q, k, None, right, in_order)
+    return hopper._heads_at_once(
+        config, q.device, q.itemsize, q.shape, k.shape, None, right, in_order
+    )
 
 
 def run(q, k, v, out, lse, do, is_causal, trace=None, traced=0, heads=1, **options):
     batch, n_heads, seqlen, head_dim = q.shape
     all_heads, scale = batch * n_heads, head_dim**-0.5
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    stats = hopper._statistics(out, lse, do, None)
+    stats = plain.statistics(out, lse, do, None)
     sums = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
     programs = all_heads * seqlen // 128
     counter = torch.zeros(programs, device=q.device, dtype=torch.int32)
@@ -645,7 +647,9 @@ def run(q, k, v, out, lse, do, is_causal, trace=None, traced=0, heads=1, **optio
         seqlen // BLOCK_M.value, IS_CAUSAL=is_causal, TRACE=trace is not None,
         num_warps=4, **options,
     )  # fmt: skip
-    hopper._scale_launch(q.shape, seqlen, scale)(sums, dq)
+    hopper._scale_launch(dq.device, dq.dtype, dq.shape, seqlen, dq.stride(), scale)(
+        sums, dq
+    )
     return dq, dk, dv
 
 
@@ -1718,9 +1722,11 @@ def around():
     q, k, v, do = drawn((16, 16, 16, 1024, 1024, 128), torch.bfloat16)
     out, lse = forward_of(q, k, v, False)
     sums, dq = torch.zeros(q.shape, device=q.device), torch.empty_like(q)
-    convert = hopper._scale_launch(q.shape, q.shape[2], 0.1)
+    convert = hopper._scale_launch(
+        dq.device, dq.dtype, dq.shape, q.shape[2], dq.stride(), 0.1
+    )
     parts = {
-        "delta, before": lambda: hopper._statistics(out, lse, do, None),
+        "delta, before": lambda: plain.statistics(out, lse, do, None),
         "conversion, behind": lambda: convert(sums, dq),
     }
     return [

@@ -522,7 +522,7 @@ def attention_hopper_bwd_kernel(
 # -- the end
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "padded_q"])
+@triton.jit(do_not_specialize=["heads", "seqlen_q", "padded_q"])
 def attention_hopper_dq_kernel(
     sums_ptr,  # sums of dq in float32, (batch * heads, padded_q, HEAD_DIM)
     dq_ptr,  # output, (batch, heads, seqlen_q, HEAD_DIM)
@@ -597,33 +597,28 @@ def attention_backward(
             q, k, v, out, lse, do, is_causal, sm_scale, deterministic, dlse, window,
             dq_needed=dq_needed, dkdv_needed=dkdv_needed,
         )  # fmt: skip
-    # I/O: what _statistics does + read k + read v + write dk + write dv + write dq, and for each
+    # I/O: what statistics does + read k + read v + write dk + write dv + write dq, and for each
     # tile of keys read q + read do + read and write sums of dq
     if config is None:
         config = backward_choice(
             (9, 0), q.dtype, q.shape, k.shape, is_causal, window, deterministic, "gluon"
         ).config
     ordered = deterministic or config.ordered
-    lse, dlse, device = tiles.aligned(lse), tiles.aligned(dlse), q.device
+    device = q.device
     dq, dk, dv = map(tiles.empty_dense_like, (q, k, v))
     plan = _plan(
         config, device, runtime.multiprocessors(device), q.dtype, q.shape, k.shape,
-        *[x.stride() for x in (q, k, v, out, do, dq, dk, dv)], is_causal, window, sm_scale, ordered,
-        None if dlse is None else dlse.dtype,
+        *[x.stride() for x in (q, k, v, do, dq, dk, dv)], is_causal, window, sm_scale, ordered,
     )  # fmt: skip
-    # -- statistics: lse in base 2 and delta
-    stats = torch.empty(plan.stats, dtype=torch.float32, device=device)
-    lse_log2, delta = stats.unbind()
-    plan.preprocess(out, do, lse, dlse, delta, lse_log2)
-    # -- sweep: in a fixed order the first part is written, so that only a tile of queries that see
-    # nothing would keep what was in the sums
-    new = torch.zeros if plan.zeroed else torch.empty
-    sums = new(plan.sums, dtype=torch.float32, device=device)
     counter = None
     if ordered:
-        counter = torch.zeros(plan.counters, dtype=torch.int32, device=device)
+        counter = torch.empty(plan.counters, dtype=torch.int32, device=device)
+    stats = plain.statistics(out, lse, do, dlse, counter)
+    # -- sums: in a fixed order the first part is written, so that only a tile of queries that see
+    # nothing would keep what was there
+    new = torch.zeros if plan.zeroed else torch.empty
+    sums = new(plan.sums, dtype=torch.float32, device=device)
     plan.sweep(*map(_describe, (q, k, v, do, stats, dk, dv, sums), plan.rests), counter)
-    # -- end: dq of its sums
     plan.end(sums, dq)
     return dq, dk, dv
 
@@ -635,10 +630,8 @@ def _describe(x: torch.Tensor, rest: dict[str, object]) -> TensorDescriptor:
 class Plan(NamedTuple):
     """How gradients are computed: launches, sizes of what they need, and descriptors' rests."""
 
-    preprocess: Launch
     sweep: Launch
     end: Launch
-    stats: tuple[int, ...]
     sums: tuple[int, ...]
     zeroed: bool
     counters: int
@@ -648,22 +641,15 @@ class Plan(NamedTuple):
 @planned
 def _plan(
     config, device, multiprocessors, dtype, q_shape, k_shape, q_strides, k_strides, v_strides,
-    out_strides, do_strides, dq_strides, dk_strides, dv_strides, is_causal, window, sm_scale,
-    ordered, dlse_dtype,
+    do_strides, dq_strides, dk_strides, dv_strides, is_causal, window, sm_scale, ordered,
 ) -> Plan:  # fmt: skip
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
     padded_q = runtime.cdiv(seqlen_q, plain.PADDING) * plain.PADDING
     all_see = right is None or seqlen_k - seqlen_q + right >= 0
-    n_tiles = runtime.cdiv(seqlen_k, KEYS.value)
-    flowing = 2 * (heads // heads_k) * seqlen_q * head_dim * dtype.itemsize
-    if ordered:
-        at_once = _heads_at_once(config, n_tiles, multiprocessors, scope.uneven(left, right))
-    else:
-        at_once = tuned.backward_heads_at_once(flowing, device, left is not None)
+    at_once = _heads_at_once(config, device, dtype.itemsize, q_shape, k_shape, left, right, ordered)
     rows, m = ROWS.value, config.block_m
-    part = head_dim * m // KEYS.value
     rests = (
         _all_but_the_address(dtype, q_shape, q_strides, m),
         _all_but_the_address(dtype, k_shape, k_strides, rows),
@@ -672,21 +658,20 @@ def _plan(
         _rest_of_stats(2 * batch * heads * padded_q, m),
         _all_but_the_address(dtype, k_shape, dk_strides, rows),
         _all_but_the_address(dtype, k_shape, dv_strides, rows),
-        _rest_of_sums(batch * heads * padded_q, head_dim, part),
+        _rest_of_sums(batch * heads * padded_q, head_dim, head_dim * m // KEYS.value),
     )
     return Plan(
-        plain.preprocess_launch(q_shape, out_strides, do_strides, padded_q, tiles.KnownLaunch),
         _launch(config, q_shape, k_shape, padded_q, left, right, sm_scale, ordered, at_once),
-        _end_launch(q_shape, padded_q, dq_strides, sm_scale),
-        (2, batch * heads, padded_q),
+        _scale_launch(device, dtype, q_shape, padded_q, dq_strides, sm_scale),
         (batch, heads, padded_q, head_dim),
         not (ordered and all_see),
-        batch * heads_k * n_tiles,
+        batch * heads_k * runtime.cdiv(seqlen_k, KEYS.value),
         rests,
     )
 
 
-def _end_launch(shape, padded_q, dq_strides, sm_scale) -> Launch:
+@planned
+def _scale_launch(device, dtype, shape, padded_q, dq_strides, sm_scale) -> Launch:
     batch, heads, seqlen_q, head_dim = shape
     block_m = 2048 // head_dim
     return tiles.KnownLaunch(
@@ -696,16 +681,20 @@ def _end_launch(shape, padded_q, dq_strides, sm_scale) -> Launch:
     )  # fmt: skip
 
 
-def _heads_at_once(config, n_tiles, multiprocessors, uneven) -> int:
-    """Return between how many heads tiles of keys alternate in a fixed order: as many as fill the
-    GPU.
+def _heads_at_once(config, device, itemsize, q_shape, k_shape, left, right, ordered) -> int:
+    """Return between how many heads tiles of keys alternate.
 
-    They begin together, each tile of keys a step after the one before, and the tiles of the next
-    heads take their places in the same order. Under a causal mask later keys have less to do, so
-    that places come free too fast for that order, unless more heads alternate.
+    In a fixed order as many as fill the GPU: they begin together, each tile of keys a step after
+    the one before, and the tiles of the next heads take their places in the same order. Under a
+    causal mask later keys have less to do, so that places come free too fast for that order, unless
+    more heads alternate.
     """
-    fill = max(1, round(multiprocessors / n_tiles))
-    return fill * (config.heads if uneven else 1)
+    if ordered:
+        n_tiles = runtime.cdiv(k_shape[2], KEYS.value)
+        fill = max(1, round(runtime.multiprocessors(device) / n_tiles))
+        return fill * (config.heads if scope.uneven(left, right) else 1)
+    flowing = 2 * (q_shape[1] // k_shape[1]) * q_shape[2] * q_shape[3] * itemsize
+    return tuned.backward_heads_at_once(flowing, device, left is not None)
 
 
 def _launch(
