@@ -381,7 +381,7 @@ def run(
         parts = 0 if backend == "gluon" else n_parts(*prepared[:2], is_causal, window)
         if parts:
             out, lse = attention_decode(*prepared, is_causal, sm_scale, parts, window)
-            return out.to(q.dtype), lse
+            return _in(q.dtype, out), lse
         chosen = choice.forward_choice(
             runtime.capability(q.device), q.dtype, q.shape, k.shape, is_causal, window, backend
         )
@@ -390,7 +390,12 @@ def run(
             out, lse = in_gluon(*prepared, is_causal, sm_scale, window, chosen.config)
         else:
             out, lse = attention_forward(*prepared, is_causal, sm_scale, window)
-    return out.to(q.dtype), lse
+    return _in(q.dtype, out), lse
+
+
+def _in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """Return x in a dtype: what the interpreter computed in another."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def setup_context(ctx, inputs, output):
