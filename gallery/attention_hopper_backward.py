@@ -1009,8 +1009,8 @@ lab.table(rows, "Simulated: causal, 32 heads of 16 tiles on 16 SMs")
 # On the GPU as many heads alternate in a fixed order as fill its SMs, times the ``heads`` of a
 # configuration. The programs that run at one time then read the queries of more heads and add to
 # more sums, which the :term:`L2` cache has to hold, so more is not always better. We time the
-# package's kernel with 1, 2, 4 and 8 times as many heads, and let the adders of four programs write
-# down how long they wait for their turn.
+# package's kernel with 1, 2, 4 and 8 times as many heads, and let programs of all tiles write down
+# how long their adders wait for a turn.
 
 
 # Measuring
@@ -1044,21 +1044,30 @@ OF_ADDER = ("asks", "its turn", "has parts", "added")
 N_TRACED = 4096 // 128  # tiles of keys of a head
 
 
-def traced_run(inputs, is_causal, tile, options):
-    """The stamps of the program of a tile, (roles, steps, events), of a head that starts later."""
+def traced_run(inputs, is_causal, options, pid=None):
+    """The stamps of a program, (roles, steps, events): in the middle of a head, or one named."""
     q, k, v, do = inputs
     out, lse = forward_of(q, k, v, is_causal)
+    n_heads = q.shape[0] * q.shape[1]
     at_once = heads_at_once(
         q, k, is_causal, options["IN_ORDER"], options.get("heads", 1)
     )
-    later = at_once if 2 * at_once <= q.shape[0] * q.shape[1] else 0
-    pid = later * N_TRACED + tile * at_once
+    if pid is None:  # of a head that starts later
+        later = at_once if 2 * at_once <= n_heads else 0
+        pid = later * N_TRACED + N_TRACED // 2 * at_once
+    tile = tile_of(pid, n_heads, at_once)
     n_steps = 4096 // BLOCK_M.value
     trace = torch.zeros(3, n_steps, EVENTS.value, device=q.device, dtype=torch.int32)
     for _ in range(3):
         run(q, k, v, out, lse, do, is_causal, trace, pid, **options)
     n_steps -= is_causal * tile * 128 // BLOCK_M.value
     return trace[:, :n_steps].tolist()
+
+
+def tile_of(pid, n_heads, at_once):
+    """The tile of keys of a program, as ``place`` counts."""
+    first = pid // (N_TRACED * at_once) * at_once
+    return pid % (N_TRACED * at_once) // min(n_heads - first, at_once)
 
 
 def apart(a, b):
@@ -1069,21 +1078,24 @@ def apart(a, b):
 def waits():
     rows = []
     inputs = drawn((4, 16, 16, 4096, 4096, 128), torch.bfloat16)
+    pids = range(17, 64 * N_TRACED, 61)  # some of all tiles, from first to last
     for is_causal, heads in ((False, 1), (True, 1), (True, 4)):
         options = VERSIONS["a fixed order"] | {"heads": heads}
-        whole, waited = 0, 0
-        for tile in (4, 12, 20, 28):
-            consumer, _, adder = traced_run(inputs, is_causal, tile, options)
-            whole += apart(consumer[0][0], consumer[-1][5]) / 4
-            waited += sum(apart(step[0], step[1]) for step in adder) / 4
+        whole, waited, handed = 0, 0, 0
+        for pid in pids:
+            consumer, _, adder = traced_run(inputs, is_causal, options, pid)
+            whole += apart(consumer[0][0], consumer[-1][5])
+            waited += sum(apart(step[0], step[1]) for step in adder)
+            handed += sum(apart(step[4], step[5]) for step in consumer)
         row = {"mask": "causal" if is_causal else "full", "heads": f"× {heads}"}
-        row |= {"cycles of a program": round(whole), "for its turn": round(waited)}
-        rows.append(row | {"share, %": round(100 * waited / whole, 1)})
+        row |= {"cycles of a program": round(whole / len(pids))}
+        row |= {"adder waits, %": round(100 * waited / whole, 1)}
+        rows.append(row | {"consumer hands over, %": round(100 * handed / whole, 1)})
     return rows
 
 
 waited = lab.attempt(
-    "How long the adder waits for its turn, length 4,096, mean of four programs",
+    "How long the adder waits for its turn, length 4,096, mean of programs from all tiles",
     waits if HOPPER else NEEDS_HOPPER,
 )
 waited
@@ -1102,19 +1114,23 @@ def gain_of_heads(seqlen):
     return f"it {verdict(four / one - 1)} ({one:.0f} → {four:.0f} TFLOP/s)"
 
 
-def share_waited(mask, heads):
+def of_waits(column, heads, mask="causal"):
     rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
-    return rows[0]["share, %"] if rows else nan
+    return rows[0].get(column, nan) if rows else nan
 
 
 lab.read(
     told("heads apart")
     + "In the package's kernel, with four times as many heads, at length 4,096 "
     f"{gain_of_heads(4096)}, and at 16,384 {gain_of_heads(16384)}. Eight times as many reach "
-    f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. With a causal mask the "
-    f"traced adders wait for their turn during {share_waited('causal', 1):.0f} % of a program, "
-    f"with four times as many heads during {share_waited('causal', 4):.0f} %, and without a mask "
-    f"during {share_waited('full', 1):.0f} %."
+    f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. The traced programs show "
+    f"what changes with a causal mask: one takes {of_waits('cycles of a program', 1):,.0f} cycles "
+    f"on average, and {of_waits('cycles of a program', 4):,.0f} with four times as many heads. Its "
+    f"adder waits for its turn during {of_waits('adder waits, %', 1):.0f} % and "
+    f"{of_waits('adder waits, %', 4):.0f} % of that. This delays a consumer only if its buffer is "
+    f"still full when the next part is ready: it hands parts over during "
+    f"{of_waits('consumer hands over, %', 1):.0f} % of the time, and "
+    f"{of_waits('consumer hands over, %', 4):.0f} % with four times as many heads."
 )
 
 # %%
@@ -1215,7 +1231,7 @@ def stamps():
     inputs = drawn((4, 16, 16, 4096, 4096, 128), torch.bfloat16)
     for version in TRACED:
         options = VERSIONS[version]
-        found = traced_run(inputs, False, N_TRACED // 2, options)
+        found = traced_run(inputs, False, options)
         start = found[0][SPAN[0]][0]
         for role, who in enumerate(("consumer 0", "consumer 1", "adder")):
             if who == "adder" and not options["ADDER"]:
@@ -1452,14 +1468,17 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
 lab.check("The package's kernel", every_case())
 
 # %%
-# **The same bits.** One input, launched 500 times in a fixed order and 500 times without, while a
+# **The same bits.** One input, launched again and again in a fixed order and without, while a
 # second stream keeps the GPU busy with other work, so that programs start at other times in every
 # launch. A race between the roles would show here, too: ``dk`` and ``dv`` have to be the same bits
-# in either case.
+# in either case. NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its
+# search for races cannot judge warps with roles: it missed a race of two roles that we had planted,
+# and took an exchange that an mbarrier orders for one. After the bits comes a long series of random
+# shapes, which must come to its end.
 
 
 # Measuring
-LAUNCHES = 500
+LAUNCHES = 1000
 
 
 def repeated():
@@ -1498,10 +1517,10 @@ again
 
 
 # Measuring
-def soak():
+def soak(at_most=10_000, seconds=25):
     generator = torch.Generator().manual_seed(0)
-    begin, shapes, most, worst = time.time(), set(), 0, 0.0
-    for number in range(LAUNCHES):
+    begin, shapes, most, worst, number = time.time(), set(), 0, 0.0, 0
+    while number < at_most and time.time() - begin < seconds:
         # odd, so that few kernels are compiled; all else is drawn
         n_q, n_k = (2 * torch.randint(1, 900, (2,), generator=generator) + 1).tolist()
         head_dim, is_causal = (64, 128)[number % 2], bool(number // 2 % 2)
@@ -1515,15 +1534,17 @@ def soak():
             for x, y in zip(ours, theirs, strict=True):
                 off = (x.float() - y.float()).norm() / y.float().norm().clamp_min(1)
                 worst = max(worst, off.item())
+        number += 1
     torch.cuda.synchronize()
     if not worst < 0.01:
         raise lab.CheckFailed(f"{worst:.3f} from plain Triton in the soak test.")
-    row = {"launches": LAUNCHES, "shapes": len(shapes), "longest": most}
-    return [row | {"finished": LAUNCHES, "seconds": round(time.time() - begin, 1)}]
+    row = {"launches": number, "shapes": len(shapes), "longest": most}
+    return [row | {"finished": number, "seconds": round(time.time() - begin, 1)}]
 
 
 # Folded: Launches of random shapes, which all have to finish
-lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+soaked
 
 # %%
 
@@ -1535,10 +1556,14 @@ of_free = [
 ]
 if not again.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
+launched = again.rows[0]["launches"] if again.rows else nan
+ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
     f"In a fixed order no bit differs. As parts come, ``dq`` differs from the first launch in "
-    f"{of_free[0]:,.0f} of {LAUNCHES} launches without a mask and in {of_free[1]:,.0f} with a "
-    f"causal one. ``dk`` and ``dv`` never do, because no other program adds to them."
+    f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in {of_free[1]:,.0f} with a "
+    f"causal one. ``dk`` and ``dv`` never do, because no other program adds to them. All "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes came to their end, and agreed "
+    f"with plain Triton where they were compared."
 )
 
 # %%
@@ -1776,9 +1801,12 @@ lab.read(
 #    * - 3.6
 #      - yes
 #      - yes: tests and this page
-#    * - 3.7, 3.8, 3.9
+#    * - 3.7, 3.8
 #      - yes
 #      - no
+#    * - 3.9
+#      - yes
+#      - yes: tests
 #    * - other GPUs
 #      - no: plain Triton in two sweeps
 #      -
