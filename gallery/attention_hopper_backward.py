@@ -873,7 +873,7 @@ lab.read(told("an adder"))
 # Reading
 lab.read(
     told("a fixed order")
-    + "This is the price of gradients that are the same bits in every run; the next rung lowers it."
+    + "This is the price of gradients that are the same bits in every run; the next rung tries to lower it."
 )
 
 # %%
@@ -1326,6 +1326,8 @@ a_step = {version: cycles_a_step(traced.rows, version) for version in TRACED}
 # an SM does 4,096 operations per cycle
 ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
 last = TRACED[-1]
+its_turn = part_of(traced.rows, last, "asks", "its turn", "adder")
+adds = part_of(traced.rows, last, "has parts", "added", "adder")
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
@@ -1335,7 +1337,10 @@ lab.read(
     f"{100 * ideal / a_step[last]:.0f} % of the time. There a consumer spends "
     f"{100 * part_of(traced.rows, last, 'scores', 'dS'):.0f} % of a step making weights and dS, "
     f"{100 * part_of(traced.rows, last, 'dS', 'met'):.0f} % until it has met the other, and "
-    f"{100 * part_of(traced.rows, last, 'matmuls', 'handed over'):.0f} % handing its part over."
+    f"{100 * part_of(traced.rows, last, 'matmuls', 'handed over'):.0f} % handing its part over. "
+    f"Its adder waits for its turn {100 * its_turn:.0f} % of a step and adds "
+    f"{100 * adds:.0f} %"
+    + (", so it has no time left and sets the pace." if its_turn + adds > 0.9 else ".")
 )
 
 # %%
@@ -1692,7 +1697,11 @@ def named(rows):
     for row in rows:
         kind = f"head_dim {row['head_dim']}, {row['mask']}"
         lengths.setdefault(kind, []).append(f"{row['length']:,}")
-    return "; ".join(f"{kind}, {' and '.join(of)}" for kind, of in lengths.items())
+    ends = {
+        kind: [", ".join(of[:-1])] * (len(of) > 1) + of[-1:]
+        for kind, of in lengths.items()
+    }
+    return "; ".join(f"{kind}, {' and '.join(of)}" for kind, of in ends.items())
 
 
 def missed(floor, best):
@@ -1720,15 +1729,14 @@ lab.read(
 )
 
 # %%
-# **Head_dim 128.** While a consumer makes :math:`P` and :math:`dS`, writes :math:`dS` and meets the
-# other, it has one matmul under way. More did not help: we issued matmuls of the next step ahead,
-# took more buffers for parts of :math:`dQ`, and made weights before waiting for :math:`dP`. All
-# were right, and none was faster in our trials.
+# **Head_dim 128.** While a consumer makes :math:`P` and :math:`dS`, it has one matmul under way. More
+# did not help: we issued those of the next step ahead, took more buffers for parts, and made
+# weights before waiting for :math:`dP`. All were right, and none was faster in our trials.
 #
-# So we ask what a step moves. Shared memory gives an SM 128 bytes per cycle. A matmul of 64 rows,
-# 64 columns and 16 numbers to sum over takes 32 cycles; with both operands in shared memory it reads
-# 4 KiB, which takes the same 32 and leaves nothing for tiles, :math:`dS` and parts. To test that,
-# two consumers issue a step's matmuls over and over, and store as much beside as we ask for.
+# Shared memory gives an SM 128 bytes per cycle. A matmul of 64 rows, 64 columns and 16 numbers to
+# sum over takes 32 cycles; if both operands lie there, it also reads for 32, which leaves nothing
+# for anything else. As a test, two consumers issue a step's matmuls over and over, and stores
+# beside them.
 
 # Whole
 STORED = gl.constexpr(2048)  # float32 numbers that a consumer stores at once: 8 KiB
@@ -1984,19 +1992,15 @@ elif slower > 1.05:
     found = "So reading costs time, though less than the count says."
 else:
     found = "So the count does not explain it: the same matmuls take as long."
-rest = 100 * (1 - cycles(whole_step) / a_step[last])
+share = 100 * cycles(whole_step) / a_step[last]
 lab.read(
     f"**The test** changes only where left operands are. With stores beside, S and dP take "
     f"{beside_counts(from_shared)}, and with left operands in registers "
     f"{beside_counts(from_registers)}. {found} All five take {beside_counts('all five')}, and "
     f"with all that a step moves {beside_counts(whole_step)}. "
-    + (
-        f"The other {rest:.0f} % of the timeline's step are neither"
-        if rest > 5
-        else "That is as long as the timeline's step"
-    )
-    + f". To add the part of dQ takes {cycles('one SM adds a part'):,.0f} cycles if one SM adds, "
-    f"and {cycles('all SMs add parts'):,.0f} if all do, and the adder has to keep up with that."
+    f"That is {share:.0f} % of the timeline's step. **The adder** has to keep up as well: to "
+    f"add the part of dQ takes {cycles('one SM adds a part'):,.0f} cycles if one SM adds, "
+    f"and {cycles('all SMs add parts'):,.0f} if all do."
 )
 
 # %%
@@ -2051,9 +2055,10 @@ def cost(head_dim, mask, seqlen=16384):
 lab.read(
     f"At head_dim 128 without a mask, these two kernels take {share_around(1024):.0f} % of the "
     f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** itself: at "
-    f"length 16,384 a fixed order {verdict(cost(128, 'full'))} against additions as "
-    f"they come at head_dim 128 without a mask and {verdict(cost(128, 'causal'))} with a causal "
-    f"one, and at head_dim 64 it {verdict(cost(64, 'full'))} and {verdict(cost(64, 'causal'))}."
+    f"length 16,384, against additions as they come, a fixed order {verdict(cost(128, 'full'))} at "
+    f"head_dim 128 without a mask; with a causal one it {verdict(cost(128, 'causal'))}. At "
+    f"head_dim 64 it {verdict(cost(64, 'full'))} without a mask; with a causal one it "
+    f"{verdict(cost(64, 'causal'))}."
 )
 
 # %%
