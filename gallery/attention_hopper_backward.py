@@ -873,7 +873,8 @@ lab.read(told("an adder"))
 # Reading
 lab.read(
     told("a fixed order")
-    + "This is the price of gradients that are the same bits in every run; the next rung tries to lower it."
+    + "This is the price of gradients that are the same bits in every run. The next rung tries "
+    + "to lower it."
 )
 
 # %%
@@ -1729,8 +1730,8 @@ lab.read(
 )
 
 # %%
-# **Head_dim 128.** While a consumer makes :math:`P` and :math:`dS`, it has one matmul under way. More
-# did not help: we issued those of the next step ahead, took more buffers for parts, and made
+# **Head_dim 128.** While a consumer makes :math:`P` and :math:`dS`, it has one matmul under way.
+# More did not help: we issued those of the next step ahead, took more buffers for parts, and made
 # weights before waiting for :math:`dP`. All were right, and none was faster in our trials.
 #
 # Shared memory gives an SM 128 bytes per cycle. A matmul of 64 rows, 64 columns and 16 numbers to
@@ -1739,7 +1740,7 @@ lab.read(
 # beside them.
 
 # Whole
-STORED = gl.constexpr(2048)  # float32 numbers that a consumer stores at once: 8 KiB
+STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
 
 
 @gluon.jit
