@@ -1868,8 +1868,8 @@ def _matmuls_kernel(
 
 
 @gluon.jit
-def _adding_kernel(trace_ptr, sums_desc, steps, n_tiles):
-    """Nothing but additions: each program adds a part of dQ to one tile after the other."""
+def _adding_kernel(trace_ptr, sums_desc, counter_ptr, steps, n_tiles):
+    """Nothing but additions: a program adds parts of dQ, and announces each, for nobody."""
     layout: gl.constexpr = sums_desc.layout
     parts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, COLUMNS // 2], layout)
     _stamp(trace_ptr, (0, 1), 0, 0, 0, True)
@@ -1878,6 +1878,7 @@ def _adding_kernel(trace_ptr, sums_desc, steps, n_tiles):
         for half in gl.static_range(2):
             tma_add(sums_desc, [row, half * (COLUMNS // 2)], parts.index(half))
         tma.store_wait(0)
+        announce(counter_ptr + gl.program_id(0), i + 1)
     _stamp(trace_ptr, (0, 1), 0, 0, 1, True)
 
 
@@ -1942,10 +1943,13 @@ def limits():
     n_tiles = 256
     sums = torch.zeros(n_tiles * QUERIES, HEAD_DIM, device=runtime.DEVICE)
     desc = described(sums, QUERIES, HEAD_DIM // 2, gl.float32)
+    counters = torch.zeros(n_sms, device=runtime.DEVICE, dtype=torch.int32)
     for what, programs in (("one SM adds a part", 1), ("all SMs add parts", n_sms)):
 
         def launch(trace, n_steps, programs=programs):
-            _adding_kernel[(programs,)](trace, desc, n_steps, n_tiles, num_warps=1)
+            _adding_kernel[(programs,)](
+                trace, desc, counters, n_steps, n_tiles, num_warps=1
+            )
 
         row = {"what": what, "operations": None, "shared memory": None}
         rows.append(row | {"measured": round(cycles_of(launch, 200, consumers=1))})
