@@ -202,8 +202,7 @@ except Exception as error:
 # the thread, the others the register, so the size of a block has to be a power of two.
 #
 # The size must also be known when the kernel is compiled, because an instruction names its
-# registers and cannot loop over them. ``tl.constexpr`` declares it a constant, and another block
-# size needs another compiled kernel.
+# registers. ``tl.constexpr`` declares it a constant; another size needs another compiled kernel.
 #
 # .. dropdown:: More: what else makes another compiled kernel
 #
@@ -335,7 +334,10 @@ lab.table(
 # It also divides a long row among several programs, because a matrix of few rows would otherwise
 # leave most of the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts
 # blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each.
-# (Row numbers are int64, because past :math:`2^{31}` elements an offset does not fit into 32 bits.)
+#
+# .. dropdown:: More: why row numbers are int64
+#
+#    Past :math:`2^{31}` elements an offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
@@ -428,8 +430,8 @@ lab.read(
 # Yet the gradient, our next section, is a sum over rows that belong to different programs. There
 # are three ways to add them up:
 #
-# - *Load, add, store:* each program loads the sum so far, adds its rows and stores the result. This
-#   is wrong, because two programs may load the same value, and one addition is lost.
+# - *Load, add, store:* each program loads the sum so far, adds its rows and stores the result. Two
+#   programs may load the same value, and one addition is lost.
 # - *An atomic addition*, ``tl.atomic_add``, does all three in one step.
 # - *Partial sums:* each program stores :term:`its own <partial sums>`, and a second kernel adds
 #   these up.
@@ -524,13 +526,12 @@ lab.read(
 # ------------
 #
 # How much does the loss change if one weight changes? Take two rows, 1 2 3 and 4 5 6. The second
-# weight enters the first sum with the factor 2 and the second with 5. If the loss grows by 10 for
-# each unit of the first sum and by 1 for each of the second, then for each unit of that weight it
-# grows by :math:`10 \cdot 2 + 1 \cdot 5 = 25`.
+# weight enters the first sum with the factor 2 and the second with 5. If the loss grows by 10 per
+# unit of the first sum and by 1 per unit of the second, it grows by
+# :math:`10 \cdot 2 + 1 \cdot 5 = 25` per unit of that weight.
 #
 # In general, let :math:`L` be the loss and :math:`dy_i` its derivative with respect to
-# :math:`y_i`. Each :math:`x_{ij}` enters one sum, while each :math:`w_j` enters the sums of all
-# rows:
+# :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
 #
 # .. math::
 #
@@ -577,9 +578,9 @@ lab.source(part_sum_kernel)
 # Into PyTorch
 # ------------
 #
-# How does PyTorch learn that these two kernels belong together? A ``torch.autograd.Function`` tells
-# autograd how to compute a result, and how to compute the gradients of the inputs from that of the
-# result. ``save_for_backward`` keeps the tensors that the backward pass needs again.
+# How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
+# autograd how to compute a result, and how to compute the gradients of its inputs.
+# ``save_for_backward`` keeps the tensors that the backward pass needs again.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -610,8 +611,12 @@ class WeightedSum(torch.autograd.Function):
 
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims. It usually needs float64. Here float32
-# is enough, because the weighted sum is linear in each element, so the step may be large.
+# change of the results with what the backward pass claims.
+#
+# .. dropdown:: More: why float32 is enough here
+#
+#    ``gradcheck`` usually needs float64, because its step must be small. The weighted sum is linear
+#    in each element, so the step may be large.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -717,7 +722,7 @@ if runtime.INTERPRETED:
 # Programs, warps, threads
 # ------------------------
 #
-# The kernel is right. To see why it is fast, we look at what runs it. A GPU consists of SMs
+# The kernel is right; is it fast? That depends on what runs it. A GPU consists of SMs
 # (:term:`streaming multiprocessors <SM>`). Each program runs on one of them from beginning to end,
 # and an SM holds several programs at a time.
 #
@@ -967,10 +972,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# A copy does nothing but move bytes, so it is the yardstick. We copy half of ``x``: to read that
-# half and to write it moves as many bytes as our kernel. "One row a program" is ``rows_kernel``
-# with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul. :doc:`/reading-figures` explains how
-# they are timed.
+# A copy does nothing but move bytes, so it is the yardstick. To read half of ``x`` and write it
+# moves as many bytes as our kernel. "One row a program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``.
+# :doc:`/reading-figures` explains how all are timed.
 
 
 def providers(rows, columns, dtype):
@@ -1048,19 +1052,6 @@ lab.read(
     f"{largest['Kernel Book']:.0f} %. The kernel that `torch.compile` writes reaches "
     f"{largest['torch.compile']:.0f} %. Beside the operator it is "
     f"{ahead(forward, 'torch.compile')} rows."
-)
-
-# %%
-
-# Reading
-few, of_copy = (
-    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
-)
-megabytes = 16 * 4096 * 2 / 1e6
-lab.read(
-    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes {of_copy:.1f} and the "
-    f"operator {few:.1f}, because starting and timing a kernel takes microseconds, however little "
-    "it does."
 )
 
 # %%
@@ -1202,10 +1193,22 @@ per_byte = (
 )
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
-    f"`torch.compile` {large['torch.compile']:.0f} %. At 4,096 rows ours reaches "
-    f"{medium['Kernel Book']:.0f} %, because the partial sums and their second launch are a larger "
-    f"part of the work there. `torch.compile` is {ahead(backward, 'torch.compile')} rows. PyTorch "
-    f"moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
+    f"`torch.compile` {large['torch.compile']:.0f} %. It is {ahead(backward, 'torch.compile')} "
+    f"rows. PyTorch moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
+)
+
+# %%
+
+# Folded: What limits small inputs
+few, of_copy = (
+    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
+)
+megabytes = 16 * 4096 * 2 / 1e6
+lab.read(
+    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes {of_copy:.1f} and the "
+    f"operator {few:.1f}, because starting and timing a kernel takes microseconds, however little "
+    f"it does. Backward, 4,096 rows reach {medium['Kernel Book']:.0f} % of a copy's speed, because "
+    "the partial sums and their second launch are a larger part of the work there."
 )
 
 # %%
@@ -1234,10 +1237,10 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "One cost is in neither figure. The host, the CPU, needs time for each call, and where calls "
-    "follow each other, the slower of host and GPU sets the pace. For both passes over 4,096 rows "
-    f"that is {our_step:.0f} µs with our operator, of which the GPU works {our_gpu:.0f}, and "
-    f"{their_step:.0f} with PyTorch's, so ours is {verdict} there."
+    "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
+    f"host and GPU sets the pace. Both passes over 4,096 rows take {our_step:.0f} µs with our "
+    f"operator, of which the GPU works {our_gpu:.0f}. PyTorch's take {their_step:.0f}, so ours is "
+    f"{verdict} there."
 )
 
 # %%
@@ -1264,10 +1267,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# You have seen a forgotten mask, assumed strides and shared numbers. The last of the common
-# mistakes is **a sum in 16 bits**. From 2,048 on, float16 holds even integers only, so that adding
-# 1 is rounded away. The four sums of this kernel, one for each element of the block, all stop
-# there.
+# You have seen a forgotten mask, assumed strides and shared numbers. One common mistake is left,
+# **a sum in 16 bits**. From 2,048 on, float16 holds even integers only, so that adding 1 is rounded
+# away. The four sums of this kernel, one for each element of the block, all stop there.
 
 
 @triton.jit
@@ -1289,9 +1291,8 @@ for dtype in (tl.float16, tl.float32):
 #
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
 # Sums that cross programs go through partial sums, because one program must not write what another
-# reads. A kernel that does so little with each number is as fast as it moves bytes. You can now
-# write one, add its backward pass, and check both against float64. The next chapter,
-# :doc:`measuring`, shows how to time it, because a clock easily misleads.
+# reads. You can now write such a kernel, add its backward pass, and check both against float64. The
+# next chapter, :doc:`measuring`, shows how to time it, because a clock easily misleads.
 #
 # Puzzles
 # -------

@@ -287,9 +287,9 @@ lab.read(
 # The first calls
 # ---------------
 #
-# Why does ``median`` throw five calls away? The figure follows four functions from their first call
-# to their tenth: a Triton kernel, one that also chooses among nine configurations
-# (:term:`autotuning`), a softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
+# Why does ``median`` throw five calls away? We time four functions from their first call to their
+# tenth: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`), a
+# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
 
 import triton
 
@@ -356,6 +356,9 @@ def falling(axes, rows):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
+# %%
+
+# Folded: All four, call by call
 lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
 # %%
@@ -1759,26 +1762,24 @@ lab.read(text)
 # - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
 # - *Another time after another kernel:* that is the clock. Shuffle the order, and run an A/A test.
 # - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
-# - *Good or bad?* Count bytes and FLOPs, and draw the roofline from one copy and one matmul.
 # - *Slow without a reason on paper:* look at registers and spills, then at the counters of ``ncu``.
 #
 # In short
 # --------
 #
-# A clock around a call measures the host. To measure the kernel, warm up, flush the cache, give the
-# GPU work before the first event, take the median of many runs in random order, and find with one
-# kernel under two names what is too small to be believed. A time is good or bad only beside the
-# bytes and FLOPs that it must pay for. :doc:`/chapters/dropout` is timed in this way, as is every
-# chapter after it.
+# A clock around a call measures the host. To measure the kernel, keep the host and the cache out,
+# take the median of many runs in random order, and find with one kernel under two names what is too
+# small to be believed. A time is good or bad only beside the bytes and FLOPs that it must pay for.
+# :doc:`/chapters/dropout` is timed in this way, as is every chapter after it.
 #
 # Exercises
 # ---------
 #
-# **1. How sure is a median?** Sort :math:`n` independent runs. Each is below the true median with
-# probability 1/2, so the number of those below it has a binomial distribution, whatever the
-# distribution of the times. Find the largest :math:`k` for which the true median lies between the
-# k-th fastest and the k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs.
-# Check it with times from a distribution with a long tail.
+# **1. How sure is a median?** Each of :math:`n` independent runs is below the true median with
+# probability 1/2, so the number of those below has a binomial distribution, whatever the times
+# have. Find the largest :math:`k` for which the true median lies between the k-th fastest and the
+# k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs. Check it with times
+# from a distribution with a long tail.
 
 # %%
 
