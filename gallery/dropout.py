@@ -16,7 +16,7 @@ The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :ter
 and its speeds are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 7
 import torch
 import torch.nn.functional as F
 
@@ -238,10 +238,19 @@ forward = lab.bench(
 
 # Drawing
 rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "seven rounds"]
+shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
+in_half = {"elements": 2**28, "dtype": "float16"}
+lab.ladder(
+    forward, "The ladder, forward, 2²⁸ elements", shown, by="dtype", where=in_half
+)
+
+# %%
+
+# Folded: The ladder in float32 and bfloat16
 lab.ladder(
     forward,
-    "The ladder, forward, 2²⁸ elements",
-    [*rungs, "Kernel Book", "PyTorch", "torch.compile"],
+    "The ladder in every dtype, forward, 2²⁸ elements",
+    shown,
     by="dtype",
     where={"elements": 2**28},
 )
@@ -249,7 +258,6 @@ lab.ladder(
 # %%
 
 # Reading
-shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
 half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
 single = 100 * forward.share("Kernel Book", dtype="float32")
 on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
@@ -271,21 +279,19 @@ lab.read(
 #    arithmetic works on whole blocks. Arguments marked ``tl.constexpr`` are fixed when the kernel
 #    is compiled.
 #
-# .. image:: /figures/dropout-blocks.svg
-#    :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
-#          blocks. The block of program 2 begins at element 2,048 and extends past the end of the
-#          array: 452 of its elements are inside, the other 572 are masked.
+#    .. image:: /figures/dropout-blocks.svg
+#       :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
+#             blocks. The block of program 2 begins at element 2,048 and extends past the end of the
+#             array: 452 of its elements are inside, the other 572 are masked.
 #
 # **A stored mask.** The first kernel is the baseline.
 
 lab.source(masked_dropout_kernel)
 
 # %%
-# Each program computes which elements are its own from ``tl.program_id``, its number within the
-# :term:`launch`. This number has only 32 bits and is converted to ``int64``, because its product
-# with the block size would wrap around past element :math:`2^{31}`. The last block may extend past
-# the end of the tensor, so every load and store is masked with ``inside``. The load leaves the
-# elements past the end undefined, which does no harm because the store skips them.
+# Each program finds its elements from its number within the :term:`launch`, and ``inside`` masks
+# those past the end. The number has only 32 bits and is converted to ``int64``, because its product
+# with the block size would wrap around past element :math:`2^{31}`.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
@@ -427,10 +433,16 @@ backward = lab.bench(
     limit="copy",
     work="2 * elements * itemsize",
 )
+back_shown = ["PyTorch", "torch.compile", "stored mask", "Kernel Book"]
+lab.ladder(backward, "Backward, 2²⁸ elements", back_shown, by="dtype", where=in_half)
+
+# %%
+
+# Folded: Backward in float32 and bfloat16
 lab.ladder(
     backward,
-    "Backward, 2²⁸ elements",
-    ["PyTorch", "torch.compile", "stored mask", "Kernel Book"],
+    "Backward in every dtype, 2²⁸ elements",
+    back_shown,
     by="dtype",
     where={"elements": 2**28},
 )
@@ -454,8 +466,7 @@ lab.read(
 #
 # Are these the numbers that Philox should give, and is the scaling right? The truth is computed in
 # float64, with a Philox written in plain PyTorch that shares no code with the kernel. Our error may
-# be at most twice PyTorch's, or one unit in the last place (:term:`ulp`), because rounding a result
-# to this dtype can alone cost half of that.
+# be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
 
 
 def cases():
@@ -895,8 +906,7 @@ lab.host_times(
 # Four mistakes are easy to make, and most raise no error.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. We imitate it by repeating one block. The keep rate looks harmless, but a test
-# of pairs one block apart detects that the blocks are copies.
+# gets the same mask. We imitate it by repeating one block.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
@@ -913,9 +923,9 @@ apart_by_one = {
     for name, m in {"right": right, "wrong": wrong}.items()
 }
 lab.read(
-    f"The wrong mask keeps {keeps['wrong']:.3f} of the elements and the right one "
-    f"{keeps['right']:.3f}. One block on, however, |z| is {abs(apart_by_one['wrong']):.0f} instead "
-    f"of {abs(apart_by_one['right']):.1f}."
+    f"The wrong mask looks harmless: it keeps {keeps['wrong']:.3f} of the elements, and the right "
+    f"one {keeps['right']:.3f}. A test of pairs one block apart finds the copies, with |z| = "
+    f"{abs(apart_by_one['wrong']):.0f} instead of {abs(apart_by_one['right']):.1f}."
 )
 
 # %%

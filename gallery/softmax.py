@@ -66,7 +66,7 @@ def simple_softmax(x):
 #
 # A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
 # multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, and
-# these need a maximum and a sum that none of them knows alone. How to find both is our question.
+# these need a maximum and a sum that none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -173,15 +173,12 @@ lab.table(
 #    The pair of a union does not depend on how the union was cut, so the merge is *associative*:
 #    any grouping gives the same result.
 #
-# The recurrence is the special case in which one piece is a single element, with the pair
-# :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
+# A single element has the pair :math:`(x_j, 1)`, and an empty piece :math:`(-\infty, 0)`.
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
 #          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
 #          these two give (6, 1.96) for the whole row.
-#
-# As a check, we cut a row into pieces and merge their pairs in a random order.
 
 
 # Measuring
@@ -224,7 +221,8 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # Reading
 worst_sum = max(float(row["sum off by"]) for row in rows)
 lab.read(
-    "With 2, 7 and 100 pieces the maximum is the same, and the sum is off by at most "
+    "As a check, we cut a row into 2, 7 and 100 pieces and merge their pairs in a random order. "
+    "The maximum is the same each time, and the sum is off by at most "
     f"{1e16 * worst_sum:.0f} · 10⁻¹⁶, which is the rounding of float64."
 )
 
@@ -429,10 +427,11 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
 # Where the bars leave the box, the online kernel loses speed. For longer rows, then, even the
-# second read must go. (The prediction is rough, because the cache also holds what is being
-# written.)
+# second read must go.
 #
 # .. dropdown:: How the rows in flight are counted
+#
+#    The prediction is rough, because the cache also holds what is being written.
 #
 #    A row is in flight while a program works on it, so we count programs: the online kernel has one
 #    warp for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at
@@ -451,8 +450,12 @@ lab.source(row_fwd_kernel)
 # %%
 # A block has a power of two of elements and a row seldom does, so the load fills the slots past the
 # end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
-# exponential is 0. ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because
-# a power of two is the only exponential that the hardware has.
+# exponential is 0.
+#
+# .. dropdown:: More: the exponential
+#
+#    ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because a power of two
+#    is the only exponential that the hardware has.
 
 # %%
 
@@ -633,9 +636,12 @@ lab.read(
 # ------------
 #
 # All of these kernels must give the same result. We check each algorithm against float64, at row
-# lengths that fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow
-# four times, because multiplying by the reciprocal rounds once more than a division, and the
-# hardware's ``exp2`` errs in its last two bits.
+# lengths that fill its blocks and at others, and allow twice PyTorch's error.
+#
+# .. dropdown:: More: the tolerance in float32
+#
+#    In float32 we allow four times, because multiplying by the reciprocal rounds once more than a
+#    division, and the hardware's ``exp2`` errs in its last two bits.
 
 
 def cases():
@@ -930,10 +936,7 @@ gradients = lab.bench(
     limit_work="2 * rows * columns * itemsize",
 )
 
-# %%
 
-
-# Measuring
 def times_of(sweep, provider):
     return [1e3 * sweep.milliseconds_at(provider, rows=rows) for rows in HEIGHTS]
 
@@ -946,28 +949,6 @@ def further(sweep, provider):
     return moved / (more - less) / 1e6
 
 
-# %%
-
-# Folded: Four times as many rows
-rows = [
-    {
-        "direction": direction,
-        "kernel": name,
-        "32,768 rows, µs": round(times[0], 1),
-        "131,072 rows, µs": round(times[1], 1),
-        "TB/s of the further rows": round(further(sweep, name), 2),
-    }
-    for direction, sweep in {"forward": reads, "backward": gradients}.items()
-    if sweep.rows
-    for name in sweep.providers
-    for times in [times_of(sweep, name)]
-]
-lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
-
-# %%
-
-
-# Measuring
 def lead(sweep, ahead, behind):
     """By how many µs one is ahead at both heights, and in words what that means."""
     less, more = (
@@ -1012,9 +993,6 @@ faster = f"`online` leads the row kernel by {meaning} " + (
     f"{100 * (fewer['two reads'] - 1):+.1f} %."
 )
 
-# %%
-
-# Measuring
 counted = (results.find("measuring") or {"tables": {}})["tables"].get(
     "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
 )
@@ -1045,6 +1023,38 @@ if written:
         f"{written['online']:.0f}. We did not find the reason."
     )
 
+
+def launch(columns, dtype):
+    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    return lambda: softmax(x).sum().backward()
+
+
+facts = lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
+        for columns in (4096, 16384, 32768, 65536)
+    },
+)
+
+# %%
+
+# Folded: Four times as many rows
+rows = [
+    {
+        "direction": direction,
+        "kernel": name,
+        "32,768 rows, µs": round(times[0], 1),
+        "131,072 rows, µs": round(times[1], 1),
+        "TB/s of the further rows": round(further(sweep, name), 2),
+    }
+    for direction, sweep in {"forward": reads, "backward": gradients}.items()
+    if sweep.rows
+    for name in sweep.providers
+    for times in [times_of(sweep, name)]
+]
+lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
+
 # %%
 
 # Folded: What follows from the times
@@ -1058,22 +1068,6 @@ lab.read(
     faster
     + f" {text} "
     + f"`torch.compile` leads our backward kernel by {meaning}{same if explains else ''}"
-)
-
-# %%
-
-
-def launch(columns, dtype):
-    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
-    return lambda: softmax(x).sum().backward()
-
-
-facts = lab.facts(
-    "What the compiler made of the kernels",
-    {
-        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
-        for columns in (4096, 16384, 32768, 65536)
-    },
 )
 
 # %%
