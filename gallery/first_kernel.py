@@ -46,8 +46,8 @@ lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 # The problem in PyTorch
 # ----------------------
 #
-# What does PyTorch do that a kernel of our own need not? Each row of a matrix ``x`` is multiplied
-# by the same weights ``w`` and added up, as in a linear layer with one output.
+# Each row of a matrix ``x`` is multiplied by the same weights ``w`` and added up, as in a linear
+# layer with one output.
 
 
 def simple_weighted_sum(x, w):
@@ -542,8 +542,7 @@ lab.read(
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` is a sum over rows that belong to different programs, so we
-# compute it by partial sums.
+# its own block. The gradient of ``w`` needs the partial sums.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -625,11 +624,11 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
 # The book's operator also accepts any shape and stride, refuses wrong input, and is registered, so
-# that ``torch.compile`` knows it. Here it is once as a whole, from the kernels outwards.
+# that ``torch.compile`` knows it.
 
 # %%
 
-# Folded: The whole operator: forward, backward, autograd
+# Folded: The whole operator, from the kernels outwards
 lab.listing(
     {
         "1. Forward, on the GPU: a program has some rows and one part of their columns": (
@@ -1034,7 +1033,7 @@ def ahead(sweep, provider, other="Kernel Book"):
     return (
         f"faster by more than 1 % at {listed(points)}"
         if points
-        else "faster by more than 1 % at no number of"
+        else "faster at none of these numbers of"
     )
 
 

@@ -129,8 +129,8 @@ def median(way, run, n=50):
 
 
 # %%
-# That makes five ways. We try each on two calls: a large softmax of 16,384 rows of 8,192 numbers,
-# and a small one of 64 rows of 1,024.
+# We try all five ways on two calls: a large softmax of 16,384 rows of 8,192 numbers, and a small
+# one of 64 rows of 1,024.
 
 WAYS = {
     "clock": clock,
@@ -881,8 +881,7 @@ lab.read(
         if from_cache > 1.05 * unwarmed[last]
         else ""
     )
-    + ". None of them is wrong, but each answers another question, so a figure must say which one "
-    "it used."
+    + ". Each loop answers another question, so a figure must say which one it used."
 )
 
 # %%
