@@ -464,9 +464,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# Are these the numbers that Philox should give, and is the scaling right? The truth is computed in
-# float64, with a Philox written in plain PyTorch that shares no code with the kernel. Our error may
-# be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
+# The truth is computed in float64, with a Philox written in plain PyTorch that shares no code with
+# the kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
 
 
 def cases():

@@ -913,8 +913,8 @@ lab.check("What is timed", cases())
 # The error of a sum
 # ------------------
 #
-# One choice makes kernels both faster and wrong: to add in 16 bits. We add 0.01 a thousand times,
-# which should give 10, with different dtypes of the sum and of the numbers.
+# A time is worth nothing if the result is wrong, and a sum is easily wrong: its error depends on
+# the dtype of its accumulator. We add 0.01 a thousand times, which should give 10.
 
 
 def summed(total, number):
@@ -1751,7 +1751,7 @@ lab.read(text)
 # A checklist
 # -----------
 #
-# A time looks wrong: what is the cause, and what helps?
+# If a time looks wrong:
 #
 # - *Too fast to be true:* the call returned before the kernel had run. Wait for the GPU.
 # - *Tens of microseconds, whatever the kernel does:* that is the host. Pause before the first
@@ -1769,7 +1769,7 @@ lab.read(text)
 # A clock around a call measures the host. To measure the kernel, keep the host and the cache out,
 # take the median of many runs in random order, and find with one kernel under two names what is too
 # small to be believed. A time is good or bad only beside the bytes and FLOPs that it must pay for.
-# :doc:`/chapters/dropout` is timed in this way, as is every chapter after it.
+# :doc:`/chapters/dropout` is timed in this way.
 #
 # Exercises
 # ---------

@@ -358,9 +358,8 @@ lab.read(
 )
 
 # %%
-# At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
-# which all SMs share, if all rows *in flight*, those that programs are working on, fit there
-# together.
+# At which length does the second read become expensive? It finds the row in the :term:`L2` cache
+# if all rows *in flight*, those that programs are working on, fit there together.
 
 
 # Measuring
@@ -526,8 +525,7 @@ lab.read(
 # ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
 # :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
 #
-# In the animation one of four programs starts late. A program that still polls when the last pair
-# is published collects all four. One that has given up by then reads the whole row.
+# In the animation one of four programs starts late.
 #
 # .. animation:: publish_and_collect
 
