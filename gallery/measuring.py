@@ -1327,15 +1327,12 @@ lab.read(
 
 # %%
 
-# Folded: The limits of this machine
-machine
-
-# %%
-
-# Folded: Why the matmul is faster here than above
+# Folded: The limits of this machine, and why the matmul is faster here than above
 lab.read(
-    f"The {pi:,.0f} TFLOP/s are those of a matmul that rests before each run, as every operator of "
-    f"this book does when it is timed. Without a rest the matmul above did {hot:,.0f}."
+    f"A copy moves {beta:,.0f} GB/s and a matmul does {pi:,.0f} TFLOP/s, which meet at "
+    f"{row.get('ridge, FLOPs per byte', nan):,.0f} FLOPs per byte. This matmul rests before each "
+    "run, as every operator of this book does when it is timed. Without a rest the matmul above "
+    f"did {hot:,.0f} TFLOP/s."
 )
 
 # %%
@@ -1539,7 +1536,7 @@ code
 
 # %%
 
-# Folded: What the spills became
+# Folded: What the spills became, and how to read a line
 load = cell(code, "load", "times")
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
@@ -1550,14 +1547,6 @@ spilled = (
 )
 if code.rows and "first in PTX" in code.rows[0]:
     spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
-lab.read(
-    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
-    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
-)
-
-# %%
-
-# Folded: How to read a line
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
 pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
@@ -1570,7 +1559,11 @@ if parts := re.fullmatch(pattern, line):
     )
 else:
     text = "A line names the operation, then where its result goes, then its inputs."
-lab.read(text)
+lab.read(
+    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
+    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
+    f" {text}"
+)
 
 # %%
 # The counters of the GPU
