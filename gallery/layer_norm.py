@@ -331,10 +331,9 @@ lab.read(
 # Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33,
 # 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. Now each element deviates from this mean by
 # 0.01, although all of them are equal, and layer norm makes large numbers of these deviations,
-# because it divides them by their own size. In float32 the same happens to 1,000 equal numbers,
-# whose result has to be 0:
+# because it divides them by their own size.
 
-# Measuring
+# Reading
 import triton
 import triton.language as tl
 
@@ -346,9 +345,6 @@ def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     tl.store(sum_ptr, tl.sum(x, axis=0))
 
 
-# %%
-
-# Reading
 row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
 total = torch.empty(1, device=runtime.DEVICE)
 sum_kernel[(1,)](row, total, 1000, 1024)
@@ -359,9 +355,9 @@ obvious, corrected, theirs = (
     for y in (plain, layer_norm(row, 1000), F.layer_norm(row, (1000,)))
 )
 lab.read(
-    "A row of 1000.1 a thousand times, normalised with the sum over N as its mean, has elements up "
-    f"to {obvious:.4f}. With the correction that follows the largest is {corrected:.4f}, and "
-    f"PyTorch's is {theirs:.4f}."
+    "The same happens in float32. A thousand numbers, all 1000.1, should become zeros. With the "
+    f"sum over N as their mean the largest is {obvious:.4f}, with the correction that follows "
+    f"{corrected:.4f}, and in PyTorch {theirs:.4f}."
 )
 
 # %%
@@ -626,22 +622,27 @@ lab.table(
 )
 
 # %%
-# The same in general: let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and
-# :math:`M_i = \sum (x - m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the
-# elements of one part give
+# In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
+# The sum of these is the formula of Chan, Golub and LeVeque, and unlike the difference of two means
+# it never subtracts large squares.
 #
-# .. math::
+# .. dropdown:: More: the derivation, and the pivot in ``merge_moments``
 #
-#    \begin{aligned}
-#    &\sum (x - m)^2 \\
-#    &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
-#    &= M_i + n_i\, (m_i - m)^2
-#    \end{aligned}
+#    Let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x -
+#    m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the elements of one part
+#    give
 #
-# because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
-# the formula of Chan, Golub and LeVeque, and unlike the difference of two means it never subtracts
-# large squares. ``merge_moments`` computes it with the means measured from a *pivot*, the mean of
-# the first part, because a sum of large means would lose the digits in which they differ.
+#    .. math::
+#
+#       \begin{aligned}
+#       &\sum (x - m)^2 \\
+#       &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
+#       &= M_i + n_i\, (m_i - m)^2
+#       \end{aligned}
+#
+#    because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. ``merge_moments`` measures
+#    the means from a *pivot*, the mean of the first part, because a sum of large means would lose
+#    the digits in which they differ.
 
 lab.source(merge_moments)
 

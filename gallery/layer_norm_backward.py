@@ -272,7 +272,7 @@ lab.source(row_bwd_kernel, "begin")
 #    many registers that only few programs fit on an SM. ``BLOCK_ROWS`` is one or, if rows are
 #    short, two.
 #
-# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix.
+# Each iteration adds to them:
 
 lab.source(row_bwd_kernel, "add")
 
@@ -470,7 +470,7 @@ lab.read(waiting_said())
 # Speed is one criterion. The other is whether two runs agree.
 
 
-# Measuring
+# Reading
 def gradients(x, w, dy, reduction, n_programs=None):
     wanted = (torch.float32, torch.float32)
     with runtime.launching_on(x):
@@ -498,20 +498,17 @@ def runs_differ():
 
 differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 
-# %%
-
-# Folded: A hundred runs on one input
-differ
-
-# %%
-
-# Reading
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
     "We computed `dw` a hundred times from the same input. With a lock per program "
     f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
     f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
 )
+
+# %%
+
+# Folded: A hundred runs on one input
+differ
 
 # %%
 # Even a correct lock does not give reproducible results, because the programs add in the order in
@@ -527,7 +524,7 @@ lab.read(
 # one reads them.
 
 
-# Measuring
+# Reading
 def buffer_sizes():
     l2 = torch.cuda.get_device_properties(0).L2_cache_size / 2**20
     table = []
@@ -545,10 +542,6 @@ def buffer_sizes():
     return table
 
 
-# %%
-
-
-# Measuring
 def cache_experiment():
     other, wanted = torch.ones(2**28, device=runtime.DEVICE), (torch.float32,) * 2
     table = []
@@ -574,10 +567,6 @@ def cache_experiment():
 
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
-
-# %%
-
-# Reading
 traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
 lab.read(
     f"They are not: even through main memory they would add at most {2 * traffic:.0f} % to the "
