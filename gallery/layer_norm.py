@@ -103,8 +103,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The code calls :math:`r` ``rstd``, the reciprocal of the standard deviation, and :math:`\hat{x}`
 # ``xhat``.
 #
-# Many programs use another formula for the variance, the mean of the squares minus the square of
-# the mean, because it does not need the mean first. It loses its digits when the mean is large:
+# Another formula for the variance is common, the mean of the squares minus the square of the mean,
+# because it does not need the mean first. It loses its digits when the mean is large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):

@@ -710,8 +710,16 @@ lab.read(
             else f"Without it {wrong:,.0f} numbers were wrong."
         )
     )
-    + " The kernel that multiplies twice, in the section before, has "
-    f"{count('chain', 'shuffles') or 'no'} shuffles."
+)
+
+# %%
+
+# Folded: Does the kernel that multiplies twice shuffle?
+lab.read(
+    f"It has {count('chain', 'wgmma'):.0f} `wgmma` and {count('chain', 'shuffles') or 'no'} "
+    "shuffles, so the result of its first matmul is an operand of the second where it lies."
+    if not count("chain", "shuffles") > 0
+    else f"It has {count('chain', 'shuffles'):.0f} shuffles."
 )
 
 # %%
@@ -917,10 +925,6 @@ def fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, pred):
     tma_load(b_desc, [k, column], here, b_s.index(slot), pred=pred)
 
 
-# %%
-
-
-# Whole
 @gluon.jit
 def loop_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
