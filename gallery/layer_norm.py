@@ -707,8 +707,8 @@ lab.table(
 # Is it right?
 # ------------
 #
-# How do we know that all these kernels compute layer norm? Each output is compared with float64.
-# Its error may be at most twice PyTorch's own, or one unit in the last place (:term:`ulp`).
+# The output of every kernel is compared with float64. Its error may be at most twice PyTorch's own,
+# or one unit in the last place (:term:`ulp`).
 #
 # .. dropdown:: How an error is judged
 #
@@ -752,8 +752,8 @@ lab.check(
 # How fast is it?
 # ---------------
 #
-# How close does the operator come to a copy, which moves the same bytes, and how does it compare
-# with the libraries?
+# The operator is timed beside PyTorch, ``torch.compile`` and two libraries. The limit is again a
+# copy, which moves the same bytes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -878,11 +878,11 @@ lab.facts(
 # Small inputs
 # ------------
 #
-# Is it as fast in a small network? No: there it is slower than PyTorch's, because the
-# :term:`host` has to *start* every kernel. A forward and a backward pass are three :term:`launches
-# <launch>` from Python, and around them the host checks the arguments, allocates the results and
-# runs autograd, whatever the size of the input. A :term:`CUDA graph` records the launches once and
-# replays them without that work, so the difference is what the host costs.
+# In a small network this operator is slower than PyTorch's, because the :term:`host` has to *start*
+# every kernel. A forward and a backward pass are three :term:`launches <launch>` from Python, and
+# around them the host checks the arguments, allocates the results and runs autograd, whatever the
+# size of the input. A :term:`CUDA graph` records the launches once and replays them without that
+# work, so the difference is what the host costs.
 
 
 # Measuring
@@ -989,8 +989,8 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Which mistakes make layer norm wrong without an error? One is the difference of two means in the
-# table above. Here are two more.
+# Three mistakes make layer norm wrong without an error. One is the difference of two means in the
+# table above. Here are the other two.
 #
 # **The padding is squared.** Without ``tl.where``, the square of minus the mean is added to the
 # variance once for every element past the end of the row.

@@ -97,8 +97,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # What does the gradient of a row look like? Adding a number to a row does not change
 # :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
-# at :math:`\hat{x}` cannot reach :math:`x`: its mean, and its part along :math:`\hat{x}`. The
-# derivation shows that the rest, times ``rstd``, is ``dx``.
+# at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
+# :math:`\hat{x}`. The derivation says exactly what remains.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`.
@@ -188,8 +188,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
-# per element. We check steps 2 to 6 in numbers, with an epsilon about as large as the variance.
+# In numbers: take the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon, and (1, 0, 0, 0, 0) as
+# ``dy``. Then :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without
+# both, (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must. We check steps 2
+# to 6 the same way, with an epsilon about as large as the variance.
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -237,6 +239,12 @@ for step, (ours, true) in steps.items():
     rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
 assert all(row["right"] for row in rows)
 
+five = torch.arange(1.0, 6.0, dtype=torch.float64)[None]
+first = torch.eye(5, dtype=torch.float64)[:1]
+left, _, _ = simple_backward(five, torch.ones_like(five), 3, 0.5**0.5, first)
+remains = torch.tensor([[0.4, -0.4, -0.2, 0, 0.2]], dtype=torch.float64)
+torch.testing.assert_close(left / 0.5**0.5, remains)
+
 # %%
 
 # Folded: The six steps, one by one
@@ -272,7 +280,7 @@ lab.source(row_bwd_kernel, "begin")
 #    many registers that only few programs fit on an SM. ``BLOCK_ROWS`` is one or, if rows are
 #    short, two.
 #
-# Each iteration adds to them:
+# Each iteration adds its rows to the partial sums:
 
 lab.source(row_bwd_kernel, "add")
 
@@ -655,8 +663,8 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# How do we know that no addition is lost? All gradients are compared with float64 in parts, as in
-# :doc:`the chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's.
+# A lost addition would show here: all gradients are compared with float64 in parts, as in :doc:`the
+# chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
@@ -726,9 +734,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# How do the gradients compare with those of the libraries? The yardstick is again a copy, which
-# reads one byte for each that it writes, while the backward pass reads two. So 100 % is a reference
-# and not a limit.
+# The yardstick is again a copy, which reads one byte for each that it writes, while the backward
+# pass reads two. So 100 % is a reference and not a limit.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -945,10 +952,10 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** What happens if a protection of the lock is forgotten? This kernel
-# adds rows to one buffer. We take away its barriers, then ``acquire`` and ``release``, and then
-# both, with ``relaxed`` instead, which orders nothing. The rows hold small integers, so their sum
-# is exact in any order, and any difference means that an addition was lost.
+# **The lock orders nothing.** This kernel adds rows to one buffer. We take away one of its two
+# protections at a time, the barriers or ``acquire`` and ``release``, and then both, with
+# ``relaxed`` instead, which orders nothing. The rows hold small integers, so their sum is exact in
+# any order, and any difference means that an addition was lost.
 
 import triton
 import triton.language as tl

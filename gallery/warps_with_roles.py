@@ -221,8 +221,8 @@ def describe(x, *block):
 # A barrier and its phases
 # ------------------------
 #
-# How does a consumer know that a tile is there? It waits at an mbarrier, eight bytes of shared
-# memory that count. The *phase* of an mbarrier ends when the expected number of threads has arrived
+# A consumer must know when a tile is there. It waits at an mbarrier, eight bytes of shared memory
+# that count. The *phase* of an mbarrier ends when the expected number of threads has arrived
 # **and** the expected number of bytes has been written. ``expect`` does both: it arrives once and
 # announces the bytes that the copy engine will count off. Then the next phase begins by itself,
 # with the counts that ``init`` has set, so that one barrier serves a whole loop.
@@ -305,9 +305,9 @@ lab.sketch(
 # tells the consumer that the tile is there, and ``empty`` tells the loader that the tile has been
 # read.
 #
-# Use number ``i // STAGES`` of a slot ends phase ``i // STAGES`` of both, so its parity is ``(i //
-# STAGES) & 1``. With two slots, for example, the tiles 0, 1, 2, 3 and 4 go to the slots 0, 1, 0, 1
-# and 0, with the parities 0, 0, 1, 1 and 0.
+# Tile ``i`` is use number ``i // STAGES`` of its slot, and ends the phase of that number at both
+# barriers, so its parity is ``(i // STAGES) & 1``. With two slots, for example, the tiles 0, 1, 2,
+# 3 and 4 go to the slots 0, 1, 0, 1 and 0, with the parities 0, 0, 1, 1 and 0.
 #
 # The consumer waits for the parity of the use it is in. The loader waits until the use *before* has
 # ended, which is the other parity: ``((i // STAGES) & 1) ^ 1``. In the first round there was no use
@@ -726,9 +726,9 @@ lab.read(
 # Registers change hands
 # ----------------------
 #
-# Why should a loader have as many :term:`registers <register>` as a consumer? It needs hardly any.
-# A consumer holds 64 × 256 sums, which are 128 registers per thread, and attention needs a tile of
-# scores beside them. Yet all threads start with the same number, here 168.
+# A loader needs hardly any :term:`registers <register>`. A consumer holds 64 × 256 sums, which are
+# 128 registers per thread, and attention needs a tile of scores beside them. Yet all threads start
+# with the same number, here 168.
 #
 # The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
 # ``[240, 24]`` as the last argument of ``warp_specialize``, the second consumer gets 240 and the
@@ -1307,8 +1307,8 @@ lab.read(
 # The ladder
 # ----------
 #
-# How fast is each rung on the whole? All use the same tiles, and all but the first have three
-# slots. A matmul of size :math:`n` counts as :math:`2 n^3` operations, and ``matmul`` is
+# The figure says how fast each rung is on the whole. All use the same tiles, and all but the first
+# have three slots. A matmul of size :math:`n` counts as :math:`2 n^3` operations, and ``matmul`` is
 # ``torch.matmul``, which calls cuBLAS.
 
 
