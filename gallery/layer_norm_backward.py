@@ -527,9 +527,6 @@ differ
 # .. raw:: html
 #
 #    <span id="partial-sums-stay-in-l2"></span>
-#
-# The last question is whether the buffers are a burden, because one kernel writes them and the next
-# one reads them.
 
 
 # Reading
@@ -577,11 +574,11 @@ sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
 traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
 lab.read(
-    f"They are not: even through main memory they would add at most {2 * traffic:.0f} % to the "
-    "traffic of `x`, `dy` and `dx`."
+    "The buffers are no burden either: even through main memory they would add at most "
+    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
     if not 2 * traffic > 10
-    else f"Through main memory they would add up to {2 * traffic:.0f} % to the traffic of `x`, "
-    "`dy` and `dx`."
+    else "Through main memory the buffers would add up to "
+    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
 )
 
 # %%
