@@ -1685,10 +1685,6 @@ lab.sketch(
     draw_orders,
     height=3.6,
 )
-
-# %%
-
-# Reading
 columns, keys = torch.arange(TILE), keys_of_columns(TILE)
 stay = (thread_of_result(columns) == thread_of_operand(columns)).sum().item()
 assert torch.equal(keys.sort().values, columns)
