@@ -12,7 +12,7 @@ You will learn
 - why the values need another memory layout than queries and keys;
 - where the error comes from: the operands, the weights, and the accumulators;
 - what it costs to quantise q, k and v, and from which length FP8 pays for that;
-- which instructions a kernel with roles saves in eight bits, and how little that gains.
+- what a kernel with roles gains in eight bits.
 
 On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and for the last kernel
 Hopper.
@@ -126,9 +126,9 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}`, or 6 %, in
-# e4m3, and twice that in e5m2. Only for very small numbers is it larger: the lowest ones, called
-# *subnormal*, have no leading one, and the steps between them no longer shrink.
+# Rounding to the nearer neighbour makes a relative error of at most 6 % in e4m3, and twice that in
+# e5m2. Only very small numbers, called *subnormal*, lose more, because the steps between them no
+# longer shrink.
 
 # Folded: The error of rounding numbers of all sizes
 
@@ -195,8 +195,8 @@ lab.read(
 # 0.01. Then 4.48 is stored as 448 and 0.3 as 30. An element of 1 is stored as 96, because e4m3 has
 # no 100, and counts as 0.96.
 #
-# So the largest element becomes the largest number of the format. Then nothing is too large, and as
-# few small elements as possible fall below the range.
+# So the largest element becomes the largest number of the format, and as few small elements as
+# possible fall below its range.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -334,8 +334,6 @@ lab.read(
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# K and Q fit. V has head_dim contiguous, too, but its contracted dimension is the keys.
-#
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
 # it. A small matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16,
 # through a :term:`descriptor`. Its result is right either way.
@@ -465,16 +463,10 @@ lab.read(
 # above 1 would not be used at all.
 #
 # So we multiply the weights by :math:`2^8` before rounding them. This factor never has to be
-# undone, because it cancels if the denominator sums :math:`2^8 p_j`, too:
-#
-# .. math::
-#
-#    \frac{\sum_j 2^8 p_j v_j}{\sum_j 2^8 p_j}
-#    = \frac{\sum_j p_j v_j}{\sum_j p_j}
-#
-# It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
-# combines the 8 with the maximum that it subtracts from the score. More is not better: with
-# :math:`2^9` the largest weights would become 512 and be stored as 448.
+# undone, because it cancels if the denominator sums :math:`2^8 p_j`, too. It does not even take a
+# multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel combines the 8 with the
+# maximum that it subtracts from the score. More is not better, because with :math:`2^9` the largest
+# weights would become 512 and be stored as 448.
 #
 # **When does it matter?** Models often put one key far ahead of the others, usually the very first.
 # All other weights are then small, and matter only together. We compute such a case in float64:
@@ -610,16 +602,14 @@ lab.source(fp8.add_values)
 #
 # Imagine a calculator that keeps four digits and cuts off the rest. Once its sum has reached 1,000,
 # adding 0.9 changes nothing, however often we do it. Hopper's matrix unit has the same problem in
-# 8-bit matmuls. Its accumulators are float32 registers with 24 significant bits, but while it adds,
-# it keeps fewer: it aligns 32 products and the sum so far with the largest of them, and cuts off
-# every bit that lies more than 13 places below that one's leading bit.
+# 8-bit matmuls. It aligns 32 products and the sum so far with the largest of them, and cuts off
+# every bit that lies more than 13 places below that one's leading bit, although its accumulators
+# are float32 registers with 24 significant bits.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero,
 # and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free,
-# because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one
-# instruction, too.
-#
-# In the figure, grey is what a sum can hold, and the bits of the next term outside it are lost:
+# because the old sum has to be multiplied by ``alpha`` anyway. Grey is what a sum can hold, and the
+# bits of the next term outside it are lost:
 
 
 # Drawing
@@ -733,8 +723,7 @@ lab.read(
 
 # %%
 # Second, a model of the matrix unit in float64, which keeps 12, 13 or 14 places, predicts the error
-# of a whole attention. All values of V are around 1, so that the sums grow. *Rounding alone* is the
-# error of rounding the weights, in float64.
+# of a whole attention. All values of V are around 1, so that the sums grow.
 
 
 # Measuring
@@ -874,12 +863,10 @@ lab.read(
 # *How does one test a kernel that is meant to round?*
 #
 # The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
-# the kernel's fault. The yardstick, in the column "PyTorch's", is float64 with the weights rounded
-# as the kernel rounds them, and nothing else. The kernel may err twice as much, because its result
-# is rounded to 16 bits, too, and a weight may fall on the other side of a boundary.
-#
-# Each head is compared on its own, because a wrong head could hide behind one whose values are
-# larger.
+# the kernel's fault. The yardstick, in the column "PyTorch's", is float64 with only the weights
+# rounded as in the kernel. The kernel may err twice as much, because its result is rounded to 16
+# bits, too. Each head is compared on its own, because a wrong head could hide behind one whose
+# values are larger.
 
 
 # Measuring
@@ -930,7 +917,8 @@ def heads_apart(what, operands, out, lse, meant, is_causal, rounding=None):
 # %%
 # .. dropdown:: What the name of an input lists, and what lse may err by
 #
-#    The name lists batch, heads, heads of keys, queries, keys and head_dim.
+#    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
+#    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
 #
 #    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
 #    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
@@ -1165,10 +1153,9 @@ lab.read(
 # *How much of the faster matmul reaches attention?*
 #
 # The :term:`limit` is a cuBLAS matmul in bfloat16, which a kernel with 8-bit operands may exceed.
-# The operands have 8 bits before the clock starts; the next section counts what that costs. *All in
-# FP8* and *V in FP8* are variants of the kernel in plain Triton. *Kernel Book bf16* is what
-# ``attention`` runs by default, which may be a kernel for Hopper alone. A later section explains
-# *Gluon*.
+# The operands have 8 bits before the clock starts. *All in FP8* and *V in FP8* are variants of the
+# kernel in plain Triton; *Kernel Book bf16* is what ``attention`` runs by default, which may be a
+# kernel for Hopper alone. A later section explains *Gluon*.
 
 
 # Measuring
@@ -1278,9 +1265,9 @@ lab.table(rows, "TFLOP/s at length 16,384, and how many times as fast")
 
 # %%
 # **Why is FP8 not twice as fast?** In a cycle an SM does 4,096 operations of a matmul with 16 bits
-# or 8,192 with 8, but 16 exponentials with either. We count the cycles of one score with head_dim
-# 128. Its share of the two matmuls is 512 operations, which take 2/16 of a cycle in 16 bits and
-# 1/16 in 8. Its exponential takes 1/16 in either.
+# or 8,192 with 8, but 16 exponentials with either. With head_dim 128, the two matmuls take 512
+# operations per score, which are 2/16 of a cycle in 16 bits and 1/16 in 8. The exponential takes
+# 1/16 in either.
 #
 # So if matmuls and exponentials take turns, FP8 needs 2/16 instead of 3/16 of a cycle, and is 1.5
 # times as fast. Only if they overlapped perfectly would it be twice as fast, with 1/16 instead of
@@ -1357,18 +1344,18 @@ lab.facts(
 # *From which length on does FP8 pay for its own preparation?*
 #
 # In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. No
-# element can be rounded before the largest, the :term:`amax`, is known, so ``quantize`` reads each
-# element twice, 2 bytes each time, and writes 1 byte. A first kernel takes the maximum of each
-# head, and a second one scales and rounds. It also writes V transposed, so that this takes no pass
-# of its own.
+# element can be rounded before the largest, the :term:`amax`, is known. So ``quantize`` reads each
+# element twice, 2 bytes each time, and writes 1 byte. V is transposed on the way. We compare it
+# with a copy of as many bytes, for 4 × 16 heads of 4,096 rows.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
 #    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
-#    tiles of a head. It is one of integers, because the bits of a float32 without its sign have the
-#    order of the numbers, with infinity and NaN above them all. So it also finds a NaN, and it does
-#    not depend on the order in which programs finish. ``divide`` multiplies by the reciprocal and
-#    corrects the quotient, which gives every bit of a division in a third of its instructions.
+#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
+#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
+#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
+#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
+#    division in a third of its instructions.
 #
 #    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
 #    than the L2 cache, which evicts what was used least recently. In the same order, every tile
@@ -1392,7 +1379,6 @@ lab.facts(
 #       :language: python
 #       :pyobject: divide
 #
-# We time both layouts, for 4 × 16 heads of 4,096 rows, beside a copy of as many bytes.
 
 
 # Measuring
@@ -1597,17 +1583,16 @@ lab.read(
 # chapters, :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper`, build that
 # kernel, so a first reader may skip to *What breaks it* and return after them.
 #
-# We count what one *consumer*, a group of warps that computes, does for a tile of 64 queries and
-# 128 keys with head_dim 128. For its two matmuls an SM needs 1,024 cycles in 16 bits and 512 in 8.
-# The exponentials need 512 cycles in either. So in 16 bits the matmuls leave time for other
-# instructions, and in 8 bits **every other instruction counts**. Therefore the kernel, in
-# :term:`Gluon`, Triton's lower language, saves what it can.
+# For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take 1,024 cycles of an
+# SM in 16 bits and 512 in 8. The exponentials take 512 in either. So in 8 bits the matmuls leave no
+# time, and **every other instruction counts**. The kernel, in :term:`Gluon`, Triton's lower
+# language, saves what it can.
 #
 # **Weights stay in their threads.** The second matmul can read weights from :term:`registers
-# <register>`, but not from those in which the first matmul leaves its scores, because eight bits
-# are spread over threads in another way. A softmax, however, does not depend on the order of its
-# keys. So we load them in an order in which each thread gets the scores of just those keys whose
-# weights it must hold. This costs nothing, because the copy engine (:term:`TMA`) brings that order.
+# <register>`, but it expects them in other threads than those in which the first one leaves its
+# scores. A softmax, however, does not depend on the order of its keys. So we load them in an order
+# in which each thread gets the scores of just those keys whose weights it must hold. This costs
+# nothing, because the copy engine (:term:`TMA`) brings that order.
 
 # Folded: Which thread has which key, in both orders
 TILE = hopper_fp8.CONFIGS[128].block_n
@@ -1820,11 +1805,6 @@ lab.read(
     f"With head_dim 128, the kernel in Gluon runs at {min(wide):.2f} to {max(wide):.2f} times the "
     f"speed of plain Triton. With head_dim 64 it runs at {min(narrow):.2f} to {max(narrow):.2f} "
     "times. "
-    + (
-        f"It is more than 2 % faster only with {'; '.join(ahead)}. "
-        if ahead
-        else "It is nowhere more than 2 % faster. "
-    )
     + ("**So roles do not pay here.** " if 2 * len(ahead) < len(ratios) else "")
     + f"We had aimed at {AIMS['full']} TFLOP/s at length 16,384 without a mask and "
     f"{AIMS['causal']} with a causal one. The faster of the two kernels reaches "
@@ -1907,13 +1887,10 @@ slowest = max(of_two_matmuls, exponentials)
 lab.read(
     f"Beside the {of_two_matmuls:.0f} cycles of the matmuls, the exponentials take "
     f"{exponentials:,.0f}, and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
-    "of them overlapped, the kernel would run at "
-    f"{100 * of_two_matmuls / slowest:.0f} % of the speed of its matmuls, and if nothing did, at "
-    f"{100 * of_two_matmuls / (of_two_matmuls + in_all_cycles):.0f} %. If only the matmuls ran "
-    "beside everything else, it would be "
+    f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
+    "its matmuls. If only the matmuls ran beside the rest, it would be "
     f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
-    f"{100 * of_matmul:.0f} %** of the 8-bit matmul at the top of this page. Which instructions "
-    "wait for which, we have not measured"
+    f"{100 * of_matmul:.0f} %.** Which instructions wait for which, we have not measured"
     + (
         ", nor why plain Triton, which has no roles, is faster with head_dim 64."
         if max(narrow) < 1
@@ -1929,10 +1906,10 @@ lab.read(
 #
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
 # many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
-# · length columns, whose rows are one length apart, and selects the tile of a head by its column.
-# The address is right, but the hardware that copies tiles also checks the bounds. Of :math:`H`
-# heads, head :math:`h` begins at column :math:`h D N`, which is past the last one if :math:`h \ge
-# H / D`. Such a head reads as zero.
+# · length columns, and selects the tile of a head by its column. The address is right, but the
+# hardware that copies tiles also checks the bounds. Of :math:`H` heads, head :math:`h` begins at
+# column :math:`h D N`, which is past the last one if :math:`h \ge H / D`. Such a head reads as
+# zero.
 
 
 @triton.jit
@@ -2002,8 +1979,8 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# Only two of the 32 heads are read. Two habits catch the mistake: compare an error *relative* to
-# each head's truth, and make sure that zeros fail.
+# Only two of the 32 heads are read. Two habits catch the mistake: compare each head's error with
+# its own truth, and make sure that zeros fail.
 #
 # .. dropdown:: A register that nobody wrote
 #

@@ -192,7 +192,7 @@ def poison(window, is_causal, seqlen_q, seqlen_k):
 
 
 # %%
-# These should be exactly the tiles in which some query sees some key:
+# These should be exactly the tiles in which some query sees some key by this formula:
 
 
 def sees(seqlen_q, seqlen_k, left, right):
@@ -264,10 +264,9 @@ lab.read(
 # per visible score in percent of the yardstick's, for 16,384 tokens and 16 heads of head_dim 128 in
 # bfloat16.
 #
-# SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table; FlexAttention and
-# FlashAttention skip tiles. *Plain Triton* is the kernel of this page. *Kernel Book* is what
-# ``attention`` runs, on a Hopper GPU :doc:`perhaps another kernel </chapters/attention_hopper>` in
-# :term:`Gluon`, Triton's lower language.
+# SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table. *Plain Triton* is the
+# kernel of this page. *Kernel Book* is what ``attention`` runs, on a Hopper GPU :doc:`perhaps
+# another kernel </chapters/attention_hopper>` in :term:`Gluon`, Triton's lower language.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -433,7 +432,9 @@ def of_flash(reason):
 
 
 dense = [
-    windows.milliseconds_at("SDPA, mask", left=left, passes="forward") for left in LEFTS
+    windows.milliseconds_at("SDPA, mask", left=left, passes="forward")
+    / windows.milliseconds_at("full causal", left=left, passes="forward")
+    for left in LEFTS
 ]
 by_attention = {passes: slowdown("Kernel Book", middle, passes) for passes in PASSES}
 in_gluon = [
@@ -457,7 +458,8 @@ lab.read(
         else f"We aim at no more than {AIM}, and reach it in both directions. "
     )
     + of_flash(windows.skipped.get("FlashAttention", ""))
-    + f"A mask as a table saves nothing: SDPA takes at least {min(dense):.1f} ms forward."
+    + f"SDPA, with the mask as a table, takes at least {min(dense):.1f} times as long as the "
+    "yardstick without a window."
 )
 
 # %%
@@ -489,9 +491,8 @@ lab.read(
 # %%
 # **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
 # them. It knows only the length of the longest sequence, so for each sequence it launches as many
-# programs as that one needs. A program reads two neighbouring offsets, which give the beginning and
-# the length of its sequence. If its tile lies past the end, it returns at once. The rest is the
-# kernel that we know.
+# programs as that one needs. A program reads two neighbouring offsets, and if its tile lies past
+# the end of the sequence, it returns at once. The rest is the kernel that we know.
 
 lab.source(varlen.sequence)
 
@@ -727,8 +728,6 @@ lab.read(
 #    out &= \frac{e^{lse_A}\, out_A + e^{lse_B}\, out_B}{e^{lse_A} + e^{lse_B}} \\
 #    lse &= \log\left(e^{lse_A} + e^{lse_B}\right)
 #    \end{aligned}
-#
-# The factors :math:`e^{lse_A} / (e^{lse_A} + e^{lse_B})` are a softmax over the two lse.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -1050,11 +1049,10 @@ lab.read(
 #
 # *What does attention cost in a training step, forward and backward?*
 #
-# Stanford's course CS336, *Language modeling from scratch*, lets its students write attention in
-# Triton and ranks them by one time: forward and backward with a causal mask, 16 heads of head_dim
-# 64 and 16,384 tokens in bfloat16. The loss is the sum of the output. We time the same call with
-# Triton's ``do_bench``, so the host and the loss are part of it. *PyTorch* is the formula of the
-# first section, as it is and under ``torch.compile``.
+# Stanford's course CS336, *Language modeling from scratch*, ranks what its students write in Triton
+# by one time: forward and backward with a causal mask, 16 heads of head_dim 64 and 16,384 tokens in
+# bfloat16. The loss is the sum of the output. We time the same call with Triton's ``do_bench``, so
+# the host and the loss are part of it. *PyTorch* is the formula of the first section.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)
@@ -1364,8 +1362,8 @@ assert [row["keys that query 6 sees"].count("■") for row in rows] == [W, W + 1
 lab.table(rows, f"A window of W = {W} keys")
 
 # %%
-# One key more changes a result so little that hardly a test notices, and yet a trained model then
-# computes something that it was not trained for.
+# One key more changes a result so little that hardly a test notices. Yet a trained model then
+# computes what it was not trained for.
 #
 # **Offsets shifted by one.** A separator between texts that is counted on the wrong side moves all
 # offsets but the first and the last by one. Each sequence but the first then begins one row too
@@ -1427,8 +1425,7 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
 lab.table(rows, "Eight parts merged: error relative to the output")
 
 # %%
-# With small scores every weight is nearly the same, and a test on such inputs would let the average
-# pass with a loose tolerance.
+# With small scores every weight is nearly the same, so a test with a loose tolerance would pass.
 
 # %%
 # In short
