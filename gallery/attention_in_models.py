@@ -260,12 +260,12 @@ lab.read(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # A window that leaves a tenth of the scores should take a tenth of the time. So the yardstick is
-# the same kernel with a causal mask and no window (*full causal*), and the figure shows the speed
-# per visible score in percent of the yardstick's, for 16,384 tokens and 16 heads of head_dim 128 in
-# bfloat16.
+# this page's kernel, in plain Triton, with a causal mask and no window (*full causal*). The figure
+# shows the speed per visible score in percent of the yardstick's, for 16,384 tokens and 16 heads of
+# head_dim 128 in bfloat16.
 #
 # SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table. *Plain Triton* is the
-# kernel of this page. *Kernel Book* is what ``attention`` runs, on a Hopper GPU :doc:`perhaps
+# yardstick's kernel. *Kernel Book* is what ``attention`` runs, on a Hopper GPU :doc:`perhaps
 # another kernel </chapters/attention_hopper>` in :term:`Gluon`, Triton's lower language.
 
 # Measuring
