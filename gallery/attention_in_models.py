@@ -13,8 +13,7 @@ You will learn
 - how to split the keys of one query over the whole GPU, and how to merge the parts by one number.
 
 The chapter runs on any NVIDIA GPU. Without one, the checks run in Triton's :term:`interpreter`, and
-the speeds are those of a recorded run. It builds on :doc:`/chapters/attention_fast`, whose kernel
-it extends.
+the speeds are those of a recorded run. It extends the kernel of :doc:`/chapters/attention_fast`.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -173,6 +172,7 @@ lab.source(scope.key_stages)
 # **What is outside is never loaded.** To see this, we poison the values of one tile of keys after
 # the other with NaN, and note which tiles of queries become NaN. Zero times NaN is NaN, so a
 # poisoned tile spoils every query whose program loads it, even where it is masked, and no other.
+# The tiles that are loaded should be exactly those in which some query sees some key.
 
 
 # Measuring
@@ -189,10 +189,6 @@ def poison(window, is_causal, seqlen_q, seqlen_k):
         assert all(queries.all() == queries.any() for queries in spoilt)
         columns.append(torch.stack([queries.any() for queries in spoilt]))
     return torch.stack(columns, dim=1)
-
-
-# %%
-# These should be exactly the tiles in which some query sees some key by this formula:
 
 
 def sees(seqlen_q, seqlen_k, left, right):
@@ -695,7 +691,7 @@ lab.read(
 #
 # With :math:`N` keys and head_dim :math:`D`, the query needs :math:`4 N D` operations on
 # :math:`2 N D` numbers of 2 bytes. That is one operation per byte, and a GPU can do more than a
-# hundred while it moves one. So the limit is the speed at which keys and values can be read.
+# hundred while it moves one. So the limit is the speed at which keys and values are read.
 #
 # To reach it, all SMs must read. One program per head leaves most of them idle, so we split the
 # *keys*: each program gets a part of them and computes an output as if there were no others, and
