@@ -164,7 +164,7 @@ lab.source(forward.attention_fwd_kernel, "attend")
 lab.source(scope.key_stages)
 
 # %%
-# .. dropdown:: What a window costs where there is none
+# .. dropdown:: What a kernel without a window pays for this
 #
 #    ``left`` and ``right`` reach the kernel at run time, so a new window compiles nothing. Whether
 #    there is a bound at all is known at compile time, so a kernel without one pays nothing for it.
