@@ -1763,7 +1763,8 @@ def cases_in_gluon():
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
 
 # %%
-# **Is it faster?** It is right, and we timed it in the figures above as *all in FP8, Gluon*.
+# **Is it faster?** We checked it as we checked the plain kernel, and timed it in the figures above
+# as *all in FP8, Gluon*.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
@@ -1891,7 +1892,8 @@ lab.read(
     f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
     "its matmuls. If only the matmuls ran beside the rest, it would be "
     f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
-    f"{100 * of_matmul:.0f} %.** Which instructions wait for which, we have not measured"
+    f"{100 * of_matmul:.0f} %** of the 8-bit matmul at the top of this page. Which instructions "
+    "wait for which, we have not measured"
     + (
         ", nor why plain Triton, which has no roles, is faster with head_dim 64."
         if max(narrow) < 1
@@ -1903,7 +1905,7 @@ lab.read(
 # What breaks it
 # --------------
 #
-# *Which mistakes return numbers, and no error?*
+# *Which mistakes go unnoticed?*
 #
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
 # many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
@@ -1991,8 +1993,8 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **A gradient.** There is none, because the gradient of the weights would be rounded to 8 bits as
-# well, and spans a far wider range. Asking for it raises an error.
+# **A gradient** is not among them: asking for one raises an error. There is none, because the
+# gradient of the weights would be rounded to 8 bits as well, and spans a far wider range.
 
 
 # Measuring
