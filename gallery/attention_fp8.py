@@ -438,10 +438,12 @@ found = {(r["dtype"], r["contiguous in b"]): r for r in emitted.rows}
     [found.get((dtype, x), {}) for x in ("contracted", "columns")]
     for dtype in ("float16", "float8_e4m3fn")
 )
+longer = abs(other.get("ms", nan) / usual.get("ms", nan) - 1)
 lab.read(
-    "With 16 bits, the two layouts differ in one bit of the instruction, and by "
-    f"{100 * abs(other.get('ms', nan) / usual.get('ms', nan) - 1):.0f} % in time. With 8 bits and "
-    "the wrong layout, the compiler transposes every tile in registers: each thread permutes bytes "
+    "With 16 bits, the two layouts differ in one bit of the instruction, and "
+    + (f"by {100 * longer:.0f} % in time" if longer >= 0.015 else "take the same time")
+    + ". With 8 bits and the wrong layout, the compiler transposes every tile in registers: each "
+    "thread permutes bytes "
     f"{turned.get('prmt', nan)} times and stores {turned.get('1-byte stores', nan)} of them one by "
     f"one. **So the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as "
     "long.**"
