@@ -423,8 +423,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # --------------------------------
 #
 # The loop above takes one pair of tiles after another, but a GPU runs many programs at once. Which
-# pairs should each program take? The three lines with ``+=`` decide, because programs that add to
-# the same tile get in each other's way.
+# pairs should each program take? The three lines with ``+=`` decide, because they say what programs
+# would share.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -458,8 +458,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # The kernels
 # -----------
 #
-# The kernels keep the formulas of the loop in PyTorch. New are a small kernel before the sweeps,
-# and that the first sweep computes everything transposed.
+# The kernels keep the formulas of the loop in PyTorch.
 #
 # **Before the sweeps,** a small kernel computes ``delta``. ``None`` is a constant for Triton, so
 # without a gradient of ``lse`` the last two lines are not even compiled.
@@ -664,8 +663,7 @@ lab.read(
 # **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
 # :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
 # hardware adds a whole tile per instruction; older GPUs add element by element, with additions that
-# are atomic but otherwise unordered (``relaxed``). ``padded_q`` is the number of queries of a head,
-# rounded up to whole tiles.
+# are atomic but otherwise unordered (``relaxed``).
 
 lab.source(kernels.sweep_queries, "add")
 
@@ -1010,9 +1008,9 @@ lab.read(
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit, or 71 %,
 # at best.
 #
-# *Kernel Book* is two sweeps in plain Triton. "All tiles" is the same with the causal flag ignored,
-# like a kernel that masks tiles instead of skipping them. Only the backward pass is timed, and
-# every point has 16,384 tokens and ``heads * head_dim`` of 2,048.
+# *Kernel Book* is two sweeps in plain Triton, and "all tiles" the same with the causal flag
+# ignored. Only the backward pass is timed, and every point has 16,384 tokens and ``heads *
+# head_dim`` of 2,048.
 
 
 # Measuring
@@ -1177,6 +1175,10 @@ for point in measured_at(16384, head_dims=(128, 64)):
     row |= {"two sweeps": rates["Kernel Book"]}
     row |= {"one sweep": rates["Kernel Book, one sweep"]}
     speeds.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
+
+# %%
+
+# Folded: Two sweeps, one sweep and the fastest library at 16,384 tokens
 lab.table(speeds, "TFLOP/s at 16,384 tokens")
 
 # %%
@@ -1210,9 +1212,6 @@ lab.read(
 # %%
 
 # Reading
-best = max(
-    (backward.share("Kernel Book", **point) for point in everywhere), default=nan
-)
 first = speeds[0]
 executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
@@ -1225,7 +1224,7 @@ lab.read(
     f"How much of this is due to seven matmuls instead of five? They would explain a factor of "
     f"7 / 5 = 1.4. At 16,384 tokens, head_dim {first['head_dim']}, {first['mask']}, the seven run "
     f"at {executed:.0f} TFLOP/s, and the five of {first['fastest library']} at "
-    f"{first['library']:.0f}, {meaning}. Two sweeps reach {100 * best:.0f} % of a matmul at best."
+    f"{first['library']:.0f}, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1568,10 +1567,9 @@ lab.read(
 # At head_dim 128 there is no second program to fill the gap, and two sweeps have no such steps.
 #
 # FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
-# they work at the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
+# they work at the same time.
 #
-# **On short inputs** the GPU waits for the host, which needs time to launch kernels (see
-# :doc:`/hardware`).
+# On short inputs a call takes the time of the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1588,7 +1586,7 @@ hosted
 
 # %%
 
-# Reading
+# Folded: Which of the two is faster on short inputs?
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(

@@ -857,12 +857,13 @@ def gain(name, mask, before=None):
 
 def of_both(after, before):
     """What one version gains over another with each mask, in words."""
-    full, causal = (gain(after, mask, before) for mask in ("full", "causal"))
-    if verdict(full) == verdict(causal):
-        return f"{verdict(full)} with either mask"
-    return f"{verdict(full)} without a mask and {verdict(causal)} with a causal one".replace(
-        " and gains", " and"
-    )
+    full, causal = (verdict(gain(after, m, before)) for m in ("full", "causal"))
+    if full == causal:
+        return f"{full} with either mask"
+    for verb in ("gains ", "loses "):
+        if full.startswith(verb):
+            causal = causal.removeprefix(verb)
+    return f"{full} without a mask and {causal} with a causal one"
 
 
 def told(name):
@@ -958,16 +959,15 @@ lab.read(
 beside = "exponentials before the sum is waited for"
 lab.read(
     told("scores ahead")
-    + f"But of the {compiled_to('a branch', beside):.0f} exponentials of an iteration, "
-    f"{compiled_to('scores ahead', beside):.0f} stand between the wait for the scores and the wait "
-    "for the sum"
     + (
-        ": here the surprise begins, because the assembler has moved the second wait up. **So** "
-        "it does not help that a consumer's exponentials run during its own sum, for they do not. "
-        "What helps is that it issues both matmuls together and stands still once per tile instead "
-        "of twice."
+        f"But in the machine code none of the {compiled_to('a branch', beside):.0f} exponentials "
+        "of an iteration stands between the wait for the scores and the wait for the sum, because "
+        "the assembler has moved the second wait up: here the surprise begins. **So** a consumer's "
+        "exponentials still do not run during its own sum. What helps is that it issues both "
+        "matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
-        else ", as planned."
+        else f"In the machine code {compiled_to('scores ahead', beside):.0f} exponentials stand "
+        "between the wait for the scores and the wait for the sum, as planned."
     )
 )
 
@@ -1819,7 +1819,7 @@ lab.read(
     f"The package, which takes one or the other, is ahead of both libraries at {len(ahead)} points"
     + (
         f" and **behind the faster one at {len(behind)}**, where it reaches at least "
-        f"{100 * min(map(share_of_library, behind)):.0f} % of its speed. "
+        f"{int(100 * min(map(share_of_library, behind)))} % of its speed. "
         if behind
         else ", and behind nowhere. "
     )
