@@ -696,7 +696,7 @@ computed_until = max(
 )
 lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms, and with transfers behind the "
-    f"computation {after:.1f}. Then {hidden:.1f} of {moved:.1f} ms of transfers happen while "
+    f"computation {after:.1f}. Of its {moved:.1f} ms of transfers, {hidden:.1f} happen while "
     f"something is computed. The last {max(0.0, after - computed_until):.1f} ms cannot, because "
     "nothing is left to compute when the complete gradients travel. "
     + (
