@@ -723,8 +723,10 @@ lab.read(
 #
 # .. math::
 #
-#    \text{forward:} \quad \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B}
-#    \quad\Longleftrightarrow\quad n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \begin{aligned}
+#    \text{forward:} \quad & \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B} \\
+#    \Longleftrightarrow\quad & n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \end{aligned}
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -737,8 +739,10 @@ lab.read(
 #
 # .. math::
 #
-#    \text{backward:} \quad \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B}
-#    \quad\Longleftrightarrow\quad n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \begin{aligned}
+#    \text{backward:} \quad & \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B} \\
+#    \Longleftrightarrow\quad & n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \end{aligned}
 #
 # We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
 # the two kinds of steps: a rank's own part, under the mask, and half of the scores with another

@@ -2111,11 +2111,13 @@ lab.read(
     f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators. The steps take "
     f"{max(0, waiting('SDPA, compiled')):.0f} and {max(0, waiting('Kernel Book')):.0f} ms longer. "
     + (
-        "Why our compiled step waits even longer than our eager one, we did not profile, and these "
-        "waits scatter widely, as the next fold shows."
+        "Why our compiled step waits even longer than our eager one, we did not profile. "
         if waiting("Kernel Book") > waiting("+ dropout") + 1
-        else "These waits scatter widely, as the next fold shows."
+        else ""
     )
+    + "Single steps scatter: of the steps with the book's operators, the middle 60 % span "
+    f"{step('p80, ms', 'Kernel Book') - step('p20, ms', 'Kernel Book'):.0f} ms, and of those with "
+    f"SDPA {step('p80, ms', 'SDPA, compiled') - step('p20, ms', 'SDPA, compiled'):.0f}."
 )
 
 # %%
