@@ -180,12 +180,17 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager:
     """Return a context in which Triton launches on the device of ``tensor``."""
     if INTERPRETED:
         return _interpreting()
-    if tensor.device.index == torch.cuda.current_device():
+    if _one_device() or tensor.device.index == torch.cuda.current_device():
         return _AS_IT_IS  # switching costs microseconds, as long as a small kernel runs
     return torch.cuda.device(tensor.device)
 
 
 _AS_IT_IS = nullcontext()
+
+
+@cache
+def _one_device() -> bool:
+    return torch.cuda.device_count() == 1
 
 
 # -- arithmetic of the host: what triton has for kernels costs the host two microseconds a call
@@ -236,6 +241,11 @@ def capability(device: torch.device) -> tuple[int, int]:
         return 0, 0
     if torch.compiler.is_compiling():  # it knows this function, and takes no answer from a cache
         return torch.cuda.get_device_capability(device)
+    return _capability(device)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
     properties = _properties(device)
     return properties.major, properties.minor
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, DTYPES
 from conftest import assert_close as assert_within
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import lab, reference, runtime
@@ -69,7 +70,7 @@ def check(q, k, v, is_causal=False, scale=None, deterministic=True, window=None,
     their_out = by_pytorch(q, k, v, **options)
     assert out.shape == q.shape
     assert out.dtype == q.dtype
-    assert out.is_contiguous()
+    assert out.stride() == tiles.empty_dense_like(q).stride()
     assert lse.shape == q.shape[:3]
     assert lse.dtype == torch.float32
     assert_close(out, true_out, their_out)
@@ -424,11 +425,11 @@ def views():
 def test_views_give_the_truth_and_are_copied_only_where_they_must(monkeypatch, name):
     in_place, (q, k, v) = views()[name]  # drawn here, so that the seed is the test's
     described = []
-    describe = forward.describe
+    describe_by = forward.describe_by
     monkeypatch.setattr(
         forward,
-        "describe",
-        lambda x, *rest, **how: described.append(x.data_ptr()) or describe(x, *rest, **how),
+        "describe_by",
+        lambda rest, x: described.append(x.data_ptr()) or describe_by(rest, x),
     )
     attention(q, k, v)
     assert (described == [x.data_ptr() for x in (q, k, v)]) == in_place
@@ -905,3 +906,91 @@ def test_memory_grows_with_the_length_and_not_with_its_square(backend):
         used.append((torch.cuda.max_memory_allocated() - before) / length)
         del q, k, v
     assert max(used) < 1.1 * min(used)
+
+
+# -- layout
+
+LAYOUTS = {
+    "contiguous": lambda n, h, d: torch.randn(2, h, n, d, device=DEVICE),
+    "heads inside": lambda n, h, d: torch.randn(2, n, h, d, device=DEVICE).transpose(1, 2),
+    "sequence first": lambda n, h, d: torch.randn(n, 2, h, d, device=DEVICE).permute(1, 2, 0, 3),
+    "packed": lambda n, h, d: torch.randn(2, n, 3, h, d, device=DEVICE)[:, :, 1].transpose(1, 2),
+    "a slice of columns": lambda n, h, d: torch.randn(2, n, h, d + 8, device=DEVICE)[
+        ..., 8:
+    ].transpose(1, 2),
+    "shifted by one": lambda n, h, d: torch.randn(2, n, h, d + 3, device=DEVICE)[
+        ..., 1 : d + 1
+    ].transpose(1, 2),
+    "expanded": lambda n, h, d: torch.randn(1, h, n, d, device=DEVICE).expand(2, h, n, d),
+    "columns outside": lambda n, h, d: torch.randn(2, h, d, n, device=DEVICE).mT,
+}
+"""Where a tensor (2, heads, seqlen, head_dim) lies, as a function of these."""
+
+INSIDE = {"heads inside", "packed", "a slice of columns", "shifted by one"}
+"""Those of which (batch, seqlen, heads, head_dim) is the order in memory."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("head_dim", "seqlens"),
+    [(16, (20, 30)), (18, (20, 30)), (64, (1, 30)), (16, (2, 1030)), (18, (1, 1030))],
+)
+def test_results_lie_as_operands_do(layout, head_dim, seqlens):
+    """Dense, in the order of the operand's dimensions, also where a copy of it was read and where
+    programs share keys: a transformer takes heads together again without a copy."""
+    q, k, v = (LAYOUTS[layout](n, 3, head_dim).requires_grad_() for n in (*seqlens, seqlens[1]))
+    out = attention(q, k, v, is_causal=True)
+    do = torch.randn(out.shape, device=DEVICE)
+    results = out, *torch.autograd.grad(out, (q, k, v), do)
+    for result, operand in zip(results, (q, q, k, v), strict=True):
+        assert result.shape == operand.shape
+        assert result.stride(-1) == 1
+        if layout in INSIDE:
+            back = result.transpose(1, 2)
+            assert back.is_contiguous() or head_dim == 18
+            assert sorted(back.stride(), reverse=True) == list(back.stride())
+        elif layout == "sequence first":
+            back = result.permute(2, 0, 1, 3)
+            assert back.is_contiguous() or head_dim == 18
+        elif layout != "expanded":
+            assert result.is_contiguous() or head_dim == 18
+    if layout in INSIDE:
+        assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
+    # -- and the same numbers as of operands that are contiguous
+    plain = [x.detach().clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
+    plain = [x.requires_grad_() for x in plain]
+    theirs = attention(*plain, is_causal=True)
+    theirs = theirs, *torch.autograd.grad(theirs, plain, do)
+    assert all(torch.equal(a, b) for a, b in zip(results, theirs, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [16, 18])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compilers_know_where_results_lie(layout, head_dim):
+    operands = [LAYOUTS[layout](20, 3, head_dim).half().requires_grad_() for _ in range(3)]
+    out = attention(*operands)
+    grads = torch.autograd.grad(out, operands, torch.ones_like(out))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in operands]
+        fake_out = attention(*fakes)
+        needed = [True] * 3
+        rest = fakes[0].new_empty(out.shape[:3], dtype=torch.float32), fake_out, None
+        fake_grads = torch.ops.kernelbook.attention_backward(
+            *fakes, fake_out, *rest, False, None, None, 0.1, True, "auto", needed
+        )
+    for real, fake in zip((out, *grads), (fake_out, *fake_grads), strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+def test_a_compiled_model_takes_heads_together_without_a_copy():
+    def model(x):
+        q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
+        out = attention(q, k, v, is_causal=True)
+        return out, out.transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 20, 3, 2, 16, device=DEVICE)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for function in (model, compiled):
+        out, flat = function(x)
+        assert out.transpose(1, 2).is_contiguous()
+        assert torch.equal(flat, model(x)[1])

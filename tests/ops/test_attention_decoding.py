@@ -8,7 +8,7 @@ from conftest import DEVICE, DTYPES
 from test_attention import FULL_AND_CAUSAL, assert_close, by_pytorch, draw
 
 from kernelbook import reference, runtime
-from kernelbook.ops.attention import attention, decoding, operator, tuned
+from kernelbook.ops.attention import attention, decoding, operator, tiles, tuned
 from kernelbook.ops.attention.forward import attention_forward
 
 PARTS = (1, 2, 7) if runtime.INTERPRETED else (1, 2, 3, 4, 5, 6, 7)
@@ -19,7 +19,7 @@ def decode(q, k, v, parts, is_causal=False, scale=None, window=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with runtime.launching_on(q):
         out, lse = decoding.attention_decode(
-            *operator._prepare(q, k, v), is_causal, scale, parts, window
+            *tiles.prepare(q, k, v), is_causal, scale, parts, window
         )
     return out.to(q.dtype), lse
 

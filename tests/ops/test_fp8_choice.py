@@ -71,7 +71,10 @@ def test_gluon_is_taken_where_it_was_faster_and_nowhere_else():
             length, options = seeing(keys, mask)
             chosen = ASKED(HOPPER, E4M3, E5M2, *shapes(head_dim, length), **options)
             assert (chosen.backend == "gluon") == (chosen.config is not None)
-            assert f"measured to be faster for {keys:,} keys, {mask}" in chosen.reason
+            if mask == "window":  # no chapter times one with operands in FP8
+                assert chosen.reason == "not measured with such a mask: window"
+            else:
+                assert f"measured to be faster for {keys:,} keys, {mask}" in chosen.reason
             if chosen.config:
                 fast.add((head_dim, mask, keys))
                 assert chosen.config is CONFIGS[head_dim]

@@ -30,9 +30,11 @@ from kernelbook.ops.attention.scope import key_stages, query_stages, seeing_quer
 from kernelbook.ops.attention.tiles import (
     LOG2E,
     PRECISION,
+    KnownLaunch,
+    aligned,
     describe,
     describe_tiles,
-    empty_fit,
+    empty_like,
     head_block,
     head_of,
     load_tile,
@@ -42,14 +44,15 @@ from kernelbook.ops.attention.tiles import (
 from kernelbook.ops.launch import Launch, planned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_counters"])
 def preprocess_kernel(
     out_ptr,  # output of forward, (batch, heads, seqlen_q, head_dim), contiguous
     do_ptr,  # its gradient, of the same shape
     lse_ptr,  # logsumexp, natural, (batch, heads, seqlen_q), contiguous
     dlse_ptr,  # its gradient, contiguous, or None
-    delta_ptr,  # output, (batch, heads, padded_q)
-    lse_log2_ptr,  # output, (batch, heads, padded_q)
+    stats_ptr,  # output, lse in base 2 and then delta, (2, batch, heads, padded_q)
+    counter_ptr,  # output, zeros for the kernel that comes next, or None
+    n_counters,
     stride_ob,
     stride_oh,
     stride_om,
@@ -85,9 +88,13 @@ def preprocess_kernel(
     # -- guard: exp2(s - inf) is 0, for a query that sees no key and for one past the end
     lse = tl.load(lse_ptr + rows, mask=exist, other=float("-inf"))
     nothing = lse == float("-inf")
-    padded_rows = batch_head * padded_q + queries
-    tl.store(delta_ptr + padded_rows, tl.where(nothing, 0.0, delta))
-    tl.store(lse_log2_ptr + padded_rows, tl.where(nothing, float("inf"), lse * LOG2E))
+    stats_ptr += batch_head * padded_q + queries
+    tl.store(stats_ptr, tl.where(nothing, float("inf"), lse * LOG2E))
+    n_rows = tl.num_programs(0).to(tl.int64) * BLOCK_M  # of all heads, padded
+    tl.store(stats_ptr + n_rows, tl.where(nothing, 0.0, delta))
+    if counter_ptr is not None:
+        for i in range(tl.program_id(0), n_counters, tl.num_programs(0)):
+            tl.store(counter_ptr + i, 0)
 
 
 @triton.jit
@@ -358,32 +365,50 @@ def describe_rows(x: torch.Tensor, block: int) -> TensorDescriptor:
 
 def _preprocess(out, lse, do, dlse) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (lse_log2, delta), both float32, (batch * heads, padded_q)."""
+    return statistics(out, lse, do, dlse).unbind()
+
+
+def statistics(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    counter: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return lse in base 2 and delta, float32, (2, batch * heads, padded_q), and set the counter,
+    where there is one, to zero. Descriptors of out and do fit."""
     # I/O: read out + read do + read lse + write lse_log2 + write delta
-    batch, heads, seqlen_q, _ = out.shape
-    padded_q = runtime.cdiv(seqlen_q, PADDING) * PADDING
-    shape = (2, batch * heads, padded_q)
-    lse_log2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
-    run = _preprocess_launch(out.shape, out.stride(), do.stride(), padded_q)
-    run(out, do, lse.contiguous(), None if dlse is None else dlse.contiguous(), delta, lse_log2)
-    return lse_log2, delta
+    lse, dlse = aligned(lse), aligned(dlse)
+    run, size = _preprocess_launch(
+        out.device, out.dtype, do.dtype, None if dlse is None else dlse.dtype, out.shape,
+        out.stride(), do.stride(), 0 if counter is None else counter.shape[0],
+    )  # fmt: skip
+    stats = torch.empty(size, dtype=torch.float32, device=out.device)
+    run(out, do, lse, dlse, stats, counter)
+    return stats
 
 
 @planned
-def _preprocess_launch(shape, out_strides, do_strides, padded_q) -> Launch:
+def _preprocess_launch(
+    device, dtype, do_dtype, dlse_dtype, shape, out_strides, do_strides, n_counters
+) -> tuple[Launch, tuple[int, ...]]:
+    """Return the launch, and the size of the statistics."""
     batch, heads, seqlen_q, head_dim = shape
     block = tuned.INTERPRETED.block_m if runtime.INTERPRETED else PADDING
-    return Launch(
+    padded_q = runtime.cdiv(seqlen_q, PADDING) * PADDING
+    run = KnownLaunch(
         preprocess_kernel, (batch * heads * (padded_q // block),),
-        *out_strides[:3], *do_strides[:3], heads, seqlen_q, padded_q, head_dim,
+        n_counters, *out_strides[:3], *do_strides[:3], heads, seqlen_q, padded_q, head_dim,
         BLOCK_M=block, BLOCK_D=head_block(head_dim), num_warps=8,
     )  # fmt: skip
+    return run, (2, batch * heads, padded_q)
 
 
 def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None, dq_sums=None):
     """Return (dk, dv), and add sm_scale ** -1 * dq to dq_sums where these are given."""
     # I/O: read k + read v + write dk + write dv, and read q + read do for each tile of keys
     config = tuned.backward_config("dkdv" if dq_sums is None else "all", q)
-    dk, dv = empty_fit(k), empty_fit(v)
+    dk, dv = empty_like(k), empty_like(v)
     how, dq_desc, dq_ptr = "none", None, None
     if dq_sums is not None and config.described and not runtime.INTERPRETED:
         how = "descriptor"
@@ -434,7 +459,7 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=
     # I/O: read q + read do + write dq, and read k + read v for each tile of queries
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     config = tuned.backward_config("dq", q, scope.most_seen(left, right))
-    dq = empty_fit(q)
+    dq = empty_like(q)
     group = q.shape[1] // k.shape[1]
     flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
     at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
@@ -498,6 +523,6 @@ def attention_backward(
         (batch, heads, delta.shape[1], head_block(head_dim)), dtype=torch.float32, device=q.device
     )
     dk, dv = _keys_backward(*operands, dq_sums)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = empty_like(q)
     torch.mul(dq_sums[:, :, :seqlen_q, :head_dim], sm_scale, out=dq)
     return dq, dk, dv

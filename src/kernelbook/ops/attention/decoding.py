@@ -31,9 +31,11 @@ from kernelbook.ops.attention.tiles import (
     LOWEST,
     PRECISION,
     describe,
+    empty_dense_like,
     head_block,
     head_of,
     load_tile,
+    steps_of,
 )
 from kernelbook.ops.launch import Launch, planned
 
@@ -68,9 +70,12 @@ def attention_decode_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), as describe describes without descriptor
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM), as describe describes them
     v_desc,  # values, as the keys
-    out_ptr,  # output, as the queries, contiguous; of parts acc, (rows of it, n_parts, HEAD_DIM)
+    out_ptr,  # output, as the queries; of parts acc, (rows of it, n_parts, HEAD_DIM), contiguous
     lse_ptr,  # logsumexp, (batch, heads, seqlen_q); of parts m_i, (rows of it, n_parts)
     l_ptr,  # of parts l_i, as m_i
+    step_b,  # strides of out, as multiples of UNIT
+    step_h,
+    step_m,
     heads_k,
     group,  # query heads that share a head of keys
     seqlen_q,
@@ -86,6 +91,7 @@ def attention_decode_kernel(
     BLOCK_M: tl.constexpr,  # rows of a tile: queries of all heads of a group
     BLOCK_N: tl.constexpr,  # keys in a tile
     BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+    UNIT: tl.constexpr,  # of the strides of out
 ):
     # -- place: which rows of which group, and which part of its keys
     n_rows = group * seqlen_q
@@ -134,11 +140,14 @@ def attention_decode_kernel(
     cols = tl.arange(0, BLOCK_D)
     if WHOLE:
         acc, m_i = average(acc, l_i, m_i, n_visible)
+        of_heads = head.to(tl.int64) * step_h + query.to(tl.int64) * step_m
+        out_rows = (batch.to(tl.int64) * step_b + of_heads) * UNIT
     else:
         rows = rows * n_parts + part
         tl.store(l_ptr + rows, l_i, mask=inside)
+        out_rows = rows * HEAD_DIM
     tl.store(lse_ptr + rows, m_i, mask=inside)
-    out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
+    out_ptrs = out_ptr + out_rows[:, None] + cols[None, :]
     tl.store(out_ptrs, acc, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
 
 
@@ -147,8 +156,12 @@ def attention_merge_kernel(
     acc_ptr,  # of each part its sum of p * v, (rows, n_parts, HEAD_DIM), contiguous
     m_ptr,  # of each part its largest score in base 2, (rows, n_parts)
     l_ptr,  # of each part its sum of p
-    out_ptr,  # output, (rows, HEAD_DIM)
+    out_ptr,  # output, (batch, heads, seqlen_q, HEAD_DIM), of which these are the rows
     lse_ptr,  # natural logarithm of the sum of exponentials, (rows,)
+    step_b,  # strides of out, as multiples of UNIT
+    step_h,
+    step_m,
+    heads,
     seqlen_q,
     seqlen_k,
     left,  # bounds of what a query sees, where there are any: see scope
@@ -160,6 +173,7 @@ def attention_merge_kernel(
     PARTS: tl.constexpr,  # a power of two, at least n_parts
     BLOCK_P: tl.constexpr,  # parts that are read at a time
     BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+    UNIT: tl.constexpr,  # of the strides of out
 ):
     row = tl.program_id(0).to(tl.int64)
     first = row * n_parts
@@ -185,7 +199,9 @@ def attention_merge_kernel(
     query = (row % seqlen_q).to(tl.int32)
     _, n_visible = seen_keys(query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     out, lse = average(acc[None, :], tl.sum(l_i, axis=0)[None], m[None], n_visible[None])
-    tl.store(out_ptr + row * HEAD_DIM + cols[None, :], out, mask=(cols < HEAD_DIM)[None, :])
+    batch, head = row // seqlen_q // heads, row // seqlen_q % heads
+    out_ptr += (batch * step_b + head * step_h + row % seqlen_q * step_m) * UNIT
+    tl.store(out_ptr + cols[None, :], out, mask=(cols < HEAD_DIM)[None, :])
     tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
@@ -217,7 +233,8 @@ def n_parts(
     q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: scope.Window | None = None
 ) -> int:
     """Return among how many programs the keys of a head are shared; 0 is for the forward kernel."""
-    if k.shape[2] < FEWEST_KEYS:  # before anything that costs the host time
+    # before anything that costs the host time
+    if k.shape[2] < max(FEWEST_KEYS, KEYS_PER_QUERY * q.shape[2]):
         return 0
     left, _ = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     decode, forward = tuned.decode_config(q), tuned.forward_config(q)
@@ -262,7 +279,7 @@ def attention_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) as :func:`forward.attention_forward` does, with keys shared in parts."""
     # I/O: read q + read k + read v + write out + write lse; write and read acc of each part
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = empty_dense_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = tuned.decode_config(q)
     described = (
@@ -271,7 +288,8 @@ def attention_decode(
         describe(v, config.block_n, described=config.described),
     )
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
-    launches = _launches(config, q.shape, k.shape, left, right, sm_scale, n_parts)
+    steps, unit = steps_of(q.shape, out.stride(), q.itemsize)
+    launches = _launches(config, q.shape, k.shape, left, right, sm_scale, n_parts, steps, unit)
     if n_parts == 1:
         launches[0](*described, out, lse, lse)
         return out, lse
@@ -283,7 +301,9 @@ def attention_decode(
 
 
 @planned
-def _launches(config, q_shape, k_shape, left, right, sm_scale, n_parts) -> tuple[Launch, Launch]:
+def _launches(
+    config, q_shape, k_shape, left, right, sm_scale, n_parts, steps, unit
+) -> tuple[Launch, Launch]:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
     rows = heads // heads_k * seqlen_q
@@ -293,7 +313,7 @@ def _launches(config, q_shape, k_shape, left, right, sm_scale, n_parts) -> tuple
     decode = Launch(
         attention_decode_kernel,
         (batch * heads_k * n_parts * runtime.cdiv(rows, block_m),),
-        heads_k, heads // heads_k, *lengths, n_parts, sm_scale,
+        *steps, heads_k, heads // heads_k, *lengths, n_parts, sm_scale,
         HEAD_DIM=head_dim,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
@@ -301,18 +321,20 @@ def _launches(config, q_shape, k_shape, left, right, sm_scale, n_parts) -> tuple
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
+        UNIT=unit,
         **config.options,
     )  # fmt: skip
     merge = Launch(
         attention_merge_kernel,
         (batch * heads * seqlen_q,),
-        *lengths, n_parts,
+        *steps, heads, *lengths, n_parts,
         HEAD_DIM=head_dim,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         PARTS=parts,
         BLOCK_P=min(parts, MERGED_AT_ONCE // block_d),
         BLOCK_D=block_d,
+        UNIT=unit,
         num_warps=4,
     )  # fmt: skip
     return decode, merge

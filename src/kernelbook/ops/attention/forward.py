@@ -12,13 +12,17 @@ from kernelbook.ops.attention.tiles import (
     LOG2E,
     LOWEST,
     PRECISION,
-    describe,
+    KnownLaunch,
+    all_but_the_address,
+    describe_by,
+    empty_dense_like,
     head_block,
     head_of,
     load_tile,
     place,
+    steps_of,
 )
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 
 
 @triton.jit
@@ -110,8 +114,11 @@ def attention_fwd_kernel(
     q_desc,  # queries, (batch, heads, seqlen_q, HEAD_DIM), as describe describes them
     k_desc,  # keys, (batch, heads // group, seqlen_k, HEAD_DIM)
     v_desc,  # values, as the keys
-    out_ptr,  # output, as the queries, contiguous
+    out_ptr,  # output, as the queries, its last dimension contiguous
     lse_ptr,  # natural logarithm of the sum of exponentials, (batch, heads, seqlen_q), contiguous
+    step_b,  # strides of out, as multiples of UNIT
+    step_h,
+    step_m,
     batch_heads,  # batch * heads
     heads,
     group,  # query heads that share a head of keys
@@ -128,6 +135,7 @@ def attention_fwd_kernel(
     BLOCK_M: tl.constexpr,  # queries in a tile
     BLOCK_N: tl.constexpr,  # keys in a tile
     BLOCK_D: tl.constexpr,  # a power of two, at least HEAD_DIM
+    UNIT: tl.constexpr,  # of the strides of out
 ):
     # -- place: which tile of which head; the last queries see the most keys and come first
     n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -185,13 +193,14 @@ def attention_fwd_kernel(
     # -- write: the average, and the logarithm from which backward finds p again
     l_i = sum_of_weights(l_i, n_visible)
     out = acc * (1 / tl.where(l_i == 0, 1.0, l_i))[:, None]  # a query that sees nothing gives 0
-    first_row = batch_head.to(tl.int64) * seqlen_q + start_m
-    rows = first_row + tl.arange(0, BLOCK_M)
+    queries = start_m + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    inside = start_m + tl.arange(0, BLOCK_M) < seqlen_q
-    out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + cols[None, :]
-    tl.store(out_ptrs, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
-    tl.store(lse_ptr + rows, (m_i + tl.log2(l_i)) * LN2, mask=inside)
+    inside = queries < seqlen_q
+    first = batch.to(tl.int64) * step_b + head.to(tl.int64) * step_h
+    rows = out_ptr + (first + queries.to(tl.int64) * step_m) * UNIT
+    tl.store(rows[:, None] + cols[None, :], out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+    lse_ptrs = lse_ptr + batch_head.to(tl.int64) * seqlen_q + queries
+    tl.store(lse_ptrs, (m_i + tl.log2(l_i)) * LN2, mask=inside)
 
 
 def attention_forward(
@@ -204,31 +213,34 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) for operands that are checked, not empty, and of which descriptors fit."""
     # I/O: read q + read k + read v + write out + write lse
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = tuned.forward_config(q)
-    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
-    run = _launch(
-        config, q.shape, k.shape, left, right, sm_scale,
-        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
+    out = empty_dense_like(q)
+    run, size, *rests = _launch(
+        tuned.forward_config(q), q.device, runtime.l2_cache(q.device), q.dtype, q.shape, k.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), is_causal, window, sm_scale,
     )  # fmt: skip
-    run(
-        describe(q, config.block_m, described=config.described),
-        describe(k, config.block_n, described=config.described),
-        describe(v, config.block_n, described=config.described),
-        out,
-        lse,
-    )
+    lse = torch.empty(size, dtype=torch.float32, device=q.device)
+    run(*map(describe_by, rests, (q, k, v)), out, lse)
     return out, lse
 
 
 @planned
-def _launch(config, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> Launch:
+def _launch(
+    config, device, l2_cache, dtype, q_shape, k_shape, q_strides, k_strides, v_strides, out_strides,
+    is_causal, window, sm_scale,
+) -> tuple:  # fmt: skip
+    """Return how the kernel is launched, the size of lse, and how q, k and v are described."""
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
-    return Launch(
+    left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
+    heads_at_once = 1
+    if scope.uneven(left, right):
+        bytes_a_head = 2 * seqlen_k * head_dim * dtype.itemsize
+        heads_at_once = tuned.heads_in_l2(bytes_a_head, heads // heads_k, device)
+    steps, unit = steps_of(q_shape, out_strides, dtype.itemsize)
+    run = KnownLaunch(
         attention_fwd_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
-        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
+        *steps, batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0,
+        sm_scale,
         HEADS_AT_ONCE=heads_at_once,
         HEAD_DIM=head_dim,
         HAS_LEFT=left is not None,
@@ -237,5 +249,13 @@ def _launch(config, q_shape, k_shape, left, right, sm_scale, heads_at_once) -> L
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=head_block(head_dim),
+        UNIT=unit,
         **config.options,
     )  # fmt: skip
+    return (
+        run,
+        (batch, heads, seqlen_q),
+        all_but_the_address(dtype, q_shape, q_strides, config.block_m, None, config.described),
+        all_but_the_address(dtype, k_shape, k_strides, config.block_n, None, config.described),
+        all_but_the_address(dtype, k_shape, v_strides, config.block_n, None, config.described),
+    )

@@ -1,8 +1,10 @@
 """The public function: what it refuses, what autograd sees, and what goes in which dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
@@ -12,8 +14,9 @@ from kernelbook.ops.attention.decoding import attention_decode, n_parts
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.fp8 import attention_fp8_forward
 from kernelbook.ops.attention.quantize import Quantized, parts
-from kernelbook.ops.attention.tiles import fit
+from kernelbook.ops.attention.tiles import empty_dense_like, empty_like, prepare
 from kernelbook.ops.hopper import backward_choice, choice, fp8_choice
+from kernelbook.ops.launch import planned
 
 
 @checks.also_named(query="q", key="k", value="v")
@@ -98,9 +101,13 @@ def attention(
             or of k and v alone.
 
     Returns:
-        out, of the shape and dtype of ``q``, contiguous; with ``return_lse`` also lse, natural
-        logarithm, float32, (batch, heads, seqlen_q). A query that sees no key has out 0, lse -inf
-        and a gradient of 0; one whose scores are all -inf has NaN. Both can be differentiated once.
+        out, of the shape and dtype of ``q``; with ``return_lse`` also lse, natural logarithm,
+        float32, (batch, heads, seqlen_q), contiguous. out lies in memory as ``q`` does, without
+        gaps: that of a transposed view of (batch, seqlen, heads, head_dim) is contiguous once it is
+        transposed back. With operands in FP8, and where the last dimension of ``q`` is not the
+        innermost, it is contiguous. Gradients lie as their operands do. A query that sees no key
+        has out 0, lse -inf and a gradient of 0; one whose scores are all -inf has NaN. Both can be
+        differentiated once.
 
     Raises:
         TypeError: an argument is of another kind or dtype.
@@ -121,17 +128,21 @@ def attention(
     q, q_descale = parts("q", q, q_descale)
     k, k_descale = parts("k", k, k_descale)
     v, v_descale = parts("v", v, v_descale)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, x, DTYPES)
-    if library.autocasts(q):
-        q, k, v = map(_autocast, (q, k, v))
-    _check_operands(q, k, v, enable_gqa)
-    if backend == "gluon":
-        choice.check_gluon(q, k, v)
+    passed = _passed(q, k, v, enable_gqa, backend)
+    if not passed:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            checks.tensor(name, x, DTYPES)
+        if library.autocasts(q):
+            q, k, v = map(_autocast, (q, k, v))
+        _check_operands(q, k, v, enable_gqa)
+        if backend == "gluon":
+            _check_gluon(q, k, v)
+        passed.append(True)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
     left, right = scope.checked_window(window)
     descales = {"q": q_descale, "k": k_descale, "v": v_descale}
-    fp8.check_descales({"q": q, "k": k, "v": v}, descales)
+    if not (q_descale is k_descale is v_descale is None):
+        fp8.check_descales({"q": q, "k": k, "v": v}, descales)
     if v.dtype in fp8.DTYPES:
         dtype = fp8.result_dtype(q, out_dtype)
         out, lse = _ATTENTION_FP8(
@@ -177,6 +188,51 @@ def checked_backend(backend: object) -> str:
             "'gluon'."
         )
     return checks.choice("backend", backend, choice.BACKENDS)
+
+
+def _passed(q: object, k: object, v: object, enable_gqa: bool, backend: str) -> list[bool]:
+    """Return a list that is not empty if operands of this kind have passed the checks, which cost
+    the host more than to find this. What is appended to it is remembered for their kind.
+
+    Only of plain tensors, whose sizes are numbers, and where nothing is cast.
+    """
+    if (
+        not (type(q) is type(k) is type(v) is torch.Tensor)
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+        or library.autocasts(q)
+    ):
+        return []
+    return _passed_of_kind(
+        q.layout, k.layout, v.layout, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, enable_gqa, backend,
+    )  # fmt: skip
+
+
+@planned
+def _passed_of_kind(*kind) -> list[bool]:
+    return []
+
+
+def _check_gluon(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless the Gluon kernel can compute this, on a device that has numbers.
+
+    Looks at nothing that a tensor without numbers lacks, nor at where operands lie: what no
+    descriptor fits is copied for either kernel.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() == 0:
+            choice.refuse(f"{name} is empty")
+    capability = (9, 0) if q.is_meta else runtime.capability(q.device)  # no kernel will run
+    if v.dtype in fp8.DTYPES:
+        reason = fp8_choice.unsupported(capability, q.dtype, v.dtype, q.shape[3])
+    else:
+        reason = choice.unsupported(capability, q.dtype, q.shape[3])
+    if reason:
+        choice.refuse(reason)
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -256,15 +312,52 @@ def check_heads(heads: int, heads_k: int, enable_gqa: bool) -> None:
 # -- autograd, compilers and torch.func
 
 
-def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors as kernels can read them, copied where they do not lie as descriptors ask."""
-    return [fit(runtime.readable(x)) for x in tensors]
+class Operator(library.Operator):
+    """An operator whose first arguments are its tensors, which is all that eager mode looks at.
+
+    To autograd it passes the other arguments as one.
+    """
+
+    def __init__(self, name: str, run: Callable, tensors: int, **parts: Callable):
+        super().__init__(name, run, **parts)
+        setup_context, backward = parts["setup_context"], parts["backward"]
+
+        def forward(ctx, *args):
+            args = *args[:tensors], *args[tensors]
+            output = run(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        def gradients(ctx, *args):
+            return *backward(ctx, *args)[:tensors], None
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        self.eager = type(name, (torch.autograd.Function,), members)
+        self.tensors = tensors
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling():
+            return self.op(*args)
+        if torch._C._are_functorch_transforms_active():
+            return self.transformed.apply(*args)
+        tensors = args[: self.tensors]
+        differentiable = False
+        for x in tensors:
+            if x is not None:
+                if checks.holds_no_numbers(x):
+                    return self.op(*args)
+                differentiable = differentiable or x.requires_grad
+        if is_in_torch_dispatch_mode():
+            return self.op(*args)
+        if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+            return self.eager.apply(*tensors, args[self.tensors :])
+        return self.run(*args)
 
 
-def _of_no_key(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_no_key(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) where there is no query, or none that sees a key."""
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    out, lse = _like(q)
+    return out.zero_(), lse.fill_(-torch.inf)
 
 
 def run(
@@ -280,15 +373,15 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse."""
     if not (q.numel() and k.numel()):
-        return _of_no_key(q, q.dtype)
+        return _of_no_key(q)
     window = left, right
     with runtime.launching_on(q):
-        prepared = _prepare(q, k, v)
+        prepared = prepare(q, k, v)
         # -- which kernel: where few queries are to share many keys, decoding, unless it is named
         parts = 0 if backend == "gluon" else n_parts(*prepared[:2], is_causal, window)
         if parts:
             out, lse = attention_decode(*prepared, is_causal, sm_scale, parts, window)
-            return out.to(q.dtype), lse
+            return _in(q.dtype, out), lse
         chosen = choice.forward_choice(
             runtime.capability(q.device), q.dtype, q.shape, k.shape, is_causal, window, backend
         )
@@ -297,7 +390,12 @@ def run(
             out, lse = in_gluon(*prepared, is_causal, sm_scale, window, chosen.config)
         else:
             out, lse = attention_forward(*prepared, is_causal, sm_scale, window)
-    return out.to(q.dtype), lse
+    return _in(q.dtype, out), lse
+
+
+def _in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """Return x in a dtype: what the interpreter computed in another."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def setup_context(ctx, inputs, output):
@@ -348,10 +446,13 @@ def run_backward(
         if chosen.config:
             kernels, options = backward_choice.attention_in_gluon(), {"config": chosen.config}
             deterministic = chosen.config.ordered
+        *operands, do = prepare(q, k, v, out, do)
         grads = kernels(
-            *_prepare(q, k, v, out), lse, *_prepare(do), is_causal, sm_scale, deterministic, dlse,
-            window, dq_needed=needed[0], dkdv_needed=needed[1] or needed[2], **options,
+            *operands, lse, do, is_causal, sm_scale, deterministic, dlse, window,
+            dq_needed=needed[0], dkdv_needed=needed[1] or needed[2], **options,
         )  # fmt: skip
+    if all(needed) and grads[0].dtype == q.dtype:
+        return grads
     return tuple(
         dx.to(q.dtype) if n else torch.empty(0, dtype=q.dtype, device=q.device)
         for dx, n in zip(grads, needed, strict=True)
@@ -374,13 +475,14 @@ def run_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of operands of 8 bits."""
     if not (q.numel() and k.numel()):
-        return _of_no_key(q, out_dtype)
+        out, lse = _like_fp8(q, out_dtype)
+        return out.zero_(), lse.fill_(-torch.inf)
     window = left, right
     chosen = fp8_choice.fp8_choice(
         runtime.capability(q.device), q.dtype, v.dtype, q.shape, k.shape, is_causal, window, backend
     )
     with runtime.launching_on(q):
-        operands = *_prepare(q, k), runtime.readable(v), (q_descale, k_descale, v_descale)
+        operands = *prepare(q, k), runtime.readable(v), (q_descale, k_descale, v_descale)
         options = is_causal, sm_scale, runtime.kernel_dtype(out_dtype)
         if chosen.config:
             in_gluon = fp8_choice.attention_in_gluon()
@@ -390,16 +492,25 @@ def run_fp8(
     return out.to(out_dtype), lse
 
 
-def _like(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse without their numbers."""
+    return empty_dense_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _like_fp8(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of operands of 8 bits without their numbers."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _gradients_like(q, k, v, needed):
     """Return dq, dk and dv without their numbers; what is not needed is empty."""
-    shapes = (x.shape if n else (0,) for x, n in zip((q, k, v), needed, strict=True))
-    return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
+    return tuple(
+        empty_like(x.to(runtime.kernel_dtype(x.dtype))).to(x.dtype)
+        if n
+        else torch.empty(0, dtype=q.dtype, device=q.device)
+        for x, n in zip((q, k, v), needed, strict=True)
+    )
 
 
 def _fold(info, in_dim: int | None, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -438,17 +549,19 @@ def _batch_fp8(info, in_dims, q, k, v, *rest):
     return _unfold(info, _ATTENTION_FP8.op(*folded, *options)), (0, 0)
 
 
-_ATTENTION = library.Operator(
+_ATTENTION = Operator(
     "attention",
     run,
-    fake=lambda q, *_: _like(q, q.dtype),
+    3,
+    fake=lambda q, *_: _like(q),
     batch=_batch,
     setup_context=setup_context,
     backward=gradient,
 )
-_ATTENTION_BACKWARD = library.Operator(
+_ATTENTION_BACKWARD = Operator(
     "attention_backward",
     run_backward,
+    7,
     fake=lambda *args: _gradients_like(*args[:3], args[-1]),
     batch=_batch_backward,
     **library.no_gradient(
@@ -456,10 +569,11 @@ _ATTENTION_BACKWARD = library.Operator(
         "softmax(scale * q @ k.mT) @ v where second derivatives are needed."
     ),
 )
-_ATTENTION_FP8 = library.Operator(
+_ATTENTION_FP8 = Operator(
     "attention_fp8",
     run_fp8,
-    fake=lambda *args: _like(args[0], args[-2]),
+    6,
+    fake=lambda *args: _like_fp8(args[0], args[-2]),
     batch=_batch_fp8,
     **library.no_gradient(
         "attention with operands in FP8 has no gradient: pass q, k and v in bfloat16 where one "

@@ -1,12 +1,14 @@
 """What the kernels share: tiles of tensors in memory, and where each belongs."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import runtime
-from kernelbook.ops.launch import planned
+from kernelbook.ops.launch import Launch, planned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -130,7 +132,57 @@ def fit(x: torch.Tensor) -> torch.Tensor:
     """Return x, or where no descriptor can be made of it a copy of which one can."""
     if fits(x):
         return x
-    return empty_fit(x).copy_(x)
+    return empty_like(x).copy_(x)
+
+
+def prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors as kernels can read them, copied where they do not lie as descriptors ask."""
+    if runtime.INTERPRETED:
+        return [fit(runtime.readable(x)) for x in tensors]
+    addresses, negated, lie = 0, False, []
+    for x in tensors:
+        addresses |= x.data_ptr()
+        negated |= x.is_neg()
+        lie += x.dtype, x.shape, x.stride()
+    if addresses % _ALIGNED == 0 and not negated and _all_strides_fit(*lie):
+        return tensors
+    return [fit(runtime.readable(x)) for x in tensors]
+
+
+@planned
+def _all_strides_fit(*lie) -> bool:
+    each = zip(lie[::3], lie[1::3], lie[2::3], strict=True)
+    return all(_strides_fit(shape, strides, dtype.itemsize) for dtype, shape, strides in each)
+
+
+def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return statistics, or their gradient, contiguous and at an aligned address."""
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Allocate a tensor like x, and of its layout, of which a descriptor can be made.
+
+    Dimensions follow each other in memory as those of x do, without gaps but for the padding that a
+    descriptor may ask for; where the last of x is not the innermost, the result is contiguous.
+    """
+    if x.shape[-1] * x.itemsize % _ALIGNED:
+        order = sorted(range(x.ndim - 1), key=lambda i: -x.stride(i))
+        ordered = empty_fit(x.permute(*order, x.ndim - 1))
+        return ordered.permute(*(order.index(i) for i in range(x.ndim - 1)), x.ndim - 1)
+    return empty_dense_like(x)
+
+
+def empty_dense_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Allocate a tensor like x, and of its layout, without any gap: see :func:`empty_like`."""
+    if x.stride(-1) == 1:
+        like = torch.empty_like(x, dtype=dtype)
+        if like.stride(-1) == 1:
+            return like
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def empty_fit(x: torch.Tensor) -> torch.Tensor:
@@ -170,12 +222,39 @@ def describe(
 
     because E * 2**34 is 2**64, where addresses start again from 0.
     """
+    rest = all_but_the_address(x.dtype, x.shape, x.stride(), rows, columns, described, packed)
+    return describe_by(rest, x)
+
+
+def describe_by(rest: dict[str, object] | tuple, x: torch.Tensor) -> TensorDescriptor | tuple:
+    """Describe x, of which all but the address was said by :func:`all_but_the_address`."""
+    return (x, *rest) if type(rest) is tuple else descriptor(x, rest, TensorDescriptor)
+
+
+@planned
+def all_but_the_address(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    rows: int,
+    columns: int | None = None,
+    described: bool = True,
+    packed: bool = False,
+) -> dict[str, object] | tuple:
+    """Return what :func:`describe` says of every tensor of this kind, wherever it lies."""
     if described:
-        block = 1, 1, rows, columns or head_block(x.shape[3])
-        return describe_tiles(x, (1, *block) if packed else block, packed)
-    unit = _ALIGNED // x.itemsize
-    strides = _aligned_strides(x.shape, x.stride(), unit)
-    return x, x.shape[2], tl.constexpr(x.shape[3]), *(stride // unit for stride in strides)
+        block = 1, 1, rows, columns or head_block(shape[3])
+        return _all_but_the_address(dtype, shape, strides, (1, *block) if packed else block, packed)
+    unit = _ALIGNED // dtype.itemsize
+    strides = _aligned_strides(shape, strides, unit)
+    return shape[2], tl.constexpr(shape[3]), *(stride // unit for stride in strides)
+
+
+def descriptor(x: torch.Tensor, rest: dict[str, object], kind: type) -> object:
+    """Return a descriptor of x of this kind, of which a plan remembers all but the address."""
+    made = object.__new__(kind)
+    made.__dict__ = {**rest, "base": x}
+    return made
 
 
 def describe_tiles(
@@ -185,10 +264,8 @@ def describe_tiles(
 
     All but the address is the same in each call, and was checked in the first.
     """
-    described = object.__new__(TensorDescriptor)
     rest = _all_but_the_address(x.dtype, x.shape, x.stride(), block, packed)
-    described.__dict__ = {**rest, "base": x}
-    return described
+    return descriptor(x, rest, TensorDescriptor)
 
 
 @planned
@@ -208,7 +285,34 @@ def _all_but_the_address(
     return vars(TensorDescriptor(at_zero, list(shape), [*strides, 1], list(block)))
 
 
+def steps_of(
+    shape: torch.Size, strides: tuple[int, ...], itemsize: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the strides but the last as multiples of a unit, and the unit, up to 16 bytes: by it
+    the compiler knows how far addresses are aligned, whatever head_dim is."""
+    strides = [stride if size > 1 else 0 for stride, size in zip(strides[:-1], shape, strict=False)]
+    unit = math.gcd(_ALIGNED // itemsize, *strides)
+    return tuple(stride // unit for stride in strides), unit
+
+
 def _aligned_strides(shape: torch.Size, strides: tuple[int, ...], unit: int) -> list[int]:
     """Return all strides but the last; where a size is 1 any will do, if it is aligned."""
     pairs = zip(strides[:-1], shape, strict=False)
     return [stride if size > 1 else unit for stride, size in pairs]
+
+
+class KnownLaunch(Launch):
+    """A launch of whose tensors a plan knows all but the addresses, and that these are aligned.
+
+    So it need not look at them: the plan knows the device, each dtype, shape and stride, and which
+    of them are None.
+    """
+
+    run = None
+
+    def __call__(self, *tensors: object) -> None:
+        if self.run is not None:
+            self.run(*tensors, *self.rest)
+            return
+        super().__call__(*tensors)
+        self.run = next(iter(self.compiled.values()), None)

@@ -332,8 +332,12 @@ def forward_heads_at_once(k: torch.Tensor, group: int, uneven: bool) -> int:
     """
     if not uneven:
         return 1
-    bytes_a_head = 2 * k.shape[2] * k.shape[3] * k.itemsize
-    fitting = max(1, runtime.l2_cache(k.device) // 2 // bytes_a_head) * group
+    return heads_in_l2(2 * k.shape[2] * k.shape[3] * k.itemsize, group, k.device)
+
+
+def heads_in_l2(bytes_a_head: int, group: int, device: torch.device) -> int:
+    """Return of how many heads half of L2 holds what is read, as a power of two up to 64."""
+    fitting = max(1, runtime.l2_cache(device) // 2 // bytes_a_head) * group
     return min(64, 2 ** (fitting.bit_length() - 1))
 
 

@@ -40,6 +40,8 @@ who begins later has less to do.
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, "FlashAttention-3", NeurIPS 2024.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -67,7 +69,7 @@ from kernelbook.ops.hopper.backward_choice import (  # noqa: F401  (what says wh
     backward_choice,
     supported,
 )
-from kernelbook.ops.hopper.forward import describe, exp2
+from kernelbook.ops.hopper.forward import _all_but_the_address, exp2
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.ops.launch import Launch, planned
 
@@ -520,27 +522,32 @@ def attention_hopper_bwd_kernel(
 # -- the end
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "padded_q"])
+@triton.jit(do_not_specialize=["heads", "seqlen_q", "padded_q"])
 def attention_hopper_dq_kernel(
     sums_ptr,  # sums of dq in float32, (batch * heads, padded_q, HEAD_DIM)
-    dq_ptr,  # output, (batch * heads, seqlen_q, HEAD_DIM)
+    dq_ptr,  # output, (batch, heads, seqlen_q, HEAD_DIM)
+    heads,
     seqlen_q,
     padded_q,
+    stride_b,  # of dq
+    stride_h,
+    stride_m,
     sm_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     # -- place: some rows of a head, one after another in memory
     n_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    head = (tl.program_id(0) // n_blocks).to(tl.int64)
+    batch_head = (tl.program_id(0) // n_blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
     row = tl.program_id(0) % n_blocks * BLOCK_M
-    at = tl.arange(0, BLOCK_M * HEAD_DIM)
-    there = at < (seqlen_q - row) * HEAD_DIM
+    rows, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    there = rows < seqlen_q - row
     # -- scale, and convert
-    sums_ptr += (head * padded_q + row) * HEAD_DIM
-    dq_ptr += (head * seqlen_q + row) * HEAD_DIM
-    dq = tl.load(sums_ptr + at, mask=there) * sm_scale
-    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=there)
+    sums_ptr += (batch_head * padded_q + row) * HEAD_DIM
+    dq_ptr += batch * stride_b + head * stride_h + row.to(tl.int64) * stride_m
+    dq = tl.load(sums_ptr + rows * HEAD_DIM + cols, mask=there) * sm_scale
+    tl.store(dq_ptr + rows * stride_m + cols, dq.to(dq_ptr.dtype.element_ty), mask=there)
 
 
 # -- on the host
@@ -559,24 +566,6 @@ def _rest_of_stats(size: int, block_m: int) -> dict[str, object]:
     return vars(
         TensorDescriptor(torch.empty(0, dtype=torch.float32), [size], [1], [block_m], layout)
     )
-
-
-def _described(x: torch.Tensor, rest: dict[str, object]) -> TensorDescriptor:
-    described = object.__new__(TensorDescriptor)
-    described.__dict__ = {**rest, "base": x}
-    return described
-
-
-def _statistics(out, lse, do, dlse) -> torch.Tensor:
-    """Return lse in base 2 and delta, float32, (2, batch * heads, padded_q)."""
-    # I/O: read out + read do + read lse + write lse_log2 + write delta
-    batch, heads, seqlen_q, _ = out.shape
-    padded_q = runtime.cdiv(seqlen_q, plain.PADDING) * plain.PADDING
-    stats = torch.empty((2, batch * heads, padded_q), dtype=torch.float32, device=out.device)
-    run = plain._preprocess_launch(out.shape, out.stride(), do.stride(), padded_q)
-    dlse = None if dlse is None else dlse.contiguous()
-    run(out, do, lse.contiguous(), dlse, stats[1], stats[0])
-    return stats
 
 
 def attention_backward(
@@ -608,55 +597,91 @@ def attention_backward(
             q, k, v, out, lse, do, is_causal, sm_scale, deterministic, dlse, window,
             dq_needed=dq_needed, dkdv_needed=dkdv_needed,
         )  # fmt: skip
-    # I/O: what _statistics does + read k + read v + write dk + write dv + write dq, and for each
+    # I/O: what statistics does + read k + read v + write dk + write dv + write dq, and for each
     # tile of keys read q + read do + read and write sums of dq
-    batch, heads, seqlen_q, head_dim = q.shape
-    heads_k, seqlen_k = k.shape[1:3]
-    left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
     if config is None:
         config = backward_choice(
             (9, 0), q.dtype, q.shape, k.shape, is_causal, window, deterministic, "gluon"
         ).config
     ordered = deterministic or config.ordered
-    stats = _statistics(out, lse, do, dlse)
-    padded_q = stats.shape[2]
-    dk, dv = tiles.empty_fit(k), tiles.empty_fit(v)
-    # -- sums: in a fixed order the first part is written, so that only a tile of queries that see
-    # nothing would keep what was there
-    n_tiles = runtime.cdiv(seqlen_k, KEYS.value)
-    all_see = right is None or seqlen_k - seqlen_q + right >= 0
-    new = torch.empty if ordered and all_see else torch.zeros
-    sums = new((batch, heads, padded_q, head_dim), dtype=torch.float32, device=q.device)
+    device = q.device
+    dq, dk, dv = map(tiles.empty_dense_like, (q, k, v))
+    plan = _plan(
+        config, device, runtime.multiprocessors(device), q.dtype, q.shape, k.shape,
+        *[x.stride() for x in (q, k, v, do, dq, dk, dv)], is_causal, window, sm_scale, ordered,
+    )  # fmt: skip
     counter = None
     if ordered:
-        counter = torch.zeros(batch * heads_k * n_tiles, dtype=torch.int32, device=q.device)
-    run = _launch(
-        config, q.shape, k.shape, padded_q, left, right, sm_scale, ordered,
-        _heads_at_once(config, q, k, left, right, ordered),
-    )  # fmt: skip
-    rows, m = ROWS.value, config.block_m
-    part = head_dim * m // KEYS.value
-    run(
-        describe(q, m), describe(k, rows), describe(v, rows), describe(do, m),
-        _described(stats, _rest_of_stats(stats.numel(), m)), describe(dk, rows), describe(dv, rows),
-        _described(sums, _rest_of_sums(batch * heads * padded_q, head_dim, part)), counter,
-    )  # fmt: skip
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _scale_launch(q.shape, padded_q, sm_scale)(sums, dq)
+        counter = torch.empty(plan.counters, dtype=torch.int32, device=device)
+    stats = plain.statistics(out, lse, do, dlse, counter)
+    # -- sums: in a fixed order the first part is written, so that only a tile of queries that see
+    # nothing would keep what was there
+    new = torch.zeros if plan.zeroed else torch.empty
+    sums = new(plan.sums, dtype=torch.float32, device=device)
+    plan.sweep(*map(_describe, (q, k, v, do, stats, dk, dv, sums), plan.rests), counter)
+    plan.end(sums, dq)
     return dq, dk, dv
 
 
+def _describe(x: torch.Tensor, rest: dict[str, object]) -> TensorDescriptor:
+    return tiles.descriptor(x, rest, TensorDescriptor)
+
+
+class Plan(NamedTuple):
+    """How gradients are computed: launches, sizes of what they need, and descriptors' rests."""
+
+    sweep: Launch
+    end: Launch
+    sums: tuple[int, ...]
+    zeroed: bool
+    counters: int
+    rests: tuple[dict[str, object], ...]
+
+
 @planned
-def _scale_launch(shape, padded_q, sm_scale) -> Launch:
+def _plan(
+    config, device, multiprocessors, dtype, q_shape, k_shape, q_strides, k_strides, v_strides,
+    do_strides, dq_strides, dk_strides, dv_strides, is_causal, window, sm_scale, ordered,
+) -> Plan:  # fmt: skip
+    batch, heads, seqlen_q, head_dim = q_shape
+    heads_k, seqlen_k = k_shape[1:3]
+    left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
+    padded_q = runtime.cdiv(seqlen_q, plain.PADDING) * plain.PADDING
+    all_see = right is None or seqlen_k - seqlen_q + right >= 0
+    at_once = _heads_at_once(config, device, dtype.itemsize, q_shape, k_shape, left, right, ordered)
+    rows, m = ROWS.value, config.block_m
+    rests = (
+        _all_but_the_address(dtype, q_shape, q_strides, m),
+        _all_but_the_address(dtype, k_shape, k_strides, rows),
+        _all_but_the_address(dtype, k_shape, v_strides, rows),
+        _all_but_the_address(dtype, q_shape, do_strides, m),
+        _rest_of_stats(2 * batch * heads * padded_q, m),
+        _all_but_the_address(dtype, k_shape, dk_strides, rows),
+        _all_but_the_address(dtype, k_shape, dv_strides, rows),
+        _rest_of_sums(batch * heads * padded_q, head_dim, head_dim * m // KEYS.value),
+    )
+    return Plan(
+        _launch(config, q_shape, k_shape, padded_q, left, right, sm_scale, ordered, at_once),
+        _scale_launch(device, dtype, q_shape, padded_q, dq_strides, sm_scale),
+        (batch, heads, padded_q, head_dim),
+        not (ordered and all_see),
+        batch * heads_k * runtime.cdiv(seqlen_k, KEYS.value),
+        rests,
+    )
+
+
+@planned
+def _scale_launch(device, dtype, shape, padded_q, dq_strides, sm_scale) -> Launch:
     batch, heads, seqlen_q, head_dim = shape
     block_m = 2048 // head_dim
-    return Launch(
+    return tiles.KnownLaunch(
         attention_hopper_dq_kernel, (batch * heads * runtime.cdiv(seqlen_q, block_m),),
-        seqlen_q, padded_q, sm_scale, HEAD_DIM=head_dim, BLOCK_M=block_m, num_warps=4,
+        heads, seqlen_q, padded_q, *dq_strides[:3], sm_scale, HEAD_DIM=head_dim, BLOCK_M=block_m,
+        num_warps=4,
     )  # fmt: skip
 
 
-def _heads_at_once(config, q, k, left, right, ordered) -> int:
+def _heads_at_once(config, device, itemsize, q_shape, k_shape, left, right, ordered) -> int:
     """Return between how many heads tiles of keys alternate.
 
     In a fixed order as many as fill the GPU: they begin together, each tile of keys a step after
@@ -665,20 +690,19 @@ def _heads_at_once(config, q, k, left, right, ordered) -> int:
     more heads alternate.
     """
     if ordered:
-        n_tiles = runtime.cdiv(k.shape[2], KEYS.value)
-        fill = max(1, round(runtime.multiprocessors(q.device) / n_tiles))
+        n_tiles = runtime.cdiv(k_shape[2], KEYS.value)
+        fill = max(1, round(runtime.multiprocessors(device) / n_tiles))
         return fill * (config.heads if scope.uneven(left, right) else 1)
-    flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
-    return tuned.backward_heads_at_once(flowing, q.device, left is not None)
+    flowing = 2 * (q_shape[1] // k_shape[1]) * q_shape[2] * q_shape[3] * itemsize
+    return tuned.backward_heads_at_once(flowing, device, left is not None)
 
 
-@planned
 def _launch(
     config, q_shape, k_shape, padded_q, left, right, sm_scale, ordered, heads_at_once
 ) -> Launch:
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
-    return Launch(
+    return tiles.KnownLaunch(
         attention_hopper_bwd_kernel, (batch * heads_k * runtime.cdiv(seqlen_k, KEYS.value),),
         batch, heads_k, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, padded_q,
         sm_scale, heads_at_once,

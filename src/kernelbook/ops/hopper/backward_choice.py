@@ -8,10 +8,8 @@ As :mod:`kernelbook.ops.hopper.choice` is for the forward pass. Nothing here imp
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
-import triton
 
 from kernelbook.ops.attention import scope, tiles
 from kernelbook.ops.hopper import choice
@@ -86,8 +84,7 @@ plain Triton, or in a fixed order. The limits between measured lengths are inter
 
 def choose(head_dim: int, mask: str, deterministic: bool, keys: int) -> Config | None:
     """Return the fastest configuration, or None where that is ``attention.backward``."""
-    rows = CHOICES[head_dim, mask, deterministic]
-    return next(config for most, config in rows if keys <= most)
+    return choice.up_to(keys, CHOICES[head_dim, mask, deterministic])
 
 
 @planned
@@ -143,16 +140,13 @@ def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tenso
     return reason
 
 
+@choice.loaded
+def _attention_in_gluon() -> Callable:
+    from kernelbook.ops.hopper.backward import attention_backward
+
+    return attention_backward
+
+
 def attention_in_gluon() -> Callable:
     """Return the host function of the Gluon kernel."""
     return _attention_in_gluon()[0]
-
-
-@cache
-def _attention_in_gluon() -> tuple[Callable | None, str | None]:
-    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
-    try:
-        from kernelbook.ops.hopper.backward import attention_backward
-    except (ImportError, AttributeError) as error:
-        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
-    return attention_backward, None

@@ -89,7 +89,12 @@ def mask_of(left: int | None, right: int | None) -> str:
 
 def choose(head_dim: int, mask: str, keys: int) -> Config | None:
     """Return the fastest configuration, or None where the kernel of ``attention.forward`` is it."""
-    return next(config for most, config in CHOICES[head_dim, mask] if keys <= most)
+    return up_to(keys, CHOICES[head_dim, mask])
+
+
+def up_to(keys: int, rows: tuple[tuple[float, object], ...]) -> object:
+    """Return what the first row says that holds for so many keys."""
+    return next(config for most, config in rows if keys <= most)
 
 
 @dataclass(frozen=True)
@@ -150,12 +155,14 @@ def decided(
     seqlen_k: int,
     is_causal: bool,
     window: scope.Window | None,
+    unmeasured: tuple[str, ...] = (),
 ) -> Choice:
     """Return which kernel runs: what the caller asks for, what can run, what was faster.
 
     ``why_not`` says why the Gluon kernel cannot run, or is None; ``choose`` maps a mask and the
     number of keys that a query may see to the faster configuration, or to None for plain Triton;
-    ``default`` is the configuration for who asks for Gluon where that is slower.
+    ``default`` is the configuration for who asks for Gluon where that is slower; ``unmeasured`` are
+    the masks with which neither was measured.
     """
     if backend == "triton":
         return Choice("triton", None, "backend is 'triton'")
@@ -168,7 +175,10 @@ def decided(
     config = choose(mask, keys)
     if backend == "gluon":
         return Choice("gluon", config or default, "backend is 'gluon'")
-    reason = f"measured to be faster for {keys:,} keys, {mask}"
+    if mask in unmeasured:
+        reason = f"not measured with such a mask: {mask}"
+    else:
+        reason = f"measured to be faster for {keys:,} keys, {mask}"
     return Choice("gluon" if config else "triton", config, reason)
 
 
@@ -206,41 +216,32 @@ def supported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     return None
 
 
-def check_gluon(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise unless the Gluon kernel can compute this, on a device that has numbers.
-
-    Looks at nothing that a tensor without numbers lacks, nor at where operands lie: what no
-    descriptor fits is copied for either kernel.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() == 0:
-            refuse(f"{name} is empty")
-    capability = (9, 0) if q.is_meta else runtime.capability(q.device)  # no kernel will run
-    if v.dtype.itemsize == 1:
-        from kernelbook.ops.hopper import fp8_choice  # which imports this module
-
-        reason = fp8_choice.unsupported(capability, q.dtype, v.dtype, q.shape[3])
-    else:
-        reason = unsupported(capability, q.dtype, q.shape[3])
-    if reason:
-        refuse(reason)
-
-
 def refuse(reason: str) -> None:
     """Raise because a caller asked for Gluon where it cannot run."""
     raise ValueError(f"backend must be 'auto' or 'triton' for this call, got 'gluon': {reason}.")
 
 
+def loaded(load: Callable[[], Callable]) -> Callable[[], tuple[Callable | None, str | None]]:
+    """Return what finds the host function that ``load`` imports, once, or why this Triton has not
+    what its module imports: (function, None) or (None, why)."""
+
+    @cache
+    def find():
+        try:
+            return load(), None
+        except (ImportError, AttributeError) as error:
+            return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
+
+    return find
+
+
+@loaded
+def _attention_in_gluon() -> Callable:
+    from kernelbook.ops.hopper.forward import attention_forward
+
+    return attention_forward
+
+
 def attention_in_gluon() -> Callable:
     """Return the host function of the Gluon kernel."""
     return _attention_in_gluon()[0]
-
-
-@cache
-def _attention_in_gluon() -> tuple[Callable | None, str | None]:
-    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
-    try:
-        from kernelbook.ops.hopper.forward import attention_forward
-    except (ImportError, AttributeError) as error:
-        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
-    return attention_forward, None

@@ -40,7 +40,7 @@ from kernelbook.ops.hopper.choice import (  # noqa: F401  (what says whether and
     supported,
 )
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 
 ROWS = gl.constexpr(64)
 """Queries of a consumer: the rows of one wgmma."""
@@ -559,9 +559,8 @@ def attention_hopper_fwd_kernel(
 
 def describe(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, heads, seqlen, head_dim) so that a tile is ``rows`` rows of one head."""
-    described = object.__new__(TensorDescriptor)
-    described.__dict__ = {**_all_but_the_address(x.dtype, x.shape, x.stride(), rows), "base": x}
-    return described
+    rest = _all_but_the_address(x.dtype, x.shape, x.stride(), rows)
+    return tiles.descriptor(x, rest, TensorDescriptor)
 
 
 @planned
@@ -590,27 +589,37 @@ def attention_forward(
     backend "gluon". To run the fastest kernel, ask :func:`forward_choice` first.
     """
     # I/O: read q + read k + read v + write out + write lse
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     if config is None:
         chosen = forward_choice((9, 0), q.dtype, q.shape, k.shape, is_causal, window, "gluon")
         config = chosen.config
-    run = _launch(
-        config, runtime.multiprocessors(q.device), q.shape, k.shape, left, right, sm_scale,
-        tuned.forward_heads_at_once(k, q.shape[1] // k.shape[1], scope.uneven(left, right)),
+    device, dtype = q.device, q.dtype
+    out = tiles.empty_dense_like(q)
+    run, size, *rests = _launch(
+        config, device, runtime.multiprocessors(device), dtype, q.shape, k.shape, q.stride(),
+        k.stride(), v.stride(), out.stride(), is_causal, window, sm_scale,
     )  # fmt: skip
-    rows, keys = ROWS.value, config.block_n
-    run(describe(q, rows), describe(k, keys), describe(v, keys), describe(out, rows), lse)
+    lse = torch.empty(size, dtype=torch.float32, device=device)
+    run(*map(_describe, (q, k, v, out), rests), lse)
     return out, lse
+
+
+def _describe(x: torch.Tensor, rest: dict[str, object]) -> TensorDescriptor:
+    return tiles.descriptor(x, rest, TensorDescriptor)
 
 
 @planned
 def _launch(
-    config, multiprocessors, q_shape, k_shape, left, right, sm_scale, heads_at_once
-) -> Launch:
+    config, device, multiprocessors, dtype, q_shape, k_shape, q_strides, k_strides, v_strides,
+    out_strides, is_causal, window, sm_scale,
+) -> tuple:  # fmt: skip
+    """Return how the kernel is launched, the size of lse, and how q, k, v and out are described."""
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
+    left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
+    heads_at_once = 1
+    if scope.uneven(left, right):
+        bytes_a_head = 2 * seqlen_k * head_dim * dtype.itemsize
+        heads_at_once = tuned.heads_in_l2(bytes_a_head, heads // heads_k, device)
     programs = batch * heads * runtime.cdiv(seqlen_q, config.consumers * ROWS.value)
     several = config.persistent and programs > multiprocessors
     paired = several and config.paired and scope.uneven(left, right)
@@ -619,7 +628,7 @@ def _launch(
     if paired:
         # all pairs are equal, so that few heads suffice, and their keys stay in L2
         heads_at_once = 1 + runtime.cdiv(seqlen_q, config.consumers * ROWS.value) % 2
-    return Launch(
+    run = tiles.KnownLaunch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
         HEADS_AT_ONCE=heads_at_once,
@@ -636,3 +645,8 @@ def _launch(
         PAIRED=paired,
         num_warps=4,
     )  # fmt: skip
+    rows = ROWS.value, config.block_n, config.block_n, ROWS.value
+    shapes = q_shape, k_shape, k_shape, q_shape
+    strides = q_strides, k_strides, v_strides, out_strides
+    rests = map(_all_but_the_address, [dtype] * 4, shapes, strides, rows)
+    return run, (batch, heads, seqlen_q), *rests

@@ -5,10 +5,9 @@ As :mod:`kernelbook.ops.hopper.choice` is for operands of 16 bits. Nothing here 
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
-import triton
 
 from kernelbook.ops import checks
 from kernelbook.ops.attention import scope
@@ -42,7 +41,7 @@ between measured lengths is interpolated."""
 
 def choose(head_dim: int, mask: str, keys: int) -> Config | None:
     """Return the fastest configuration, or None where the kernel of ``attention.fp8`` is it."""
-    return next(config for most, config in CHOICES[head_dim, mask] if keys <= most)
+    return choice.up_to(keys, CHOICES[head_dim, mask])
 
 
 @planned
@@ -81,7 +80,7 @@ def fp8_choice(
     why_not = unsupported(capability, q_dtype, v_dtype, head_dim) or _attention_in_gluon()[1]
     return decided(
         backend, why_not, CONFIGS.get(head_dim), partial(choose, head_dim),
-        q_shape[2], k_shape[2], is_causal, window,
+        q_shape[2], k_shape[2], is_causal, window, unmeasured=("window",),
     )  # fmt: skip
 
 
@@ -98,16 +97,13 @@ def unsupported(
     return choice.unsupported(capability, torch.bfloat16, head_dim)
 
 
+@choice.loaded
+def _attention_in_gluon() -> Callable:
+    from kernelbook.ops.hopper.fp8 import attention_fp8_forward
+
+    return attention_fp8_forward
+
+
 def attention_in_gluon() -> Callable:
     """Return the host function of the Gluon kernel."""
     return _attention_in_gluon()[0]
-
-
-@cache
-def _attention_in_gluon() -> tuple[Callable | None, str | None]:
-    """Return the host function of the Gluon kernel, or why this Triton has not what it imports."""
-    try:
-        from kernelbook.ops.hopper.fp8 import attention_fp8_forward
-    except (ImportError, AttributeError) as error:
-        return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
-    return attention_fp8_forward, None
