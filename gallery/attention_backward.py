@@ -470,7 +470,8 @@ lab.source(kernels.preprocess_kernel, "delta")
 #
 #    Queries that see no key, and queries past the end, which exist because the last tile must be
 #    full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows
-#    contribute nothing, and the sweeps need no test for them.
+#    contribute nothing, and the sweeps need no test for them. The counter at the end is one that
+#    another kernel of the package wants set to zero; here it is ``None``.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
