@@ -1160,6 +1160,7 @@ lab.plot(
 # %%
 
 
+# Measuring
 def measured_at(*lengths, head_dims=(64, 128)):
     found = points([*lengths], head_dims)
     return [
