@@ -984,6 +984,10 @@ def runs_differ():
 
 
 repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_differ)
+
+# %%
+
+# Folded: In how many of 99 causal runs a gradient differs
 repeated
 
 # %%
