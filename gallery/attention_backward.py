@@ -1014,8 +1014,8 @@ lab.read(
 # at best.
 #
 # *Kernel Book* is two sweeps in plain Triton, and "all tiles" the same with the causal flag
-# ignored. Only the backward pass is timed, and every point has 16,384 tokens and ``heads *
-# head_dim`` of 2,048.
+# ignored. Only the backward pass is timed, and every point has 16,384 tokens and a product of heads
+# and head_dim of 2,048.
 
 
 # Measuring
