@@ -1597,8 +1597,8 @@ host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
     f"The host needs {of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for those of "
-    f"PyTorch, so {'PyTorch' if of_them < of_us else '`attention`'} is faster on inputs so short that "
-    f"the GPU waits for the host."
+    f"PyTorch, so {'PyTorch' if of_them < of_us else '`attention`'} is faster on inputs so short "
+    f"that the GPU waits for the host."
 )
 
 # %%
