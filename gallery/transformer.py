@@ -331,14 +331,16 @@ scatter = {
     / took[largest, dtype, "forward"]
     for dtype in DTYPES
 }
+cast_sd = max(number(sizes, "forward, sd", smallest, dtype) for dtype in DTYPES)
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
     f"forward {gain:.1f} times as fast at {largest}"
     + (
-        f", but slower at {smallest}, because kernels this short wait for the host, and autocast "
-        "gives the host casts to launch as well. "
-        if small_cast > small
+        f", but {'slower' if small_cast > small + cast_sd else 'no faster'} at {smallest}, because "
+        "kernels this short wait for the host, and autocast gives the host casts to launch as "
+        "well. "
+        if small_cast > small - cast_sd
         else f", and only {small / small_cast:.1f} times at {smallest}, because kernels this short "
         "wait for the host. "
     )
