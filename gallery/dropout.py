@@ -16,7 +16,7 @@ The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :ter
 and its speeds are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 7
 import torch
 import torch.nn.functional as F
 
@@ -52,10 +52,13 @@ def simple_dropout(x, p):
 # How fast could this be? Both tensors lie in the GPU's main memory, :term:`HBM`, so every
 # implementation must read ``x`` once and write ``y`` once. In 16 bits that makes 4 bytes per
 # element. The function above moves 14, because PyTorch runs each of its four operations as a
-# :term:`kernel` of its own, which reads its inputs from memory and writes its output back:
-# ``rand_like`` moves 2 bytes, the comparison 3, the multiplication by the mask 5 and the division
-# 4. One *fused* kernel needs only the 4 bytes, because its intermediate results never leave the
-# chip.
+# :term:`kernel` of its own, which reads its inputs from memory and writes its output back. One
+# *fused* kernel needs only the 4 bytes, because its intermediate results never leave the chip.
+#
+# .. dropdown:: How the 14 bytes are counted
+#
+#    ``rand_like`` writes 2. The comparison reads 2 and writes a mask of 1. The multiplication reads
+#    ``x`` and the mask and writes a product, 5 in all. The division reads 2 and writes 2.
 #
 # The backward pass adds a second cost. It multiplies the gradient by the *same* mask, so autograd
 # keeps the mask from the forward pass to the backward pass, at one byte per element.
@@ -65,8 +68,9 @@ def simple_dropout(x, p):
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# The allocator says what each version still holds after the forward pass of a large input, apart
-# from ``x`` and ``y``. ``masked_dropout`` and ``dropout`` are this book's operators.
+# Does it really stay? The allocator says what each version still holds after the forward pass of a
+# large input, apart from ``x`` and ``y``. ``masked_dropout`` and ``dropout`` are this book's
+# operators.
 
 
 def held_for_backward():
@@ -104,12 +108,13 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The idea
 # --------
 #
-# An ordinary random number generator cannot replace the mask, because it computes each number from
-# the one before. Thousands of threads cannot share such a state, and the backward pass could not
-# start in the middle of the sequence.
+# Why not draw the same random numbers again? An ordinary generator computes each number from the
+# one before. Thousands of threads cannot share such a state, and the backward pass could not start
+# in the middle of the sequence.
 #
-# A :term:`counter-based generator` has no state. It is a function that maps a seed and a counter to
-# random bits, and it maps the same pair to the same bits every time.
+# A :term:`counter-based generator` has no state. It is like a library of books full of random
+# numbers, in which anybody can open any book at any page. The *seed* says which book, the *counter*
+# which page, and the same pair gives the same random bits every time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -131,8 +136,10 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The mathematics
 # ---------------
 #
-# **Forward.** Let :math:`r_i` be the random number of element :math:`i`, uniform in
-# :math:`\{0, \dots, 2^{32} - 1\}`. Dropout keeps the element where :math:`r_i` reaches a threshold:
+# **Forward.** How does a random number decide? If numbers had 4 bits, from 0 to 15, and a quarter
+# of the elements were to be dropped, an element would be dropped where its number is below 4. Ours
+# have 32 bits. Let :math:`r_i` be that of element :math:`i`, uniform in
+# :math:`\{0, \dots, 2^{32} - 1\}`:
 #
 # .. math::
 #
@@ -146,8 +153,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # :math:`p` by at most :math:`2^{-33}`, so that the kernel can compare two integers.
 #
 # **Backward.** Each output depends on one input, through a factor that is either
-# :math:`1 / (1 - p)` or zero. By the chain rule, the gradient is multiplied by the same factor:
-# :math:`dx_i = dy_i / (1 - p)` if :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise.
+# :math:`1 / (1 - p)` or zero, and by the chain rule the gradient is multiplied by the same factor.
+# So :math:`dx_i = dy_i / (1 - p)` if :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -155,11 +162,15 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    The gradient is dropout again, with ``dy`` in place of ``x``, so one kernel serves both
 #    passes.
 #
-# **Philox.** How can a function of a counter look random? Philox mixes the counter's bits over and
-# over, in *rounds*. It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`,
-# and the seed into two, :math:`(k_0, k_1)`. One round multiplies :math:`c_0` by a constant
-# :math:`A` and :math:`c_2` by a constant :math:`B`. Each product has 64 bits, of which hi denotes
-# the upper 32 and lo the lower 32. The exclusive or, written :math:`\oplus`, mixes in the seed:
+# **Philox.** How can a function of a counter look random? Look at what a multiplication does to
+# decimal digits: 37 · 83 = 3071, with the upper half 30 and the lower half 71. With 36 in place of
+# 37 the halves are 29 and 88: a small step at the input has changed both. Philox does this to 32
+# bits, over and over, in *rounds*.
+#
+# It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`, and the seed into
+# two, :math:`(k_0, k_1)`. One round multiplies :math:`c_0` by a constant :math:`A` and :math:`c_2`
+# by a constant :math:`B`. Each product has 64 bits, of which hi denotes the upper 32 and lo the
+# lower 32. The exclusive or, written :math:`\oplus`, mixes in the seed:
 #
 # .. math::
 #
@@ -170,9 +181,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    c_3' &= \mathrm{lo}(A c_0)
 #    \end{aligned}
 #
-# Then each word of the seed is increased by a constant of its own, and the next round begins.
-# Because an upper half depends on every bit of the word that was multiplied, a change of a single
-# bit of the counter spreads from round to round.
+# Then each word of the seed is increased by a constant of its own, and the next round begins. A
+# change of a single bit of the counter spreads from round to round:
 #
 # .. animation:: one_flipped_bit
 #
@@ -187,11 +197,13 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The kernels
 # -----------
 #
-# Three kernels lead from a stored mask to a seed. The figure shows them beside PyTorch, as a share
-# of the speed of a copy, which reads ``x``, writes ``y`` and does nothing else. "one a call" and
-# "four a call" say how many numbers of each Philox call a kernel uses, with ten rounds; "seven
-# rounds" uses four and runs seven. "Kernel Book" is the public ``dropout``, which also draws its
-# seed. "stored mask" gets its mask for free, because its time does not include drawing it.
+# How close does each way come to the speed of a copy, which reads ``x``, writes ``y`` and does
+# nothing else? The figure shows the whole ladder, and we then climb it rung by rung.
+#
+# - *stored mask* reads a mask that was drawn before, and whose drawing is not counted.
+# - *one a call* and *four a call* use so many numbers of each Philox call, with ten rounds.
+# - *seven rounds* uses four numbers and runs seven.
+# - *Kernel Book* is the public ``dropout``, which also draws its seed.
 
 
 # Measuring
@@ -226,10 +238,19 @@ forward = lab.bench(
 
 # Drawing
 rungs = ["simple_dropout", "stored mask", "one a call", "four a call", "seven rounds"]
+shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
+in_half = {"elements": 2**28, "dtype": "float16"}
+lab.ladder(
+    forward, "The ladder, forward, 2²⁸ elements", shown, by="dtype", where=in_half
+)
+
+# %%
+
+# Folded: The ladder in float32 and bfloat16
 lab.ladder(
     forward,
-    "The ladder, forward, 2²⁸ elements",
-    [*rungs, "Kernel Book", "PyTorch", "torch.compile"],
+    "The ladder in every dtype, forward, 2²⁸ elements",
+    shown,
     by="dtype",
     where={"elements": 2**28},
 )
@@ -237,7 +258,6 @@ lab.ladder(
 # %%
 
 # Reading
-shown = [*rungs, "Kernel Book", "PyTorch", "torch.compile"]
 half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
 single = 100 * forward.share("Kernel Book", dtype="float32")
 on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
@@ -259,22 +279,19 @@ lab.read(
 #    arithmetic works on whole blocks. Arguments marked ``tl.constexpr`` are fixed when the kernel
 #    is compiled.
 #
-# .. image:: /figures/dropout-blocks.svg
-#    :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
-#          blocks. The block of program 2 begins at element 2,048 and extends past the end of the
-#          array: 452 of its elements are inside, the other 572 are masked.
+#    .. image:: /figures/dropout-blocks.svg
+#       :alt: An array of 2,500 elements cut into three blocks of 1,024. Programs 0 and 1 have whole
+#             blocks. The block of program 2 begins at element 2,048 and extends past the end of the
+#             array: 452 of its elements are inside, the other 572 are masked.
 #
-# **A stored mask.** The first kernel is the baseline, which reads a mask that was stored
-# beforehand.
+# **A stored mask.** The first kernel is the baseline.
 
 lab.source(masked_dropout_kernel)
 
 # %%
-# Each program computes which elements are its own from ``tl.program_id``, its number within the
-# :term:`launch`. This number has only 32 bits and is converted to ``int64``, because its product
-# with the block size would wrap around past element :math:`2^{31}`. The last block may extend past
-# the end of the tensor, so every load and store is masked with ``inside``. The load leaves the
-# elements past the end undefined, which does no harm because the store skips them.
+# Each program finds its elements from its number within the :term:`launch`, and ``inside`` masks
+# those past the end. The number has only 32 bits and is converted to ``int64``, because its product
+# with the block size would wrap around past element :math:`2^{31}`.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
@@ -316,9 +333,9 @@ lab.source(rand_dropout_kernel)
 # Reading
 lab.read(
     "It reads no mask and moves the fewest bytes, and yet reaches only "
-    f"{half['one a call']:.0f} %, because arithmetic is now the limit: `tl.rand` calls Philox with "
-    "the element's index, gets four numbers, and discards three of them. The kernel that "
-    f"`torch.compile` writes ({half['torch.compile']:.0f} %) does the same."
+    f"{half['one a call']:.0f} %, because arithmetic is now the limit. For every element `tl.rand` "
+    "calls Philox, gets four numbers, and discards three of them. So does the kernel that "
+    f"`torch.compile` writes ({half['torch.compile']:.0f} %)."
 )
 
 # %%
@@ -369,10 +386,10 @@ lab.source(seeded_dropout_kernel)
 
 # Reading
 lab.read(
-    f"Using all four numbers of a call reaches {half['four a call']:.0f} %, and running seven "
-    f"rounds instead of ten {half['seven rounds']:.0f} %. The public function, which also draws "
-    f"the seed, reaches {half['Kernel Book']:.0f} %. In float32 there are twice as many bytes to "
-    f"hide the same arithmetic behind, and it reaches {single:.0f} %."
+    f"Using all four numbers of a call reaches {half['four a call']:.0f} %, and seven rounds "
+    f"instead of ten {half['seven rounds']:.0f} %. Drawing the seed costs the public function "
+    f"little: it reaches {half['Kernel Book']:.0f} %, and {single:.0f} % in float32, where there "
+    "are twice as many bytes to hide the same arithmetic behind."
 )
 
 # %%
@@ -416,10 +433,16 @@ backward = lab.bench(
     limit="copy",
     work="2 * elements * itemsize",
 )
+back_shown = ["PyTorch", "torch.compile", "stored mask", "Kernel Book"]
+lab.ladder(backward, "Backward, 2²⁸ elements", back_shown, by="dtype", where=in_half)
+
+# %%
+
+# Folded: Backward in float32 and bfloat16
 lab.ladder(
     backward,
-    "Backward, 2²⁸ elements",
-    ["PyTorch", "torch.compile", "stored mask", "Kernel Book"],
+    "Backward in every dtype, 2²⁸ elements",
+    back_shown,
     by="dtype",
     where={"elements": 2**28},
 )
@@ -442,8 +465,7 @@ lab.read(
 # ------------
 #
 # The truth is computed in float64, with a Philox written in plain PyTorch that shares no code with
-# the kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`),
-# because rounding a result to this dtype can alone cost half of that.
+# the kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
 
 
 def cases():
@@ -468,7 +490,10 @@ lab.check("seeded_dropout", cases())
 # The mask must depend on the seed and the index alone, because otherwise tuning the block size
 # would change the network that is trained.
 
+# %%
 
+
+# Measuring
 def in_blocks_of_256(x):
     y = torch.empty_like(x)
     kernel = seeded_dropout_kernel[(x.numel() // 256,)]
@@ -489,7 +514,19 @@ rows = [
     for name, m in same.items()
 ]
 assert all(row["same mask"] for row in rows)
+
+# %%
+
+# Folded: One seed, one mask, as a table
 lab.table(rows, "One seed, one mask")
+
+# %%
+
+# Reading
+*others, last_way = same
+lab.read(
+    f"One matrix gets the same mask {', '.join(others)} and {last_way} instead of blocks of 1,024."
+)
 
 # %%
 # Is it random enough?
@@ -499,8 +536,8 @@ lab.table(rows, "One seed, one mask")
 # few, or one toss may tell something about its neighbour, about a toss some positions further on
 # (at 13 lags up to 4,096), or about the same element under a neighbouring seed.
 #
-# We turn each of these suspicions into a score :math:`z`, which exceeds 5 less than once in a
-# million tests of a fair coin.
+# We turn each of these suspicions into a score :math:`z`. A fair coin exceeds 5 less than once in a
+# million tests.
 #
 # .. dropdown:: How a score is computed
 #
@@ -564,10 +601,9 @@ lab.read(
 )
 
 # %%
-# How many rounds does a fair coin take? Philox's authors found that 7 pass every test of the
-# hardest published suite, BigCrush, and recommend 10 for a margin (Salmon et al., 2011), which is
-# what ``tl.rand`` runs. Our kernel runs only 7, so we repeat the tests above with each number of
-# rounds.
+# But we run only seven rounds. Are they enough? Philox's authors found that 7 pass every test of
+# the hardest published suite, BigCrush, and recommend 10 for a margin (Salmon et al., 2011), which
+# is what ``tl.rand`` runs. We repeat the tests above with each number of rounds.
 
 
 def rounds_experiment():
@@ -629,22 +665,22 @@ fewest = min(
 nan = float("nan")
 lab.read(
     f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
-    f"still {worst.get(5, nan):.0f}, a flaw that takes many tosses to see, because z grows with "
-    f"the square root of their number. From {fewest} rounds on, none of these tests can tell the "
-    f"mask from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 "
-    "is where the far harder tests of Philox's authors begin to pass."
+    f"still {worst.get(5, nan):.0f}, and from {fewest} on none of these tests can tell the mask "
+    f"from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 is "
+    "where the far harder tests of Philox's authors begin to pass."
 )
 
 # %%
 # Checkpointing
 # -------------
 #
-# Activation :term:`checkpointing` saves memory by running the forward pass twice: once to compute
-# the output, and again in the backward pass to rebuild the activations that were thrown away.
-# Dropout must drop the same elements both times, because otherwise the gradient belongs to another
-# network. ``torch.utils.checkpoint`` therefore saves the state of PyTorch's random number
-# generators before the first run and restores it for the second, and ``dropout`` draws the same
-# seed from them, unless this is switched off with ``preserve_rng_state=False``.
+# What if the forward pass itself runs twice? Activation :term:`checkpointing` saves memory that
+# way: it throws activations away and computes them again in the backward pass. Dropout must then
+# drop the same elements both times, because otherwise the gradient belongs to another network.
+#
+# ``torch.utils.checkpoint`` therefore saves the state of PyTorch's random number generators before
+# the first run and restores it for the second, and ``dropout`` draws the same seed from them. The
+# table also shows what happens if this is switched off, with ``preserve_rng_state=False``.
 
 from torch.utils.checkpoint import checkpoint
 
@@ -686,9 +722,9 @@ lab.table(rows, "Do both runs use the same mask?")
 # The cost of Philox
 # ------------------
 #
-# What does a round cost? As long as memory is the limit, further rounds are free, because some
-# warps compute while others wait for their bytes. From the point where arithmetic takes longer than
-# the bytes, every round adds time.
+# Why does a kernel with seven rounds run as fast as one with fewer? As long as memory is the limit,
+# further rounds are free, because some warps compute while others wait for their bytes. From the
+# point where arithmetic takes longer than the bytes, every round adds time.
 
 
 # Measuring
@@ -727,11 +763,11 @@ slope = {
     for name in ("one a call", "four a call")
 }
 lab.read(
-    f"The copy takes {picoseconds('copy', 7):.2f} picoseconds per element. With seven rounds, the "
-    f"kernel that uses four numbers per call takes {picoseconds('four a call', 7):.2f}, because "
-    "its arithmetic hides behind the bytes. Where the lines fall, each further round costs "
-    f"{slope['one a call']:.2f} picoseconds with one number per call and "
-    f"{slope['four a call']:.2f} with four, because four elements then share the cost of a call."
+    f"A copy takes {picoseconds('copy', 7):.2f} picoseconds per element, and our seven rounds take "
+    f"{picoseconds('four a call', 7):.2f}, because their arithmetic hides behind the bytes. Where "
+    f"the lines fall, each further round costs {slope['one a call']:.2f} picoseconds with one "
+    f"number per call. With four it costs {slope['four a call']:.2f}, because four elements then "
+    "share a call."
 )
 
 # %%
@@ -771,8 +807,8 @@ lab.facts(
 # Small inputs
 # ------------
 #
-# On small inputs, neither the bytes nor the arithmetic set the time, because a launch takes some
-# microseconds however little the kernel does.
+# Does any of this matter for a small input? There neither the bytes nor the arithmetic set the
+# time, because a launch takes some microseconds however little the kernel does.
 
 sizes = lab.bench(
     "sizes",
@@ -844,10 +880,10 @@ one_launch = (
     else ""
 )
 lab.read(
-    f"At 16Ki elements the kernels take {small:.1f} µs, where moving the bytes would take "
+    f"At 16Ki elements our operator takes {small:.1f} µs, where moving the bytes would take "
     f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed and "
-    f"one of the kernel. {one_launch}A seed that you pass yourself saves the first launch: the "
-    f"kernel then takes {given:.1f} µs, where a copy takes {copied:.1f} µs."
+    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch, and "
+    f"our kernel takes {given:.1f} µs beside {copied:.1f} for a copy."
 )
 
 # %%
@@ -869,8 +905,7 @@ lab.host_times(
 # Four mistakes are easy to make, and most raise no error.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. We imitate it by repeating one block. The keep rate looks harmless, but a test
-# of pairs one block apart detects that the blocks are copies.
+# gets the same mask. We imitate it by repeating one block.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
@@ -880,16 +915,17 @@ wrong = (
 
 # %%
 
-# Measuring
-rows = [
-    {
-        "mask": name,
-        "keep rate": f"{mask.float().mean():.3f}",
-        "z, one block on": f"{z_pairs(mask[:-block], mask[block:], 0.5):.1f}",
-    }
-    for name, mask in {"right": right, "the same in every block": wrong}.items()
-]
-lab.table(rows, "Copies of one block")
+# Reading
+keeps = {name: m.float().mean() for name, m in {"right": right, "wrong": wrong}.items()}
+apart_by_one = {
+    name: z_pairs(m[:-block], m[block:], 0.5)
+    for name, m in {"right": right, "wrong": wrong}.items()
+}
+lab.read(
+    f"The wrong mask looks harmless: it keeps {keeps['wrong']:.3f} of the elements, and the right "
+    f"one {keeps['right']:.3f}. A test of pairs one block apart finds the copies, with |z| = "
+    f"{abs(apart_by_one['wrong']):.0f} instead of {abs(apart_by_one['right']):.1f}."
+)
 
 # %%
 # **Two layers share a seed.** If their shapes agree, the second layer keeps every element that the
@@ -901,18 +937,11 @@ apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
 
 # %%
 
-# Measuring
-kept = {
-    "1 and 1": (shared != 0).float().mean(),
-    "1 and 2": (apart != 0).float().mean(),
-    "what independence gives": 0.5 * 0.5,
-}
-lab.table(
-    [
-        {"seeds of two layers": name, "kept": f"{rate:.3f}"}
-        for name, rate in kept.items()
-    ],
-    "The share of elements that survive two layers with p = 0.5",
+# Reading
+kept_shared, kept_apart = ((y != 0).float().mean() for y in (shared, apart))
+lab.read(
+    f"With p = 0.5, {kept_shared:.3f} of the elements survive two layers of one seed, and "
+    f"{kept_apart:.3f} two layers of two seeds, as a half of a half should."
 )
 
 # %%
@@ -925,10 +954,11 @@ outputs = {"scaled": scaled, "not scaled": x * (scaled != 0)}
 
 # %%
 
-# Measuring
-lab.table(
-    [{"output": name, "mean": f"{y.mean():.3f}"} for name, y in outputs.items()],
-    "The mean of the output, for an input of ones",
+# Reading
+means = {name: y.mean() for name, y in outputs.items()}
+lab.read(
+    f"For an input of ones, the mean is {means['scaled']:.3f} with the scale and "
+    f"{means['not scaled']:.3f} without it."
 )
 
 # %%
@@ -941,10 +971,10 @@ starts = {"int32": program * block, "int64": program.long() * block}
 
 # %%
 
-# Measuring
-lab.table(
-    [{"arithmetic": n, "first element": f"{s.item():,}"} for n, s in starts.items()],
-    f"Where program {program.item():,} of a large launch begins",
+# Reading
+lab.read(
+    f"Program {program.item():,} should begin at element {starts['int64'].item():,}, and in int32 "
+    f"begins at {starts['int32'].item():,}."
 )
 
 # %%
@@ -1122,15 +1152,15 @@ lab.check(
 )
 
 # %%
-# The distances should be nearly preserved: the typical error is one part in :math:`\sqrt{2k}`, and
-# the worst of six pairs may be a few times that.
 
+# Folded: Are the distances between four points preserved?
 kept = torch.pdist(y) / torch.pdist(points)
 lab.table(
     [{"distances": "smallest", "after / before": f"{kept.min():.3f}"}]
     + [{"distances": "largest", "after / before": f"{kept.max():.3f}"}]
     + [{"distances": "typical error", "after / before": f"{(2 * k) ** -0.5:.3f}"}],
-    "Distances between four points, after the projection over before",
+    "Distances between four points, after the projection over before; the typical error is one "
+    "part in the square root of 2k",
 )
 
 # %%

@@ -56,10 +56,9 @@ def simple_weighted_sum(x, w):
 
 # %%
 # PyTorch runs one :term:`kernel` for each operation. The multiplication reads ``x`` and writes a
-# product as large as ``x``, and the sum reads that product again. With 16-bit numbers that makes
-# 6 bytes per element, all of which go through :term:`HBM`, the main memory of the GPU. Only the
-# 2 bytes that are read of ``x`` are necessary, because the weights and the sums are small beside
-# it.
+# product as large as ``x``, and the sum reads that product again. All of this goes through
+# :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only the 2
+# bytes of reading ``x`` are necessary, because the weights and the sums are small beside it.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -70,10 +69,10 @@ def simple_weighted_sum(x, w):
 # Ten numbers in blocks of four
 # -----------------------------
 #
-# We begin with ten numbers, each to be doubled. A Triton kernel is a Python function with the
-# decorator ``@triton.jit``. The GPU runs many instances of it at once, called
-# :term:`programs <program>`, and each works on a :term:`block` of elements. (``tl.constexpr`` is
-# explained two sections below.)
+# How is work divided on a GPU? We begin with ten numbers, each to be doubled. A Triton kernel is a
+# Python function with the decorator ``@triton.jit``. The GPU runs many instances of it at once,
+# called :term:`programs <program>`, and each works on a :term:`block` of elements.
+# (``tl.constexpr`` is explained two sections below.)
 
 import triton  # after kernelbook, which chooses the interpreter where there is no GPU
 import triton.language as tl
@@ -104,10 +103,11 @@ print(y.tolist())
 #          masked, because they are past the end.
 #
 # A tensor arrives in the kernel as a :term:`pointer`, the address of its first element. The kernel
-# does not know how long the tensor is, so we pass ``n``. ``tl.arange(0, 4)`` is the block
-# ``0 1 2 3``, and a pointer plus a block of offsets is a block of addresses, from which ``tl.load``
-# reads and to which ``tl.store`` writes. To see the addresses, another kernel stores them instead
-# of the numbers.
+# does not know how long the tensor is, so we pass ``n``.
+#
+# ``tl.arange(0, 4)`` is the block ``0 1 2 3``. A pointer plus a block of offsets is a block of
+# addresses, from which ``tl.load`` reads and to which ``tl.store`` writes. A step of 1 in an offset
+# is here a step of 4 bytes, because ``x_ptr`` points to float32 numbers.
 
 
 # Measuring
@@ -122,6 +122,7 @@ address_kernel[(3,)](x, addresses, BLOCK_SIZE=4)
 
 # %%
 
+# Folded: The addresses, stored by a kernel in place of the numbers
 begins = x.data_ptr()
 lab.table(
     [
@@ -142,15 +143,11 @@ lab.table(
 )
 
 # %%
-# A step of 1 in an offset is a step of 4 bytes, because ``x_ptr`` points to float32 numbers, which
-# take 4 bytes each.
-#
 # What the mask prevents
 # ----------------------
 #
 # Offsets 10 and 11 are past the end. The :term:`mask` ``offsets < n`` leaves them out of the load
-# and of the store. To see what happens without it, we give ``y`` two neighbours in memory, which
-# hold -1.
+# and of the store. What happens without it? We give ``y`` two neighbours in memory, which hold -1.
 
 
 @triton.jit
@@ -184,11 +181,10 @@ lab.table(neighbours(), "What became of the two numbers after y, run here")
 lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
-# Without the mask the kernel overwrites memory that belongs to something else, and nothing reports
-# it, because only an address outside all memory of the process makes a launch fail, with an
-# *illegal memory access*.
-#
-# Where its mask is false, what a load gives is undefined, unless ``other=0.0`` names a value.
+# Without the mask the kernel overwrites memory that belongs to something else. Nothing reports it,
+# because only an address outside all memory of the process makes a launch fail, with an *illegal
+# memory access*. A load has one more rule: where its mask is false, what it gives is undefined,
+# unless ``other=0.0`` names a value.
 #
 # What the compiler must know
 # ---------------------------
@@ -201,12 +197,12 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is run by 128 threads, and each thread keeps its elements of the block in
-# :term:`registers <register>`, the fastest memory. Which thread and which register hold an element
-# is read off the binary digits of its index, so the size of a block has to be a power of two. It
-# must also be known when the kernel is compiled, because an instruction names its registers and
-# cannot loop over them. ``tl.constexpr`` declares it a constant, so another block size needs
-# another compiled kernel.
+# A program is run by 128 threads, which divide its block among them and keep their elements in
+# :term:`registers <register>`, the fastest memory. A few binary digits of an element's index tell
+# the thread, the others the register, so the size of a block has to be a power of two.
+#
+# The size must also be known when the kernel is compiled, because an instruction names its
+# registers. ``tl.constexpr`` declares it a constant; another size needs another compiled kernel.
 #
 # .. dropdown:: More: what else makes another compiled kernel
 #
@@ -249,10 +245,12 @@ lab.measure("Which launches share a compiled kernel", variants)
 # Two dimensions
 # --------------
 #
-# A matrix of 5 rows and 6 columns lies in memory row by row, with element :math:`(i, j)` at offset
-# :math:`6 i + j`. The step from one row to the next, here 6, is the :term:`stride` of the rows. As
-# in PyTorch, ``[:, None]`` turns a block into a column and ``[None, :]`` turns one into a row, and
-# the sum of a column and a row holds every combination.
+# Memory is one long line. Where in it is element :math:`(i, j)` of a matrix? One of 5 rows and 6
+# columns lies there row by row, so the element is at offset :math:`6 i + j`. The step from one row
+# to the next, here 6, is the :term:`stride` of the rows.
+#
+# As in PyTorch, ``[:, None]`` turns a block into a column and ``[None, :]`` turns one into a row,
+# and the sum of a column and a row holds every combination.
 #
 # .. image:: /figures/first-kernel-broadcast.svg
 #    :alt: A column with 0, 6 and 12, which is rows times the stride, plus a row with 0 to 3, the
@@ -306,9 +304,9 @@ print(simple_weighted_sum(x, w).tolist())
 # Strides
 # -------
 #
-# The kernel takes both strides of ``x``, because a transposed matrix is the same memory with its
-# strides exchanged, which the kernel can read without a copy. If it assumed other strides, it would
-# sum the wrong numbers, without an error:
+# Why does the kernel take both strides of ``x``, if rows lie one after another? A transposed matrix
+# is the same memory with its strides exchanged, and the kernel can read it without a copy. With
+# other strides than its own it sums the wrong numbers, without an error:
 
 columns = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)
 assumed = torch.empty(5, device=runtime.DEVICE)
@@ -329,13 +327,17 @@ lab.table(
 # Long rows
 # ---------
 #
-# A row of a million elements does not fit into a program: a block is kept in registers, and a
-# million float32 numbers are 4 MB, while an :term:`SM`, the part of a GPU that runs a program, has
-# 256 KB of registers. The kernel of this book's operator therefore loops over blocks of columns.
-# Its grid has two dimensions, because a matrix of few rows would otherwise leave most of the GPU
-# idle: ``tl.program_id(0)`` counts blocks of rows, and ``tl.program_id(1)`` counts parts of a row,
-# of ``part_cols`` columns each. Row numbers are int64, because past :math:`2^{31}` elements an
-# offset does not fit into 32 bits.
+# How long may a row be? ``rows_kernel`` keeps a whole row in registers. A million float32 numbers
+# are 4 MB, while an :term:`SM`, the part of a GPU that runs a program, has 256 KB of registers. So
+# the kernel of this book's operator loops over blocks of columns.
+#
+# It also divides a long row among several programs, because a matrix of few rows would otherwise
+# leave most of the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts
+# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each.
+#
+# .. dropdown:: More: why row numbers are int64
+#
+#    Past :math:`2^{31}` elements an offset does not fit into 32 bits.
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
@@ -355,9 +357,9 @@ lab.source(weighted_sum_fwd_kernel, "end")
 # What programs must not share
 # ----------------------------
 #
-# So far no program has read what another one writes. The next kernel adds to each number the one
-# before it. If it works in place, program 1 reads element 3, which program 0 changes. Programs run
-# in no fixed order, so program 1 may find the old value or the new one.
+# So far no program has read what another one writes. What if it does? The next kernel adds to each
+# number the one before it. If it works in place, program 1 reads element 3, which program 0
+# changes. Programs run in no fixed order, so program 1 may find the old value or the new one.
 
 
 @triton.jit
@@ -423,12 +425,16 @@ lab.read(
 #    Within one launch, what one program writes no other program may read or write, unless both use
 #    :term:`atomic` operations, which no other access can interrupt.
 #
-# Write to another tensor, or launch a second kernel, which begins when the first has ended.
+# So write to another tensor, or launch a second kernel, which begins when the first has ended.
 #
-# The next section needs a sum over rows of different programs. If each program loads the sum so
-# far, adds its own rows and stores the result, two may load the same value, and one addition is
-# lost. Two ways are right: an atomic addition, ``tl.atomic_add``, does all three in one step; with
-# :term:`partial sums`, each program stores its own, and a second kernel adds these up.
+# Yet the gradient, our next section, is a sum over rows that belong to different programs. There
+# are three ways to add them up:
+#
+# - *Load, add, store:* each program loads the sum so far, adds its rows and stores the result. Two
+#   programs may load the same value, and one addition is lost.
+# - *An atomic addition*, ``tl.atomic_add``, does all three in one step.
+# - *Partial sums:* each program stores :term:`its own <partial sums>`, and a second kernel adds
+#   these up.
 
 # %%
 
@@ -508,20 +514,24 @@ def repeated(name):
 
 lost, atomic, rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 lab.read(
-    f"Load, add, store loses up to {100 * lost:.0f} % of the sum, while atomics and partial sums "
-    f"are off by {1e6 * atomic:.1f} and {1e6 * rounded:.1f} millionths of it, which is rounding. "
-    "Rounding depends on the order of the additions, and with atomics this is the order in which "
-    f"programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the first "
-    f"run with atomics, and {repeated('partial sums')} with partial sums."
+    f"Load, add, store loses up to {100 * lost:.0f} % of the sum. The two others are off by at "
+    f"most {1e6 * max(atomic, rounded):.1f} millionths of it, which is rounding. Rounding depends "
+    "on the order of the additions, which with atomics is the order in which programs arrive: of "
+    f"19 repetitions, {repeated('atomic addition')} had the bits of the first run with atomics, "
+    f"and {repeated('partial sums')} with partial sums. So we take partial sums."
 )
 
 # %%
 # The gradient
 # ------------
 #
-# Let :math:`L` be the loss and :math:`dy_i` its derivative with respect to :math:`y_i`. Each
-# :math:`x_{ij}` enters one sum, with the factor :math:`w_j`, while each :math:`w_j` enters the sums
-# of all rows:
+# How much does the loss change if one weight changes? Take two rows, 1 2 3 and 4 5 6. The second
+# weight enters the first sum with the factor 2 and the second with 5. If the loss grows by 10 per
+# unit of the first sum and by 1 per unit of the second, it grows by
+# :math:`10 \cdot 2 + 1 \cdot 5 = 25` per unit of that weight.
+#
+# In general, let :math:`L` be the loss and :math:`dy_i` its derivative with respect to
+# :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
 #
 # .. math::
 #
@@ -532,8 +542,7 @@ lab.read(
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` is a sum over rows that belong to different programs, so we
-# compute it by partial sums.
+# its own block. The gradient of ``w`` needs the partial sums.
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -568,9 +577,9 @@ lab.source(part_sum_kernel)
 # Into PyTorch
 # ------------
 #
-# A ``torch.autograd.Function`` tells autograd how to compute a result, and how to compute the
-# gradients of the inputs from that of the result. ``save_for_backward`` keeps the tensors that the
-# backward pass needs again.
+# How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
+# autograd how to compute a result, and how to compute the gradients of its inputs.
+# ``save_for_backward`` keeps the tensors that the backward pass needs again.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -601,8 +610,12 @@ class WeightedSum(torch.autograd.Function):
 
 # %%
 # ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims. It usually needs float64. Here float32
-# is enough, because the weighted sum is linear in each element, so the step may be large.
+# change of the results with what the backward pass claims.
+#
+# .. dropdown:: More: why float32 is enough here
+#
+#    ``gradcheck`` usually needs float64, because its step must be small. The weighted sum is linear
+#    in each element, so the step may be large.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -611,11 +624,11 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
 # The book's operator also accepts any shape and stride, refuses wrong input, and is registered, so
-# that ``torch.compile`` knows it. Here it is once as a whole, from the kernels outwards.
+# that ``torch.compile`` knows it.
 
 # %%
 
-# Folded: The whole operator: forward, backward, autograd
+# Folded: The whole operator, from the kernels outwards
 lab.listing(
     {
         "1. Forward, on the GPU: a program has some rows and one part of their columns": (
@@ -642,8 +655,9 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# Every result is compared with the truth in float64. Its error may be twice PyTorch's own in the
-# same dtype, or one unit in the last place (:term:`ulp`).
+# ``gradcheck`` tried one small matrix in float32. Here three dtypes and three shapes are compared
+# with the truth in float64. An error may be twice PyTorch's own in the same dtype, or one unit in
+# the last place (:term:`ulp`).
 #
 # .. dropdown:: More: float32, and a float32 weight
 #
@@ -687,9 +701,9 @@ lab.check("weighted_sum", cases())
 # The interpreter as a debugger
 # -----------------------------
 #
-# Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python executes a kernel with
-# NumPy, one program after another. So ``print`` shows a block, and ``breakpoint()`` stops inside
-# the kernel.
+# What if a result is wrong? Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment,
+# Python executes a kernel with NumPy, one program after another. So ``print`` shows a block, and
+# ``breakpoint()`` stops inside the kernel.
 
 
 @triton.jit
@@ -707,19 +721,22 @@ if runtime.INTERPRETED:
 # Programs, warps, threads
 # ------------------------
 #
-# A GPU consists of SMs (:term:`streaming multiprocessors <SM>`). Each program runs on one of them
-# from beginning to end, and an SM holds several programs at a time. A program has four :term:`warps
-# <warp>`, unless ``num_warps`` says otherwise, and a warp is 32 threads that execute the same
-# instruction together. Triton code never mentions a thread: the compiler divides each block among
-# them.
+# The kernel is right; is it fast? That depends on what runs it. A GPU consists of SMs
+# (:term:`streaming multiprocessors <SM>`). Each program runs on one of them from beginning to end,
+# and an SM holds several programs at a time.
+#
+# A program has four :term:`warps <warp>`, unless ``num_warps`` says otherwise, and a warp is 32
+# threads that execute the same instruction together. Triton code never mentions a thread: the
+# compiler divides each block among them.
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# The table in the fold asks the hardware: a kernel stores, in place of each element, the number of
-# the thread that holds it.
+# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
+# So the 32 threads of a warp read 512 consecutive bytes together, which the memory serves with few
+# transactions: this is called :term:`coalescing`.
 
 # %%
 
@@ -767,20 +784,17 @@ def owners():
 
 # %%
 
-# Folded: Which thread holds which element
+# Folded: Which thread holds which element, asked of the hardware
 lab.measure("Which thread holds which elements of a block of 1,024", owners)
 
 # %%
-# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue:
-# four of 32 bits, or eight of 16. The 32 threads of a warp read 512 consecutive bytes together,
-# which the memory serves with few transactions: this is called :term:`coalescing`.
-#
 # How far away memory is
 # ----------------------
 #
-# A number on its way to a thread passes several memories: HBM, the :term:`L2` cache that all SMs
-# share, the :term:`L1` cache of an SM, which is one memory with its :term:`shared memory`, and the
-# registers. The bars show the speed of each, and the labels also its :term:`latency` and size.
+# What does such a load wait for? A number on its way to a thread passes several memories: HBM, the
+# :term:`L2` cache that all SMs share, the :term:`L1` cache of an SM, which is one memory with its
+# :term:`shared memory`, and the registers. The bars show the speed of each, and the labels also its
+# :term:`latency` and size.
 
 # %%
 
@@ -935,23 +949,31 @@ hbm, in_registers = (at(name, "TB/s") for name in ("HBM", "registers"))
 wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 lab.read(
-    f"HBM delivers {hbm:.1f} TB/s, and registers {in_registers / hbm:,.0f} times as much. A number "
-    f"from HBM takes {wait:,.0f} ns to arrive, so {in_flight:.1f} MB must be on their way at any "
-    "moment, which is why a GPU runs so many threads, each with several loads under way. While HBM "
-    "delivers one bfloat16 number, the registers could do "
-    f"{in_registers / 16 / (hbm / 2):.0f} multiply-adds. The weighted sum needs one."
+    f"Registers are {in_registers / hbm:,.0f} times as fast as HBM. While HBM delivers one "
+    f"bfloat16 number, they could do {in_registers / 16 / (hbm / 2):.0f} multiply-adds, and the "
+    "weighted sum needs one."
 )
 
 # %%
 # So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a
 # cache, and keep everything else in registers.
-#
+
+# %%
+
+# Reading
+lab.read(
+    f"HBM is not only slow but far. A number takes {wait:,.0f} ns to arrive, so at full speed "
+    f"{in_flight:.1f} MB must be on their way at any moment. That is why a GPU runs so many "
+    "threads, each with several loads under way."
+)
+
+# %%
 # How fast is it?
 # ---------------
 #
-# The yardstick is a copy of half of ``x``, which moves as many bytes as our kernel. "One row a
-# program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``, and ``x @ w`` is PyTorch's matmul.
-# :doc:`/reading-figures` explains how they are timed.
+# A copy does nothing but move bytes, so it is the yardstick. To read half of ``x`` and write it
+# moves as many bytes as our kernel. "One row a program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``.
+# :doc:`/reading-figures` explains how all are timed.
 
 
 def providers(rows, columns, dtype):
@@ -1011,31 +1033,24 @@ def ahead(sweep, provider, other="Kernel Book"):
     return (
         f"faster by more than 1 % at {listed(points)}"
         if points
-        else "faster by more than 1 % at no number of"
+        else "faster at none of these numbers of"
     )
 
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    f"Three times the bytes explain a factor of 3; {apart}. With one row per program, "
-    f"`rows_kernel` reaches {largest['one row a program']:.0f} % of the copy's speed, and the "
-    f"operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. `x @ w` reaches "
-    f"{largest['x @ w']:.0f} %, and the kernel that `torch.compile` writes "
-    f"{largest['torch.compile']:.0f} %. Beside the operator, `torch.compile` is "
-    f"{ahead(forward, 'torch.compile')} rows."
+    f"Three times the bytes explain a factor of 3; {apart}."
 )
 
 # %%
 
 # Reading
-few, of_copy = (
-    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
-)
-megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
-    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, but the operator takes {few:.1f} and a copy "
-    f"{of_copy:.1f}, because starting and timing a kernel takes microseconds, however little it "
-    "does."
+    f"Our first kernel, with one row per program, reaches {largest['one row a program']:.0f} % of "
+    "the copy's speed, and the operator, which takes rows of any length, "
+    f"{largest['Kernel Book']:.0f} %. The kernel that `torch.compile` writes reaches "
+    f"{largest['torch.compile']:.0f} %. Beside the operator it is "
+    f"{ahead(forward, 'torch.compile')} rows."
 )
 
 # %%
@@ -1176,11 +1191,23 @@ per_byte = (
     ", because its kernels are slower per byte, too" if theirs > 2.2 * ours else ""
 )
 lab.read(
-    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy and at 4,096 "
-    f"rows {medium['Kernel Book']:.0f} %, where the partial sums and their second launch are a "
-    f"larger part of the work. `torch.compile` reaches {large['torch.compile']:.0f} and "
-    f"{medium['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile')} rows. PyTorch "
-    f"moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
+    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
+    f"`torch.compile` {large['torch.compile']:.0f} %. It is {ahead(backward, 'torch.compile')} "
+    f"rows. PyTorch moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
+)
+
+# %%
+
+# Folded: What limits small inputs
+few, of_copy = (
+    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
+)
+megabytes = 16 * 4096 * 2 / 1e6
+lab.read(
+    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes {of_copy:.1f} and the "
+    f"operator {few:.1f}, because starting and timing a kernel takes microseconds, however little "
+    f"it does. Backward, 4,096 rows reach {medium['Kernel Book']:.0f} % of a copy's speed, because "
+    "the partial sums and their second launch are a larger part of the work there."
 )
 
 # %%
@@ -1209,10 +1236,10 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "The host, the CPU, needs time for each call as well, and where calls follow each other, the "
-    "slower of host and GPU sets the pace. For 4,096 rows both passes of our operator take the "
-    f"host {our_host:.0f} µs and the GPU {our_gpu:.0f}, and PyTorch's {their_host:.0f} and "
-    f"{their_gpu:.0f}, so ours is {verdict} there."
+    "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
+    f"host and GPU sets the pace. Both passes over 4,096 rows take {our_step:.0f} µs with our "
+    f"operator, of which the GPU works {our_gpu:.0f}. PyTorch's take {their_step:.0f}, so ours is "
+    f"{verdict} there."
 )
 
 # %%
@@ -1239,9 +1266,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# Besides a forgotten mask, assumed strides and shared numbers, there is **a sum in 16 bits**. From
-# 2,048 on, float16 holds even integers only, so that adding 1 is rounded away. The four sums of
-# this kernel, one for each element of the block, all stop there.
+# You have seen a forgotten mask, assumed strides and shared numbers. One common mistake is left,
+# **a sum in 16 bits**. From 2,048 on, float16 holds even integers only, so that adding 1 is rounded
+# away. The four sums of this kernel, one for each element of the block, all stop there.
 
 
 @triton.jit
@@ -1264,7 +1291,7 @@ for dtype in (tl.float16, tl.float32):
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
 # Sums that cross programs go through partial sums, because one program must not write what another
 # reads. You can now write such a kernel, add its backward pass, and check both against float64. The
-# next chapter, :doc:`measuring`, shows how to time a kernel, because a clock easily misleads.
+# next chapter, :doc:`measuring`, shows how to time it, because a clock easily misleads.
 #
 # Puzzles
 # -------

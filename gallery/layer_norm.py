@@ -2,8 +2,9 @@
 Layer norm in one read
 ======================
 
-The variance of a row needs its mean, and the output needs both. *How can a kernel read each row
-from memory only once, and lose no more digits of the variance than rounding must?*
+Layer norm needs the mean of a row for its variance, and both for its output, so its formulas go
+through each row three times. *How can a kernel read the row from memory only once, and still get
+the variance right to the last digits?*
 
 You will learn
 
@@ -40,8 +41,10 @@ lab.start("layer_norm", "kernelbook.ops.layer_norm")
 # The problem in PyTorch
 # ----------------------
 #
-# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. It then multiplies
-# by a weight and adds a bias, one of each per column, which all rows share.
+# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. The row (1, 2, 3,
+# 4, 5), for example, has mean 3 and variance 2, and becomes (−1.41, −0.71, 0, 0.71, 1.41). Each
+# element is then multiplied by a weight and shifted by a bias, one of each per column, which all
+# rows share.
 
 
 def simple_layer_norm(x, w, b, eps=1e-5):
@@ -54,16 +57,17 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 
 # %%
 # What does this cost? PyTorch runs each operation as a :term:`kernel` of its own, which reads its
-# input from the GPU's main memory (:term:`HBM`) and writes its output back. For a row of :math:`N`
-# elements, each of the two means reads :math:`N`, and each of the other five operations reads
-# :math:`N` and writes :math:`N`. That makes 7 reads and 5 writes, where one read and one write
-# would do. Layer norm does little arithmetic per element, so this traffic decides how long it
-# takes.
+# input from the GPU's main memory (:term:`HBM`) and writes its output back. Seven operations read
+# the whole row, and all of them but the two means write one.
+#
+# That makes 7 reads and 5 writes, where one read and one write would do. These bytes, six times as
+# many as needed, decide how long layer norm takes, because it does little arithmetic per element.
 #
 # The idea
 # --------
 #
-# The formulas go through a row three times: for the mean, for the variance and for the output.
+# Must a kernel read a row three times, because it needs it for the mean, for the variance and for
+# the output? Not if it remembers the row.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -84,7 +88,7 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The mathematics
 # ---------------
 #
-# For a row :math:`x` of :math:`N` elements
+# Which formulas should the kernel follow? For a row :math:`x` of :math:`N` elements they are
 #
 # .. math::
 #
@@ -97,9 +101,10 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    \end{aligned}
 #
 # The code calls :math:`r` ``rstd``, the reciprocal of the standard deviation, and :math:`\hat{x}`
-# ``xhat``. Another formula for the variance would save a step, because it does not need the mean
-# first: the mean of the squares minus the square of the mean. It loses its digits when the mean is
-# large:
+# ``xhat``.
+#
+# Another formula for the variance is common, the mean of the squares minus the square of the mean,
+# because it does not need the mean first. It loses its digits when the mean is large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):
@@ -118,23 +123,24 @@ for mean in (0, 100, 1000, 10_000):
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
-# The square of the mean and the mean of the squares agree in almost all digits, so float32 has few
-# digits left for their difference, which may even come out negative. The kernels therefore always
-# compute the mean first.
+# In the last line the squares are near 100 million, where neighbouring float32 numbers are 8 apart.
+# A difference of two such numbers is a multiple of 8, so it cannot be near 1, and it may even come
+# out negative. The kernels therefore always compute the mean first.
 #
 # Three reads: a loop
 # -------------------
 #
-# The simplest kernel follows the formulas. Each of its three loops goes through the row in blocks,
-# so it takes rows of any length and reads them three times.
+# How far does the simplest kernel get? It follows the formulas with three loops, each of which goes
+# through the row in blocks. So it takes rows of any length, and reads each of them three times.
 
 # Folded: The looping kernel whole
 lab.source(loop_fwd_kernel)
 
 # %%
-# The plot shows all the rungs of this chapter as a share of the speed of a copy, because a copy,
-# too, reads one byte for each that it writes. "one program" takes the kernel for whole rows at any
-# length; "Kernel Book" is the public function, which takes the best kernel for each length.
+# The plot shows every version of this chapter as a share of the speed of a copy, because a copy,
+# too, reads one byte for each that it writes. For now only the two lowest lines matter. "one
+# program" is the kernel of the next section, and "Kernel Book" the public function, which takes the
+# best kernel for each length.
 
 
 # Measuring
@@ -193,12 +199,12 @@ share = {
     for n in LADDER
 }
 lab.read(
-    "PyTorch's single operations reach "
-    f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, and the loop "
-    f"{share['loop', 4096]:.0f} %, because a short row is still in L2, the cache that all SMs "
-    "share, when the loop reads it again. The longest rows do not fit in L2 together with those of "
-    "all other running programs. Each of them comes from main memory three times, and with the "
-    "write that is twice the bytes of a copy, so 50 % at best; at 65,536 columns the loop reaches "
+    "At 4,096 columns PyTorch's single operations reach "
+    f"{share['simple_layer_norm', 4096]:.0f} % of a copy, and the loop "
+    f"{share['loop', 4096]:.0f} %. The loop gets this far because a short row is still in L2, the "
+    "cache that all SMs share, when the loop reads it again. The longest rows do not fit there "
+    "beside those of all other running programs. They come from main memory three times, which "
+    "with the write is twice the bytes of a copy, and at 65,536 columns the loop reaches "
     f"{share['loop', 65536]:.0f} %."
 )
 
@@ -244,12 +250,6 @@ def single_operations():
 
 # %%
 
-# Folded: The single operations, one by one
-single = lab.measure("The operations of simple_layer_norm", single_operations)
-single
-
-# %%
-
 
 # Measuring
 def warps_of_the_loop():
@@ -271,6 +271,12 @@ def warps_of_the_loop():
 
 # %%
 
+# Folded: The single operations, one by one
+single = lab.measure("The operations of simple_layer_norm", single_operations)
+single
+
+# %%
+
 # Folded: The loop with fewer warps
 fewer = lab.measure("The loop at 1,024 columns", warps_of_the_loop)
 fewer
@@ -279,10 +285,14 @@ fewer
 # One read: whole rows
 # --------------------
 #
-# The second kernel gives each :term:`program` a few rows and loads them whole into :term:`registers
-# <register>`, the fastest storage on the chip. Zeros fill the block past the end of a row
-# (``other=0.0``). ``.cg`` keeps ``x``, which is read once, out of :term:`L1`, the small cache of
-# each :term:`SM`, and so leaves that cache to the weight and the bias, which every row needs.
+# What changes if the row stays on the chip between the three steps? The second kernel gives each
+# :term:`program` a few rows and loads them whole into :term:`registers <register>`, the fastest
+# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``).
+#
+# .. dropdown:: More: what ``.cg`` does
+#
+#    It keeps ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, and
+#    so leaves that cache to the weight and the bias, which every row needs.
 
 lab.source(row_fwd_kernel, "load")
 
@@ -307,18 +317,23 @@ lab.source(row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"At 4,096 columns this reaches {share['Kernel Book', 4096]:.0f} % of a copy: one read instead "
-    "of three."
+    f"At 4,096 columns one read instead of three reaches {share['Kernel Book', 4096]:.0f} % of a "
+    f"copy, where the loop reaches {share['loop', 4096]:.0f} %."
 )
 
 # %%
 # The last digits
 # ---------------
 #
-# What does ``moments`` do beyond two sums? The obvious mean is the sum of the row divided by
-# :math:`N`. But floating-point addition rounds, so that mean is wrong in its last digits. In a row
-# of 1,000 equal numbers no element deviates from the mean, and the result has to be 0:
+# Are two sums enough for the mean and the variance? Not quite, because floating-point addition
+# rounds, and so the sum of a row divided by :math:`N` is wrong in its last digits.
+#
+# Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33,
+# 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. Now each element deviates from this mean by
+# 0.01, although all of them are equal, and layer norm makes large numbers of these deviations,
+# because it divides them by their own size.
 
+# Reading
 import triton
 import triton.language as tl
 
@@ -330,38 +345,32 @@ def sum_kernel(x_ptr, sum_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     tl.store(sum_ptr, tl.sum(x, axis=0))
 
 
-# %%
-
 row = torch.full((1, 1000), 1000.1, device=runtime.DEVICE)
 total = torch.empty(1, device=runtime.DEVICE)
 sum_kernel[(1,)](row, total, 1000, 1024)
 deviation = row - total / 1000
 plain = deviation * torch.rsqrt((deviation**2).mean() + 1e-5)
-lab.table(
-    [
-        {"the mean is": name, "largest |y|": f"{y.abs().max().item():.4f}"}
-        for name, y in {
-            "the sum over N": plain,
-            "corrected": layer_norm(row, 1000),
-            "PyTorch's": F.layer_norm(row, (1000,)),
-        }.items()
-    ],
-    "A row of 1,000 elements, all 1000.1, normalised",
+obvious, corrected, theirs = (
+    y.abs().max().item()
+    for y in (plain, layer_norm(row, 1000), F.layer_norm(row, (1000,)))
+)
+lab.read(
+    "The same happens in float32. A thousand numbers, all 1000.1, should become zeros. With the "
+    f"sum over N as their mean the largest is {obvious:.4f}, with the correction that follows "
+    f"{corrected:.4f}, and in PyTorch {theirs:.4f}."
 )
 
 # %%
-# Where numbers are nearly equal and far from zero, the error of the mean is as large as the
-# deviations themselves.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    Deviations from the true mean sum to zero. If ours do not, their sum divided by :math:`N` is
 #    the error of the mean, so adding it corrects the mean.
 #
-# The sum of squares then shrinks by :math:`N` times the square of the correction, because the
-# deviations were measured from the uncorrected mean. ``tl.where`` leaves out the elements past the
-# end of the row, which were loaded as zeros: their *deviation* is not zero but minus the mean.
+# In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
+# is the right mean. ``moments``, which the kernel above calls, does just this. Its ``tl.where``
+# leaves out the elements past the end of the row, which were loaded as zeros, because their
+# *deviation* is not zero but minus the mean.
 
 lab.source(moments)
 
@@ -379,7 +388,9 @@ lab.source(moments)
 #    - ``two_sums`` computes two sums in one reduction, because the warps of a
 #      program wait for each other in every reduction. The ``1`` is the axis
 #      of the columns, and ``True`` keeps it, so that each row has its sums beside it.
-#    - ``without`` takes the error of the mean out of the sum of squares.
+#    - ``without`` takes the error of the mean out of the sum of squares, which shrinks by :math:`N`
+#      times the square of the correction, because the deviations were measured from the uncorrected
+#      mean.
 #    - ``square`` rounds a square before it is added.
 #
 # .. dropdown:: Why ``square`` rounds
@@ -416,9 +427,9 @@ lab.source(far_rstd)
 # Longer rows: packed
 # -------------------
 #
-# Each SM runs several programs at once, which share its fixed number of registers. A row of 16,384
-# columns, widened to float32, takes a quarter of them. Few programs then fit, and at times all of
-# them compute and none loads.
+# What happens when rows get too long for the registers? Each SM runs several programs at once, so
+# that some load while others compute, and they share its registers. A row of 16,384 columns,
+# widened to float32, takes a quarter of them. Few programs then fit, and at times none loads.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -511,24 +522,35 @@ def count(number, noun="program"):
     return f"{word} {noun}{'s' if number != 1 else ''}"
 
 
-def packed_said(rows):
-    keys = ("% of a copy", "without w, b", "programs")
-    rows = rows or [dict.fromkeys(keys, nan)] * 4
-    two, one, long, split = ([row[key] for key in keys] for row in rows)
-    fall, alone, bare = two[0] - long[0], two[0] - one[0], long[1] - long[0]
-    said = [
-        f"At 32,768 columns a packed row reaches {share['Kernel Book', 32768]:.0f} % of a copy, "
-        f"where a widened one reaches {share['one program', 32768]:.0f} %.",
-        f"At 65,536 it falls to {share['Kernel Book', 65536]:.0f} %.",
-    ]
-    if one[2] >= two[2]:
-        said.append("We have not found out why.")
-    else:
+packed_keys = ("% of a copy", "without w, b", "programs")
+two, one, long, split = (
+    [row[key] for key in packed_keys]
+    for row in lines.rows or [dict.fromkeys(packed_keys, nan)] * 4
+)
+fall, alone, bare = two[0] - long[0], two[0] - one[0], long[1] - long[0]
+explained = one[2] < two[2] and alone > 0
+lab.read(
+    f"At 32,768 columns a packed row reaches {share['Kernel Book', 32768]:.0f} % of a copy, where "
+    f"a widened one reaches {share['one program', 32768]:.0f} %. At 65,536 it falls to "
+    f"{share['Kernel Book', 65536]:.0f} %"
+    + (
+        f"{',' if alone >= fall else ', in part'} because even packed such a row leaves room for "
+        "only one program on an SM, and nothing is loaded while that program computes."
+        if explained
+        else ", and we have not found out why."
+    )
+)
+
+# %%
+
+
+# Folded: How we know the reason, and what splitting such a row would bring
+def packed_said():
+    said = []
+    if explained:
         why = (
-            "Even packed, such a row leaves room for only one program on an SM, so nothing is "
-            "loaded while that program computes. The table in the fold above tests this reason at "
-            f"32,768 columns: with {count(one[2])} instead of {two[2]:.0f} the kernel reaches "
-            f"{one[0]:.0f} % instead of {two[0]:.0f} %"
+            f"The table tests this reason at 32,768 columns: with {count(one[2])} on an SM instead "
+            f"of {two[2]:.0f}, the kernel reaches {one[0]:.0f} % instead of {two[0]:.0f} %"
         )
         if alone >= fall:
             why += ", which is enough to explain the fall."
@@ -555,16 +577,16 @@ def packed_said(rows):
     return " ".join(said)
 
 
-lab.read(packed_said(lines.rows))
+lab.read(packed_said())
 
 # %%
 # Longest rows: split
 # -------------------
 #
-# A row that is longer still would fill an SM's registers, and a long row of float32 cannot be
-# packed in pairs. Several programs therefore share such a row. Each computes the mean and the sum
-# of squared deviations of its own part, its *moments*, and all of them merge the moments of all
-# parts.
+# What if not even that helps? A row that is longer still would fill an SM's registers, and a long
+# row of float32 cannot be packed in pairs. Several programs therefore share such a row. Each
+# computes the mean and the sum of squared deviations of its own part, its *moments*, and all of
+# them merge the moments of all parts.
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -572,7 +594,9 @@ lab.read(packed_said(lines.rows))
 #          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
 #
 # How do four pairs become one? The row's :math:`M` is more than the sum of the four, because each
-# part also deviates as a whole: the numbers 1 and 3 lie around 2, while the row lies around 3.
+# part also deviates as a whole: the numbers 1 and 3 lie around 2, while the row lies around 3. In
+# the picture the four :math:`M` sum to 12. The four means are 1, 1, 2 and 2 away from 3, and the
+# squares of these distances, one for each number, add 20. That makes 32.
 
 # Folded: The merge of the picture in numbers
 parts = torch.tensor([[1.0, 3.0], [2.0, 6.0], [5.0, 5.0], [0.0, 2.0]])
@@ -598,22 +622,27 @@ lab.table(
 )
 
 # %%
-# In general, let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and
-# :math:`M_i = \sum (x - m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the
-# elements of one part give
+# In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
+# The sum of these is the formula of Chan, Golub and LeVeque, and unlike the difference of two means
+# it never subtracts large squares.
 #
-# .. math::
+# .. dropdown:: More: the derivation, and the pivot in ``merge_moments``
 #
-#    \begin{aligned}
-#    &\sum (x - m)^2 \\
-#    &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
-#    &= M_i + n_i\, (m_i - m)^2
-#    \end{aligned}
+#    Let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x -
+#    m_i)^2`. With the mean of the row, :math:`m = \sum_i n_i m_i / N`, the elements of one part
+#    give
 #
-# because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. Summed over the parts, this is
-# the formula of Chan, Golub and LeVeque, and unlike the difference of two means it never subtracts
-# large squares. ``merge_moments`` computes it with the means measured from a *pivot*, the mean of
-# the first part, because a sum of large means would lose the digits in which they differ.
+#    .. math::
+#
+#       \begin{aligned}
+#       &\sum (x - m)^2 \\
+#       &= \sum \big( (x - m_i) + (m_i - m) \big)^2 \\
+#       &= M_i + n_i\, (m_i - m)^2
+#       \end{aligned}
+#
+#    because the mixed term is :math:`2 (m_i - m) \sum (x - m_i) = 0`. ``merge_moments`` measures
+#    the means from a *pivot*, the mean of the first part, because a sum of large means would lose
+#    the digits in which they differ.
 
 lab.source(merge_moments)
 
@@ -646,8 +675,10 @@ lab.source(split_fwd_kernel, "merge")
 lab.source(split_fwd_kernel)
 
 # %%
-# Which kernel runs depends on the dtype and the columns:
+# So ``layer_norm`` has a kernel for every length. It takes the first one that a row fits: whole
+# rows, packed rows, split rows, and the loop for whatever is left.
 
+# Folded: Up to which length each kernel runs
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
     [
@@ -670,14 +701,14 @@ lab.table(
 # .. dropdown:: Rows that cannot be packed
 #
 #    The numbers of a packed row come in aligned pairs, which rules out an odd number of columns,
-#    for example. Such rows of 16-bit numbers are kept whole up to twice the columns of the first
-#    line, which are as many bytes as in float32, and are split beyond that.
+#    for example. Such rows of 16-bit numbers are kept whole up to twice the columns of the table's
+#    first line, which are as many bytes as in float32, and are split beyond that.
 #
 # Is it right?
 # ------------
 #
-# The output is checked against float64. Its error may be at most twice PyTorch's own, or one unit
-# in the last place (:term:`ulp`).
+# The output of every kernel is compared with float64. Its error may be at most twice PyTorch's own,
+# or one unit in the last place (:term:`ulp`).
 #
 # .. dropdown:: How an error is judged
 #
@@ -721,8 +752,12 @@ lab.check(
 # How fast is it?
 # ---------------
 #
-# The libraries get weight and bias in the dtype of ``x``, except quack, which takes them in float32
-# only.
+# The operator is timed beside PyTorch, ``torch.compile`` and two libraries. The limit is again a
+# copy, which moves the same bytes.
+#
+# .. dropdown:: How the libraries are called
+#
+#    They get weight and bias in the dtype of ``x``, except quack, which takes them in float32 only.
 
 
 # Measuring
@@ -768,10 +803,6 @@ lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
-lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
-
-# %%
-
 
 # Reading
 def about_quack(sweep):
@@ -806,11 +837,16 @@ def about_quack(sweep):
 
 
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-sentences = [
-    *(forward.summary(**d) for d in in_dtypes),
-    forward.faster_peers(*in_dtypes),
-]
-lab.read(" ".join([*sentences, about_quack(forward)]))
+lab.read(f"{forward.summary(**in_dtypes[0])} {about_quack(forward)}")
+
+# %%
+
+lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+
+# %%
+
+# Reading
+lab.read(f"{forward.summary(**in_dtypes[1])} {forward.faster_peers(*in_dtypes)}")
 
 # %%
 
@@ -919,9 +955,9 @@ def small_said(rows):
     called, alone = (f"Kernel Book{how}, µs" for how in ("", " in a graph"))
     mine, graph = many.get(called, nan), many.get(alone, nan)
     said = (
-        f"With 16 rows both passes take {few.get(called, nan):.0f} µs when called and "
-        f"{few.get(alone, nan):.0f} µs in a graph: the rest is the host. PyTorch, whose host code "
-        f"is C++, takes {few.get('PyTorch, µs', nan):.0f} µs when called. "
+        f"With 16 rows both passes take {few.get(called, nan):.0f} µs when called and only "
+        f"{few.get(alone, nan):.0f} µs in a graph, so the rest is the host. PyTorch takes only "
+        f"{few.get('PyTorch, µs', nan):.0f} µs when called, because its host code is C++. "
     )
     if mine > 1.1 * graph:
         return said + (
@@ -933,8 +969,10 @@ def small_said(rows):
 lab.read(small_said(small.rows))
 
 # %%
-# The next fold times the host alone, as :doc:`/hardware` explains. It takes the fastest of 60
-# rounds, while the table above averages 200 calls with whatever slowed down the host in between.
+# .. dropdown:: More: why the host alone takes less in the next fold
+#
+#    It is timed as :doc:`/hardware` explains, and the fastest of 60 rounds counts, while the table
+#    above averages 200 calls with whatever slowed down the host in between.
 
 # Folded: How long the host is busy with one call
 x = torch.randn(64, 1024, device=runtime.DEVICE)
@@ -951,8 +989,8 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# The table of the variance above showed one mistake that does not crash: a difference of two means.
-# Here are two more.
+# Three mistakes make layer norm wrong without an error. One is the difference of two means in the
+# table above. Here are the other two.
 #
 # **The padding is squared.** Without ``tl.where``, the square of minus the mean is added to the
 # variance once for every element past the end of the row.
@@ -994,7 +1032,7 @@ lab.table(rows, "The variance of a row with mean 3")
 # **The variance is divided by N - 1.** This is what ``torch.var`` does by default. In long rows the
 # difference is too small to notice; in short rows it changes the result.
 
-# Measuring
+# Reading
 x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=runtime.DEVICE)
 deviation = x - x.mean()
 
@@ -1003,15 +1041,9 @@ def listed(row):
     return ", ".join(f"{value:.3f}" for value in row)
 
 
-lab.table(
-    [
-        {"version": "layer_norm", "result": listed(layer_norm(x, 4)[0])},
-        {
-            "version": "with x.var()",
-            "result": listed((deviation / (x.var() + 1e-5).sqrt())[0]),
-        },
-    ],
-    "The row (1, 2, 3, 4)",
+lab.read(
+    f"From the row (1, 2, 3, 4) `layer_norm` makes ({listed(layer_norm(x, 4)[0])}), and with "
+    f"`x.var()` it becomes ({listed((deviation / (x.var() + 1e-5).sqrt())[0])})."
 )
 
 # %%

@@ -61,20 +61,24 @@ def simple_backward(x, w, mean, rstd, dy):
 
 
 # %%
-# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read :math:`16
-# N` elements from memory and write :math:`9 N`, although it is enough to read ``x`` and ``dy`` and
-# to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
+# What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
+# elements they read :math:`16 N` and write :math:`9 N`. It would be enough to read ``x`` and ``dy``
+# and to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
 # deviation, come from the forward pass, which stored them because they are only 8 bytes per row.
 #
 # The idea
 # --------
 #
-# The backward pass sums in two directions, and the second is hard to parallelise. ``c1`` and ``c2``
-# are means *along a row*, so the :term:`program` that owns the row computes them alone. The
-# gradient of the weight is a sum *down the columns*: every row contributes to it, and the rows
-# belong to different programs, which run at the same time and in no fixed order.
+# Where is the difficulty? The backward pass sums in two directions. ``c1`` and ``c2`` are means
+# *along a row*, so the :term:`program` that owns the row computes them alone. The gradients of
+# weight and bias are sums *down the columns*: every row contributes to them, and the rows belong to
+# different programs, which run at the same time and in no fixed order.
 #
-# The obvious way is one shared buffer, to which the programs add one at a time, under a *lock*.
+# Suppose that a column of ``dy`` holds 1, 2, 3, 4 and 5, so that its ``db`` is 15, and that the sum
+# stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4, and whichever
+# finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
+#
+# The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
 # There is a better one:
 #
 # .. admonition:: Key idea
@@ -91,6 +95,11 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
+# What does the gradient of a row look like? Adding a number to a row does not change
+# :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
+# at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
+# :math:`\hat{x}`. The derivation says exactly what remains.
+#
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`.
 #
@@ -106,10 +115,16 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
-# *Steps 2 to 4*, in the fold, take the derivative of :math:`\hat{x}`. Epsilon enters it and stays
-# inside :math:`r`; nothing is dropped.
+# *Steps 2 to 5*, in the fold, take the derivative of :math:`\hat{x}` with respect to :math:`x`, in
+# which the two parts appear as two products with a minus. Epsilon stays inside :math:`r`; nothing
+# is dropped.
 #
-# .. dropdown:: Steps 2 to 4: what the mean and ``rstd`` contribute
+# .. math::
+#
+#    J = r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#
+# .. dropdown:: Steps 2 to 5: what the mean and ``rstd`` contribute
 #
 #    *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
 #    :math:`\mathbf{1}` the column of ones:
@@ -145,21 +160,20 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
 #
+#    *Step 5.* Together they give the Jacobian of :math:`\hat{x}` with respect to :math:`x`, in
+#    which :math:`P` subtracts the mean:
 #
-# *Step 5.* Together they give the Jacobian of :math:`\hat{x}` with respect to :math:`x`, in which
-# :math:`P` subtracts the mean:
+#    .. math::
 #
-# .. math::
+#       \begin{aligned}
+#       J &= \frac{\partial \hat{x}}{\partial x}
+#       = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big) P \\
+#       &= r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#                   - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#       \end{aligned}
 #
-#    \begin{aligned}
-#    J &= \frac{\partial \hat{x}}{\partial x}
-#    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big) P \\
-#    &= r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
-#                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
-#    \end{aligned}
-#
-# The last line uses :math:`\hat{x}^\top P = \hat{x}^\top`, which holds because the elements of
-# :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing.
+#    The last line uses :math:`\hat{x}^\top P = \hat{x}^\top`, which holds because the elements of
+#    :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing.
 #
 # *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
 # never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
@@ -174,8 +188,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# The gradient of a row thus takes two means over the row, ``c1`` and ``c2``, and then one formula
-# per element. We check steps 2 to 6 in numbers, with an epsilon about as large as the variance.
+# In numbers: take the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon, and (1, 0, 0, 0, 0) as
+# ``dy``. Then :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without
+# both, (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must. We check steps 2
+# to 6 the same way, with an epsilon about as large as the variance.
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -223,6 +239,12 @@ for step, (ours, true) in steps.items():
     rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
 assert all(row["right"] for row in rows)
 
+five = torch.arange(1.0, 6.0, dtype=torch.float64)[None]
+first = torch.eye(5, dtype=torch.float64)[:1]
+left, _, _ = simple_backward(five, torch.ones_like(five), 3, 0.5**0.5, first)
+remains = torch.tensor([[0.4, -0.4, -0.2, 0, 0.2]], dtype=torch.float64)
+torch.testing.assert_close(left / 0.5**0.5, remains)
+
 # %%
 
 # Folded: The six steps, one by one
@@ -258,7 +280,7 @@ lab.source(row_bwd_kernel, "begin")
 #    many registers that only few programs fit on an SM. ``BLOCK_ROWS`` is one or, if rows are
 #    short, two.
 #
-# The partial sums need no mask, because ``dy`` is loaded as zero outside the matrix.
+# Each iteration adds its rows to the partial sums:
 
 lab.source(row_bwd_kernel, "add")
 
@@ -296,11 +318,11 @@ lab.source(row_bwd_kernel)
 # The obvious way: a lock
 # -----------------------
 #
-# Programs share a few buffers, each with a lock, and take turns adding to them. The lock is an
-# integer: 0 means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation, so it
-# reads the lock, and writes 1 only if it read 0, in one indivisible step. Only one program can
-# succeed, and the others try again. This cannot hang, because the program that holds the lock is
-# running and waits for nothing.
+# How do programs take turns? They share a few buffers, each with a lock, which is an integer: 0
+# means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation: it reads the
+# lock, and writes 1 only if it read 0, in one indivisible step. So only one program can succeed,
+# and the others try again. This cannot hang, because the program that holds the lock is running and
+# waits for nothing.
 
 lab.source(hand_over, "acquire")
 
@@ -344,8 +366,9 @@ lab.source(hand_over, "release")
 # No lock: partial sums
 # ---------------------
 #
-# If each program has a buffer of its own, it stores its row and waits for nobody. A second kernel
-# adds the buffers: each of its programs takes some columns and goes down the rows in a fixed order.
+# What if nobody had to wait? If each program has a buffer of its own, it stores its row and is
+# done. A second kernel adds the buffers: each of its programs takes some columns and goes down the
+# rows in a fixed order.
 
 lab.source(sum_of_buffers)
 
@@ -364,10 +387,14 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# "lock per tile" has a program, and so a turn at the lock, for every tile of ``BLOCK_ROWS`` rows,
-# as in Triton's own layer norm tutorial. In "lock per program" a program first sums many rows in
-# registers. "partial sums" has no lock, and "partial sums per tile" shows what a buffer for every
-# tile costs without one.
+# Which is faster, and why? Four versions are timed:
+#
+# - *lock per tile* has a program, and so a turn at the lock, for every tile of ``BLOCK_ROWS`` rows,
+#   as in Triton's own layer norm tutorial;
+# - *lock per program* first sums many rows in registers;
+# - *partial sums* does so, too, and has no lock;
+# - *partial sums per tile* has a buffer for every tile and no lock, which tells the cost of storing
+#   from that of waiting.
 
 
 # Measuring
@@ -406,43 +433,52 @@ lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
 
 # %%
 
-
 # Reading
-def race_said(race):
-    share = {
-        name: 100 * race.share(name, columns=4096)
-        for name in ("lock per tile", "lock per program", "partial sums")
-    }
-    locked, stored, best = (
-        {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
-        for name in ("lock per tile", "partial sums per tile", "partial sums")
-    )
+nan = float("nan")
+race_share = {
+    name: 100 * race.share(name, columns=4096)
+    for name in ("lock per tile", "lock per program", "partial sums")
+}
+locked, stored, best = (
+    {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
+    for name in ("lock per tile", "partial sums per tile", "partial sums")
+)
+lab.read(
+    f"At 4,096 columns a lock per tile reaches {race_share['lock per tile']:.0f} % of the speed of "
+    f"a copy, and a lock per program {race_share['lock per program']:.0f} %. Partial sums reach "
+    f"{race_share['partial sums']:.0f} %. Most of the gain comes from summing many rows before "
+    "anything is handed over: partial sums per tile wait for nobody, and yet take "
+    f"{stored[4096] / best[4096]:.1f} times as long as partial sums, because for every tile they "
+    "move a row of both sums to and from memory."
+)
+
+# %%
+
+
+# Folded: How much of it is waiting
+def waiting_said():
     said = (
-        f"At 4,096 columns a lock per tile reaches {share['lock per tile']:.0f} % of the speed of "
-        f"a copy, a lock per program {share['lock per program']:.0f} % and partial sums "
-        f"{share['partial sums']:.0f} %. Most of the gain comes from summing many rows before "
-        "anything is handed over: partial sums per tile wait for nobody, and yet take "
-        f"{stored[4096] / best[4096]:.1f} times as long as partial sums, because they, too, move a "
-        "row of both sums to and from memory for every tile."
+        f"At 1,024 columns a lock per tile takes {locked[1024] / stored[1024]:.1f} times as long "
+        "as partial sums per tile"
     )
     if locked[1024] > stored[1024]:
         waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
+        said += f", so waiting is {waits:.0f} % of what it adds to partial sums"
+    if locked[8192] < stored[8192]:
         said += (
-            f" Waiting is {waits:.0f} % of what a lock per tile adds at 1,024 columns"
+            ". At 8,192 it adds nothing by waiting, because its few buffers probably stay in the "
+            "cache"
         )
-        if locked[8192] < stored[8192]:
-            said += ", and none of it at 8,192, where its few buffers probably stay in the cache"
-        said += "."
-    return said
+    return f"{said}."
 
 
-nan = float("nan")
-lab.read(race_said(race))
+lab.read(waiting_said())
 
 # %%
-# Speed is one criterion. The other is whether two runs agree:
+# Speed is one criterion. The other is whether two runs agree.
 
 
+# Reading
 def gradients(x, w, dy, reduction, n_programs=None):
     wanted = (torch.float32, torch.float32)
     with runtime.launching_on(x):
@@ -468,7 +504,19 @@ def runs_differ():
     return rows
 
 
-lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
+differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
+
+unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
+lab.read(
+    "We computed `dw` a hundred times from the same input. With a lock per program "
+    f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
+    f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
+)
+
+# %%
+
+# Folded: A hundred runs on one input
+differ
 
 # %%
 # Even a correct lock does not give reproducible results, because the programs add in the order in
@@ -479,22 +527,9 @@ lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 # .. raw:: html
 #
 #    <span id="partial-sums-stay-in-l2"></span>
-#
-# **Do partial sums stay in L2?** One kernel writes them and the next one reads them. If they stay
-# in :term:`L2`, the cache that all SMs share, they need not come from main memory.
-#
-# .. dropdown:: More: how the two tables below answer this
-#
-#    The first table compares the size of the partial sums with L2 and with ``x``, ``dy`` and
-#    ``dx``, which pass through the same cache; the partial sums are written last. For the second,
-#    we add up buffers of growing size: right after they were written, after other data has been
-#    *written*, and after other data has been *read*. Other writes can slow the sum more than other
-#    reads, because L2 keeps what was written until it needs the room, and must then write it to
-#    memory first. At small sizes all rates are low, because the kernel is too short to reach full
-#    speed.
 
 
-# Measuring
+# Reading
 def buffer_sizes():
     l2 = torch.cuda.get_device_properties(0).L2_cache_size / 2**20
     table = []
@@ -512,16 +547,6 @@ def buffer_sizes():
     return table
 
 
-# %%
-
-# Folded: The size of the partial sums
-sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
-sizes
-
-# %%
-
-
-# Measuring
 def cache_experiment():
     other, wanted = torch.ones(2**28, device=runtime.DEVICE), (torch.float32,) * 2
     table = []
@@ -545,16 +570,42 @@ def cache_experiment():
     return table
 
 
+sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
+cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
+traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
+lab.read(
+    "The buffers are no burden either: even through main memory they would add at most "
+    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
+    if not 2 * traffic > 10
+    else "Through main memory the buffers would add up to "
+    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
+)
+
+# %%
+# .. dropdown:: More: do partial sums stay in L2?
+#
+#    If they stay in :term:`L2`, the cache that all SMs share, they need not even come from main
+#    memory. The first table below compares the size of the partial sums with L2 and with ``x``,
+#    ``dy`` and ``dx``, which pass through the same cache; the partial sums are written last.
+#
+#    For the second, we add up buffers of growing size: right after they were written, after other
+#    data has been *written*, and after other data has been *read*. Other writes can slow the sum
+#    more than other reads, because L2 keeps what was written until it needs the room, and must then
+#    write it to memory first. At small sizes all rates are low, because the kernel is too short to
+#    reach full speed.
+
+# Folded: The size of the partial sums
+sizes
+
 # %%
 
 # Folded: How fast buffers are added up
-cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
 cache
 
 # %%
 
 
-# Reading
+# Folded: What the two tables say
 def cache_said(rows, sizes, l2):
     rates = {row["MiB"]: row for row in rows}
 
@@ -563,20 +614,14 @@ def cache_said(rows, sizes, l2):
         return row.get("just written", nan) / row.get("others read", nan)
 
     largest = max((row["MiB"] for row in sizes), default=nan)
-    traffic = max((row["% of x, dy, dx"] for row in sizes), default=nan)
     said = (
-        f"They are at most {largest:.0f} MiB, and L2 holds {l2:.0f}. Right after they are written, "
-        f"buffers of 8 and 32 MiB are read {gain(8):.1f} and {gain(32):.1f} times as fast as when "
-        "other data was read in between"
+        f"The partial sums are at most {largest:.0f} MiB, and L2 holds {l2:.0f}. Right after they "
+        f"are written, buffers of 8 and 32 MiB are read {gain(8):.1f} and {gain(32):.1f} times as "
+        "fast as when other data was read in between"
     )
     if max(gain(8), gain(32)) > 1.1:
-        said += ", so at least a part of them stays."
-    else:
-        said += ", so this run does not show that they stay."
-    return said + (
-        " Even through main memory they would add at most "
-        f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
-    )
+        return f"{said}, so at least a part of them stays."
+    return f"{said}, so this run does not show that they stay."
 
 
 l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
@@ -586,12 +631,13 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 # Wide rows
 # ---------
 #
-# The partial sums of a row of 16,384 columns fill half of an SM's registers. A row of 16-bit
-# numbers fits beside them if it stays packed in pairs, as in the forward pass. Wider rows are
-# shared by a *group* of programs, each of which takes one part of every row of the group, and
-# publishes what its part adds to ``c1`` and ``c2``. It would now have to wait for its neighbours'
-# numbers. Instead it requests its part of the next row and finishes the row *before*, whose numbers
-# have usually arrived by then.
+# What if a row and its sums no longer fit in the registers? The partial sums of a row of 16,384
+# columns fill half of an SM's. A row of 16-bit numbers fits beside them if it stays packed in
+# pairs, as in the forward pass. Wider rows are shared by a *group* of programs, each of which takes
+# one part of every row of the group, and publishes what its part adds to ``c1`` and ``c2``.
+#
+# A program would now have to wait for its neighbours' numbers. Instead it requests its part of the
+# next row and finishes the row *before*, whose numbers have usually arrived by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -614,8 +660,8 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# The gradients are checked against float64 in parts, as in :doc:`the chapter before
-# </chapters/layer_norm>`. The error of a part may be twice PyTorch's.
+# A lost addition would show here: all gradients are compared with float64 in parts, as in :doc:`the
+# chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
@@ -757,12 +803,17 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # %%
 
+# Reading
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
+lab.read(backward.summary(**in_dtypes[0]))
+
+# %%
+
 lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
 # Reading
-in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
 behind = [
     n
     for n in COLUMNS
@@ -778,7 +829,7 @@ unknown = (
 lab.read(
     " ".join(
         [
-            *(backward.summary(**d) for d in in_dtypes),
+            backward.summary(**in_dtypes[1]),
             backward.faster_peers(*in_dtypes),
             unknown,
         ]
@@ -836,21 +887,25 @@ ahead
 
 # %%
 
-
 # Reading
-def ahead_said(rows):
-    speeds = [row["% of a copy"] for row in rows] or [nan] * 7
-    three, none, packed, one, two, four, alone = speeds
-    said = (
-        f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % "
+speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
+three, none, packed, one, two, four, alone = speeds
+lab.read(
+    f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % to {none:.0f} %"
+    + (
+        f", and packed rows, which have none either, reach {packed:.0f} %."
+        if three - none >= 10 and packed < three
+        else f", so this is not why packed rows reach {packed:.0f} %."
     )
-    said += f"to {none:.0f} %"
-    if three - none >= 10 and packed < three:
-        said += f"; packed rows, which have none either, reach {packed:.0f} %."
-    else:
-        said += f", so this is not why packed rows reach {packed:.0f} %."
-    said += (
-        f" Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
+)
+
+# %%
+
+
+# Folded: What the table says of shared rows
+def shared_said():
+    said = (
+        f"Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
         "per SM, "
     )
     if four > 1.15 * two:
@@ -864,7 +919,7 @@ def ahead_said(rows):
     return said
 
 
-lab.read(ahead_said(ahead.rows))
+lab.read(shared_said())
 
 # %%
 
@@ -894,10 +949,10 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer under a lock. We take away its
-# two protections, the barriers and the semantics ``acquire`` and ``release``, first one at a time
-# and then both. The semantics ``relaxed`` orders nothing. The rows hold small integers, so their
-# sum is exact in any order, and any difference means that an addition was lost.
+# **The lock orders nothing.** This kernel adds rows to one buffer. We take away one of its two
+# protections at a time, the barriers or ``acquire`` and ``release``, and then both, with
+# ``relaxed`` instead, which orders nothing. The rows hold small integers, so their sum is exact in
+# any order, and any difference means that an addition was lost.
 
 import triton
 import triton.language as tl
@@ -1011,9 +1066,8 @@ if halves == ["barriers alone"]:
         "before the release."
     )
 lab.read(
-    f"With both protections {wrong['both']:.0f} of 100 runs are wrong, and with neither "
-    f"{wrong['neither']:.0f}. With barriers alone {wrong['barriers alone']:.0f} are wrong, and "
-    f"with acquire and release alone {wrong['acquire and release alone']:.0f}. {why}"
+    f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
+    f"alone {wrong['barriers alone']:.0f}. {why}"
 )
 
 # %%
@@ -1030,20 +1084,16 @@ lab.measure("From taking the lock to giving it back", in_ptx)
 # **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
 # significant bits and bfloat16 8, so a sum of ones stops at :math:`2^{11}` and :math:`2^8`.
 
-# Measuring
-ones = torch.ones(5000, 4, device=runtime.DEVICE)
-rows = []
+# Reading
+ones, counted = torch.ones(5000, 4, device=runtime.DEVICE), []
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     total = torch.zeros(4, device=runtime.DEVICE, dtype=dtype)
     for row in ones.to(dtype):
         total += row
-    rows.append(
-        {
-            "sums kept in": str(dtype).removeprefix("torch."),
-            "db": f"{total[0].item():,.0f}",
-        }
-    )
-lab.table(rows, "db of 5,000 rows with dy = 1")
+    counted.append(f"{total[0].item():,.0f} in {str(dtype).removeprefix('torch.')}")
+lab.read(
+    f"In 5,000 rows with `dy` = 1, `db` is {', '.join(counted[:2])} and {counted[2]}."
+)
 
 # %%
 # **Epsilon is dropped.** It is easy to lose in the backward pass, for example by dividing by the

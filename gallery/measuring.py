@@ -56,17 +56,17 @@ def clock(run):
 
 
 # %%
-# This measures the wrong machine.
+# This measures the wrong machine. Python runs on the :term:`host`, the CPU, which only hands in
+# orders for the GPU, as a waiter does at a kitchen: the order is in long before the dish is ready.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A call of a GPU operator is *asynchronous*: the :term:`host` puts the kernel into a queue,
-#    called a :term:`stream`, and returns before the kernel has run, often before it has begun.
+#    A call of a GPU operator is *asynchronous*: the host puts the kernel into a queue, called a
+#    :term:`stream`, and returns before the kernel has run, often before it has begun.
 #
-# ``clock`` therefore measures how long the host takes to queue the work.
-#
-# So wait for the GPU. ``torch.cuda.synchronize`` returns when the queue is empty.
+# ``clock`` therefore measures how long the host takes to queue the work. So wait for the GPU:
+# ``torch.cuda.synchronize`` returns when the queue is empty.
 
 
 def clock_and_wait(run):
@@ -129,8 +129,8 @@ def median(way, run, n=50):
 
 
 # %%
-# We time three calls in each way: a large softmax of 16,384 rows of 8,192 numbers, a small one of
-# 64 rows of 1,024, and a function that does nothing, whose time is what each way adds of its own.
+# We try all five ways on two calls: a large softmax of 16,384 rows of 8,192 numbers, and a small
+# one of 64 rows of 1,024.
 
 WAYS = {
     "clock": clock,
@@ -221,7 +221,7 @@ lab.draw(
 
 # %%
 
-# Folded: The numbers of the figure, and those of a call that does nothing
+# Folded: The numbers of the figure, and of a call that does nothing
 five_ways
 
 # %%
@@ -246,17 +246,16 @@ best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 lab.read(
-    f"For the large softmax the clock shows {large['clock']:.0f} µs. If that were the kernel's "
-    f"time, it would move {large[best] / large['clock']:.1f} times as many bytes per second as it "
-    f"does. With a wait the clock shows {large['clock and wait']:.0f} µs, {added:.0f} more than "
-    f"the kernel's {large[best]:.0f}."
+    f"The large softmax takes {large[best]:.0f} µs, and the clock shows {large['clock']:.0f}. "
+    f"Whoever believes the clock takes the kernel for {large[best] / large['clock']:.1f} times as "
+    f"fast as it is. With a wait, the host adds {added:.0f} µs."
 )
 
 # %%
 
 # Reading
 still = (
-    "more than the clock although they should leave the host out"
+    "more than the clock, although they should leave the host out"
     if small["events"] > small["clock and wait"]
     else "hardly less than the clock"
     if small["events"] > small["clock and wait"] / 2
@@ -265,21 +264,32 @@ still = (
 lab.read(
     "For the small softmax nearly all of the time is the host's. The clock with its wait shows "
     f"{small['clock and wait']:.0f} µs, and events show {small['events']:.0f}, {still}. "
-    "After a pause the kernel takes "
-    f"{small['events after a pause']:.1f} µs, and {small[best]:.1f} from a cold cache, of which "
-    f"{nothing[best]:.1f} pass between two events even with nothing between them."
+    f"After a pause the kernel takes {small['events after a pause']:.1f} µs."
 )
 
 # %%
-# The figures of this book use the last way, because they compare kernels. A user who waits for one
-# answer waits for the host too, and ``clock_and_wait`` is then the honest way.
+
+# Folded: What a flush adds, and what two events add
+lab.read(
+    f"From a cold cache the small softmax takes {small[best]:.1f} µs. Of these, "
+    f"{nothing[best]:.1f} pass between two events even with nothing between them: the table above "
+    "holds a function that does nothing, whose time is what each way adds of its own."
+)
+
+# %%
+# So the kernel's own time is that between two events, after a pause and from a cold cache. The
+# figures of this book use it, because they compare kernels. A user who waits for one answer waits
+# for the host too, and ``clock_and_wait`` is then the honest way.
+#
+# One such number is not yet a claim. We ask next what else moves it, then whether the result is
+# right, and last whether the time is good.
 #
 # The first calls
 # ---------------
 #
-# ``median`` throws the first calls away. To show why, we time the first calls of a Triton kernel,
-# of one that also chooses among nine configurations (:term:`autotuning`), of a softmax under
-# ``torch.compile``, and of a matmul of :term:`cuBLAS`.
+# Why does ``median`` throw five calls away? We time four functions from their first call to their
+# tenth: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`), a
+# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
 
 import triton
 
@@ -346,6 +356,9 @@ def falling(axes, rows):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
+# %%
+
+# Folded: All four, call by call
 lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
 # %%
@@ -354,18 +367,18 @@ lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
 lab.read(
     f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then, and the tenth {times['Triton'][-1]:.2f}. Even the matmul, which comes "
-    f"compiled, takes {times['matmul'][0]:,.0f} ms at first, because its library sets itself up."
+    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Even the matmul, which comes "
+    f"compiled, needs {times['matmul'][0]:,.0f} ms at first, because its library sets itself up."
 )
 
 # %%
-# So warm up, with the same shapes, dtypes and options as the measurement, because a change of any
+# So warm up with the same shapes, dtypes and options as the measurement, because a change of any
 # of them can cause another compilation, or the choice of another kernel.
 #
 # Cold and warm
 # -------------
 #
-# How much does the cache matter? We copy tensors of growing size, once from a cold cache and once
+# Is the flush worth its trouble? We copy tensors of growing size, once from a cold cache and once
 # from the one that the copy before has left.
 
 
@@ -460,8 +473,8 @@ lab.read(
 # How many runs?
 # --------------
 #
-# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: the curve says how
-# many per cent of the runs were at least as fast.
+# Equal runs do not take equal time, so which of their times is *the* time? The figure sorts 2,000
+# runs of one softmax: the curve says how many per cent of the runs were at least as fast.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -518,8 +531,8 @@ lab.read(
 )
 
 # %%
-# How many runs does a claim need? We draw samples from this distribution again and again and look
-# how far the median of a sample strays from that of all runs.
+# How many runs does a claim need? Suppose that we had made only five. We draw five of these runs at
+# random, a thousand times, and note how far their median strays from that of all runs.
 
 
 # Measuring
@@ -551,10 +564,10 @@ rows = [
 # Reading
 by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, and that of "
-    f"{SAMPLES[-1]}, as many as the loop of this book makes of a short kernel, by "
-    f"{by_median[-1]:.1f}. More runs do not help against a disturbance that lasts longer than the "
-    "measurement, for example a lower clock."
+    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, if we leave out the "
+    f"worst twentieth of the draws. That of {SAMPLES[-1]} runs, as many as this book makes of a "
+    f"short kernel, strays by {by_median[-1]:.1f} %. More runs do not help against a disturbance "
+    "that outlasts all of them, such as a lower clock."
 )
 
 # %%
@@ -566,9 +579,10 @@ lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 # Clocks and power
 # ----------------
 #
-# A GPU lowers its clocks when it would otherwise exceed its *power limit*, and whatever depends on
-# the clocks then takes longer. We let the GPU rest, time ten runs, keep it busy for a second and a
-# half, and then time more runs while ``nvidia-smi`` reads the clocks and the power.
+# Why is the same kernel slower at the end of a long job? A GPU lowers its clocks when it would
+# otherwise exceed its *power limit*, and whatever depends on the clocks then takes longer. We let
+# the GPU rest, time ten runs, keep it busy for a second and a half, and then time more runs while
+# ``nvidia-smi`` reads the clocks and the power.
 
 
 # Measuring
@@ -736,10 +750,10 @@ lab.read(
 # Which difference is real?
 # -------------------------
 #
-# Because the clocks depend on what ran before, the *order* of a comparison can decide it: whoever
-# always runs after the matmul looks slower than it is. The loop of this book therefore draws a new
-# order in each of its rounds, and puts all of the above together: a warm-up, and a flush and a
-# pause before each run. Which differences can it resolve?
+# Two kernels differ by one per cent: is one of them faster? Perhaps not, because the other may
+# always have run after a matmul, which had lowered the clock. The loop of this book therefore warms
+# up, draws a new order in each of its rounds, and flushes and pauses before each run. The scatter
+# that remains it can measure itself.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -788,10 +802,17 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 lab.read(
-    f"The two names of one kernel differ by up to {resolved:.2f} %, although the loop makes up to "
-    f"{IN_ALL} runs: {ROUNDS} rounds of {MOST_REPEATS}, or of as many as fit in {REPEAT_MS} "
-    f"milliseconds. So in the figures of this book a difference below "
+    "We give each of three kernels two names, and time both beside a large matmul. The two names "
+    f"differ by up to {resolved:.2f} %. So in the figures of this book a difference below "
     f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % counts as none."
+)
+
+# %%
+
+# Folded: How many runs the loop makes
+lab.read(
+    f"It makes up to {IN_ALL} runs of each kernel: {ROUNDS} rounds of {MOST_REPEATS}, or of as "
+    f"many as fit in {REPEAT_MS} milliseconds."
 )
 
 # %%
@@ -800,10 +821,74 @@ lab.read(
 lab.source(_time_in_turn)
 
 # %%
+# Ready-made loops
+# ----------------
+#
+# Must you write such a loop yourself? Triton and PyTorch bring some, and they differ in what they
+# keep out.
+#
+# - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, by the GPU's clock
+#   and by the host's. They keep neither the host nor the cache out.
+# - ``triton.testing.do_bench`` flushes L2 before each run, and meanwhile the host queues what
+#   follows.
+# - ``do_bench_cudagraph`` takes the host out, and does not flush.
+
+
+# Measuring
+def loops():
+    from torch.utils.benchmark import Timer
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    ways = {
+        "events around a loop": lambda run: batch(run, 200),
+        "torch.utils.benchmark": lambda run: (
+            1e6 * Timer("run()", globals={"run": run}).blocked_autorange().median
+        ),
+        "do_bench": lambda run: 1e3 * do_bench(run, return_mode="median"),
+        "do_bench_cudagraph": lambda run: (
+            1e3 * do_bench_cudagraph(run, return_mode="median")
+        ),
+        "this book's": partial(median, WAYS[best]),
+    }
+    inputs = {
+        f"{rows:,} × {columns:,}, µs": partial(softmax, matrix(rows, columns))
+        for rows, columns in ((64, 1024), (2048, 4096), (16384, 8192))
+    }
+    return [
+        {"loop": name} | {what: round(way(run), 1) for what, run in inputs.items()}
+        for name, way in ways.items()
+    ]
+
+
+suites = lab.measure("One softmax in five loops", loops)
+suites
+
+# %%
+
+# Reading
+sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
+all_large = [row[sizes[2]] for row in suites.rows] or [nan]
+graphed = cell(suites, "do_bench_cudagraph", sizes[1])
+from_cache = (
+    1e-3 * 2 * 2048 * 4096 * 2 / graphed
+)  # GB/s, beside a copy that no cache helps
+lab.read(
+    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
+    "the small one a loop of events measures how fast the host launches. On the middle one "
+    "`do_bench_cudagraph` finds its input in the cache"
+    + (
+        ", and seems to move more bytes per second than a copy"
+        if from_cache > 1.05 * unwarmed[last]
+        else ""
+    )
+    + ". Each loop answers another question, so a figure must say which one it used."
+)
+
+# %%
 # Is it right?
 # ------------
 #
-# A kernel that does half of the work is fast, so check the result before the time. We compare what
+# A kernel that does half of the work is fast, so the result comes before the time. We compare what
 # is timed here with float64. PyTorch's own error in the same dtype sets the tolerance.
 
 
@@ -825,10 +910,71 @@ def cases():
 lab.check("What is timed", cases())
 
 # %%
+# The error of a sum
+# ------------------
+#
+# A time is worth nothing if the result is wrong, and a sum is easily wrong: its error depends on
+# the dtype of its accumulator. We add 0.01 a thousand times, which should give 10.
+
+
+def summed(total, number):
+    for _ in range(1000):
+        total += number  # the result keeps the dtype of total
+    return total.item()
+
+
+def hundredth(dtype):
+    return torch.tensor(0.01, dtype=dtype)
+
+
+# %%
+
+rows = []
+for total, number in (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("float32", "float16"),
+    ("float32", "float16, cast first"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("float32", "bfloat16, cast first"),
+):
+    term = hundredth(getattr(torch, number.partition(",")[0]))
+    term = term.float() if "cast" in number else term
+    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
+    eps = torch.finfo(getattr(torch, total)).eps
+    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
+    rows.append(
+        {
+            "sum in": total,
+            "numbers in": number,
+            "sum": f"{found:.4f}",
+            "off by": f"{100 * (found / 10 - 1):+.3f} %",
+            "stops at": f"{stop:,}",
+        }
+    )
+assert rows[2]["sum"] == rows[3]["sum"]
+assert rows[5]["sum"] == rows[6]["sum"]
+lab.table(
+    [row for row in rows if "cast" not in row["numbers in"]], "0.01, a thousand times"
+)
+
+# %%
+# The gap between neighbouring floats grows with their size. In bfloat16 half of the gap is more
+# than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
+# accumulator only the rounding of 0.01 to 16 bits is left. So numbers may be stored in 16 bits, but
+# sums must be kept in 32, as every kernel of this book does.
+#
+# .. dropdown:: More: must the numbers be cast first?
+#
+#    No. PyTorch casts each of them to the dtype of the sum before it adds, so that the sum has the
+#    same bits if we cast them ourselves, which the script asserts.
+
+# %%
 # What a launch costs the host
 # ----------------------------
 #
-# Small kernels wait for the host. Where does its time go? We take :doc:`dropout
+# A small kernel waits for the host. What does the host do in that time? We take :doc:`dropout
 # </chapters/dropout>` on a small input and measure the layers of a call from the inside out, each
 # as the time until it returns.
 
@@ -886,15 +1032,14 @@ took = {
 lab.read(
     f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
     "it looks at every argument to find the compiled kernel. The book's operators remember the "
-    f"compiled kernel, and launch it in {took['a cached launch']:.1f}. Checks, the output and "
-    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f}. (Here the fastest of "
-    "60 rounds counts, because a host is interrupted often.)"
+    f"compiled kernel, and launch it in {took['a cached launch']:.1f} µs. Checks, the output and "
+    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f} µs."
 )
 
 # %%
-# **CUDA graphs.** A :term:`CUDA graph` records the launches of a piece of work once and replays
-# them with one call. We time ten softmaxes, called one by one and replayed, beside ten times what
-# the kernel takes alone.
+# **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
+# piece of work and replays them with one call. We time ten softmaxes, called one by one and
+# replayed, beside ten times what the kernel takes alone.
 
 
 def recorded_graph(run):
@@ -974,20 +1119,30 @@ few, *_, many = heights
 marks = 10 * nothing[best]
 lab.read(
     f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
-    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The "
-    "kernels timed alone take longer than the graph, because each starts from a cold cache and "
-    f"pays for its own two events, {marks:.0f} µs in all."
+    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway."
+)
+
+# %%
+
+# Folded: Why the kernels alone take longer than the graph
+lab.read(
+    "Timed alone, each kernel starts from a cold cache and pays for its own two events, "
+    f"{marks:.0f} µs for all ten."
 )
 
 # %%
 # The roofline
 # ------------
 #
-# Is a time good? That depends on what the kernel has to do. Let it move :math:`Q` bytes and do
-# :math:`W` floating-point operations (FLOPs), on a GPU that can move :math:`\beta` bytes and do
-# :math:`\pi` FLOPs per second. It takes at least as long as each of the two alone, so its speed
-# :math:`P = W / T` has a ceiling that depends only on its :term:`arithmetic intensity`
-# :math:`I = W / Q`:
+# Is a time good? That depends on what the kernel has to do. The weighted sum of :doc:`the first
+# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes, while the
+# GPU could do hundreds of operations until the next number arrives, so memory sets its pace.
+# Attention uses each number thousands of times, so arithmetic sets its pace.
+#
+# In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
+# on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. It takes at least
+# as long as each of the two alone, so its speed :math:`P = W / T` has a ceiling that depends only
+# on its :term:`arithmetic intensity` :math:`I = W / Q`:
 #
 # .. math::
 #
@@ -1154,13 +1309,12 @@ def waits_for(points):
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 [(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
 lab.read(
-    "The weighted sum of the first chapter does 2 FLOPs for each element of 2 bytes, so its "
-    f"intensity is {intensity:.0f} and its roof is {beta * intensity / 1e3:.1f} TFLOP/s, "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Like {len(waiting) - 1} "
-    f"more of {len(placed)} operators it lies left of the ridge of {ridge:,.0f} FLOPs per byte, "
-    "where what runs near the roof can only become faster by moving fewer bytes. Attention lies "
-    "right of it, because its FLOPs grow with the square of the length and its bytes with the "
-    "length."
+    f"The weighted sum has an intensity of {intensity:.0f}, so its roof is "
+    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
+    f"operators of this book, {len(waiting)} lie left of the ridge, which is at {ridge:,.0f} FLOPs "
+    "per byte. There, what runs near the roof can only become faster by moving fewer bytes. "
+    "Attention lies right of it, because its FLOPs grow with the square of the length and its "
+    "bytes with the length."
 )
 
 # %%
@@ -1173,15 +1327,12 @@ lab.read(
 
 # %%
 
-# Folded: The limits of this machine
-machine
-
-# %%
-
-# Folded: Why the matmul is faster here than above
+# Folded: The limits of this machine, and why the matmul is faster here than above
 lab.read(
-    f"The {pi:,.0f} TFLOP/s are those of a matmul that rests before each run, as every operator of "
-    f"this book does when it is timed. Without a rest the matmul above did {hot:,.0f}."
+    f"A copy moves {beta:,.0f} GB/s and a matmul does {pi:,.0f} TFLOP/s, which meet at "
+    f"{row.get('ridge, FLOPs per byte', nan):,.0f} FLOPs per byte. This matmul rests before each "
+    "run, as every operator of this book does when it is timed. Without a rest the matmul above "
+    f"did {hot:,.0f} TFLOP/s."
 )
 
 # %%
@@ -1227,10 +1378,10 @@ lab.read(
 # What the compiler made of it
 # ----------------------------
 #
-# A kernel that is below the roof without a reason on paper may have one in its machine code. The
-# last stage of the compiler, ``ptxas``, reports how many :term:`registers <register>` a thread
-# needs and how many values it had to :term:`spill`. To see what a spill does, we forbid the softmax
-# kernel its registers: ``maxnreg`` is the most that a thread may have.
+# Why is a kernel far below its roof? The first place to look is its :term:`registers <register>`.
+# If a thread needs more of them than it gets, the compiler must :term:`spill` values to memory and
+# read them back. Its last stage, ``ptxas``, reports both counts. To see what a spill does, we take
+# registers away from the softmax kernel: ``maxnreg`` is the most that a thread may have.
 
 
 # Measuring
@@ -1315,7 +1466,8 @@ lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
     f"{cell(facts, 'Kernel Book', 'spills') or 'no'} values, and the kernel runs at "
     f"{untouched:.0f} % of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} "
-    f"values in memory, and it runs at {tight:.0f} %, {despite}. So look at the spills first."
+    f"values in memory, and the kernel falls to {tight:.0f} %, {despite}. So look at the spills "
+    "first."
 )
 
 # %%
@@ -1384,7 +1536,7 @@ code
 
 # %%
 
-# Folded: What the spills became
+# Folded: What the spills became, and how to read a line
 load = cell(code, "load", "times")
 spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
@@ -1395,14 +1547,6 @@ spilled = (
 )
 if code.rows and "first in PTX" in code.rows[0]:
     spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
-lab.read(
-    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
-    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
-)
-
-# %%
-
-# Folded: How to read a line
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
 pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
@@ -1415,15 +1559,20 @@ if parts := re.fullmatch(pattern, line):
     )
 else:
     text = "A line names the operation, then where its result goes, then its inputs."
-lab.read(text)
+lab.read(
+    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
+    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
+    f" {text}"
+)
 
 # %%
 # The counters of the GPU
 # -----------------------
 #
-# Nsight Compute, ``ncu``, runs one kernel several times and reads the hardware's counters, which
-# show how many bytes a kernel really moved and how busy each part of the GPU was. We ask for those
-# of two softmaxes: the row kernel above, and ``online``, which reads every row twice.
+# So far we counted bytes on paper. Does the kernel really move that many? Nsight Compute, ``ncu``,
+# runs one kernel several times and reads the hardware's counters, which tell the bytes and how busy
+# each part of the GPU was. We ask for those of two softmaxes: the row kernel above, and ``online``,
+# which asks for every row twice.
 
 # Measuring
 COUNTERS = {
@@ -1519,16 +1668,15 @@ read, twice, written, kept = (
     for kernel in KERNELS
 )
 again = (
-    f"`online` asks for every byte twice and reads {twice:.0f}, because the second time it finds "
-    "the row in L2."
+    "`online` reads no more from HBM, because the second time it finds the row in L2."
     if twice < 1.05 * paper
-    else f"`online` reads {twice:.0f}, some bytes twice."
+    else f"`online` reads {twice:.0f} MB, some bytes twice."
 )
 found = (
-    f"On paper each kernel reads {paper:.0f} MB and writes as many. The row kernel reads "
-    f"{read:.0f} MB from HBM. {again} Memory is busy at {count('HBM, of its peak'):.0f} % of its "
-    f"peak, and the busiest part of the SMs at {count('SMs, of their peak'):.0f} %: this kernel "
-    "waits for memory."
+    f"On paper a kernel must read {paper:.0f} MB, and the row kernel does read {read:.0f} MB from "
+    f"HBM. {again} In the row kernel memory is busy at {count('HBM, of its peak'):.0f} % of its "
+    f"peak, and the busiest part of the SMs at {count('SMs, of their peak'):.0f} %: it waits for "
+    "memory."
 )
 if "absent" in counts:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -1559,124 +1707,13 @@ lab.read(
 )
 
 # %%
-# The error of a sum
-# ------------------
-#
-# A time is worth nothing if the result is wrong, and the error of a sum depends on the dtype of its
-# accumulator. We add 0.01 a thousand times, which should give 10.
-
-
-def summed(total, number):
-    for _ in range(1000):
-        total += number  # the result keeps the dtype of total
-    return total.item()
-
-
-def hundredth(dtype):
-    return torch.tensor(0.01, dtype=dtype)
-
-
-# %%
-
-rows = []
-for total, number in (
-    ("float32", "float32"),
-    ("float16", "float16"),
-    ("float32", "float16"),
-    ("float32", "float16, cast first"),
-    ("bfloat16", "bfloat16"),
-    ("float32", "bfloat16"),
-    ("float32", "bfloat16, cast first"),
-):
-    term = hundredth(getattr(torch, number.partition(",")[0]))
-    term = term.float() if "cast" in number else term
-    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
-    eps = torch.finfo(getattr(torch, total)).eps
-    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
-    rows.append(
-        {
-            "sum in": total,
-            "numbers in": number,
-            "sum": f"{found:.4f}",
-            "off by": f"{100 * (found / 10 - 1):+.3f} %",
-            "stops at": f"{stop:,}",
-        }
-    )
-assert rows[2]["sum"] == rows[3]["sum"]
-assert rows[5]["sum"] == rows[6]["sum"]
-lab.table(rows, "0.01, a thousand times")
-
-# %%
-# The gap between neighbouring floats grows with their size. In bfloat16 half of the gap is more
-# than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
-# accumulator only the rounding of 0.01 to 16 bits is left, and a cast first makes no difference,
-# because PyTorch casts before it adds. So numbers may be stored in 16 bits, but sums must be kept
-# in 32, as every kernel of this book does.
-#
-# Ready-made loops
-# ----------------
-#
-# The loops of Triton and PyTorch differ in what they keep out. The simplest puts two events around
-# many calls, and ``torch.utils.benchmark`` does the same with the host's clock.
-# ``triton.testing.do_bench`` flushes L2 before each run, and while the GPU flushes, the host queues
-# what follows. ``do_bench_cudagraph`` takes the host out and does not flush.
-
-
-# Measuring
-def loops():
-    from torch.utils.benchmark import Timer
-    from triton.testing import do_bench, do_bench_cudagraph
-
-    ways = {
-        "events around a loop": lambda run: batch(run, 200),
-        "torch.utils.benchmark": lambda run: (
-            1e6 * Timer("run()", globals={"run": run}).blocked_autorange().median
-        ),
-        "do_bench": lambda run: 1e3 * do_bench(run, return_mode="median"),
-        "do_bench_cudagraph": lambda run: (
-            1e3 * do_bench_cudagraph(run, return_mode="median")
-        ),
-        "this book's": partial(median, WAYS[best]),
-    }
-    inputs = {
-        f"{rows:,} × {columns:,}, µs": partial(softmax, matrix(rows, columns))
-        for rows, columns in ((64, 1024), (2048, 4096), (16384, 8192))
-    }
-    return [
-        {"loop": name} | {what: round(way(run), 1) for what, run in inputs.items()}
-        for name, way in ways.items()
-    ]
-
-
-suites = lab.measure("One softmax in five loops", loops)
-suites
-
-# %%
-
-# Reading
-sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
-all_large = [row[sizes[2]] for row in suites.rows] or [nan]
-graphed = cell(suites, "do_bench_cudagraph", sizes[1])
-from_cache = 1e-3 * 2 * 2048 * 4096 * 2 / graphed
-lab.read(
-    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    "the small one a loop of events measures how fast the host launches. On the middle one "
-    "`do_bench_cudagraph` finds its input in the cache"
-    + (
-        ", and seems to move more bytes per second than a copy"
-        if from_cache > 1.05 * beta
-        else ""
-    )
-    + ". Each loop answers another question, so a figure must say which one it used."
-)
-
-# %%
 # What breaks it
 # --------------
 #
-# **The wrong bytes.** Two kernels can only be compared by the work of the job, and not by what each
-# implementation happens to do. The softmax of five PyTorch operations in :doc:`/chapters/softmax`
-# moves four times the necessary bytes.
+# **The wrong bytes.** A kernel that moves needless bytes can boast of its bytes per second. Two
+# kernels can only be compared by the bytes of the job, and not by those that each happens to move.
+# The softmax of five PyTorch operations in :doc:`/chapters/softmax` moves four times the necessary
+# bytes.
 
 # %%
 
@@ -1707,38 +1744,34 @@ lab.read(text)
 # A checklist
 # -----------
 #
-# The symptom, the instrument, and what it costs:
+# If a time looks wrong:
 #
-# - *Too fast to be true:* wait for the GPU; the time then holds the host's part.
-# - *Tens of microseconds, whatever the kernel does:* pause before the first event, for up to a
-#   millisecond a run.
-# - *Faster than the memory:* flush the L2, for the time of writing a few hundred megabytes a run.
-# - *Seconds, at first:* warm up with the same shapes, dtypes and options, for some calls.
+# - *Too fast to be true:* the call returned before the kernel had run. Wait for the GPU.
+# - *Tens of microseconds, whatever the kernel does:* that is the host. Pause before the first
+#   event, or measure with the host on purpose.
+# - *Faster than the memory:* the input was in the cache. Flush the L2 before each run.
+# - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
 # - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
-# - *Another time after another kernel:* shuffle the order and run an A/A test, for one more
-#   provider.
-# - *The GPU waits for the host:* replay a CUDA graph, for fixed shapes and addresses.
-# - *Is it fast?* Count bytes and FLOPs and draw the roofline, for one timed copy and one matmul.
-# - *Slow without a reason on paper:* look at registers and spills, for one compilation, and at the
-#   counters of ``ncu``, for the permission to read them.
+# - *Another time after another kernel:* that is the clock. Shuffle the order, and run an A/A test.
+# - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
+# - *Slow without a reason on paper:* look at registers and spills, then at the counters of ``ncu``.
 #
 # In short
 # --------
 #
-# A clock around a call measures the host. To measure the kernel, warm up, flush the cache, give the
-# GPU work before the first event, take the median of many runs in random order, and find with one
-# kernel under two names what is too small to be believed. A time is good or bad only beside the
-# bytes and FLOPs that it must pay for. :doc:`/chapters/dropout` is timed in this way, as is every
-# chapter after it.
+# A clock around a call measures the host. To measure the kernel, keep the host and the cache out,
+# take the median of many runs in random order, and find with one kernel under two names what is too
+# small to be believed. A time is good or bad only beside the bytes and FLOPs that it must pay for.
+# :doc:`/chapters/dropout` is timed in this way.
 #
 # Exercises
 # ---------
 #
-# **1. How sure is a median?** Sort :math:`n` independent runs. Each is below the true median with
-# probability 1/2, so the number of those below it has a binomial distribution, whatever the
-# distribution of the times. Find the largest :math:`k` for which the true median lies between the
-# k-th fastest and the k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs.
-# Check it with times from a distribution with a long tail.
+# **1. How sure is a median?** Each of :math:`n` independent runs is below the true median with
+# probability 1/2, so the number of those below has a binomial distribution, whatever the times
+# have. Find the largest :math:`k` for which the true median lies between the k-th fastest and the
+# k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs. Check it with times
+# from a distribution with a long tail.
 
 # %%
 

@@ -38,8 +38,8 @@ lab.start("softmax", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# Softmax turns a row of numbers into weights that are positive and sum to 1. Written with PyTorch's
-# own operations, it takes five of them.
+# Softmax turns a row of numbers into weights that are positive and sum to 1. The row 1, 2, 3
+# becomes about 0.09, 0.24, 0.67. Written with PyTorch's own operations, it takes five of them.
 
 
 def simple_softmax(x):
@@ -65,14 +65,14 @@ def simple_softmax(x):
 #          write. The row kernel: one read and one write.
 #
 # A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
-# multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, which
-# must share a maximum and a sum that none of them knows alone.
+# multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, and
+# these need a maximum and a sum that none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
 #
-# The simplest attempt treats each block as if it were a row of its own, with its own maximum and
-# its own sum. In this kernel, each :term:`program` takes one row and loops over its blocks.
+# Why not treat each block as if it were a row of its own, with its own maximum and its own sum? In
+# this kernel, each :term:`program` takes one row and loops over its blocks.
 
 import triton
 import triton.language as tl
@@ -113,8 +113,10 @@ lab.table(
 # The idea
 # --------
 #
-# The loop must carry two numbers from block to block: the maximum so far and the sum so far. The
-# terms of the sum were computed relative to the old maximum.
+# The loop must carry two numbers from block to block: the maximum so far and the sum so far. Take
+# the row 1, 2, 4. After 1 and 2 the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`.
+# Then 4 arrives, and both terms should have been relative to 4. We need not compute them again:
+# times :math:`e^{2-4}` the sum is 0.19, and with the 1 that the new element adds, 1.19.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -127,8 +129,8 @@ lab.table(
 # The mathematics
 # ---------------
 #
-# **The recurrence.** Let :math:`m_j` be the maximum of the first :math:`j` elements, and
-# :math:`d_j` the sum of their exponentials relative to that maximum:
+# **The recurrence.** Is this exact for every row? Let :math:`m_j` be the maximum of the first
+# :math:`j` elements, and :math:`d_j` the sum of their exponentials relative to that maximum:
 #
 # .. math::
 #
@@ -171,15 +173,12 @@ lab.table(
 #    The pair of a union does not depend on how the union was cut, so the merge is *associative*:
 #    any grouping gives the same result.
 #
-# The recurrence is the special case in which one piece is a single element, with the pair
-# :math:`(x_j, 1)`. An empty piece has the pair :math:`(-\infty, 0)`.
+# A single element has the pair :math:`(x_j, 1)`, and an empty piece :math:`(-\infty, 0)`.
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
 #          two: (4, 1.19) and (3, 1.05) give (4, 1.57); (6, 1.74) and (1, 1.00) give (6, 1.74);
 #          these two give (6, 1.96) for the whole row.
-#
-# As a check, we cut a row into pieces and merge their pairs in a random order.
 
 
 # Measuring
@@ -218,10 +217,21 @@ for pieces in (2, 7, 100):
 lab.table(rows, "Pairs merged in a random order, float64")
 
 # %%
+
+# Reading
+worst_sum = max(float(row["sum off by"]) for row in rows)
+lab.read(
+    "As a check, we cut a row into 2, 7 and 100 pieces and merge their pairs in a random order. "
+    "The maximum is the same each time, and the sum is off by at most "
+    f"{1e16 * worst_sum:.0f} · 10⁻¹⁶, which is the rounding of float64."
+)
+
+# %%
 # Three reads
 # -----------
 #
-# The straightforward kernel loops over the row for the maximum, for the sum, and for the result.
+# How much is there to gain? The straightforward kernel loops over the row three times: for the
+# maximum, for the sum, and for the result.
 
 # %%
 
@@ -229,9 +239,9 @@ lab.table(rows, "Pairs merged in a random order, float64")
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# The plot shows this kernel and all that follow, in bfloat16. The :term:`limit` is a copy, because
-# softmax is :term:`memory-bound`: it too must read every row once and write it once. PyTorch's copy
-# is not the fastest possible, so a kernel may exceed 100 %.
+# The plot shows this kernel beside all that the next sections build, in bfloat16. The :term:`limit`
+# is a copy, because softmax is :term:`memory-bound`: it too must read every row once and write it
+# once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
 
 
 # Measuring
@@ -286,22 +296,29 @@ share = {
     for n in (short, 32768, 65536, long)
 }
 lab.read(
-    f"Three passes reach {share['three_pass', short]:.0f} % of a copy at {short:,} columns, where "
-    "the further reads find the row in a cache, and "
-    f"{share['three_pass', long]:.0f} % at {long:,}, where they go to memory. The bytes of "
-    f"`simple_softmax` would allow {100 * 2 / 8:.0f} %, and it reaches "
-    f"{share['simple_softmax', short]:.0f} %; PyTorch's source shows three operations that do more "
-    "than a copy: the maximum also finds its position, and the subtraction and the division load "
-    "element by element."
+    f"At {short:,} columns three passes reach {share['three_pass', short]:.0f} % of a copy's "
+    "speed, because the further reads find the row in a cache. At "
+    f"{long:,} columns they go to memory, and {share['three_pass', long]:.0f} % is left."
+)
+
+# %%
+
+# Folded: Why the five operations are slower than their bytes
+lab.read(
+    f"At {short:,} columns the bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it "
+    f"reaches {share['simple_softmax', short]:.0f} %. PyTorch's source shows three operations that "
+    "do more than a copy: the maximum also finds its position, and the subtraction and the "
+    "division load element by element."
 )
 
 # %%
 # Two reads: online
 # -----------------
 #
-# The recurrence joins the first two loops into one. Here it advances by a whole block at a time,
-# and ``alpha`` rescales the old sum to the new maximum. ``evict_last`` asks the cache to keep this
-# data longer than other data, because a second loop reads the row again to write the result.
+# The recurrence joins the first two loops into one, which saves a read. Here it advances by a whole
+# block at a time, and ``alpha`` rescales the old sum to the new maximum. ``evict_last`` asks the
+# cache to keep this data longer than other data, because a second loop reads the row again to write
+# the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -341,9 +358,8 @@ lab.read(
 )
 
 # %%
-# At which length does the second read become expensive? It finds the row in the :term:`L2` cache,
-# which all SMs share, if all rows *in flight*, those that programs are working on, fit there
-# together.
+# At which length does the second read become expensive? It finds the row in the :term:`L2` cache
+# if all rows *in flight*, those that programs are working on, fit there together.
 
 
 # Measuring
@@ -409,10 +425,12 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# Where the bars leave the box, the online kernel loses speed. The prediction is rough, because the
-# cache also holds what is being written.
+# Where the bars leave the box, the online kernel loses speed. For longer rows, then, even the
+# second read must go.
 #
 # .. dropdown:: How the rows in flight are counted
+#
+#    The prediction is rough, because the cache also holds what is being written.
 #
 #    A row is in flight while a program works on it, so we count programs: the online kernel has one
 #    warp for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at
@@ -422,36 +440,44 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 # One read: whole rows
 # --------------------
 #
-# The shortest kernel also moves the fewest bytes, as long as a row fits. Each program loads one or
-# more whole rows and does everything in its :term:`registers <register>`, the fastest storage on
-# the chip.
+# Can a program keep the row that it has read? The shortest kernel does so, as long as a row fits.
+# Each program loads one or more whole rows and does everything in its :term:`registers <register>`,
+# the fastest storage on the chip.
 
 lab.source(row_fwd_kernel)
 
 # %%
 # A block has a power of two of elements and a row seldom does, so the load fills the slots past the
 # end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
-# exponential is 0. ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because
-# a power of two is the only exponential that the hardware has.
+# exponential is 0.
+#
+# .. dropdown:: More: the exponential
+#
+#    ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because a power of two
+#    is the only exponential that the hardware has.
 
 # %%
 
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 lab.read(
-    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy; a fold "
-    "below, on the last few percent, asks why `online` can be a little ahead. At 32,768 columns, "
-    f"though, one read reaches {one:.0f} %, beside {two:.0f} % for two."
+    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy's speed. "
+    f"`online` is a little ahead there, with {share['online', short]:.0f} %, and a fold further "
+    f"below asks why. At 32,768 columns, though, one read reaches only {one:.0f} %, where two "
+    f"reach {two:.0f}."
+    if share["online", short] > share["one program", short]
+    else f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy's "
+    f"speed. At 32,768 columns one read reaches {one:.0f} %, and two reach {two:.0f}."
 )
 
 # %%
 # Packed: two programs on an SM
 # -----------------------------
 #
-# An SM has 65,536 registers of 4 bytes. A row of 32,768 numbers, widened to float32, takes half of
-# them, and the program needs some for other values too, so a second one does not fit beside it. A
-# lone program cannot overlap its two kinds of work: while it computes, nothing is loaded, and while
-# it loads, nothing is computed.
+# What slows the shortest kernel down at 32,768 columns? An SM has 65,536 registers of 4 bytes. A
+# row of 32,768 numbers, widened to float32, takes half of them, and the program needs some for
+# other values too, so a second program does not fit beside it. A lone program cannot overlap its
+# two kinds of work: while it computes, nothing is loaded, and while it loads, nothing is computed.
 #
 # .. animation:: registers_of_an_sm
 #
@@ -462,9 +488,9 @@ lab.read(
 lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
-# ``raw += zero`` keeps the compiler from widening the row only once and keeping the result, because
-# it cannot know that adding an argument of the kernel changes nothing. Widening again is cheap: a
-# shift, or a conversion, for each half.
+# Widening is cheap: a shift, or a conversion, for each half. ``raw += zero`` keeps the compiler
+# from doing it only once and keeping the result, because it cannot know that adding an argument of
+# the kernel changes nothing.
 
 # %%
 
@@ -485,21 +511,21 @@ lab.source(packed_row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"Packed, the row of 32,768 columns reaches {share['Kernel Book', 32768]:.0f} %."
+    f"Packed, the row of 32,768 columns reaches {share['Kernel Book', 32768]:.0f} % instead of "
+    f"{one:.0f}."
 )
 
 # %%
 # Rows split over programs
 # ------------------------
 #
-# A row of 65,536 columns takes half of an SM's registers even when it is packed. Several programs
-# therefore share such a row. Each keeps its part in registers and computes the pair of that part,
-# its maximum ``m`` and the sum of its ``numerator``. Then the programs exchange their pairs, and
-# each merges all of them. This :term:`exchange` has three steps, and :doc:`layer norm
-# </chapters/layer_norm>` uses the same.
+# What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
+# when it is packed. So several programs share it, and here the merge pays off: each program keeps
+# its part in registers and computes the pair of that part, its maximum ``m`` and the sum of its
+# ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
+# :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
 #
-# In the animation one of four programs starts late. A program that still polls when the last pair
-# is published collects all four. One that has given up by then reads the whole row.
+# In the animation one of four programs starts late.
 #
 # .. animation:: publish_and_collect
 
@@ -607,9 +633,13 @@ lab.read(
 # Is it right?
 # ------------
 #
-# We check each algorithm against float64, at row lengths that fill its blocks and at others, and
-# allow twice PyTorch's error. In float32 we allow four times, because multiplying by the reciprocal
-# rounds once more than a division, and the hardware's ``exp2`` errs in its last two bits.
+# All of these kernels must give the same result. We check each algorithm against float64, at row
+# lengths that fill its blocks and at others, and allow twice PyTorch's error.
+#
+# .. dropdown:: More: the tolerance in float32
+#
+#    In float32 we allow four times, because multiplying by the reciprocal rounds once more than a
+#    division, and the hardware's ``exp2`` errs in its last two bits.
 
 
 def cases():
@@ -669,7 +699,7 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# Beside the public ``softmax``, which picks the kernel by the length of the row, stand two
+# The public ``softmax`` picks the kernel by the length of the row. Beside PyTorch stand two
 # libraries: Liger, a collection of Triton kernels by LinkedIn, and quack, by the authors of
 # FlashAttention, in CuTe DSL, NVIDIA's own language for kernels in Python.
 
@@ -710,22 +740,28 @@ lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
+# Reading
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
+lab.read(forward.summary(**in_dtypes[0]))
+
+# %%
+
+# Reading
+lab.read(forward.faster_peers(*in_dtypes))
+
+# %%
+
 # Folded: The same in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
-# Reading
-in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(
-    " ".join(
-        [*(forward.summary(**d) for d in in_dtypes), forward.faster_peers(*in_dtypes)]
-    )
-)
+# Folded: What the figure in float32 shows
+lab.read(forward.summary(**in_dtypes[1]))
 
 # %%
 
-# Reading
+# Folded: Where torch.compile falls, and why
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
@@ -756,10 +792,11 @@ lab.read(
 # Backward
 # --------
 #
-# Let :math:`y` be the output and :math:`dy` the gradient that arrives with it. The gradient of the
-# input is :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one :term:`reduction` over the
-# row, after which every element can be computed by itself. It needs :math:`y` and :math:`dy` but
-# not :math:`x`, so the least it can move is two reads and one write.
+# Does the gradient need the exponentials again? Let :math:`y` be the output and :math:`dy` the
+# gradient that arrives with it. The gradient of the input is
+# :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one :term:`reduction` over the row,
+# after which every element can be computed by itself. It needs :math:`y` and :math:`dy` but not
+# :math:`x`, so the least it can move is two reads and one write.
 #
 # .. dropdown:: The gradient, derived
 #
@@ -827,9 +864,13 @@ ours = [
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
     f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
-    "one write load the memory less than a copy's even mix of reads and writes. "
-    f"{backward.faster_peers(in_dtypes[0])}"
+    "one write load the memory less than a copy's even mix of reads and writes."
 )
+
+# %%
+
+# Reading
+lab.read(backward.faster_peers(in_dtypes[0]))
 
 # %%
 # .. dropdown:: More: the last few percent
@@ -893,10 +934,7 @@ gradients = lab.bench(
     limit_work="2 * rows * columns * itemsize",
 )
 
-# %%
 
-
-# Measuring
 def times_of(sweep, provider):
     return [1e3 * sweep.milliseconds_at(provider, rows=rows) for rows in HEIGHTS]
 
@@ -909,28 +947,6 @@ def further(sweep, provider):
     return moved / (more - less) / 1e6
 
 
-# %%
-
-# Folded: Four times as many rows
-rows = [
-    {
-        "direction": direction,
-        "kernel": name,
-        "32,768 rows, µs": round(times[0], 1),
-        "131,072 rows, µs": round(times[1], 1),
-        "TB/s of the further rows": round(further(sweep, name), 2),
-    }
-    for direction, sweep in {"forward": reads, "backward": gradients}.items()
-    if sweep.rows
-    for name in sweep.providers
-    for times in [times_of(sweep, name)]
-]
-lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
-
-# %%
-
-
-# Measuring
 def lead(sweep, ahead, behind):
     """By how many µs one is ahead at both heights, and in words what that means."""
     less, more = (
@@ -975,9 +991,6 @@ faster = f"`online` leads the row kernel by {meaning} " + (
     f"{100 * (fewer['two reads'] - 1):+.1f} %."
 )
 
-# %%
-
-# Measuring
 counted = (results.find("measuring") or {"tables": {}})["tables"].get(
     "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
 )
@@ -1008,6 +1021,38 @@ if written:
         f"{written['online']:.0f}. We did not find the reason."
     )
 
+
+def launch(columns, dtype):
+    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    return lambda: softmax(x).sum().backward()
+
+
+facts = lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
+        for columns in (4096, 16384, 32768, 65536)
+    },
+)
+
+# %%
+
+# Folded: Four times as many rows
+rows = [
+    {
+        "direction": direction,
+        "kernel": name,
+        "32,768 rows, µs": round(times[0], 1),
+        "131,072 rows, µs": round(times[1], 1),
+        "TB/s of the further rows": round(further(sweep, name), 2),
+    }
+    for direction, sweep in {"forward": reads, "backward": gradients}.items()
+    if sweep.rows
+    for name in sweep.providers
+    for times in [times_of(sweep, name)]
+]
+lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
+
 # %%
 
 # Folded: What follows from the times
@@ -1021,22 +1066,6 @@ lab.read(
     faster
     + f" {text} "
     + f"`torch.compile` leads our backward kernel by {meaning}{same if explains else ''}"
-)
-
-# %%
-
-
-def launch(columns, dtype):
-    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
-    return lambda: softmax(x).sum().backward()
-
-
-facts = lab.facts(
-    "What the compiler made of the kernels",
-    {
-        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
-        for columns in (4096, 16384, 32768, 65536)
-    },
 )
 
 # %%
@@ -1079,15 +1108,12 @@ unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
 
 # %%
 
-# Measuring
-versions = {"softmax": softmax(x), "without the maximum": unshifted}
-lab.table(
-    [
-        {"version": name, "result": ", ".join(f"{value:.3g}" for value in y[0])}
-        for name, y in versions.items()
-    ],
-    "The row (1, 50, 100)",
+# Reading
+with_it, without = (
+    ", ".join(f"{value:.3g}" for value in y[0]).replace("nan", "NaN")
+    for y in (softmax(x), unshifted)
 )
+lab.read(f"Softmax of 1, 50, 100 is {with_it}, and without the maximum {without}.")
 
 # %%
 # **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
@@ -1105,14 +1131,17 @@ def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.cons
 
 # %%
 
-# Measuring
+# Reading
 x = torch.randn(100, device=runtime.DEVICE) - 5
 rows = []
 for other in (float("-inf"), 0.0):
     y = torch.empty_like(x)
     padded_kernel[(1,)](x, y, 100, 128, other)
-    rows.append({"other": str(other), "sum of the row": f"{y.sum():.4f}"})
-lab.table(rows, "100 elements in a block of 128")
+    rows.append(f"{y.sum():.4f}")
+lab.read(
+    f"Of 100 elements near -5 in a block of 128, the results sum to {rows[0]} with minus infinity "
+    f"past the end and to {rows[1]} with zeros."
+)
 
 # %%
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
@@ -1130,25 +1159,26 @@ for piece in pieces:
 
 # %%
 
-# Measuring
+# Reading
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
-sums = {"truth": truth, "rescaled": right, "not rescaled": wrong}
-lab.table(
-    [{"sum": name, "value": f"{value:.6f}"} for name, value in sums.items()],
-    "The sum of 512 exponentials in 8 blocks",
+lab.read(
+    f"The sum is {truth:.6f} in truth, {right:.6f} rescaled, and {wrong:.6f} not rescaled."
 )
 
 # %%
 # The bridge to attention
 # -----------------------
 #
-# Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves
-# computed, followed by a weighted sum of the rows of :math:`v`. With the recurrence the scores of
-# a long sequence never need to exist all at once: a program walks over the keys in blocks, and for
-# each query it carries the pair and the weighted sum so far, ``acc``, which it rescales by the same
-# ``alpha``: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
-# the exponentials of a block. That is the core of FlashAttention.
+# Why learn to rescale a sum, if most rows fit on chip? Attention is
+# :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves computed,
+# followed by a weighted sum of the rows of :math:`v`. For a long sequence these scores are far too
+# many to hold at once.
+#
+# With the recurrence nobody has to. A program walks over the keys in blocks, and for each query it
+# carries the pair and the weighted sum so far, ``acc``, which it rescales by the same ``alpha``:
+# ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are the
+# exponentials of a block. That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
 # default it may round float32 operands to TF32, a format with 10 bits after the leading one instead

@@ -8,9 +8,9 @@ does a kernel gain if some warps only load and the others only multiply, and wha
 between them?*
 
 In a plain matmul they gain nothing over the best loop without roles, the third bar, which keeps one
-matmul in flight while it loads ahead. We build them on a matmul nevertheless, because it is the
-simplest kernel that shows how they work; they pay where warps have more to do than to load and
-multiply, as in attention.
+matmul in flight while it loads ahead. We build them on a matmul nevertheless, because no simpler
+kernel shows how they work. They pay where warps have more to do than to load and multiply, as in
+attention, to which the next chapter takes them.
 
 You will learn
 
@@ -80,10 +80,10 @@ lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 # The problem in PyTorch
 # ----------------------
 #
-# We multiply two square matrices, ``c = a @ b``, in bfloat16. A matmul of size :math:`n` does
-# :math:`2 n^3` operations. One :term:`program` computes a tile of 128 × 256 numbers of ``c``. Its
-# loop takes 64 columns of ``a`` and 64 rows of ``b`` in each step, and the SM's tensor cores
-# (:term:`matrix units <matrix unit>`) multiply them.
+# How fast must tiles arrive, if the multiplication is never to wait for them? We multiply two
+# square matrices, ``c = a @ b``, in bfloat16. One :term:`program` computes a tile of 128 × 256
+# numbers of ``c``. Its loop takes 64 columns of ``a`` and 64 rows of ``b`` in each step, and the
+# SM's tensor cores (:term:`matrix units <matrix unit>`) multiply them.
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
@@ -95,10 +95,10 @@ step_cycles = step_flops / 4096  # what the tensor cores of an SM do per cycle
 
 # Reading
 lab.read(
-    f"A step does {step_flops / 1e6:.1f} MFLOP on {step_bytes / 1024:.0f} KiB. The tensor cores of "
-    f"an SM do 4,096 operations per cycle in 16 bits, so a step keeps them busy for "
-    f"{step_cycles:,.0f} cycles. They never have to wait if the tiles of the next step arrive in "
-    f"the same time, which takes {step_bytes / step_cycles:.0f} bytes per cycle."
+    f"A step does {step_flops / 1e6:.1f} MFLOP. It keeps the tensor cores of an SM busy for "
+    f"{step_cycles:,.0f} cycles, because they do 4,096 operations per cycle in 16 bits. In these "
+    f"cycles the {step_bytes / 1024:.0f} KiB of the next step must arrive, "
+    f"{step_bytes / step_cycles:.0f} bytes in each, or the tensor cores have to wait."
 )
 
 # %%
@@ -108,6 +108,10 @@ lab.read(
 #
 # - **The loader**, one :term:`warp`, asks the copy engine for tiles.
 # - **The consumers**, two :term:`warpgroups <warpgroup>`, issue matmuls and hold the sums.
+#
+# Picture a belt with three trays between two workers. One fills every empty tray, the other empties
+# every full one, and each looks at nothing but the next tray. The trays are *slots* of shared
+# memory.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -170,9 +174,10 @@ lab.sketch(
 # A tile by the copy engine
 # -------------------------
 #
-# The copy engine needs no address for each number: a thread names a tile by its first row and
-# column, and the engine fetches it into :term:`shared memory`. The host has described the tensor
-# before the launch, in a *descriptor*.
+# How can a single warp load for eight others? It has little to do, because the copy engine needs no
+# address for each number: a thread names a tile by its first row and column, and the engine fetches
+# it into :term:`shared memory`. The host has described the tensor before the launch, in a
+# *descriptor*.
 #
 # .. dropdown:: More: what a descriptor says
 #
@@ -216,10 +221,11 @@ def describe(x, *block):
 # A barrier and its phases
 # ------------------------
 #
-# An mbarrier is eight bytes of shared memory that count. Its *phase* ends when the expected number
-# of threads has arrived **and** the expected number of bytes has been written. ``expect`` is both:
-# it arrives once and announces the bytes that the copy engine will count off. Then the next phase
-# begins by itself, with the counts that ``init`` has set, so that one barrier serves a whole loop.
+# A consumer must know when a tile is there. It waits at an mbarrier, eight bytes of shared memory
+# that count. The *phase* of an mbarrier ends when the expected number of threads has arrived
+# **and** the expected number of bytes has been written. ``expect`` does both: it arrives once and
+# announces the bytes that the copy engine will count off. Then the next phase begins by itself,
+# with the counts that ``init`` has set, so that one barrier serves a whole loop.
 #
 # Because phases repeat, a waiter must say which one it means. It has one bit for that, the
 # *parity*: phases are numbered 0, 1, 2, …, and ``wait(parity)`` lets a thread pass when the last
@@ -294,11 +300,14 @@ lab.sketch(
 # A ring of buffers
 # -----------------
 #
-# With one buffer, loader and consumer would take turns. A *ring* of several lets the loader run
-# ahead: tile ``i`` goes to slot ``i % STAGES``. Each slot has two barriers. ``full`` tells the
-# consumer that the tile is there, and ``empty`` tells the loader that the tile has been read. Use
-# number ``i // STAGES`` of a slot ends phase ``i // STAGES`` of both, so its parity is
-# ``(i // STAGES) & 1``.
+# How far may the loader run ahead? With one buffer, it and the consumer would take turns. In a
+# *ring* of several, tile ``i`` goes to slot ``i % STAGES``. Each slot has two barriers. ``full``
+# tells the consumer that the tile is there, and ``empty`` tells the loader that the tile has been
+# read.
+#
+# Tile ``i`` is use number ``i // STAGES`` of its slot, and ends the phase of that number at both
+# barriers, so its parity is ``(i // STAGES) & 1``. With two slots, for example, the tiles 0, 1, 2,
+# 3 and 4 go to the slots 0, 1, 0, 1 and 0, with the parities 0, 0, 1, 1 and 0.
 #
 # The consumer waits for the parity of the use it is in. The loader waits until the use *before* has
 # ended, which is the other parity: ``((i // STAGES) & 1) ^ 1``. In the first round there was no use
@@ -372,11 +381,11 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # The ring in Gluon
 # -----------------
 #
-# The same two roles as kernels, in the fold, add up tiles of 32 × 32 numbers. ``warp_specialize``
-# starts them. Its first function is the *default partition*: it runs in the warps that the launch
-# has asked for, here four. For each of the others, two lists say how many warps of its own it gets,
-# here one, and how many registers per thread, of which more below. When all have ended, the kernel
-# goes on.
+# How do two roles become one kernel? The same two, in the fold, add up tiles of 32 × 32 numbers,
+# and ``warp_specialize`` starts them. Its first function is the *default partition*: it runs in the
+# warps that the launch has asked for, here four. For each of the others, two lists say how many
+# warps of its own it gets, here one, and how many registers per thread. When all have ended, the
+# kernel goes on.
 #
 # .. dropdown:: More: layouts, arrivals, and what the roles note down
 #
@@ -462,15 +471,22 @@ def sum_kernel(
 # A matmul that does not block
 # ----------------------------
 #
-# ``wgmma`` is asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)``
-# waits until at most ``n`` of the matmuls that it has issued are unfinished. Between the two it can
-# compute something else, as attention does with its exponentials.
+# What can a consumer do while the tensor cores multiply? Anything else, because ``wgmma`` is
+# asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)`` waits until at
+# most ``n`` of the matmuls that it has issued are unfinished. Between the two, attention computes
+# its exponentials.
 #
-# The second operand of ``wgmma`` always lies in shared memory, and its first may lie in registers,
-# in exactly the layout that the hardware prescribes for accumulators. So the result of one matmul
-# can be the operand of the next where it lies, without a :term:`shuffle` and without shared memory.
-# The figure shows which thread of a warp holds which number of 16 rows and 16 columns; for thread
-# 5, in orange, the number after the colon is the register.
+# Attention multiplies twice, and the result of its first matmul can be an operand of the second
+# where it lies, without a :term:`shuffle` and without shared memory. The reason is that the first
+# operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware prescribes for
+# accumulators. The second always lies in shared memory.
+#
+# .. dropdown:: More: that layout, and a kernel that multiplies twice
+#
+#    The figure in the next fold shows which thread of a warp holds which number of 16 rows and 16
+#    columns; for thread 5, in orange, the number after the colon is the register. The kernel beside
+#    it computes ``c = relu(a b) v``, and ``assert_trivial`` makes the compiler fail if the change
+#    of layout would move a number to another thread.
 
 
 # Drawing
@@ -484,7 +500,7 @@ def holder(row, column):
 # %%
 
 
-# Drawing
+# Folded: Which thread holds which accumulator
 def drawn_accumulators(axes):
     for row in range(16):
         for column in range(16):
@@ -511,8 +527,6 @@ lab.sketch(
 )
 
 # %%
-# The kernel in the fold multiplies twice, ``c = relu(a b) v``, and ``assert_trivial`` makes the
-# compiler fail if the change of layout would move a number to another thread.
 
 
 # Whole
@@ -551,10 +565,11 @@ def chain_kernel(a_desc, b_desc, v_desc, c_desc):
 # The fence between threads and engines
 # -------------------------------------
 #
-# Threads and asynchronous units reach shared memory by different paths, which NVIDIA calls
-# :term:`proxies <proxy>`, and a barrier does not order one path with the other. What a thread has
-# written may not be visible to the copy engine until the writer executes ``fence_async_shared``.
-# Here one role doubles a tile and another asks the engine to store it.
+# Is a barrier enough, whoever writes and whoever reads? No: threads and asynchronous units reach
+# shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier does
+# not order one path with the other. What a thread has written may not be visible to the copy engine
+# until the writer executes ``fence_async_shared``. Here one role doubles a tile and another asks
+# the engine to store it.
 
 
 @gluon.jit
@@ -680,9 +695,8 @@ def count(kernel, column):
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
-    f"In what the compiler made, `chain` contains {count('chain', 'wgmma'):.0f} `wgmma` and "
-    f"{count('chain', 'shuffles') or 'no'} shuffles, and `double` {written or 'no'} fence with our "
-    f"line and {left_out or 'none'} without it. "
+    f"What the compiler made of this kernel has {written or 'no'} fence with our line and "
+    f"{left_out or 'none'} without it. "
     + (
         "Triton inserts it where it sees both sides in one kernel. We write it all the same, "
         "because a compiler may see less in another kernel, and a fence that is missing shows by "
@@ -699,19 +713,32 @@ lab.read(
 )
 
 # %%
+
+# Folded: Does the kernel that multiplies twice shuffle?
+lab.read(
+    f"It has {count('chain', 'wgmma'):.0f} `wgmma` and {count('chain', 'shuffles') or 'no'} "
+    "shuffles, so the result of its first matmul is an operand of the second where it lies."
+    if not count("chain", "shuffles") > 0
+    else f"It has {count('chain', 'shuffles'):.0f} shuffles."
+)
+
+# %%
 # Registers change hands
 # ----------------------
 #
-# An SM has 65,536 :term:`registers <register>`. A program of two consumers and a loader takes 12
-# warps, because a role's warps come in groups of four, of which three sleep beside the loader.
-# These are 384 threads, and 65,536 / 384 is 170, rounded down to a multiple of 8: each thread
-# starts with 168.
+# A loader needs hardly any :term:`registers <register>`. A consumer holds 64 × 256 sums, which are
+# 128 registers per thread, and attention needs a tile of scores beside them. Yet all threads start
+# with the same number, here 168.
 #
-# A consumer needs more, because it holds 64 × 256 sums, which are 128 registers per thread, and
-# attention needs a tile of scores beside them. The loader needs hardly any. The instruction
-# ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With ``[240, 24]`` as the
-# last argument of ``warp_specialize``, the second consumer gets 240 and the loader 24, and what is
-# left, another 240, goes to the default partition, the first consumer.
+# The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
+# ``[240, 24]`` as the last argument of ``warp_specialize``, the second consumer gets 240 and the
+# loader 24. What is left, another 240, goes to the default partition, the first consumer.
+#
+# .. dropdown:: More: where 168 comes from
+#
+#    An SM has 65,536 registers. A program of two consumers and a loader takes 12 warps, because a
+#    role's warps come in groups of four, of which three sleep beside the loader. These are 384
+#    threads, and 65,536 / 384 is 170, which is rounded down to a multiple of 8.
 
 # Measuring
 given = 3 * 168  # per thread, in three warpgroups
@@ -722,12 +749,13 @@ assert registers_left == 240
 # Taking turns
 # ------------
 #
-# Two consumers that start together do the same things at the same time: both multiply, and then
-# both compute exponentials while the tensor cores are idle. Attention, in the next chapter, wants
-# them to alternate, which is called *ping-pong*. The tool is a :term:`named barrier`, one of 16
-# counters of each program: ``sync`` waits until a number of threads has come, and ``arrive`` counts
-# without waiting. Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and who has issued
-# arrives at the other's.
+# What if both consumers want the tensor cores at the same time? Two that start together do the same
+# things together: both multiply, and then both compute exponentials while the tensor cores are
+# idle. Attention, in the next chapter, wants them to alternate, which is called *ping-pong*.
+#
+# The tool is a :term:`named barrier`, one of 16 counters of each program: ``sync`` waits until a
+# number of threads has come, and ``arrive`` counts without waiting. Consumer 0 waits at barrier 9
+# and consumer 1 at barrier 10, and whoever has issued its matmuls arrives at the other's.
 
 
 @gluon.jit
@@ -846,13 +874,15 @@ free, taken = (
     for run in ("free", "in turns")
 )
 lab.read(
-    f"Free, the two work at the same time for {free:.0f} % of the first one's work, and in turns "
-    f"for {taken:.0f} %."
+    f"Left alone, the second consumer works during {free:.0f} % of the first one's work, and in "
+    f"turns during {taken:.0f} %."
 )
 
 # %%
 # A matmul, rung by rung
 # ----------------------
+#
+# With all the parts at hand, what is each of them worth in a matmul?
 #
 # **One buffer, then a ring, without roles.** All eight warps load and multiply. ``STAGES`` is the
 # number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul unfinished while it waits for
@@ -895,10 +925,6 @@ def fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, pred):
     tma_load(b_desc, [k, column], here, b_s.index(slot), pred=pred)
 
 
-# %%
-
-
-# Whole
 @gluon.jit
 def loop_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
@@ -1120,8 +1146,8 @@ def cases():
 
 
 # %%
-# Every kernel of this chapter is compared with float64, on the GPU. The matmuls include one of two
-# steps, fewer than the ring has slots.
+# Every kernel of this chapter is compared with float64, on the GPU, the matmuls also with fewer
+# steps than the ring has slots.
 
 lab.check("The kernels", cases(), here=HOPPER)
 
@@ -1156,7 +1182,7 @@ needed
 
 # %%
 
-# Reading
+# Folded: Does any rung spill?
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
 lab.read(
     f"{f'{spills:.0f}' if spills else 'No'} value{'s' * (spills > 1)} "
@@ -1167,10 +1193,13 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# One program of a matmul of size 4,096 stamps the clock before and after each wait, for sixteen
-# steps, once in the ring without roles and once with them. A bar of "multiplies" begins when a
-# matmul is issued and ends when the wait for matmuls lets the warps go on; with roles this is the
-# wait for the matmul *before*.
+# Where do the cycles go? One program of a matmul of size 4,096 stamps the clock before and after
+# each wait, for sixteen steps, once in the ring without roles and once with them.
+#
+# .. dropdown:: More: what a bar of "multiplies" shows
+#
+#    It begins when a matmul is issued and ends when the wait for matmuls lets the warps go on. With
+#    roles this is the wait for the matmul *before*.
 
 
 # Measuring
@@ -1262,14 +1291,13 @@ for kernel, lane in (
     share[lane], cycles[lane] = 100 * here[0], here[1]
 lab.read(
     f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring "
-    f"without roles takes {cycles['all warps']:,.0f}, because the tensor cores are idle while the "
-    f"warps wait for a tile, {share['all warps']:.0f} % of the time, or ask for the next one. "
-    f"With roles a step takes {cycles['consumer 0']:,.0f}. The loader waits for an empty slot for "
-    f"{share['loader']:.0f} % of its time, and the consumers for a full one for "
-    f"{share['consumer 0']:.0f} and {share['consumer 1']:.0f} %"
+    f"without roles takes {cycles['all warps']:,.0f}, because they are idle while its warps wait "
+    "for a tile or ask for the next one. With roles a step takes "
+    f"{cycles['consumer 0']:,.0f}. The loader waits for {share['loader']:.0f} % of its time, and "
+    f"the first consumer for {share['consumer 0']:.0f} %"
     + (
-        ", but the tensor cores never wait, because each consumer waits while its last matmul is "
-        "in flight."
+        ", but the tensor cores never do, because a consumer waits while its last matmul is in "
+        "flight."
         if cycles["consumer 0"] < 1.03 * step_cycles
         else "."
     )
@@ -1279,7 +1307,8 @@ lab.read(
 # The ladder
 # ----------
 #
-# All rungs use the same tiles, and all but the first have three slots. ``matmul`` is
+# The figure says how fast each rung is on the whole. All use the same tiles, and all but the first
+# have three slots. A matmul of size :math:`n` counts as :math:`2 n^3` operations, and ``matmul`` is
 # ``torch.matmul``, which calls cuBLAS.
 
 
@@ -1316,11 +1345,12 @@ speed = {
 }
 against = 100 * speed["roles"] / speed["matmul"]
 beside = speed["roles"] / speed["one in flight"]
+of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
 lab.read(
-    f"At size 8,192 a ring of three slots raises the speed from {speed['one buffer']:.0f} to "
-    f"{speed['ring']:.0f} TFLOP/s, and one matmul in flight to {speed['one in flight']:.0f}. Roles "
-    f"reach {speed['roles']:.0f}, which is {against:.0f} % of cuBLAS, and `tl.dot` "
-    f"{speed['tl.dot']:.0f}. "
+    f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
+    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight to "
+    f"{of_cublas['one in flight']:.0f} %. Roles reach {against:.0f} %, and `tl.dot` "
+    f"{of_cublas['tl.dot']:.0f} %. "
     + (
         "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, because "
         "such a loop has nothing to do between two matmuls."
@@ -1336,12 +1366,13 @@ lab.read(
 # What breaks it
 # --------------
 #
-# A kernel that waits for something that never comes does not fail; it runs for ever, and takes the
-# GPU with it. So we run each mistake in a process of its own and kill it if its kernel has not
-# ended after two seconds, which frees the GPU. While they run, the roles of ``sum_kernel`` write
-# into memory of the host how far they are, so that we can read where they stopped. Tile ``i`` is
-# full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: six tiles
-# give 111111.
+# What does a mistake in all this look like? A kernel that waits for something that never comes does
+# not fail; it runs for ever, and takes the GPU with it. So we run each mistake in a process of its
+# own, kill it after two seconds, and read where its roles stopped, because they write into memory
+# of the host how far they are.
+#
+# The kernel is ``sum_kernel``. Tile ``i`` is full of :math:`10^i`, so that each digit of the sum
+# counts how often a tile was added, and six tiles give 111111.
 
 # Measuring
 MISTAKES = {
@@ -1481,7 +1512,7 @@ early = outcome.get("releases before it reads", "")
 lab.read(
     f"{nan} mistakes"
     if not outcome
-    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang: {listed(hung)}. "
+    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang. "
     + (
         "The model predicted the first two: they stop where it stopped. "
         if set(list(MISTAKES)[1:3]) <= set(hung)

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, reading_order, reading_times
+from chapters import CHAPTERS, PACE, opening_bars, reading_order, reading_times
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -192,6 +192,17 @@ class Chapters(SphinxDirective):
         return nodes.compound("", toctree, classes=["toctree-wrapper"])
 
 
+class Bars(SphinxDirective):
+    """The bars under a chapter's title, on another page; nothing where none were recorded."""
+
+    required_arguments = 1
+
+    def run(self):
+        self.env.note_reread()
+        bars = opening_bars(self.arguments[0])
+        return [] if bars is None else [bars]
+
+
 # -- what the home page says in numbers ------------------------------------------------------------
 
 LIMITS = {"copy": "a copy", "matmul": "a matmul", "ideal": "one GPU, times the GPUs"}
@@ -219,7 +230,7 @@ class Operator(NamedTuple):
 _ROW = {"columns": 4096, "dtype": "bfloat16"}
 _FULL, _CAUSAL = ({"seqlen": 4096, "head_dim": 128, "mask": mask} for mask in ("full", "causal"))
 _STANDARD = (("attention_forward", "ladder"), ("attention_fast", "forward"))
-_PLAIN = "Attention backward, plain Triton"  # Hopper GPUs have another kernel, recorded by no sweep
+_PLAIN = (("attention_backward", "ladder"), ("attention_backward", "backward"))
 OPERATORS = (
     Operator("Weighted sum", "first_kernel", ("forward",), {"rows": 65536}),
     Operator("Weighted sum, backward", "first_kernel", ("backward",), {"rows": 65536}),
@@ -231,8 +242,14 @@ OPERATORS = (
     Operator("Layer norm, backward", "layer_norm_backward", ("backward",), _ROW),
     Operator("Attention", "attention_hopper", ("forward",), _FULL, also=_STANDARD),
     Operator("Attention, causal", "attention_hopper", ("forward",), _CAUSAL, also=_STANDARD),
-    Operator(_PLAIN, "attention_backward", ("ladder", "backward"), _FULL),
-    Operator(f"{_PLAIN}, causal", "attention_backward", ("ladder", "backward"), _CAUSAL),
+    Operator("Attention, backward", "attention_hopper_backward", ("backward",), _FULL, also=_PLAIN),
+    Operator(
+        "Attention, causal, backward",
+        "attention_hopper_backward",
+        ("backward",),
+        _CAUSAL,
+        also=_PLAIN,
+    ),
     Operator("Attention in FP8", "attention_fp8", ("fp8",), _FULL, "all in FP8"),
     Operator("Attention in FP8, causal", "attention_fp8", ("fp8",), _CAUSAL, "all in FP8"),
 )
@@ -602,6 +619,7 @@ def setup(app):
     app.connect("html-page-context", flatten_source_index)
     app.add_role("count", Count())
     app.add_directive("chapters", Chapters)
+    app.add_directive("bars", Bars)
     app.add_directive("recorded", Recorded)
     app.add_directive("functions", Functions)
     app.connect("env-updated", warn_if_stale)

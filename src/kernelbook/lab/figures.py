@@ -193,7 +193,7 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
                     if rung not in present:
                         axes.text(1, place, "absent", va="center", fontsize=10, color=MUTED)
                         continue
-                    value = 100 * sweep.share(rung, **where, **{by: group})
+                    value = 100 * sweep.share(rung, **{**where, by: group})
                     ink = colour(rung if rung == "Kernel Book" else sweep.limit)
                     axes.barh(place, value, color=ink, height=0.72)
                     beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
