@@ -94,6 +94,7 @@ lab.start(
 # queries. An :term:`SM` has 256 KiB of registers and 227 KiB of :term:`shared memory`, and neither
 # would hold all of it.
 
+# Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
 
 held = {  # rows, columns, bytes of a number, where
@@ -105,10 +106,6 @@ held = {  # rows, columns, bytes of a number, where
     "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
     "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
 }
-
-# %%
-
-# Measuring
 rows, room = [], {"registers": 0, "shared memory": 0}
 for what, (n_rows, columns, size, where) in held.items():
     kib = n_rows * columns * size // KIB
@@ -916,8 +913,10 @@ lab.read(
 #    none of the others: what it could wait for has a smaller id, hence has started, and is
 #    finished. So it goes on, and finishes. Then the same holds for the next.
 #
-# That programs start in the order of their ids is what every GPU does, though no manual promises
-# it. If it did not hold, a program could draw its number from a counter in memory when it starts.
+# .. dropdown:: Do programs start in the order of their ids?
+#
+#    Every GPU does so, though no manual promises it. If it did not hold, a program could draw its
+#    number from a counter in memory when it starts.
 #
 # To see what the order costs, let's simulate it. In each tick a program on an SM may do one step of
 # its own if the program of the keys before has done that step in a tick before.
@@ -1290,7 +1289,10 @@ SHADES = {  # from one point to another
 
 
 def timelines(axes, rows):
-    names, place, window = set(), 0, 14000
+    names, place = set(), 0
+    # from about where the adder asks first, because its step 24 comes after the consumers'
+    since = 1000 * (min([r["asks"] for r in rows if r["asks"]], default=0) // 1000)
+    until = since + 14000
     ticks, labels = [], []
     for version in TRACED:
         for role in ("consumer 0", "consumer 1", "adder"):
@@ -1299,7 +1301,7 @@ def timelines(axes, rows):
                 for (a, b), (label, ink) in SHADES.items():
                     if row[a] is None or row[b] is None:
                         continue
-                    begin, end = max(row[a], 0), min(row[b], window)
+                    begin, end = max(row[a], since), min(row[b], until)
                     if end > begin:
                         new = label if label not in names else None
                         names.add(label)
@@ -1312,7 +1314,7 @@ def timelines(axes, rows):
                 labels.append(f"{version}: {role}")
                 place += 1
         place += 0.6
-    axes.set(xlim=(0, window), xlabel="cycles of the SM")
+    axes.set(xlim=(since, until), xlabel="cycles of the SM")
     axes.set_yticks(ticks, labels, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="x", visible=True)
@@ -1605,8 +1607,11 @@ def soak(at_most=10_000, seconds=25):
     return [row | {"finished": number, "seconds": round(time.time() - begin, 1)}]
 
 
-# Folded: Launches of random shapes, which all have to finish
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+
+# %%
+
+# Folded: Launches of random shapes, which all have to finish
 soaked
 
 # %%
@@ -1622,9 +1627,9 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    f"In a fixed order no bit differs. As parts come, ``dq`` differs from the first launch in "
+    f"In a fixed order no bit differs. As parts come, `dq` differs from the first launch in "
     f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in {of_free[1]:,.0f} with a "
-    f"causal one. ``dk`` and ``dv`` never do, because no other program adds to them. All "
+    f"causal one. `dk` and `dv` never do, because no other program adds to them. All "
     f"{ended.get('finished', nan):,.0f} launches of random shapes came to their end, and agreed "
     f"with plain Triton where they were compared."
 )
@@ -1704,6 +1709,10 @@ for point in points(LENGTHS, (128, 64)):
     row |= {"library": library}
     row["its speed"] = nan if library == "none" else speed.rate(library, **where)
     at_points.append(row)
+
+# %%
+
+# Folded: All points in numbers
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
@@ -1794,18 +1803,18 @@ lab.read(
 
 # %%
 # **What sets the pace at head_dim 128?** A step takes longer than its matmuls, but to keep more of
-# them under way did not help. We issued those of the next step ahead, took two buffers for parts,
+# them under way did not help: we issued those of the next step ahead, took two buffers for parts,
 # let the adder ask early, and made weights before waiting for :math:`dP`. All were right, and none
 # was faster in our trials. So we count what else a step needs, and measure each part of the GPU
-# with the others at rest.
+# alone.
 #
-# **Shared memory** gives an SM 128 bytes per cycle. A matmul of 64 rows by 64 columns reads it in
-# every cycle in which it computes, if both operands lie there. So all else that a step moves, such
-# as :math:`dS` and the next queries, comes on top. To measure this, two consumers issue the matmuls
-# of a step over and over, and store as many bytes as a step moves.
+# **Shared memory** gives an SM 128 bytes per cycle. A matmul of 64 rows by 64 columns with both
+# operands there reads it in every cycle in which it computes, so all else that a step moves comes
+# on top. To measure this, two consumers issue the matmuls of a step over and over, and store as
+# many bytes as a step moves.
 #
-# **The additions** are done in L2, which all SMs share. To measure these, programs do nothing but
-# ask the copy engine for one addition after another, first on one SM, then on all.
+# **The additions** are done in L2, which all SMs share. To measure these, programs only ask the
+# copy engine for one addition after another, on one SM and on all.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2105,8 +2114,7 @@ if len(over) == 2:
     both = " and ".join(f"{limits_of_step[what]:,.0f}" for what in over)
     verdict_of_step = (
         f"**So two limits lie above the {ideal:,.0f} cycles of the matmul units:** shared memory "
-        f"and the additions in L2, with {both} cycles. Another order of the matmuls shortens "
-        f"neither."
+        f"and the additions in L2, with {both} cycles. More overlap shortens neither."
     )
 elif over:
     verdict_of_step = (
@@ -2118,18 +2126,29 @@ else:
         f"**So neither shared memory nor the additions limit a step:** both need about the "
         f"{ideal:,.0f} cycles of the matmul units, or fewer."
     )
+test_of_count = (
+    f"The test moves the left operands of S and dP to registers and leaves the stores. If both "
+    f"operands are in shared memory, the two matmuls take {beside_counts(from_shared)}. If the "
+    f"left ones are in registers, they take {beside_counts(from_registers)}. {found}"
+)
 lab.read(
-    f"**The test of the count** moves the left operands of S and dP to registers and leaves the "
-    f"stores. If both operands are in shared memory, the two matmuls take "
-    f"{beside_counts(from_shared)}. If the left ones are in registers, they take "
-    f"{beside_counts(from_registers)}. {found} {verdict_of_step} A step of the kernel takes "
-    f"{100 * (mean_step / longest - 1):.0f} % longer than the larger one needs alone."
+    f"{verdict_of_step} A step of the kernel takes {mean_step / longest:.2f} times as long as the "
+    f"longer of the two alone"
+    + (
+        ", because its roles also wait for each other."
+        if mean_step > 1.05 * longest
+        else "."
+    )
 )
 
 # %%
-# What is left is roles that wait for each other, as in the timeline. Wider tiles would lower both
-# limits: with more queries, an operand that is read serves more of them, and with more keys there
-# are fewer parts to add. Registers have no room for twice as many of either.
+
+# Folded: Is it shared memory? A test of the count
+lab.read(test_of_count)
+
+# %%
+# Wider tiles would need less of both, because an operand that is read would serve more queries, and
+# more keys would mean fewer parts to add. Registers have no room for twice as many of either.
 #
 # **Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim 128, and
 # everything else is as long: one exponential, the conversions of :math:`P` and :math:`dS`, writing
@@ -2137,9 +2156,8 @@ lab.read(
 # that nobody needs. These weigh most at short lengths, so there the package takes two sweeps.
 #
 # **Short sequences.** Before the sweep, a kernel computes ``delta``; behind it, another converts
-# the sums of :math:`dQ` to 16 bits. Both move as many bytes at length 1,024 as at 16,384, because
-# the number of tokens is the same, while the sweep has a sixteenth of the work. The same is true of
-# FlashAttention, which has these two kernels as well.
+# the sums of :math:`dQ` to 16 bits, as in FlashAttention. Both take as long at length 1,024 as at
+# 16,384, because the number of tokens is the same, while the sweep has a sixteenth of the work.
 
 
 # Measuring
@@ -2206,9 +2224,9 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **To start from the wrong end.** With program ids that descend with the keys, the simulation above
-# stands still, as soon as a head has more tiles of keys than there are SMs for them: each program
-# waits for one that has not started. On a GPU that is a kernel which never returns.
+# **To start from the wrong end.** If program ids descend with the keys, the simulation above stands
+# still, as soon as a head has more tiles of keys than there are SMs: each program waits for one
+# that has not started. On a GPU that is a kernel which never returns.
 #
 # **To trust that zeros stay zeros.** The last tile of keys may be longer than the keys are. The
 # copy engine fills it with zeros, so the score of a key that is not there is 0, and its weight
@@ -2233,6 +2251,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 # **To expect the same bits of the same numbers.** Any order of the tiles of keys gives right
 # gradients, and each gives others:
 
+# Measuring
 rows = []
 q, k, v, do = drawn((1, 2, 2, 64, 512, 64), torch.float32)
 orders = {"ascending": list(range(8)), "again": list(range(8))}
