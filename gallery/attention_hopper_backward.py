@@ -871,7 +871,7 @@ lab.read(
 #    :language: python
 #    :pyobject: _adder
 #    :start-at: # -- wait
-#    :end-before: # -- add
+#    :end-before: _stamp(trace_ptr, traced, 2, i, 1
 #    :dedent:
 #
 # .. dropdown:: How a counter promises that the sums are in memory
@@ -1346,7 +1346,7 @@ def in_words(rows):
     )
 
 
-lab.draw(traced, "A program's roles, eight steps", in_words, timelines)
+lab.draw(traced, "A program's roles, step by step", in_words, timelines)
 
 # %%
 
@@ -1376,23 +1376,24 @@ no_parts, adds, its_turn = (
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
-    f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units, and a step of the "
-    f"last version takes {mean_step:,.0f} on average over programs of all tiles. In the eight "
-    f"steps of this program, overlap shortens a consumer's work, all but handing its part over, "
-    f"from {own_work(first):,.0f} cycles to {own_work(last):,.0f}. Handing over goes from "
-    f"{handing(first):,.0f} to {handing(last):,.0f}"
+    f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units. A step in a fixed "
+    f"order takes {mean_step:,.0f}, on average over programs of all tiles. In the eight steps "
+    f"traced, overlap changes what a consumer needs for its own work from {own_work(first):,.0f} cycles to "
+    f"{own_work(last):,.0f}. Handing its part over goes from {handing(first):,.0f} to "
+    f"{handing(last):,.0f}"
     + (
         ", because the buffer is still full. "
         if handing(last) > 1.5 * handing(first)
         else ". "
     )
-    + f"The adder adds during {100 * adds:.0f} % of a step, waits for its turn during "
-    f"{100 * its_turn:.0f} %, and for parts during {100 * no_parts:.0f} %. "
+    + f"The adder waits for parts during {100 * no_parts:.0f} % of a step. It adds during "
+    f"{100 * adds:.0f} %, and waits for its turn during {100 * its_turn:.0f} %. "
     + (
-        "**So the additions set the pace, not the consumers.**"
+        "**So here consumers wait for additions.** "
         if no_parts < 0.1 and handing(last) > 1.5 * handing(first)
-        else "So the additions do not set the pace alone."
+        else "So the consumers do not wait for additions alone. "
     )
+    + "How long additions take, and what else limits a step, is measured part by part below."
 )
 
 # %%
@@ -1489,10 +1490,9 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # Is it right?
 # ------------
 #
-# The check compares all gradients at both head sizes with float64, over odd lengths, queries and
-# keys of different length, grouped heads, causal masks and windows, in a fixed order and without
-# one. Where there is no Hopper GPU, the sweep in PyTorch stands in for the kernel, and its rows say
-# so.
+# The check compares all gradients at both head sizes with float64, over odd and different lengths,
+# grouped heads, causal masks and windows, in a fixed order and without one. Without a Hopper GPU,
+# the sweep in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
