@@ -52,12 +52,11 @@ if TINY:
 # What one GPU would need
 # -----------------------
 #
-# Attention without a table of scores needs memory in proportion to the length, and at some length
-# even that is too much for one GPU. A layer keeps ``q``, ``k``, ``v`` and ``out`` of each token for
-# the backward pass, which adds the gradients of these four. With 16 heads of 128 numbers in
-# bfloat16, each of the eight takes 4 KiB per token.
+# From which length on is one GPU too small? A layer keeps ``q``, ``k``, ``v`` and ``out`` of each
+# token for the backward pass, which adds the gradients of these four. With 16 heads of 128 numbers
+# in bfloat16, each of the eight takes 4 KiB per token.
 
-# Measuring
+# Folded: What attention keeps, by length
 KEPT, DURING, LAYERS = 4, 4, 32
 per_token = 16 * 128 * 2
 rows = [
@@ -72,11 +71,18 @@ rows = [
 lab.table(rows, "What attention keeps, on paper")
 
 # %%
-# An H200 has 141 GB, so a million tokens do not fit in a model of 32 layers, even if its weights
-# took nothing. The time grows faster still, with the square of the length. Both call for the same
-# remedy: several GPUs share the sequence, and each holds a part of it. In the language of
-# ``torch.distributed``, each process with its GPU is a :term:`rank`, and the number of ranks is the
-# *world*.
+
+# Reading
+million = LAYERS * KEPT * 1048576 * per_token / 2**30
+lab.read(
+    f"For a million tokens a model of {LAYERS} layers keeps {million:.0f} GiB, and an H200 has 141 "
+    "GB. So they do not fit, even if its weights took nothing."
+)
+
+# %%
+# The time grows faster still, with the square of the length. Both call for the same remedy: several
+# GPUs share the sequence, and each holds a part of it. In the language of ``torch.distributed``,
+# each process with its GPU is a :term:`rank`, and the number of ranks is the *world*.
 #
 # The ring
 # --------
@@ -96,6 +102,9 @@ lab.table(rows, "What attention keeps, on paper")
 #    out &= (1 - w)\, out_A + w\, out_B \\
 #    lse &= \log\left(e^{lse_A} + e^{lse_B}\right)
 #    \end{aligned}
+#
+# If, say, the exponentials of the scores add up to 3 over :math:`A` and to 1 over :math:`B`, then
+# :math:`w = 1/4`: the output is three quarters of :math:`out_A` and one quarter of :math:`out_B`.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -146,9 +155,9 @@ lab.source(ring._Ring.forward)
 #    gradients of the parts are terms of a sum, and nothing has to be merged.
 #
 # The terms of ``dq`` belong to the rank's own queries and are added up there. Those of ``dk`` and
-# ``dv`` belong to keys of another rank, so these sums travel round the ring behind their keys, each
+# ``dv`` belong to keys of another rank. So these sums travel round the ring behind their keys, each
 # rank adds its terms as they pass, and a last transfer brings them home. With more than two ranks,
-# the sums are float32 until they are complete; two terms alone are rounded once either way.
+# the sums are float32 until they are complete.
 
 # Folded: The backward pass
 lab.source(ring._Ring.backward)
@@ -322,18 +331,18 @@ lab.check("Attention across ranks", cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is *linear scaling*: the time that one GPU takes alone for the same sequence,
-# divided by the number of GPUs, so that 100 % means that sharing loses nothing. The figures call it
-# the ideal. One GPU and the ring run the same kernels, those that ``attention`` chooses for this
-# GPU in both passes. Forward and backward run together, under a causal mask, with 16 heads of 128
-# in bfloat16. Two changes lead from the obvious version to the package's:
+# How much of their speed do the GPUs keep? The yardstick is *linear scaling*: the time that one GPU
+# takes alone for the same sequence, divided by the number of GPUs, so that 100 % means that sharing
+# loses nothing. The figures call it the ideal. Two changes lead from the obvious version to the
+# package's:
 #
 # 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
 # 2. *zig-zag*: the same with two pieces, one from either end;
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
-# *All to all* stands beside them. Calls follow each other without a pause, as the layers of a model
-# do, and the slowest rank counts.
+# *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
+# heads of 128 in bfloat16. Calls follow each other without a pause, as the layers of a model do,
+# and the slowest rank counts. One GPU and the ring run the same kernels.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -477,17 +486,15 @@ rate = speed.rate("Kernel Book", seqlen=length)
 won = share["zig-zag"] / share["contiguous"]
 promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
 lab.read(
-    f"On {WORLD} GPUs with {length:,} tokens, contiguous parts reach "
-    f"{100 * share['contiguous']:.0f} % of linear scaling, and zig-zag "
-    f"{100 * share['zig-zag']:.0f} %, which is {won:.2f} times as fast where counting scores "
-    f"promised {promised:.2f}. With transfers behind the computation it is "
+    f"On {WORLD} GPUs, contiguous parts reach {100 * share['contiguous']:.0f} % of linear scaling, "
+    f"and zig-zag {100 * share['zig-zag']:.0f} %. That is {won:.2f} times as fast, where counting "
+    f"scores promised {promised:.2f}. With transfers behind the computation it is "
     f"{100 * share['Kernel Book']:.0f} %, or {rate:,.0f} TFLOP/s on all GPUs together. "
     + (
-        f"We aimed at {100 * floor:.0f} % and reach it. "
+        f"We aimed at {100 * floor:.0f} % and reach it."
         if share["Kernel Book"] >= floor
-        else f"**We aimed at {100 * floor:.0f} % and miss it.** "
+        else f"**We aimed at {100 * floor:.0f} % and miss it.**"
     )
-    + f"All to all reaches {100 * share['all to all']:.0f} %."
 )
 
 # %%
@@ -509,13 +516,12 @@ gains = {
 }
 lab.read(
     f"Short sequences lose more: at {LENGTHS[0]:,} tokens the ring reaches {100 * shortest:.0f} %. "
-    "Hiding the transfers gains "
-    + ", ".join(f"{gain:.0f} % at {n:,}" for n, gain in gains.items())
-    + " tokens"
+    f"Hiding the transfers gains {gains[LENGTHS[0]]:.0f} % there, and {gains[LENGTHS[-1]]:.0f} % "
+    f"at {LENGTHS[-1]:,}"
     + (
-        ", less and less, because the scores grow with the square of the length and what is "
-        "transferred with the length itself."
-        if sorted(gains.values(), reverse=True) == [*gains.values()]
+        ", because the scores grow with the square of the length and what is transferred with the "
+        "length itself."
+        if gains[LENGTHS[0]] > gains[LENGTHS[-1]]
         else "."
     )
 )
@@ -690,15 +696,16 @@ computed_until = max(
 )
 lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms, and with transfers behind the "
-    f"computation {after:.1f}. There {hidden:.1f} of {moved:.1f} ms of transfers happen while "
-    f"something is computed; the last {max(0.0, after - computed_until):.1f} ms do not, because "
+    f"computation {after:.1f}. Of its {moved:.1f} ms of transfers, {hidden:.1f} happen while "
+    f"something is computed. The last {max(0.0, after - computed_until):.1f} ms cannot, because "
     "nothing is left to compute when the complete gradients travel. "
     + (
         "**What is hidden is not free**, because NCCL transfers with a kernel of its own, which "
         f"takes SMs and bandwidth from the others: computing takes {worked:.1f} ms instead of "
         f"{undisturbed:.1f}. "
         if worked > 1.02 * undisturbed
-        else ""
+        else "**What is hidden costs next to nothing here:** computing takes "
+        f"{worked:.1f} ms with transfers beside it, and {undisturbed:.1f} without."
     )
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
@@ -717,8 +724,10 @@ lab.read(
 #
 # .. math::
 #
-#    \text{forward:} \quad \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B}
-#    \quad\Longleftrightarrow\quad n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \begin{aligned}
+#    \text{forward:} \quad & \frac{4 H D \cdot n^2 / 2}{S} \;\ge\; \frac{2 \cdot 2\, n H_k D}{B} \\
+#    \Longleftrightarrow\quad & n \;\ge\; 2\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \end{aligned}
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -731,8 +740,10 @@ lab.read(
 #
 # .. math::
 #
-#    \text{backward:} \quad \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B}
-#    \quad\Longleftrightarrow\quad n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \begin{aligned}
+#    \text{backward:} \quad & \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B} \\
+#    \Longleftrightarrow\quad & n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
+#    \end{aligned}
 #
 # We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
 # the two kinds of steps: a rank's own part, under the mask, and half of the scores with another
@@ -886,11 +897,17 @@ lab.read(
         else ". "
     )
     + f"A step of {largest:,} tokens computes at {flops / 1e12:.0f} TFLOP/s, or "
-    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes. By the formulas, a transfer is "
-    f"hidden from {crossing['forward']:,.0f} tokens per rank on in the forward pass and from "
-    f"{crossing['backward']:,.0f} in the backward pass, if keys have as many heads as queries; "
-    "with an eighth as many, as in many models, an eighth of that is enough. These are orders of "
-    "magnitude, because small parts compute and travel more slowly."
+    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"So by the formulas a transfer is hidden from {crossing['forward']:,.0f} tokens per rank on "
+    f"in the forward pass and from {crossing['backward']:,.0f} in the backward pass, if keys have "
+    "as many heads as queries. With an eighth as many, as in many models, an eighth of that is "
+    "enough. These are orders of magnitude, because small parts compute and travel more slowly."
 )
 
 # %%
@@ -908,11 +925,11 @@ ideal_ms, ring_ms = (
 slower = measured_step(of_part, "step, forward") / measured_step(
     of_part, "own, forward"
 )
-at_most = at_largest / measured_step(largest, "own, forward") if steps.rows else nan
+
 lab.read(
     f"**Where short sequences lose.** At {LENGTHS[0]:,} tokens, linear scaling would take "
-    f"{ideal_ms:.1f} ms, and the ring takes {ring_ms:.1f}. Its kernels, timed one by one on one "
-    f"GPU with parts of {of_part:,}, take {by_kernels:.1f} in all"
+    f"{ideal_ms:.1f} ms, and the ring takes {ring_ms:.1f}. Its kernels, timed one by one, take "
+    f"{by_kernels:.1f} in all"
     + (
         ", so no transfer is needed to explain the loss. "
         if by_kernels > ideal_ms + 0.5 * (ring_ms - ideal_ms)
@@ -920,7 +937,7 @@ lab.read(
     )
     + "Kernels are less efficient on small parts, and the merge reads and writes the output once "
     f"more: a forward step with another part takes {slower:.2f} times as long as the own part, "
-    f"which has as many scores, and {at_most:.2f} times with parts of {largest:,}."
+    "which has as many scores."
 )
 
 # %%
@@ -929,9 +946,9 @@ lab.read(
 print(links or "Not recorded yet.")
 
 # %%
-# A call also takes the :term:`host` time. The ranks tell each other what they pass, so that a
-# mismatch is an error and not a hang, and each step launches its kernels. We time calls whose
-# scores take next to nothing:
+# **What a call costs the host.** The ranks tell each other what they pass, so that a mismatch is an
+# error and not a hang, and each step launches its kernels. We time calls whose scores take next to
+# nothing:
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1035,6 +1052,10 @@ def memory_rows():
 
 
 memory = lab.measure("The most memory that a GPU needed", memory_rows)
+
+# %%
+
+# Folded: The most memory that a GPU needed
 memory
 
 # %%
@@ -1241,7 +1262,7 @@ timed_peers = [
     if name in beside.providers and not beside.at(provider=name, seqlen=at).empty
 ]
 ours_ms = beside.milliseconds_at("Kernel Book", seqlen=at)
-again = speed.share("Kernel Book", seqlen=at) if at in LENGTHS else nan
+
 lab.read(
     "".join(
         f"At {at:,} tokens, PyTorch's ring around {name.removesuffix(' CP')} takes "
@@ -1249,8 +1270,7 @@ lab.read(
         f"of the book's own kernel. "
         for name, found in timed_peers
     )
-    + f"Ours takes {ours_ms:.0f} ms, {100 * ours:.0f} %"
-    + (f" ({100 * again:.0f} % in the run above). " if again == again else ". ")
+    + f"Ours takes {ours_ms:.0f} ms, {100 * ours:.0f} %. "
     + (
         "More than 100 % is possible, because the yardstick is our kernel on one GPU, and the "
         "other library's is the faster one here. **The faster kernel makes the faster ring.**"
@@ -1270,10 +1290,9 @@ lab.read(
 #
 # *How far does a ring go?*
 #
-# We have no such machine, but we have measured the pieces. The first step takes as long as the
-# rank's own scores or the transfer beside them. Every later step takes as long as the longest of
-# three: its scores, the transfer beside them, and the host's time to launch it. The last gradients,
-# which nothing hides, are added.
+# We have no such machine, but we have measured the pieces, so we can simulate one. A step takes as
+# long as the longest of three: its scores, the transfer beside them, and, after the first step, the
+# host's time to launch it. The last gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1304,14 +1323,11 @@ for seqlen in LENGTHS:
     told_by = simulated(WORLD, seqlen, bandwidth)[0]
     predicted.append((seqlen, told_by, real))
 lab.read(
-    "We first let it predict what was measured: "
-    + ", ".join(
-        f"{told_by:.1f} ms for {n:,} tokens ({real:.1f} measured)"
-        for n, told_by, real in predicted
-    )
-    + f". It is off by at most {max(abs(a / b - 1) for _, a, b in predicted) * 100:.0f} %: it does "
-    "not know that transfers slow down what is computed beside them, and its steps were timed "
-    "one by one, with a pause after each."
+    f"We first let it predict what was measured. For {predicted[-1][0]:,} tokens it says "
+    f"{predicted[-1][1]:.0f} ms, and {predicted[-1][2]:.0f} were measured. At all lengths it "
+    f"is off by at most {max(abs(a / b - 1) for _, a, b in predicted) * 100:.0f} %. Its steps were "
+    "timed one by one, with a pause after each, and it does not know whether transfers slow down "
+    "what is computed beside them."
 )
 
 # %%
@@ -1397,14 +1413,14 @@ from_tokens = {
 }
 lab.read(
     f"The ring keeps {GOOD} % of linear scaling or more "
-    + ", ".join(
+    + " and ".join(
         f"with {world:,} GPUs from {tokens:,} tokens on"
         for world, tokens in from_tokens.items()
-        if tokens
+        if tokens and world in (8, 1024)
     )
     + f". Over a network, a rank needs {network_crossing:,.0f} tokens to hide the transfers of the "
-    f"backward pass, and with 1,024 GPUs that is a sequence of "
-    f"{1024 * network_crossing / 1e6:,.0f} million, so a ring is for few ranks with long parts. "
+    "backward pass, and with 1,024 GPUs these are "
+    f"{1024 * network_crossing / 1e6:,.0f} million. **A ring is for few ranks with long parts.** "
     "Larger machines share heads within a host, pass parts round a ring of hosts, and compute "
     "other sequences on the rest."
 )

@@ -49,8 +49,9 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Here is attention by its formula. Each query is a row of ``s``, each key a column. With a causal
-# mask, a query sees no key that comes after it, and the last query sees all keys.
+# Autograd can differentiate attention by its formula, below, but it has to save the whole matrix of
+# weights for that. Each query is a row of ``s``, each key a column. With a causal mask, a query
+# sees no key that comes after it, and the last query sees all keys.
 
 
 def visible(seqlen_q, seqlen_k):
@@ -75,10 +76,10 @@ def standard_attention(q, k, v, is_causal=False):
 # and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two, and
 # :math:`S` once more because :math:`P` was not kept.
 #
-# It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out`` and ``do``, the gradient
-# of ``out``) and writes three. With :math:`N` queries and keys in 16 bits this is :math:`10 N^2 d`
-# operations on :math:`16 N d` bytes. Their quotient, the :term:`arithmetic intensity`, is
-# :math:`5 N / 8`.
+# Will arithmetic limit it, or memory? It reads five matrices of :math:`d` columns (``q``, ``k``,
+# ``v``, ``out`` and ``do``, the gradient of ``out``) and writes three. With :math:`N` queries and
+# keys in 16 bits this is :math:`10 N^2 d` operations on :math:`16 N d` bytes, an
+# :term:`arithmetic intensity` of :math:`5 N / 8`.
 
 import triton
 import triton.language as tl
@@ -103,28 +104,34 @@ machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 
 # %%
 
+# Folded: The speed of a matmul and of a copy
+machine
+
+# %%
+
 # Reading
 nan = float("nan")
 at_best = machine.rows[0] if machine.rows else {}
-intensity = {n: 5 * 2 * n * n * 128 / (8 * n * 128 * 2) for n in (1024, 4096)}
+intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
 lab.read(
-    f"A matmul by cuBLAS runs at {at_best.get('matmul, TFLOP/s', nan):.0f} TFLOP/s and a copy at "
-    f"{at_best.get('copy, GB/s', nan):,.0f} GB/s, which is "
-    f"{at_best.get('FLOPs per byte', nan):.0f} FLOPs per byte. The backward pass executes "
-    f"{intensity[1024]:.0f} per byte at length 1,024 and {intensity[4096]:,.0f} at 4,096, so "
-    f"arithmetic limits it, and a matmul is the yardstick of this chapter. (Tiles that a kernel "
-    f"reads again can come from L2.)"
+    f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute "
+    f"{at_best.get('FLOPs per byte', nan):.0f} in a matmul while it copies one. So arithmetic "
+    f"limits the backward pass, and a matmul is the yardstick of this chapter. (Tiles that a "
+    f"kernel reads again can come from L2.)"
 )
 
 # %%
 # **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
 # kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
-# what the forward pass keeps for the backward pass, without the inputs, and "extra" is the most
-# that the backward pass allocates in addition, without the gradients. *Two sweeps* and *one sweep*
-# are the two versions that this chapter builds in plain Triton. ``attention`` runs the first, or,
-# where it was measured to be faster, another kernel of the package: one sweep for Hopper GPUs that
-# adds to ``dq`` in a fixed order. ``backend="triton"`` always asks for the first version, and with
-# ``deterministic=False`` for the second.
+# what the forward pass keeps for the backward pass besides the inputs, and "extra" is the most that
+# the backward pass allocates besides the gradients. *Two sweeps* and *one sweep* are the two
+# versions that this chapter builds.
+#
+# .. dropdown:: Which version a call of attention runs
+#
+#    ``attention`` runs two sweeps, or, where it was measured to be faster, another kernel of the
+#    package: one sweep for Hopper GPUs that adds to ``dq`` in a fixed order. ``backend="triton"``
+#    always asks for two sweeps, and with ``deterministic=False`` for the one sweep of this chapter.
 
 
 # Measuring
@@ -221,7 +228,8 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# We go from the output back to ``q``, ``k`` and ``v``, one line of algebra per step.
+# A kernel sees one tile of keys at a time. So we go from the output back to ``q``, ``k`` and ``v``,
+# one line of algebra per step, and watch for a line that needs a whole row of :math:`P`.
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -248,9 +256,13 @@ lab.read(
 #    &= p \circ (dp - D), \qquad D = p^\top dp
 #    \end{aligned}
 #
-# The circle is the elementwise product. Here lies the difficulty: :math:`D` is a sum over *all*
-# keys, needed before the first element of :math:`ds`, so a program that loops over tiles of keys
-# would have to loop twice.
+# The circle is the elementwise product, and :math:`D` the mean of :math:`dp`, weighted by
+# :math:`p`: a score should rise if its key does better than this mean. Take three keys with
+# :math:`p = (0.5, 0.3, 0.2)` and :math:`dp = (4, 1, 1)`. Then :math:`D = 2.5` and :math:`ds =
+# (0.75, -0.45, -0.3)`. Its sum is zero, because adding a constant to all scores changes no weight.
+#
+# Here is the line that we watch for: :math:`D` is a sum over *all* keys, needed before the first
+# element of :math:`ds`, so a program that loops over tiles of keys would have to loop twice.
 #
 # *Step 4: D without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -369,7 +381,7 @@ lab.read(
 # In tiles, in PyTorch
 # --------------------
 #
-# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more. So each pair of a tile
+# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more, so each pair of a tile
 # of queries and a tile of keys can be processed by itself. ``delta`` comes first, for all queries.
 # ``key_tiles`` then yields the tiles of keys that a tile of queries sees, as in the forward pass.
 
@@ -410,7 +422,9 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# Many programs run at once, and the three lines with ``+=`` say what they would share.
+# The loop above takes one pair of tiles after another, but a GPU runs many programs at once. Which
+# pairs should each program take? The three lines with ``+=`` decide, because they say what programs
+# would share.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -444,6 +458,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # The kernels
 # -----------
 #
+# The kernels keep the formulas of the loop in PyTorch.
+#
 # **Before the sweeps,** a small kernel computes ``delta``. ``None`` is a constant for Triton, so
 # without a gradient of ``lse`` the last two lines are not even compiled.
 
@@ -454,7 +470,8 @@ lab.source(kernels.preprocess_kernel, "delta")
 #
 #    Queries that see no key, and queries past the end, which exist because the last tile must be
 #    full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows
-#    contribute nothing, and the sweeps need no test for them.
+#    contribute nothing, and the sweeps need no test for them. The counter at the end is one that
+#    another kernel of the package wants set to zero; here it is ``None``.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -488,9 +505,8 @@ lab.source(kernels.preprocess_kernel, "delta")
 #
 # The loop begins with step 6. ``load_tile`` loads a tile of queries by its descriptor, as in
 # :doc:`/chapters/attention_fast`, and ``load_row`` one statistic per query. Everything is
-# transposed, with keys as rows; ``LEFT`` is for windows. ``PRECISION`` concerns float32 operands
-# only: a :term:`matrix unit` would round them to :term:`TF32`, so Triton computes three matmuls of
-# their parts instead.
+# transposed, with keys as rows. ``LEFT`` is for windows, and ``PRECISION`` for float32 operands,
+# which a :term:`matrix unit` would otherwise round to :term:`TF32`.
 
 lab.source(kernels.sweep_queries, "recompute")
 
@@ -502,11 +518,11 @@ lab.source(kernels.sweep_queries, "gradients")
 
 # %%
 # **Why transposed?** On Hopper, a matmul takes its *left* operand from registers or from
-# :term:`shared memory`, and its right operand from shared memory only. In the next matmul,
-# :math:`dV = P^\top dO`, the weights are on the left, and what a matmul leaves in registers is
-# distributed over the threads just as a left operand has to be. So if we compute :math:`S^\top = K
-# Q^\top`, the weights can be used where they are; from :math:`S` they would have to be transposed.
-# The same holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
+# :term:`shared memory`, and its right operand from shared memory only. What a matmul leaves in
+# registers is distributed over the threads just as a left operand has to be. In the next matmul,
+# :math:`dV = P^\top dO`, the weights are on the left. So if we compute :math:`S^\top = K Q^\top`,
+# they can be used where they are; from :math:`S` they would have to be transposed first. The same
+# holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
 
 
 # Drawing
@@ -648,8 +664,7 @@ lab.read(
 # **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
 # :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
 # hardware adds a whole tile per instruction; older GPUs add element by element, with additions that
-# are atomic but otherwise unordered (``relaxed``). ``padded_q`` is the number of queries of a head,
-# rounded up to whole tiles.
+# are atomic but otherwise unordered (``relaxed``).
 
 lab.source(kernels.sweep_queries, "add")
 
@@ -702,10 +717,10 @@ lab.source(kernels.sweep_queries, "add")
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# The sweeps should visit no tile that the mask empties. We verify this with a dye: NaN spreads
-# through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we put NaN into one
-# tile of ``do``, those tiles of ``dv`` become NaN whose programs have read it, masked or not. For
-# ``dq`` we dye a tile of ``v``.
+# A causal mask empties almost half of the tiles. Do the sweeps really skip them? We find out with a
+# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we
+# put NaN into one tile of ``do``, those tiles of ``dv`` become NaN whose programs have read it,
+# masked or not. For ``dq`` we dye a tile of ``v``.
 
 
 # Measuring
@@ -945,8 +960,8 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Each version runs a hundred times on one input, and each result is compared with the first, bit by
-# bit.
+# A training run that cannot be repeated exactly is hard to debug. So each version runs a hundred
+# times on one input, and each result is compared with the first, bit by bit.
 
 
 def runs_differ():
@@ -969,6 +984,10 @@ def runs_differ():
 
 
 repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_differ)
+
+# %%
+
+# Folded: In how many of 99 causal runs a gradient differs
 repeated
 
 # %%
@@ -989,12 +1008,14 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. We count work as the field does:
-# five matmuls, :math:`10 M N d` operations per head, half of that if causal, whatever a kernel
-# *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit at best.
-# All points have 16,384 tokens in all and ``heads * head_dim`` of 2,048. *Kernel Book* is two
-# sweeps in plain Triton, and "all tiles" the same with the causal flag ignored, as a kernel that
-# masks tiles instead of skipping them. Only the backward pass is timed.
+# How near does the backward pass come to the :term:`limit`, a matmul of two matrices of 8,192 by
+# 8,192? We count work as the field does: five matmuls, half of that if causal, whatever a kernel
+# *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit, or 71 %,
+# at best.
+#
+# *Kernel Book* is two sweeps in plain Triton, and "all tiles" the same with the causal flag
+# ignored. Only the backward pass is timed, and every point has 16,384 tokens and a product of heads
+# and head_dim of 2,048.
 
 
 # Measuring
@@ -1115,6 +1136,7 @@ lab.plot(
 
 # %%
 
+# Folded: The same with a causal mask
 lab.plot(
     backward,
     "Backward, head_dim 128, causal, bfloat16",
@@ -1142,6 +1164,7 @@ lab.plot(
 # %%
 
 
+# Measuring
 def measured_at(*lengths, head_dims=(64, 128)):
     found = points([*lengths], head_dims)
     return [
@@ -1158,6 +1181,10 @@ for point in measured_at(16384, head_dims=(128, 64)):
     row |= {"two sweeps": rates["Kernel Book"]}
     row |= {"one sweep": rates["Kernel Book, one sweep"]}
     speeds.append(row | {"fastest library": peer, "library": rates.get(peer, nan)})
+
+# %%
+
+# Folded: Two sweeps, one sweep and the fastest library at 16,384 tokens
 lab.table(speeds, "TFLOP/s at 16,384 tokens")
 
 # %%
@@ -1180,9 +1207,17 @@ ratios = [  # of the fastest library to us
 measured = [
     name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
 ]
-best = max(
-    (backward.share("Kernel Book", **point) for point in everywhere), default=nan
+beaten = [name for name in measured if beaten[name] == len(everywhere)]
+slower = f", and also faster than {' and '.join(beaten)}" if beaten else ""
+lab.read(
+    f"Two sweeps are faster than one at "
+    f"{'all' if faster == len(everywhere) else f'{faster} of'} {len(everywhere)} "
+    f"points{slower}. The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
 )
+
+# %%
+
+# Reading
 first = speeds[0]
 executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
@@ -1191,16 +1226,10 @@ elif executed > 0.95 * first["library"]:
     meaning = "so the extra work puts two sweeps behind, and not the rate"
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
-beaten = [name for name in measured if beaten[name] == len(everywhere)]
-slower = f", and also faster than {' and '.join(beaten)}" if beaten else ""
 lab.read(
-    f"Two sweeps are faster than one at "
-    f"{'all' if faster == len(everywhere) else f'{faster} of'} {len(everywhere)} "
-    f"points{slower}. They reach "
-    f"{100 * best:.0f} % of a matmul at best, where {100 * 5 / 7:.0f} % is possible. The fastest "
-    f"library is up to {max(ratios):.2f} times as fast, and seven matmuls instead of five would "
-    f"explain 7 / 5 = 1.4. At head_dim {first['head_dim']}, {first['mask']}, the seven run at "
-    f"{executed:.0f} TFLOP/s, and the five of {first['fastest library']} at "
+    f"How much of this is due to seven matmuls instead of five? They would explain a factor of "
+    f"7 / 5 = 1.4. At 16,384 tokens, head_dim {first['head_dim']}, {first['mask']}, the seven run "
+    f"at {executed:.0f} TFLOP/s, and the five of {first['fastest library']} at "
     f"{first['library']:.0f}, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
@@ -1243,7 +1272,7 @@ lab.read(
 #
 # FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time its
 # parts: ``dk`` and ``dv`` take four matmuls, ``dq`` by itself three, and all of them together five.
-# Tiles were tuned for each kernel, so we also run the first and the last in the tiles of the other.
+# Each kernel has tiles of its own, so we also run the first sweep in the tiles of one sweep.
 # "TFLOP/s" counts the matmuls that are executed.
 
 
@@ -1301,6 +1330,7 @@ lab.table(
             "TFLOP/s": row["TFLOP/s"],
         }
         for row in parts.rows
+        if (row["computes"], row["tuned for"]) != ("dk, dv, dq", "dkdv")
     ],
     "Parts of the backward pass, 16,384 tokens, 16 heads of head_dim 128, full mask",
 )
@@ -1315,8 +1345,8 @@ small = took.get(("dk, dv, dq", "dkdv"), nan)
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 lab.read(
-    f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice: in its "
-    f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with "
+    f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice. In its "
+    f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. And the fifth matmul with "
     f"the additions to `dq` takes another {adding:.1f} ms, although the sweep that it saves takes "
     f"only {saved:.1f}."
     if whole > two + saved and adding > saved and one > two
@@ -1327,8 +1357,10 @@ lab.read(
 )
 
 # %%
-# We test three possible reasons. *Atomic additions may be slow by themselves.* A library that adds
-# to ``dq`` in no fixed order gives other bits in every run, so we compare 20 runs of each. In
+# We test three possible reasons.
+#
+# **Atomic additions may be slow by themselves.** Then a fast library would avoid them. One that
+# adds to ``dq`` in no fixed order gives other bits in every run, so we compare 20 runs of each. In
 # FlashAttention's deterministic mode, programs wait for their turn to add.
 
 
@@ -1391,7 +1423,7 @@ if FIXED in speed and "FlashAttention" in speed:
 lab.read(said)
 
 # %%
-# *The GPU may not be able to add that fast.* For each tile of keys, a row of float32 is added to
+# **The GPU may not be able to add that fast.** For each tile of keys, a row of float32 is added to
 # ``dq`` for each query.
 
 # Reading
@@ -1416,9 +1448,9 @@ lab.read(
 )
 
 # %%
-# *There may be too little room on an SM.* One sweep keeps two accumulators, two tiles of scores and
-# a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest :term:`spills
-# <spill>` to memory.
+# **There may be too little room on an SM.** One sweep keeps two accumulators, two tiles of scores
+# and a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
+# :term:`spills <spill>` to memory. In the figure, each box is one program.
 
 
 # Measuring
@@ -1512,12 +1544,10 @@ lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
 # %%
 
 # Reading
-fits = {
-    (row["case"], row["kernel"]): (room(row)[1], row["spills"]) for row in facts.rows
-}
-once, spilt = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), (nan, nan))
-small, _ = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), (nan, nan))
-beside, _ = fits.get(("head_dim 128, two sweeps", "dq_kernel"), (nan, nan))
+fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
+once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
+small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
+beside = fits.get(("head_dim 128, two sweeps", "dq_kernel"), nan)
 its_rate = {row["computes"]: row["TFLOP/s"] for row in parts.rows}.get("dq", nan)
 relative_speed = {
     row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
@@ -1525,13 +1555,12 @@ relative_speed = {
     if row["mask"] == "full"
 }
 lab.read(
-    f"Each box is one program. At head_dim 128, where {once:.0f} program"
-    f"{' of one sweep fits' if once == 1 else 's of one sweep fit'} and {spilt:.0f} of its "
-    f"registers spill, one sweep reaches {relative_speed[128]:.0f} % of the speed of two. "
-    f"At head_dim 64, where {small:.0f} fit, it reaches {relative_speed[64]:.0f} %. "
+    f"At head_dim 128 one sweep reaches {relative_speed[128]:.0f} % of the speed of two, with "
+    f"{once:.0f} of its programs on an SM. At head_dim 64 it reaches {relative_speed[64]:.0f} %, "
+    f"with {small:.0f}. "
     + (
-        f"But little room does not explain it alone: of the second of two sweeps only {beside:.0f} "
-        f"fits as well, and it runs at {its_rate:.0f} TFLOP/s."
+        f"But little room alone does not explain it: the second of two sweeps also has only "
+        f"{beside:.0f} on an SM, and runs at {its_rate:.0f} TFLOP/s."
         if beside <= once
         else ""
     )
@@ -1539,13 +1568,14 @@ lab.read(
 
 # %%
 # What probably explains it is little room together with waiting. In one sweep :math:`dS^\top` is
-# transposed through shared memory, ``dq`` passes through it on its way to the additions, and all
-# warps run the same code. While they wait for such a step, the matrix units have nothing to do,
-# because at head_dim 128 there is no second program to fill the gap; two sweeps have no such steps.
-# FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
-# they work at the same time. :doc:`/chapters/warps_with_roles` builds such roles by hand.
+# transposed through shared memory, and ``dq`` passes through it on its way to the additions. All
+# warps run the same code, so while they wait for such a step, the matrix units have nothing to do.
+# At head_dim 128 there is no second program to fill the gap, and two sweeps have no such steps.
 #
-# A call also costs time on the host: see :doc:`/hardware`.
+# FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
+# they work at the same time.
+#
+# On short inputs a call takes the time of the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1562,7 +1592,7 @@ hosted
 
 # %%
 
-# Reading
+# Folded: Which of the two is faster on short inputs?
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
@@ -1575,7 +1605,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Here are the gradients by the formula, first right and then with one mistake at a time.
+# Which mistakes would a test notice? Here are the gradients by the formula, first right and then
+# with one mistake at a time.
 
 
 def with_mistake(q, k, v, do, mistake):
@@ -1668,7 +1699,9 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # matmuls and loses here all the same, probably because its warps wait while :math:`dS` and ``dq``
 # pass through shared memory, and no second program on the SM computes in the meantime.
 #
-# :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
+# :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding. On Hopper
+# GPUs one sweep can win after all: :doc:`/chapters/attention_hopper_backward` gives its warps
+# roles, and adds the parts of ``dq`` in a fixed order.
 #
 # Exercises
 # ---------
@@ -1864,10 +1897,6 @@ lab.table(
     ],
     "A step of three layers of attention",
 )
-
-# %%
-# On Hopper GPUs one sweep can win after all: :doc:`/chapters/attention_hopper_backward` gives its
-# warps roles, and adds the parts of ``dq`` in a fixed order.
 
 # %%
 # References

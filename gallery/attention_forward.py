@@ -38,6 +38,19 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # the scores into weights that sum to 1. The output is the weighted sum of the *values*, one weight
 # per key.
 
+# Reading
+three_scores, three_values = torch.tensor([[1.0, 2, 4], [10, 20, 30]])
+three_weights = torch.softmax(three_scores, -1)
+lab.read(
+    f"For example, let the scores of a query with three keys be 1, 2 and 4. Then the weights are "
+    f"{three_weights[0]:.3f}, {three_weights[1]:.3f} and {three_weights[2]:.3f}. If the values are "
+    f"the numbers 10, 20 and 30, the output is {three_weights @ three_values:.1f}, close to the "
+    f"value of the key that matches best."
+)
+
+# %%
+# In PyTorch this is:
+
 
 def standard_attention(q, k, v, is_causal=False):
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
@@ -75,7 +88,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the end each query also leaves ``lse``, one number that the backward pass needs.
+# In the end each query leaves ``lse`` for the backward pass.
 #
 # .. image:: /figures/attention-stream.svg
 #    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
@@ -86,7 +99,8 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# We count for a single head, with :math:`N` queries, :math:`N` keys and head_dim :math:`D`.
+# How much is there to gain? We count what the table costs for a single head, with :math:`N`
+# queries, :math:`N` keys and head_dim :math:`D`.
 #
 # **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
 # and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
@@ -145,13 +159,19 @@ machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 nan = float("nan")
 needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOPs per byte"] / needed
+most = rows[-1]["FLOPs per byte"]
 lab.read(
-    f"This machine needs {needed:.0f} operations per byte. Standard attention does at most "
-    f"{rows[-1]['FLOPs per byte']} at head_dim 128, because each score takes 4 × 128 operations "
-    f"and moves 8 bytes, so it waits for memory at any length, and can reach at most "
-    f"{100 * rate_of_table:.0f} % of the speed of a matmul at length 4,096. Without the table of "
-    f"scores it would do {rows[1]['at best']:,} operations per byte, if it read each input only "
-    f"once. A kernel in tiles reads keys and values more often; the next chapter counts how often."
+    f"This machine needs {needed:.0f} operations per byte. Standard attention does at most {most} "
+    f"at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
+    + (
+        f"So it waits for memory at any length, and at 4,096 it can reach no more than "
+        f"{100 * rate_of_table:.0f} % of the speed of a matmul. "
+        if most < needed
+        else "So memory does not have to slow it. "
+    )
+    + f"Without the table it would do {rows[1]['at best']:,} operations per byte there, if it read "
+    f"each input only once. A kernel in tiles reads keys and values more often; the next chapter "
+    f"counts how often."
 )
 
 # %%
@@ -248,6 +268,45 @@ lab.read(
 # The mathematics
 # ---------------
 #
+# What does a query have to remember of the tiles that it has seen, if their scores are gone? Take
+# the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to their
+# maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
+# ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
+#
+# The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
+# both sums relative to 4. Then the new key adds its weight, :math:`e^{4-4} = 1`, and its value 30:
+
+# %%
+first_two, m_two = three_scores[:2], three_scores[:2].max()
+l_two = (first_two - m_two).exp().sum()
+acc_two = (first_two - m_two).exp() @ three_values[:2]
+factor = (m_two - three_scores[2]).exp()
+l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
+lab.table(
+    [
+        {
+            "scores of the tile": "1, 2",
+            "m": 2,
+            "alpha": "",
+            "l": f"{l_two:.3f}",
+            "acc": f"{acc_two:.2f}",
+            "acc / l": f"{acc_two / l_two:.1f}",
+        },
+        {
+            "scores of the tile": "4",
+            "m": 4,
+            "alpha": f"{factor:.3f}",
+            "l": f"{l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}",
+            "acc": f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}",
+            "acc / l": f"{acc_three / l_three:.1f}",
+        },
+    ],
+    "Three keys in two tiles",
+)
+
+# %%
+# In the end ``acc / l`` is the output from above, and the scores 1 and 2 were not needed again.
+#
 # **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
 # For the set :math:`A` of the keys seen so far, keep
 #
@@ -263,23 +322,10 @@ lab.read(
 # :math:`A` holds all keys, the output is :math:`acc_A / l_A`, because numerator and denominator
 # share the factor :math:`e^{-m_A}` and it cancels.
 #
-# **Two sets become one.** For disjoint sets :math:`A` and :math:`B`, let :math:`m` be the larger of
-# the two maxima. Every term of :math:`A` was computed relative to :math:`m_A`, and a factor of
-# :math:`e^{m_A - m}` makes it relative to :math:`m`:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    m &= \max(m_A,\, m_B) \\
-#    l &= l_A\, e^{m_A - m} + l_B\, e^{m_B - m} \\
-#    acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
-#    \end{aligned}
-#
-# because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`. The result again has the form above,
-# for the set :math:`A \cup B`, so it does not matter how we split the keys.
-#
-# **The loop.** Now let :math:`A` be the tiles so far and :math:`B` the next tile. If we update the
-# maximum first and compute the terms of the new tile relative to it, a single factor is left:
+# **The loop.** Let :math:`A` be the tiles so far, :math:`B` the next tile, and :math:`m` the
+# maximum of both. The terms of :math:`A` were computed relative to :math:`m_A`. The factor
+# :math:`\alpha` makes them relative to :math:`m`, because :math:`e^{s_j - m_A}\, e^{m_A - m} =
+# e^{s_j - m}`:
 #
 # .. math::
 #
@@ -292,8 +338,26 @@ lab.read(
 #    \end{aligned}
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and the merge keeps it right. A run confirms that: it cuts 300 keys
-# into pieces and merges their triples in a random order.
+# -\infty` and both sums are 0, and each step keeps it right. How we split the keys does not matter.
+# A run confirms that: it cuts 300 keys into pieces and merges their triples in a random order.
+#
+# .. dropdown:: The merge of any two sets
+#
+#    The triples of two disjoint sets :math:`A` and :math:`B` become that of :math:`A \cup B` in the
+#    same way, with a factor for each. Let :math:`m` be the larger of the two maxima:
+#
+#    .. math::
+#
+#       \begin{aligned}
+#       m &= \max(m_A,\, m_B) \\
+#       l &= l_A\, e^{m_A - m} + l_B\, e^{m_B - m} \\
+#       acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
+#       \end{aligned}
+#
+#    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
+#    once, so that a single factor is left.
+
+# %%
 
 
 # Measuring
@@ -440,8 +504,8 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Before any kernel, we write the algorithm in PyTorch. A tile of queries begins with the triple of
-# the empty set.
+# Before any kernel, we write the algorithm in PyTorch, where each line can be printed and checked.
+# A tile of queries begins with the triple of the empty set.
 
 lab.source(tiled_forward, "begin")
 
@@ -658,7 +722,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position. The first kernel
-# computes every tile all the same and then discards half of the scores.
+# computes every tile all the same and then discards half of the scores. Which tiles can it skip?
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -675,7 +739,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # *stages*, and stop after the cut tiles: the first stage, which does most of the work, needs no
 # mask, and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the
 # last one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
-# :math:`\lceil n / B \rceil` are computed.
+# :math:`\lceil n / B \rceil` are computed. With 32 queries in a tile and :math:`B = 16`, the second
+# tile of queries has :math:`f = 33` and :math:`n = 64`: four tiles are computed, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
 # the two loops, and the loop over whole tiles has no mask. The rest is as before:
@@ -745,6 +810,7 @@ def _staged_kernel(
 
 # %%
 
+# Folded: The staged kernel, checked against float64
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
@@ -878,10 +944,10 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 # How fast is it?
 # ---------------
 #
-# The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
-# number of operations is the one counted above, halved for a causal mask. ``torch.compile`` gets
-# the standard version. It would replace code that it recognises as attention by a ready-made
-# kernel, but our function matches none of its patterns.
+# What have the tiles gained, and what the stages? The yardstick is a :term:`cuBLAS` matmul of two
+# square matrices of size 8,192 in bfloat16. The number of operations is the one counted above,
+# halved for a causal mask. ``torch.compile`` gets the standard version. It would replace code that
+# it recognises as attention by a ready-made kernel, but our function matches none of its patterns.
 
 
 # Measuring
@@ -1030,26 +1096,45 @@ copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
 slowest = min(of_copy, key=of_copy.get, default="")
 lab.read(
-    f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul and "
-    f"not the {100 * rate_of_table:.0f} % that its bytes allow, because `{slowest}` moves its "
-    f"bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy. With the mask it "
-    f"reaches {percent('PyTorch', 'causal')}, because half of what it computes no longer counts, "
-    f"and `masked_fill_` reads and writes the table once more. Compiled, the table still goes "
-    f"through memory. Tiles in plain PyTorch take "
-    f"{at('PyTorch', 'full') / at('tiled PyTorch', 'full'):.1f} times as long as standard "
-    f"attention, because every tile goes through memory, and `acc` with it in each iteration."
+    f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul. "
+    + (
+        f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}` moves them at only "
+        f"{of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
+        if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
+        else ""
+    )
+    + f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes "
+    f"no longer counts, and `masked_fill_` reads and writes the table once more. Compiled, the "
+    f"table still goes through memory."
 )
 
 # %%
 
 # Reading
+longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
 lab.read(
-    f"The first kernel keeps its tiles on the chip and reaches {at('first kernel', 'full'):.0f} "
-    f"TFLOP/s ({percent('first kernel', 'full')} of the matmul), but only "
-    f"{at('first kernel', 'causal'):.0f} with the causal mask, because it computes nearly twice as "
-    f"many tiles as needed. With stages it reaches {at('in stages', 'causal'):.0f} "
-    f"({percent('in stages', 'causal')}) there, and {at('in stages', 'full'):.0f} without a mask, "
-    f"because whole tiles skip the code of the mask."
+    f"Tiles alone gain nothing: in plain PyTorch they take {longer:.1f} times as long as standard "
+    f"attention, because every tile goes through memory, and `acc` with it in each iteration."
+    if not longer <= 1
+    else f"Tiles in plain PyTorch are {1 / longer:.1f} times as fast as standard attention, "
+    f"although every tile goes through memory."
+)
+
+# %%
+
+# Reading
+unmasked = at("in stages", "full") / at("first kernel", "full") - 1
+lab.read(
+    f"The first kernel keeps its tiles on the chip, and reaches {percent('first kernel', 'full')} "
+    f"of the matmul. With the causal mask it is only {percent('first kernel', 'causal')}, because "
+    f"it computes nearly twice as many tiles as needed. Stages make it "
+    f"{percent('in stages', 'causal')}. "
+    + (
+        f"They help without a mask, too, by {100 * unmasked:.0f} %, because whole tiles skip the "
+        f"code of the mask."
+        if not unmasked <= 0.01
+        else ""
+    )
 )
 
 # %%
@@ -1058,8 +1143,9 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` turns this kernel into the package's, one
-# change at a time, and compares that with the libraries.
+# What still holds the kernel back is the question of :doc:`the next chapter
+# </chapters/attention_fast>`, which turns it into the package's, one change at a time, and compares
+# that with the libraries.
 
 # %%
 # What breaks it

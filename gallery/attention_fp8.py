@@ -12,13 +12,13 @@ You will learn
 - why the values need another memory layout than queries and keys;
 - where the error comes from: the operands, the weights, and the accumulators;
 - what it costs to quantise q, k and v, and from which length FP8 pays for that;
-- which instructions a kernel with roles saves in eight bits, and how little that gains.
+- what a kernel with roles gains in eight bits.
 
 On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and for the last kernel
 Hopper.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 5
 import math
 import re
 import subprocess
@@ -38,11 +38,13 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # What eight bits gain
 # --------------------
 #
-# Attention of :math:`N` queries and keys takes :math:`4 N^2 D` operations, where :math:`D` is
-# head_dim. They limit its speed, and run as matmuls on the :term:`matrix units <matrix unit>` of
-# each :term:`SM`. A matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes
-# of every row in each step: 16 numbers of 16 bits, or 32 of 8 bits. We let :term:`cuBLAS` multiply
-# square matrices of size 8,192 in both.
+# *How much faster can attention become at best?*
+#
+# Nearly all of its operations are matmuls: :math:`4 N^2 D` of them for :math:`N` queries and keys
+# of head_dim :math:`D`. They run on the :term:`matrix units <matrix unit>` of each :term:`SM`. A
+# matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of every row in
+# each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On paper that doubles the speed. To
+# see what remains in practice, we let :term:`cuBLAS` multiply square matrices of size 8,192.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,29 +84,27 @@ nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
 lab.read(
     f"The matmul runs at {slow:,.0f} TFLOP/s in bfloat16 and at {fast:,.0f} in FP8, "
-    f"{fast / slow:.2f} times as fast. Attention cannot gain more, because its matmuls are the "
-    "only arithmetic that eight bits make faster."
+    f"{fast / slow:.2f} times as fast. Attention cannot gain more than its matmuls do, because "
+    "its exponentials stay in float32."
 )
 
 # %%
-# Eight bits also halve the bytes that have to move. The exponentials stay in float32.
-#
 # Two formats
 # -----------
 #
-# The eight bits are a sign, an exponent, and some bits after the leading one, the *mantissa*.
-# *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2, so the first is finer and the
-# second reaches further. Both are called :term:`FP8`.
+# *Which numbers can eight bits hold?*
+#
+# The bits are a sign, an exponent, and a few bits after the leading one, the *mantissa*. *e4m3* has
+# 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2. So 1.15 becomes 1.125 in e4m3 and only
+# 1.25 in e5m2, while 10,000 is in the range of e5m2 alone. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
 #          e5m2 is a sign, five and two. Middle, all positive numbers on an axis of powers of two:
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
-#
-# The letters *fn* in PyTorch's name ``float8_e4m3fn`` mean *finite, with NaN*: it has no infinity.
 
-# Folded: All 256 patterns counted, in both formats
+# Folded: All 256 patterns counted (in PyTorch's names, fn means finite, with NaN)
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
 for dtype in (E4M3, E5M2):
@@ -126,13 +126,13 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding to the nearer neighbour makes a relative error of at most :math:`2^{-4}` in e4m3 and
-# :math:`2^{-3}` in e5m2, unless the number is too small: the lowest numbers, called *subnormal*,
-# have no leading one, and the steps between them no longer shrink. We round numbers of all sizes to
-# see where.
+# Rounding to the nearer neighbour makes a relative error of at most 6 % in e4m3, and twice that in
+# e5m2. Only very small numbers, called *subnormal*, lose more, because the steps between them no
+# longer shrink.
+
+# Folded: The error of rounding numbers of all sizes
 
 
-# Drawing
 def relative_error(x, dtype):
     return ((x.to(dtype).double() - x).abs() / x).max().item()
 
@@ -164,9 +164,9 @@ lab.sketch(
 )
 
 # %%
-# **Which format suits attention?** We choose e4m3, because a scale moves the operands of a head to
-# where the format has numbers. Range is then plentiful, and precision is scarce. e5m2 is meant for
-# gradients, whose sizes differ wildly.
+# **Which format suits attention?** We choose e4m3. A scale can move the operands of a head to where
+# the format has numbers, so we need precision more than range. e5m2 is meant for gradients, whose
+# sizes differ wildly.
 
 # %%
 
@@ -180,19 +180,23 @@ stored_as = (
 assert stored_as in ("NaN", "448")
 assert in_e5m2[1].isinf()
 lab.read(
-    f"**A number that is too large** raises no error. PyTorch converts {too_large[0]:.0f} to "
-    f"{stored_as} in e4m3, and {too_large[1]:,.0f} to infinity in e5m2. Both are wrong, so the "
-    "scale has to be right before anything is converted."
+    f"**A number that is too large** raises no error: PyTorch converts {too_large[0]:.0f} to "
+    f"{stored_as} in e4m3. So the scale has to be right before anything is converted."
 )
 
 # %%
 # Scales
 # ------
 #
+# *How do numbers of any size fit into a format that ends at 448?*
+#
 # The kernel receives *stored* numbers and one factor, the :term:`descale`. An element's value is
-# its stored number times the descale. We choose the descale so that the largest element becomes the
-# largest number of the format: then nothing is too large, and as few small elements as possible
-# fall below the range.
+# its stored number times the descale. If the largest element is 4.48, for example, the descale is
+# 0.01. Then 4.48 is stored as 448 and 0.3 as 30. An element of 1 is stored as 96, because e4m3 has
+# no 100, and counts as 0.96.
+#
+# So the largest element becomes the largest number of the format, and as few small elements as
+# possible fall below its range.
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -202,8 +206,10 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# Should the whole tensor share a descale, or each head? The heads of a model differ in size, so we
+# **One descale for the whole tensor, or one per head?** The heads of a model differ in size, so we
 # try three, each a thousand times smaller than the one before.
+
+# Folded: The error of each head, both ways
 
 sizes = torch.tensor([1.0, 1e-3, 1e-6], device=runtime.DEVICE).view(1, 3, 1, 1)
 x = torch.randn(1, 3, 200, 64, device=runtime.DEVICE) * sizes
@@ -222,9 +228,15 @@ assert torch.equal(theirs.float(), stored.float())
 lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
-# With one descale for the whole tensor, the smallest head becomes zero. One descale per head
-# prevents this for four bytes. The package's ``quantize`` does so, and returns a pair,
-# ``Quantized(stored, descale)``.
+
+# Reading
+shared, own = (row["head 2"] for row in rows)
+lab.read(
+    f"With one descale for the whole tensor, the smallest head has an error of {shared}, because "
+    f"all of it becomes zero. With one per head its error is {own}, as in the other heads, for "
+    "four bytes more. The package's `quantize` does this, and returns a pair, "
+    "`Quantized(stored, descale)`."
+)
 
 # %%
 # **What does a descale cost in the kernel?** Write :math:`q = a \hat q`, :math:`k = b \hat k` and
@@ -241,10 +253,10 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 # The descales cost a handful of multiplications per program, because the kernel multiplies the
 # scores by a scale and divides the result by :math:`l_i` anyway.
 
+# Folded: How the kernel loads the descales (a step of 0: all heads share one)
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
 
 # %%
-# A step of 0 means that all heads share one descale.
 
 
 # Measuring
@@ -293,7 +305,7 @@ for x in operands:
         changes[name].append((plain(*changed) - before).abs().max().item())
 assert max(changes["doubled"]) < 0.05 < min(changes["forgotten"])
 lab.read(
-    "To check the formula, we halve what is stored of q, of k and of v in turn. If we double its "
+    "To check the formula, we halve what is stored of q, k and v in turn. If we double its "
     "descale, the output "
     + (
         f"changes by at most {max(changes['doubled']):.1g}"
@@ -308,11 +320,13 @@ lab.read(
 # The layout of V
 # ---------------
 #
+# *Why does V have to be stored transposed?*
+#
 # A matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
 # over head_dim, in :math:`PV` over the keys. Hopper's matrix instruction reads its second operand
-# from :term:`shared memory`. For 16-bit operands, a bit of the instruction says which of the two
-# dimensions is *contiguous* there, that is, whose elements are neighbours. For 8-bit operands there
-# is no such bit, and the contiguous dimension has to be the contracted one.
+# from :term:`shared memory`, where the elements of one dimension are neighbours, called
+# *contiguous*. For 16-bit operands, a bit of the instruction says which dimension that is. For
+# 8-bit operands there is no such bit, and the contiguous dimension has to be the contracted one.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -320,12 +334,9 @@ lab.read(
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# K and Q fit. V has head_dim contiguous, too, but its contracted dimension is the keys, so V has to
-# be stored transposed.
-#
 # **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
-# it. A small matmul shows how: its second operand comes in either layout, in 8 bits or in 16,
-# through a :term:`descriptor`.
+# it. A small matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16,
+# through a :term:`descriptor`. Its result is right either way.
 
 # Measuring
 import triton
@@ -373,6 +384,7 @@ def multiply(a, b, contracted_first, block=(128, 128, 64), **options):
 
 # %%
 
+# Folded: The check of both layouts
 a, b = torch.randn(2, 64, 64, device=runtime.DEVICE)
 cases = []
 for contracted_first, factor in ((False, b.T), (True, b)):
@@ -383,11 +395,9 @@ for contracted_first, factor in ((False, b.T), (True, b)):
 lab.check("The matmul, either way", cases)
 
 # %%
-# Both layouts give the right result. In the instructions of a tile of 128 × 128 × 64, the matmul is
-# :term:`wgmma`, whose *transpose bits* say for 16-bit operands whether either matrix is transposed.
-# ``prmt`` permutes the bytes of a :term:`register`.
 
 
+# Measuring
 def instructions():
     rows = []
     for dtype in (torch.float16, E4M3):
@@ -414,6 +424,9 @@ def instructions():
     return rows
 
 
+# %%
+
+# Folded: The instructions of a tile of 128 × 128 × 64 (prmt permutes bytes of a register)
 emitted = lab.measure("Instructions per tile, and a matmul of size 4,096", instructions)
 emitted
 
@@ -421,43 +434,45 @@ emitted
 
 # Reading
 found = {(r["dtype"], r["contiguous in b"]): r for r in emitted.rows}
-straight, turned = (
-    found.get(("float8_e4m3fn", x), {}) for x in ("contracted", "columns")
+(usual, other), (straight, turned) = (
+    [found.get((dtype, x), {}) for x in ("contracted", "columns")]
+    for dtype in ("float16", "float8_e4m3fn")
 )
+longer = abs(other.get("ms", nan) / usual.get("ms", nan) - 1)
 lab.read(
-    "With 16 bits, the two layouts differ in one bit of the instruction, and hardly in time. With "
-    "8 bits and the "
-    f"wrong layout, the compiler transposes every tile in registers, with "
-    f"{turned.get('prmt', nan)} permutations and "
-    f"{turned.get('1-byte stores', nan)} stores of single bytes per thread and tile, so "
-    f"the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long."
+    "With 16 bits, the two layouts differ in one bit of the instruction, and "
+    + (f"by {100 * longer:.0f} % in time" if longer >= 0.015 else "take the same time")
+    + ". With 8 bits and the wrong layout, the compiler transposes every tile in registers: each "
+    "thread permutes bytes "
+    f"{turned.get('prmt', nan)} times and stores {turned.get('1-byte stores', nan)} of them one by "
+    f"one. **So the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as "
+    "long.**"
 )
 
 # %%
-# So it is better to transpose V once, while rounding it: ``quantize(v, contiguous="seqlen")``. If V
-# is not transposed, the package first makes a transposed copy.
+# It is better to transpose V once, while rounding it: ``quantize(v, contiguous="seqlen")``. If V is
+# not transposed, the package first makes a transposed copy.
 
 # %%
 # Rounding the weights
 # --------------------
 #
+# *Why does the kernel multiply its weights by 256?*
+#
 # The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
-# well, in every tile. The largest is 1, but with a thousand keys a typical weight may be a
-# hundredth or a thousandth of that. There e4m3 has few numbers, and none below :math:`2^{-9}`,
-# while its numbers above 1 are not used at all. So we multiply the weights by :math:`2^8` before
-# rounding them. This factor never has to be undone, because it cancels if the denominator sums
-# :math:`2^8 p_j` too:
+# well, in every tile. The largest weight is 1, but most are far smaller, and the smallest number of
+# e4m3 is :math:`2^{-9}`, about 0.002. A weight of 0.0009 would be stored as 0, while the numbers
+# above 1 would not be used at all.
 #
-# .. math::
+# So we multiply the weights by :math:`2^8` before rounding them. This factor never has to be
+# undone, because it cancels if the denominator sums :math:`2^8 p_j`, too. It does not even take a
+# multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel combines the 8 with the
+# maximum that it subtracts from the score. More is not better, because with :math:`2^9` the largest
+# weights would become 512 and be stored as 448.
 #
-#    \frac{\sum_j 2^8 p_j v_j}{\sum_j 2^8 p_j}
-#    = \frac{\sum_j p_j v_j}{\sum_j p_j}
-#
-# It does not even take a multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel
-# combines the 8 with the maximum that it subtracts from the score. With :math:`2^9` the largest
-# weights would become 512 and be stored as 448. We try several
-# powers in float64, on normal scores of a given standard deviation; in two rows, one key is ahead
-# of all others by 4 or 6. *Lost* is the share of the weights that are rounded to zero.
+# **When does it matter?** Models often put one key far ahead of the others, usually the very first.
+# All other weights are then small, and matter only together. We compute such a case in float64:
+# 4,096 normal scores, and one of them ahead of all others by 6.
 
 
 # Measuring
@@ -472,15 +487,15 @@ def off_by(out, truth):
     return ((out - truth).square().mean() / truth.square().mean()).sqrt().item()
 
 
-# %%
-
-
 def scores_with(deviation, ahead):
     s = deviation * torch.randn(64, 4096, dtype=torch.float64)
     s[:, 0] = s.amax(-1) + ahead
     return s
 
 
+# %%
+
+# Folded: Other scores and powers of two, and the share of the weights that is rounded to zero
 v = torch.randn(4096, 32, dtype=torch.float64)
 rows = []
 for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
@@ -497,9 +512,6 @@ for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
 lab.table(rows, "Error of the output with weights times a power of two, 4,096 keys")
 
 # %%
-# Without a key ahead, the weights that matter are large, so scaling gains little. But models often
-# put one key far ahead of the others, usually the very first. All other weights are then small, and
-# matter only together. These are the weights of the last row:
 
 
 # Drawing
@@ -536,24 +548,38 @@ lab.sketch(
 
 # %%
 # Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero.
-#
-# **Why does l sum the weights before they are rounded?** The output would even be a little better
-# if numerator and denominator held the same numbers. But a sum of rounded weights makes lse wrong,
-# the logarithm (:term:`logsumexp`) by which this output is merged with those of other keys.
 
 # %%
+
+# Reading
+far = rows[-1]
+lab.read(
+    f"As they are, {far['lost with 2^0']} of these weights become zero, and the output is off by "
+    f"{far['error with 2^0']}. Times 2⁸ it is off by {far['error with 2^8']}, and times 2⁹ by "
+    f"{far['error with 2^9']}. If no key is ahead, the weights that matter are large, so scaling "
+    "them changes less."
+)
+
+# %%
+# .. dropdown:: Why the denominator sums the weights before they are rounded
+#
+#    The output would even be a little better if numerator and denominator held the same numbers.
+#    But a sum of rounded weights makes lse wrong, the logarithm (:term:`logsumexp`) by which this
+#    output is merged with those of other keys.
+#
 # The kernel
 # ----------
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with the changes above, in smaller tiles: up
-# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM.
-# ``add_values`` does the second matmul. The weights become e4m3 even where V is e5m2, because they
-# need precision and not range. The next section explains ``PROMOTED``.
+# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. New is the
+# second matmul, whose flag ``PROMOTED`` is the subject of the next section.
 
 lab.source(fp8.add_values)
 
 # %%
 # .. dropdown:: The kernel whole
+#
+#    The weights become e4m3 even where V is e5m2, because they need precision and not range.
 #
 #    The loop over tiles of keys, which calls ``weigh`` of the 16-bit kernel:
 #
@@ -574,16 +600,18 @@ lab.source(fp8.add_values)
 # Accumulators with fewer bits
 # ----------------------------
 #
-# The accumulators of an 8-bit matmul are float32 registers, with 24 significant bits. While
-# Hopper's matrix unit adds, however, it keeps fewer. It aligns 32 products and the sum so far with
-# the largest of them, and cuts off every bit that lies more than 13 places below that one's leading
-# bit. Where all terms have the same sign, the sum grows, and each new term loses more of its low
-# bits.
+# *Can a matrix unit add thousands of products without losing some of them?*
+#
+# Imagine a calculator that keeps four digits and cuts off the rest. Once its sum has reached 1,000,
+# adding 0.9 changes nothing, however often we do it. Hopper's matrix unit has the same problem in
+# 8-bit matmuls. It aligns 32 products and the sum so far with the largest of them, and cuts off
+# every bit that lies more than 13 places below that one's leading bit, although its accumulators
+# are float32 registers with 24 significant bits.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero,
 # and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free,
-# because the old sum has to be multiplied by ``alpha`` anyway, and a multiply-add is one
-# instruction, too. Grey is what a sum can hold; bits of the next term outside it are lost:
+# because the old sum has to be multiplied by ``alpha`` anyway. Grey is what a sum can hold, and the
+# bits of the next term outside it are lost:
 
 
 # Drawing
@@ -632,7 +660,8 @@ lab.sketch(
 )
 
 # %%
-# **Are there really 13?** First, a single matmul adds :math:`2^{-n}` to 1, on the GPU.
+# **Are there really 13 places?** We test it twice. First, a single matmul adds :math:`2^{-n}` to 1,
+# on the GPU.
 
 
 # Measuring
@@ -695,9 +724,11 @@ lab.read(
 )
 
 # %%
-# Second, a model of the matrix unit in float64 predicts the error of a whole attention.
+# Second, a model of the matrix unit in float64, which keeps 12, 13 or 14 places, predicts the error
+# of a whole attention. All values of V are around 1, so that the sums grow.
 
 
+# Measuring
 def on_matrix_unit(p, v, places, at_once=32):
     """p @ v, where a step adds 32 products, all cut some places below the largest's leading bit."""
     acc = torch.zeros(len(p), v.shape[1], dtype=torch.float64)
@@ -712,9 +743,6 @@ def on_matrix_unit(p, v, places, at_once=32):
 
 
 # %%
-# We let the model keep 12, 13 or 14 places, and compare it with the kernel, on 128 queries of
-# head_dim 128. All values of V are around 1, so that the sums grow. *Rounding alone* is the error
-# of rounding the weights, in float64.
 
 
 # Measuring
@@ -758,7 +786,7 @@ def long_sums():
 
 # %%
 
-# Folded: The errors measured, with values around 0 as well
+# Folded: The errors measured, on 128 queries of head_dim 128, with values around 0 as well
 sums = lab.measure("Error of the worst of 16 heads, head_dim 128", long_sums)
 sums
 
@@ -824,25 +852,24 @@ nearest = min(apart, key=apart.get)
 lab.read(
     f"From {KEYS[1]:,} keys on, the model with {nearest} places is within "
     f"{100 * apart[nearest]:.0f} % of what we measure, and every other is off by "
-    f"{100 * min(x for n, x in apart.items() if n != nearest):.0f} % or more. At {KEYS[-1]:,} keys "
-    f"promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %, little more than rounding alone makes. "
-    "Values around 0 hardly need it, because their sums hardly grow."
+    f"{100 * min(x for n, x in apart.items() if n != nearest):.0f} % or more. **At {KEYS[-1]:,} "
+    f"keys promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Rounding the weights alone, in float64, makes "
+    f"{sum_error(1, KEYS[-1], 'rounding alone'):.2f} %. Values around 0 need promotion "
+    "less, because their sums hardly grow."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# The truth is attention in float64 of the stored values, because what ``quantize`` lost is not the
-# kernel's fault. The yardstick, in the column "PyTorch's", is the *same rounding in float64*:
-# ``reference.attention_fp8`` rounds the weights, tile by tile, and nothing else. The kernel may err
-# twice as much, because its result is rounded to 16 bits, too, and a weight may fall on the other
-# side of a boundary.
+# *How does one test a kernel that is meant to round?*
 #
-# Each head has a size of its own and is compared on its own, because a wrong head could hide behind
-# one whose values are larger. The name of an input lists batch, heads, heads of keys, queries, keys
-# and head_dim.
+# The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
+# the kernel's fault. The yardstick, in the column "PyTorch's", is float64 with only the weights
+# rounded as in the kernel. The kernel may err twice as much, because its result is rounded to 16
+# bits, too. Each head is compared on its own, because a wrong head could hide behind one whose
+# values are larger.
 
 
 # Measuring
@@ -891,7 +918,10 @@ def heads_apart(what, operands, out, lse, meant, is_causal, rounding=None):
 
 
 # %%
-# .. dropdown:: What lse may err by
+# .. dropdown:: What the name of an input lists, and what lse may err by
+#
+#    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
+#    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
 #
 #    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
 #    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
@@ -966,9 +996,11 @@ lab.read(
 # What eight bits cost
 # --------------------
 #
-# The check compares with float64 of the *stored* values. What a model sees is the error against
-# float64 of the *original* ones. Data are normal, or have *outliers*, as the activations of
-# language models do: one number in a thousand is ten times as large.
+# *How much accuracy does a model lose?*
+#
+# The check compares with the *stored* values. What a model sees is the error against float64 of the
+# *original* ones. We take normal data, and data with *outliers*, as the activations of language
+# models have them: one number in a thousand is ten times as large.
 
 
 # Measuring
@@ -1016,12 +1048,51 @@ def error_of_choices(heads, seqlen, head_dim):
 
 # %%
 
-# Measuring
+# Folded: The errors in numbers, and the kernel's own part in them
 whole_error = lab.measure(
     "Root mean square error, worst of 32 heads, 4,096 keys, head_dim 128",
     lambda: error_of_choices(32, 4096, 128),
 )
 whole_error
+
+# %%
+
+
+# Drawing
+DATA = {"normal": "Kernel Book", "outliers": "PyTorch"}
+
+
+def bars_of_error(axes, rows):
+    for half, (data, ink) in enumerate(DATA.items()):
+        for place, row in enumerate(rows):
+            error = row[f"{data}: in all, %"]
+            line = place + 0.4 * half - 0.2
+            label = f"{data} data" if data == "normal" else f"with {data}"
+            label = label if place == 0 else None
+            axes.barh(line, error, 0.36, color=lab.colour(ink), label=label)
+            axes.text(error + 0.25, line, f"{error:.1f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [row["operands"] for row in rows])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("error of the output, %")
+    axes.legend(loc="upper right")
+
+
+def describe_errors(rows):
+    found = "; ".join(
+        row["operands"]
+        + "".join(f", {data} {row[f'{data}: in all, %']:.1f} %" for data in DATA)
+        for row in rows
+    )
+    return f"Two bars for each choice of formats: {found}."
+
+
+lab.draw(
+    whole_error,
+    "Error of the output, by what has 8 bits",
+    describe_errors,
+    bars_of_error,
+)
 
 # %%
 
@@ -1035,15 +1106,15 @@ def in_all(operands, data, part="in all"):
 
 lab.read(
     f"With V alone in e4m3, the output is off by {in_all('V in e4m3', 'normal'):.1f} % on normal "
-    f"data and {in_all('V in e4m3', 'outliers'):.1f} % with outliers, and with all operands by "
-    f"{in_all('all in e4m3', 'normal'):.1f} and {in_all('all in e4m3', 'outliers'):.1f} %. e5m2 "
-    "errs more, because its mantissa has one bit less. On normal data the kernel's own part is "
-    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} % wherever V has 8 bits, because it comes from "
-    "rounding the weights."
+    f"data; the kernel alone, which rounds the weights, errs by "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. With all operands in e4m3 the output is off "
+    f"by {in_all('all in e4m3', 'normal'):.1f} %, and with outliers by "
+    f"{in_all('all in e4m3', 'outliers'):.1f} %. e5m2 errs more, because its mantissa has one bit "
+    "less."
 )
 
 # %%
-# Why do q and k cost more than V?
+# **Why do q and k cost more than V?**
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -1053,7 +1124,9 @@ lab.read(
 #    weight.
 #
 # If a score of 20 is wrong by 2 %, its weight is wrong by half, because :math:`e^{0.4}` is about
-# 1.5. So we let the scores grow.
+# 1.5. So larger scores should make it worse.
+
+# Folded: The error with q, and so every score, 1, 4 and 16 times as large
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -1067,14 +1140,25 @@ for factor in (1, 4, 16):
 lab.table(rows, "The larger the scores, the more q and k matter")
 
 # %%
+
+# Reading
+small, large = rows[0], rows[-1]
+lab.read(
+    f"With scores {large['scores times']} times as large, the error with V alone in e4m3 goes from "
+    f"{small['V in e4m3, %']:.1f} to {large['V in e4m3, %']:.1f} %, and with all operands from "
+    f"{small['all in e4m3, %']:.1f} to {large['all in e4m3, %']:.1f} %."
+)
+
+# %%
 # How fast is it?
 # ---------------
 #
-# The :term:`limit` is a cuBLAS matmul in bfloat16, which a kernel with 8-bit operands may exceed. A
-# causal mask halves the operations counted. The operands have 8 bits before the clock starts; the
-# next section counts what that costs. *Kernel Book bf16* is what ``attention`` runs by default,
-# which may be a kernel for Hopper alone, so we also time plain Triton, of which *all in FP8* and *V
-# in FP8* are variants. The last section explains *Gluon*.
+# *How much of the faster matmul reaches attention?*
+#
+# The :term:`limit` is a cuBLAS matmul in bfloat16, which a kernel with 8-bit operands may exceed.
+# The operands have 8 bits before the clock starts. *All in FP8* and *V in FP8* are variants of the
+# kernel in plain Triton; *Kernel Book bf16* is what ``attention`` runs by default, which may be a
+# kernel for Hopper alone. A later section explains *Gluon*.
 
 
 # Measuring
@@ -1151,7 +1235,7 @@ lab.plot(
 
 # %%
 
-# Measuring
+# Folded: TFLOP/s at length 16,384 with each mask, and what cycles predict
 EXPONENTIAL, IN_16, IN_8 = (
     1 / 16,
     4 / 4096,
@@ -1184,10 +1268,13 @@ lab.table(rows, "TFLOP/s at length 16,384, and how many times as fast")
 
 # %%
 # **Why is FP8 not twice as fast?** In a cycle an SM does 4,096 operations of a matmul with 16 bits
-# or 8,192 with 8, but 16 exponentials with either. From these peaks, the last two columns compute
-# how many times as fast 8 bits would be if matmuls and exponentials took turns, and if they
-# overlapped perfectly. With head_dim 64 the exponentials take as long as 16-bit matmuls, so a
-# kernel that overlaps perfectly would gain nothing. Ours gains, because it does not.
+# or 8,192 with 8, but 16 exponentials with either. With head_dim 128, the two matmuls take 512
+# operations per score, which are 2/16 of a cycle in 16 bits and 1/16 in 8. The exponential takes
+# 1/16 in either.
+#
+# So if matmuls and exponentials take turns, FP8 needs 2/16 instead of 3/16 of a cycle, and is 1.5
+# times as fast. Only if they overlapped perfectly would it be twice as fast, with 1/16 instead of
+# 2/16.
 
 # %%
 
@@ -1199,22 +1286,33 @@ in_8, in_16, plain_16 = (
     for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
 )
 in_turns, overlapped = (gain_if(combine, 128) for combine in (sum, max))
+at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
+of_64 = speed.rate("all in FP8", **at_64) / speed.rate("plain Triton bf16", **at_64)
 lab.read(
-    f"With head_dim 128 and a full mask, FP8 is {in_8 / plain_16:.2f} times as fast as the same "
-    "kernel in bfloat16. "
+    f"We measure {in_8 / plain_16:.2f} times the speed of the same kernel in bfloat16, "
     + (
-        f"That is less than the {in_turns:.2f} of matmuls and exponentials in turns, which leaves "
-        "out what the kernel does in FP8 alone: promoting sums and converting weights to 8 bits. "
+        f"less than {in_turns:.2f}: the count leaves out that in FP8 the kernel also promotes sums "
+        "and converts weights. "
         if in_8 / plain_16 < in_turns
-        else f"That lies between {in_turns:.2f}, with no overlap, and {overlapped:.2f}. "
+        else f"between {in_turns:.2f} without overlap and {overlapped:.2f}. "
     )
     + (
-        f"Beside the bfloat16 kernel for Hopper it is only {in_8 / in_16:.2f} times as fast. "
+        "The bfloat16 kernel for Hopper is faster than that one, and FP8 has "
+        f"{in_8 / in_16:.2f} times its speed. "
         if in_16 > 1.03 * plain_16
         else ""
     )
-    + f"V alone in FP8 has {rate.get('V in FP8', nan) / plain_16:.2f} times the speed of the plain "
-    "kernel, because only the second matmul speeds up, and its weights have to be converted first."
+    + f"V alone in FP8 makes the plain kernel {rate.get('V in FP8', nan) / plain_16:.2f} times as "
+    "fast, because only the second matmul speeds up, and its weights have to be converted first."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"With head_dim 64, FP8 makes the plain kernel {of_64:.2f} times as fast. There an exponential "
+    "takes as long as its share of the 16-bit matmuls, so a kernel with perfect overlap would gain "
+    "nothing."
 )
 
 # %%
@@ -1246,20 +1344,21 @@ lab.facts(
 # What quantising costs
 # ---------------------
 #
-# In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. We
-# count the bytes first. No element can be rounded before the largest, the :term:`amax`, is known,
-# so ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte.
+# *From which length on does FP8 pay for its own preparation?*
 #
-# A first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the tiles of
-# a head. The second scales and rounds, and writes V transposed, so that this takes no pass of its
-# own.
+# In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. No
+# element can be rounded before the largest, the :term:`amax`, is known. So ``quantize`` reads each
+# element twice, 2 bytes each time, and writes 1 byte. V is transposed on the way. We compare it
+# with a copy of as many bytes, for 4 × 16 heads of 4,096 rows.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
-#    The maximum is that of integers, because the bits of a float32 without its sign have the order
-#    of the numbers, with infinity and NaN above them all. So it also finds a NaN, and it does not
-#    depend on the order in which programs finish. ``divide`` multiplies by the reciprocal and
-#    corrects the quotient, which gives every bit of a division in a third of its instructions.
+#    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
+#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
+#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
+#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
+#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
+#    division in a third of its instructions.
 #
 #    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
 #    than the L2 cache, which evicts what was used least recently. In the same order, every tile
@@ -1283,7 +1382,6 @@ lab.facts(
 #       :language: python
 #       :pyobject: divide
 #
-# We time both layouts, on (4, 16, 4,096, 128), beside a copy of as many bytes.
 
 
 # Measuring
@@ -1352,19 +1450,18 @@ lab.read(
     f"the copy. All three operands take {cost:.2f} ms, and {all_three('PyTorch'):.2f} ms by "
     "PyTorch operations. "
     + (
-        f"At length 4,096 FP8 saves {saved:.2f} ms of attention. This grows with the length, and "
-        "the cost of quantising as many tokens does not. So FP8 should begin to pay at a length of "
-        f"about {round(begin, -2):,.0f}, and at twice that with a causal mask."
+        f"At length 4,096 FP8 saves {saved:.2f} ms of attention. In longer sequences it saves "
+        "more, while quantising as many tokens costs the same. So FP8 should begin to pay at a "
+        f"length of about {round(begin, -2):,.0f}, and at twice that with a causal mask."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens in all, where
-# either ``quantize`` or PyTorch operations make the operands of FP8; *FP8 alone* is given them. All
-# run the kernel that the package takes by default. FP8 pays where its line is above 1. Solid lines
-# are for a full mask, dotted ones for a causal mask.
+# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens in all, with
+# the kernels that the package takes by default. *FP8 alone* is given its operands in 8 bits. FP8
+# pays where its line is above 1. Solid lines are for a full mask, dotted ones for a causal mask.
 
 
 # Measuring
@@ -1467,40 +1564,40 @@ in_operations = max(
     for n in LENGTHS
 )
 lab.read(
-    f"FP8 with `quantize` begins to pay {in_words('full')} with a full mask and "
-    f"{in_words('causal')} with a causal one, {'as' if met else 'and not as'} expected from "
-    "the times of the parts. With "
-    f"PyTorch operations it reaches {in_operations:.2f} times the speed of bfloat16 at best"
-    f"{', so it never pays here' if in_operations < 1 else ''}. A model avoids nearly all of "
-    "the cost for keys and values of earlier tokens that it keeps in 8 bits."
+    f"**FP8 with `quantize` begins to pay {in_words('full')} keys with a full mask, and "
+    f"{in_words('causal')} with a causal one**, {'as' if met else 'and not as'} expected from "
+    f"the times of the parts. With PyTorch operations it "
+    + (
+        f"never pays here: at best it reaches {in_operations:.2f} times the speed of bfloat16. "
+        if in_operations < 1
+        else f"reaches {in_operations:.2f} times the speed of bfloat16 at best. "
+    )
+    + "A model that writes text can keep earlier keys and values in 8 bits, and then avoids nearly "
+    "all of the cost."
 )
 
 # %%
 # Eight bits with roles
 # ---------------------
 #
+# *Do warps with roles win in FP8, too?*
+#
 # In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton. The next two
 # chapters, :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper`, build that
-# kernel, and this section is best read after them. Do roles win in FP8, too? We count what one of
-# its two consumers, the groups of warps that compute, does for a tile of 64 queries and 128 keys
-# with head_dim 128.
-# Two matmuls are :math:`2 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, for which an SM needs
-# 1,024 cycles in 16 bits and 512 in 8. The :math:`64 \cdot 128` exponentials need 512 cycles in
-# either. So in 16 bits the matmuls leave time for other instructions, and in 8 bits **every other
-# instruction counts**. Therefore the kernel, in :term:`Gluon`, saves what it can.
+# kernel, so a first reader may skip to *What breaks it* and return after them.
+#
+# For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take 1,024 cycles of an
+# SM in 16 bits and 512 in 8. The exponentials take 512 in either. So in 8 bits the matmuls leave no
+# time, and **every other instruction counts**. The kernel, in :term:`Gluon`, Triton's lower
+# language, saves what it can.
 #
 # **Weights stay in their threads.** The second matmul can read weights from :term:`registers
-# <register>`, where they were made. But the result of a matmul and an 8-bit operand are spread over
-# threads differently. Four threads share a row. Each holds two neighbours of every 8 columns of a
-# result, and four neighbours of every 16 columns of an 8-bit operand. So most weights would have to
-# move, by a :term:`shuffle` or through shared memory.
-#
-# But a softmax does not depend on the order of its keys. So we load them in an order in which each
-# thread gets the scores of just those keys whose weights it must hold: of every four keys the first
-# two and, for the second half of the tile, the last two. In the figure the number in a cell is a
-# key, and its colour the thread. Each key of the last row has the colour that it has in the middle.
+# <register>`, but it expects them in other threads than those in which the first one leaves its
+# scores. A softmax, however, does not depend on the order of its keys. So we load them in an order
+# in which each thread gets the scores of just those keys whose weights it must hold. This costs
+# nothing, because the copy engine (:term:`TMA`) brings that order.
 
-# Drawing
+# Folded: Which thread has which key, in both orders
 TILE = hopper_fp8.CONFIGS[128].block_n
 
 
@@ -1518,10 +1615,6 @@ def keys_of_columns(tile):
     return torch.cat([four[0, 0, :, 2 * h : 2 * h + 2].flatten() for h in range(2)])
 
 
-# %%
-
-
-# Drawing
 INKS = ("Kernel Book", "PyTorch", "Liger", "quack")  # a colour for each thread
 
 
@@ -1580,10 +1673,6 @@ lab.sketch(
     draw_orders,
     height=3.6,
 )
-
-# %%
-
-# Reading
 columns, keys = torch.arange(TILE), keys_of_columns(TILE)
 stay = (thread_of_result(columns) == thread_of_operand(columns)).sum().item()
 assert torch.equal(keys.sort().values, columns)
@@ -1597,10 +1686,18 @@ lab.read(
 )
 
 # %%
-# The order costs nothing, because the copy engine (:term:`TMA`) brings it. We describe the keys to
-# it as groups of four, so it can copy the first two keys of all groups of a tile, and then the last
-# two. Weights are converted, four to a register, as soon as they are made, so they **wait in a
-# quarter of the registers**.
+# .. dropdown:: The order of the keys, and how it is loaded
+#
+#    Four threads share a row. Each holds two neighbours of every 8 columns of a result, and four
+#    neighbours of every 16 columns of an 8-bit operand. So most weights would have to move, by a
+#    :term:`shuffle` or through shared memory. In our order, the first half of a tile holds the
+#    first two of every four keys, and the second half the last two. In the figure above, the number
+#    in a cell is a key, and its colour the thread: each key of the last row has the colour that it
+#    has in the middle.
+#
+#    We describe the keys to the copy engine as groups of four, so it can copy the first two keys of
+#    all groups of a tile, and then the last two. Weights are converted, four to a register, as soon
+#    as they are made, so they wait in a quarter of the registers.
 #
 # .. dropdown:: The kernel whole
 #
@@ -1628,8 +1725,6 @@ lab.read(
 #       :language: python
 #       :pyobject: attention_hopper_fp8_fwd_kernel
 #
-# We check it as we checked the plain kernel. It begins with the last tile of keys, so the rounding
-# in float64 does, too.
 
 
 # Measuring
@@ -1666,12 +1761,14 @@ def cases_in_gluon():
 
 # %%
 
+# Folded: The check, beside float64 that begins with the last tile of keys, as this kernel does
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
 
 # %%
-# **Is it faster?** The two kernels are *all in FP8* and *all in FP8, Gluon* of the figures above.
+# **Is it faster?** We checked it as we checked the plain kernel, and timed it in the figures above
+# as *all in FP8, Gluon*.
 
-# Measuring
+# Folded: Its speed in numbers
 rows, ratios = [], {}
 for head_dim in (128, 64):
     for mask in ("full", "causal"):
@@ -1710,16 +1807,12 @@ ahead = [
 ]
 lab.read(
     f"With head_dim 128, the kernel in Gluon runs at {min(wide):.2f} to {max(wide):.2f} times the "
-    f"speed of plain Triton, and with head_dim 64 at {min(narrow):.2f} to {max(narrow):.2f} times. "
-    + (
-        f"It is more than 2 % faster only with {'; '.join(ahead)}. "
-        if ahead
-        else "It is nowhere more than 2 % faster. "
-    )
+    f"speed of plain Triton. With head_dim 64 it runs at {min(narrow):.2f} to {max(narrow):.2f} "
+    "times. "
     + ("**So roles do not pay here.** " if 2 * len(ahead) < len(ratios) else "")
-    + "Before we wrote it, we had aimed at "
-    f"{AIMS['full']} TFLOP/s at length 16,384 without a mask and {AIMS['causal']} with a causal "
-    f"one. The faster of the two kernels reaches {best['full']:.0f} and {best['causal']:.0f}, so "
+    + f"We had aimed at {AIMS['full']} TFLOP/s at length 16,384 without a mask and "
+    f"{AIMS['causal']} with a causal one. The faster of the two kernels reaches "
+    f"{best['full']:.0f} and {best['causal']:.0f}, so "
     + (
         "both aims are met. "
         if len(met) == 2
@@ -1731,8 +1824,8 @@ lab.read(
 )
 
 # %%
-# **What stops it?** We count the instructions of its loop. The column *cycles* is what they take
-# for the 128 threads of a consumer, if an SM executes them at its full rate.
+# **What stops it?** We count the instructions of its loop, and the cycles that they take for the
+# 128 threads of a consumer if an SM executes them at its full rate.
 
 
 # Measuring
@@ -1780,7 +1873,7 @@ def instructions_in_gluon():
 
 # %%
 
-# Measuring
+# Folded: The instructions, and their cycles
 work = lab.attempt(
     "One consumer, one tile of 64 queries and 128 keys, head_dim 128, no mask",
     instructions_in_gluon if HOPPER else NEEDS_HOPPER,
@@ -1797,13 +1890,12 @@ of_matmul = rate.get("all in FP8, Gluon", nan) / fast
 slowest = max(of_two_matmuls, exponentials)
 lab.read(
     f"Beside the {of_two_matmuls:.0f} cycles of the matmuls, the exponentials take "
-    f"{exponentials:,.0f}, and the other instructions {in_all_cycles - exponentials:,.0f}. "
-    "**Counted:** if all of them overlapped, the kernel would run at "
-    f"{100 * of_two_matmuls / slowest:.0f} % of the speed of its matmuls; if only the matmuls ran "
-    f"beside the rest, at {100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %; if "
-    f"nothing overlapped, at {100 * of_two_matmuls / (of_two_matmuls + in_all_cycles):.0f} %. "
-    f"**Measured:** it runs at {100 * of_matmul:.0f} % of the 8-bit matmul at the top of this "
-    "page. Which instructions wait for which, we have not measured"
+    f"{exponentials:,.0f}, and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
+    f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
+    "its matmuls. If only the matmuls ran beside the rest, it would be "
+    f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
+    f"{100 * of_matmul:.0f} %** of the 8-bit matmul at the top of this page. Which instructions "
+    "wait for which, we have not measured"
     + (
         ", nor why plain Triton, which has no roles, is faster with head_dim 64."
         if max(narrow) < 1
@@ -1815,12 +1907,14 @@ lab.read(
 # What breaks it
 # --------------
 #
+# *Which mistakes go unnoticed?*
+#
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
 # many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
-# · length columns, whose rows are one length apart, and selects the tile of a head by its column.
-# The address is right, but the hardware that copies tiles also checks the bounds. Of :math:`H`
-# heads, head :math:`h` begins at column :math:`h D N`, which is past the last one if :math:`h \ge
-# H / D`. Such a head reads as zero. A few lines show it, given the weights.
+# · length columns, and selects the tile of a head by its column. The address is right, but the
+# hardware that copies tiles also checks the bounds. Of :math:`H` heads, head :math:`h` begins at
+# column :math:`h D N`, which is past the last one if :math:`h \ge H / D`. Such a head reads as
+# zero.
 
 
 @triton.jit
@@ -1890,16 +1984,19 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# Only two of the 32 heads are read. Two habits catch the mistake: compare an error *relative* to
-# each head's truth, and make sure that zeros fail.
+# Only two of the 32 heads are read. Two habits catch the mistake: compare each head's error with
+# its own truth, and make sure that zeros fail.
 #
-# **A register that nobody wrote.** With a single key, the kernel in Gluon gave rows of NaN, at
-# random. Triton makes a constant of an integer argument that is 1, here the number of keys, so the
-# compiler knew that all weights but one are equal. The assembler, ptxas, compiled the conversion of
-# equal operands wrongly: in the :term:`SASS` it reads a register that nothing has written. The
-# kernel now keeps Triton from making the number of keys a constant.
+# .. dropdown:: A register that nobody wrote
 #
-# **A gradient.** There is none, and asking for it raises an error that says so.
+#    With a single key, the kernel in Gluon gave rows of NaN, at random. Triton makes a constant of
+#    an integer argument that is 1, here the number of keys, so the compiler knew that all weights
+#    but one are equal. The assembler, ptxas, compiled the conversion of equal operands wrongly: in
+#    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
+#    making the number of keys a constant.
+#
+# **A gradient** is not among them: asking for one raises an error. There is none, because the
+# gradient of the weights would be rounded to 8 bits as well, and spans a far wider range.
 
 
 # Measuring
@@ -1920,16 +2017,13 @@ q.requires_grad_()
 lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward())}`")
 
 # %%
-# The gradient of the weights would be rounded to 8 bits as well, and spans a far wider range.
-
-# %%
 # In short
 # --------
 #
 # Eight bits in all operands pay in long sequences. V alone loses the least accuracy, and gains the
-# least speed. They need one descale per head, a transposed V, weights scaled up to where the format
-# has numbers, and accumulators emptied after every tile. They do not double the speed, because the
-# exponentials, which stay in float32, take as long as 8-bit matmuls with head_dim 128.
+# least speed. Eight bits need one descale per head, a transposed V, weights scaled up to where the
+# format has numbers, and accumulators emptied after every tile. They do not double the speed,
+# because the exponentials, which stay in float32, take as long as 8-bit matmuls with head_dim 128.
 #
 # Exercises
 # ---------

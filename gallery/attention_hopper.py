@@ -6,11 +6,10 @@ In the book's kernel in plain Triton, matmuls and exponentials overlap only by c
 nothing keeps them in step. *How do warps with roles make them overlap, and what is each step to
 that worth?*
 
-This is an investigation rather than a climb, because half of our changes gain little or nothing. It
-ends with two gains: from the order of a loop's work, and from the order of the tiles. Beside them
-stand one surprise, that the assembler undoes a part of our order and to force it hardly pays, and
-one open question: why does a consumer need more cycles for its exponentials than its instructions
-account for?
+Picture a cook with one oven. While she watches a dish bake, the next is not prepared; and while she
+prepares it, the oven stands empty. Here the matmul units are the oven, and the exponentials are
+what is to be prepared. Not every plan against such waiting pays, so this chapter is an
+investigation, with two gains, one surprise and one open question at its end.
 
 You will learn
 
@@ -44,7 +43,6 @@ from kernelbook.lab.attention_bench import (
     matmul,
     points,
     sdpa,
-    step,
     verdict,
 )
 from kernelbook.ops.attention import tuned
@@ -70,11 +68,13 @@ lab.start(
 # Where plain Triton stops
 # ------------------------
 #
-# The kernel of :doc:`/chapters/attention_fast`, which we call *plain Triton* here, does two kinds
-# of work: for each score the matmul units do :math:`4 D` operations for head_dim :math:`D`, and
-# other units compute one exponential. In 16 bits a Hopper SM does 4,096 of the former per cycle,
-# and 16 of the latter, so if one waited for the other, the matmuls would get two thirds of the time
-# at head_dim 128, and half of it at head_dim 64.
+# How much is there to gain? The kernel of :doc:`/chapters/attention_fast`, which we call *plain
+# Triton* here, does two kinds of work: for each score the matmul units do :math:`4 D` operations
+# for head_dim :math:`D`, and other units compute one exponential. In 16 bits a Hopper SM does 4,096
+# of the former per cycle, and 16 of the latter.
+#
+# So if one waited for the other, the matmuls would get two thirds of the time at head_dim 128, and
+# half of it at head_dim 64:
 
 
 # Drawing
@@ -278,10 +278,10 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 # One kernel, many switches
 # -------------------------
 #
-# As in the chapter on plain Triton, one kernel can do all rungs, and each rung turns one switch on
-# and shows its piece of the kernel. It takes only lengths that 128 divides. Its calls of ``_stamp``
-# write the timeline that a later section draws. Skip them in the fold; the listings of the rungs
-# leave them out, and so the switches of later rungs.
+# What is each step worth? As in the chapter on plain Triton, one kernel can do all rungs, and each
+# rung turns one switch on and shows its piece of the kernel. The kernel takes only lengths that 128
+# divides. Its calls of ``_stamp``, which the listings leave out, write the timeline that a later
+# section draws.
 
 # Whole
 import triton
@@ -650,7 +650,7 @@ def _roles_kernel(
 
 # %%
 # All rungs are timed in one run, at length 4,096 and head_dim 128, beside a :term:`cuBLAS` matmul,
-# plain Triton, and the package's Gluon kernel in three forms.
+# plain Triton, and the package's Gluon kernel in three forms, the last three bars.
 
 # Measuring
 LADDER = {
@@ -758,7 +758,7 @@ lab.ladder(
 
 # %%
 # Each of the six bars after the first has a section below: what we expected, what was measured, and
-# what follows. The last three share one.
+# what follows. The last three bars share one.
 
 
 # Measuring
@@ -855,9 +855,20 @@ def gain(name, mask, before=None):
     return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
 
 
+def of_both(after, before):
+    """What one version gains over another with each mask, in words."""
+    full, causal = (verdict(gain(after, m, before)) for m in ("full", "causal"))
+    if full == causal:
+        return f"{full} with either mask"
+    for verb in ("gains ", "loses "):
+        if full.startswith(verb):
+            causal = causal.removeprefix(verb)
+    return f"{full} without a mask and {causal} with a causal one"
+
+
 def told(name):
     """What a rung gains over the one before, in words."""
-    return step(steps, rung_before(name), name)
+    return f"**Measured:** it {of_both(name, rung_before(name))}. "
 
 
 # %%
@@ -873,17 +884,9 @@ still = [
 ]
 
 
-def of_both(after, before):
-    """What one version gains over another with each mask, in words."""
-    full, causal = (gain(after, mask, before) for mask in ("full", "causal"))
-    return f"{verdict(full)} without a mask and {verdict(causal)} with a causal one".replace(
-        " and gains", " and"
-    )
-
-
 lab.read(
-    f"**Where we start:** plain Triton reaches {100 * share:.0f} % of the matmul without a "
-    f"mask. A kernel that did matmuls and exponentials strictly in turn could reach "
+    f"**Where we start:** without a mask plain Triton reaches {100 * share:.0f} % of the matmul. "
+    f"A kernel that did matmuls and exponentials strictly in turn could reach "
     f"{100 * in_turn:.0f} %"
     + (
         ", so some of its work does overlap, but far from all. "
@@ -891,8 +894,8 @@ lab.read(
         else ", so what overlaps of its work does not even make up for its other instructions. "
     )
     + "**Where we end:** the order of the loop, from “two roles” to “sums in threads”, "
-    f"{of_both('sums in threads', 'two roles')}, and the order of the tiles, which the last two "
-    f"bars add to “a program per tile”, {of_both('Kernel Book', 'a program per tile')}. "
+    f"{verdict(gain('sums in threads', 'full', 'two roles'))}. The order of the tiles, which the "
+    f"last two bars add, {verdict(gain('Kernel Book', 'full', 'a program per tile'))}. "
     + (
         f"On the way, {' and '.join(f'“{name}”' for name in losing)} "
         f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask"
@@ -956,15 +959,15 @@ lab.read(
 beside = "exponentials before the sum is waited for"
 lab.read(
     told("scores ahead")
-    + f"But of the {compiled_to('a branch', beside):.0f} exponentials of an iteration, the machine "
-    f"code has {compiled_to('scores ahead', beside):.0f} between the wait for the scores and the "
-    "wait for the sum"
     + (
-        ", because the assembler has moved the second wait up: here the surprise begins. **So** "
-        "what gains is not that a consumer's exponentials run during its own sum, but that it "
-        "issues both matmuls together and stands still once per tile instead of twice."
+        f"But in the machine code none of the {compiled_to('a branch', beside):.0f} exponentials "
+        "of an iteration stands between the wait for the scores and the wait for the sum, because "
+        "the assembler has moved the second wait up: here the surprise begins. **So** a consumer's "
+        "exponentials still do not run during its own sum. What helps is that it issues both "
+        "matmuls together and stands still once per tile instead of twice."
         if compiled_to("scores ahead", beside) == 0
-        else ", as planned."
+        else f"In the machine code {compiled_to('scores ahead', beside):.0f} exponentials stand "
+        "between the wait for the scores and the wait for the sum, as planned."
     )
 )
 
@@ -996,30 +999,30 @@ lab.read(
         if max(gain("a branch", mask) for mask in ("full", "causal")) < 0
         else ". "
     )
-    + "The last rung keeps the branch; to take it out there "
-    f"{verdict(gain('without the branch', 'full', 'turns'))} without a mask and "
-    f"{verdict(gain('without the branch', 'causal', 'turns'))} with a causal one"
+    + "To take the branch out of the last rung "
+    f"{of_both('without the branch', 'turns')}"
     + (
         ". **So** with two consumers the order within one matters little: while one waits, the "
-        "other's matmuls can keep the units at work. "
+        "other's matmuls can keep the units at work."
         if abs(gain("without the branch", "full", "turns")) < 0.03
-        else ". "
+        else "."
     )
-    + "No warning tells which order was compiled; to see it, count what stands before the wait, "
-    "`WARPGROUP.DEPBAR`, in the SASS."
 )
+
+# %%
+# No warning tells which order was compiled. To see it, count what stands before the wait,
+# ``WARPGROUP.DEPBAR``, in the SASS.
 
 # %%
 # Rung 4: one loop, with the mask in a branch
 # -------------------------------------------
 #
 # **Expected:** a gain with a causal mask only, because without a mask there is one loop anyway.
-# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here one
-# loop would hand the weights ``p`` of its last tile to the other, and Triton passes a tile on
-# element by element: it takes the pairs of 16-bit weights in 32-bit registers apart at the end of
-# every iteration, and puts them together again at the start of the next. With ``ONE_LOOP`` there is
-# a single loop, with a branch inside that asks whether the tile needs a mask, so ``p`` never leaves
-# its registers.
+# Plain Triton has two loops, one for tiles that need a mask and one for those that do not. Here the
+# first loop would hand the weights ``p`` of its last tile to the second, and for that Triton takes
+# the pairs of 16-bit weights in 32-bit registers apart at the end of every iteration, and puts them
+# together again at the start of the next. With ``ONE_LOOP`` there is a single loop, with a branch
+# inside that asks whether the tile needs a mask, so ``p`` never leaves its registers.
 
 # %%
 # .. dropdown:: A mask that needs no registers
@@ -1101,7 +1104,7 @@ lab.read(
 # with a causal mask, a program takes a long tile and a short one that together are as long as any
 # other pair.
 #
-# .. dropdown:: The other versions of the table
+# .. dropdown:: What else was tried
 #
 #    - **Three stages** instead of two: a ring of three tiles needs more shared memory, and helps
 #      only if the loader is ever late.
@@ -1133,6 +1136,10 @@ last = list(LADDER)[-1]
 changes = [changed_by(name, last) for name in CHANGED]
 changes.append(changed_by("persistent", "a program per tile"))
 changes.append(changed_by("Kernel Book", "persistent") | {"change": "paired"})
+
+# %%
+
+# Folded: What each of these changes gains
 lab.table(
     changes if steps.rows else [],
     "One change to the last rung, and persistence in the package's kernel",
@@ -1333,8 +1340,8 @@ own_cost = mean_cycles(traced.rows, "no turns", "asks", "begins")
 together = both_at(traced.rows, "two roles", "scores", "weighed")
 at_issue = both_at(traced.rows, "no turns", "begins", "issued")
 lab.read(
-    f"A tile takes {by_version['two roles']:,.0f} cycles in order, and "
-    f"{by_version['turns']:,.0f} in the last rung; its matmuls alone take {ideal:,.0f}. In order, "
+    f"The matmuls of a tile take {ideal:,.0f} cycles. In order, a tile takes "
+    f"{by_version['two roles']:,.0f}, and in the last rung {by_version['turns']:,.0f}. In order, "
     f"both consumers weigh for {100 * together:.0f} % of the time for which one does, and then no "
     "matmul is under way. With scores ahead, they issue at the same time "
     + (
@@ -1412,10 +1419,10 @@ lab.read(
         if others < ideal
         else ", so some of them have to overlap each other. "
     )
-    + f"Half of them, {others / 2:,.0f} cycles, belong to one consumer, but on the timeline it "
-    f"weighs for {weighing:,.0f}, so the matmul units wait for the consumers. One reason is that "
-    f"for {100 * contended:.0f} % of that time the other weighs, too, on the same units. **The "
-    "open question** is what else delays it: the stamps show how long it takes, and not why."
+    + f"One consumer has half of them, {others / 2:,.0f} cycles, but on the timeline it weighs for "
+    f"{weighing:,.0f}, so the matmul units wait for the consumers. One reason is that for "
+    f"{100 * contended:.0f} % of that time the other weighs, too, on the same units. **The open "
+    "question** is what else delays it: the stamps show how long it takes, and not why."
 )
 
 # %%
@@ -1670,10 +1677,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# We compare both kernels with the two fastest libraries of :doc:`/chapters/attention_fast`, at
-# 16,384 tokens in all: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
-# FlashAttention. "Kernel Book" is what a caller gets who names no backend, so its line lies on that
-# of one of our two kernels.
+# Does the kernel hold its own outside of our ladder? We compare both kernels with the two fastest
+# libraries of :doc:`/chapters/attention_fast`, at 16,384 tokens in all: cuDNN, which PyTorch calls
+# as a backend of SDPA, and version 4 of FlashAttention. "Kernel Book" is what a caller gets who
+# names no backend, so its line lies on that of one of our two kernels.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1699,6 +1706,7 @@ lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
+# Folded: The same with a causal mask
 lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 
 # %%
@@ -1799,16 +1807,23 @@ absent = [name for name in PEERS if name in speed.skipped]
 lab.read(
     f"The kernel in Gluon is faster than plain Triton at {len(at_points) - len(slower)} of "
     f"{len(at_points)} points"
-    + (f", and slower at {named(slower)}. " if slower else ". ")
-    + f"The package is ahead of both libraries by more than 2 % at {len(ahead)} points"
+    + (f", and slower at {named(slower)}." if slower else ".")
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"The package, which takes one or the other, is ahead of both libraries at {len(ahead)} points"
     + (
-        f" and **behind the faster one by more than 2 % at {len(behind)}**, where it reaches "
-        f"{100 * min(map(share_of_library, behind)):.1f} to "
-        f"{100 * max(map(share_of_library, behind)):.1f} % of its speed, the least at "
-        f"{named([min(behind, key=share_of_library)])}."
+        f" and **behind the faster one at {len(behind)}**, where it reaches at least "
+        f"{int(100 * min(map(share_of_library, behind)))} % of its speed. "
         if behind
-        else ", and behind by as much nowhere."
+        else ", and behind nowhere. "
     )
+    + "(We count differences of more than 2 %.)"
     + (f" Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1894,6 +1909,8 @@ lab.read(
 # %%
 # When to write Gluon
 # -------------------
+#
+# Is a second version worth its upkeep?
 
 
 # Reading
@@ -1947,6 +1964,8 @@ lab.table(rows, "Error of the whole, relative to its size")
 # - **One open question.** A consumer weighs a tile for longer than its instructions account for,
 #   and than the matmuls of the other can fill. What is left to gain lies there.
 #
+# :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
+#
 # Exercises
 # ---------
 #
@@ -1995,9 +2014,6 @@ rows = [
 assert rows[0]["matmul units at work"] == "100 %"
 assert utilisation(1536) < 0.85
 lab.table(rows, "Two consumers in the order of rung 1")
-
-# %%
-# :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 
 # %%
 # References

@@ -2,8 +2,9 @@
 A transformer, measured
 =======================
 
-The kernels of this book are pieces of a model. *Where does the time of a training step go, where
-does its memory go, and how much of either do the book's operators save?*
+The kernels of this book are pieces of a model, and a kernel that is twice as fast is worth little
+if a model hardly waits for it. *Where does the time of a training step go, where does its memory
+go, and how much of either do the book's operators save?*
 
 You will learn
 
@@ -73,9 +74,9 @@ lab.start(
 # ------------------
 #
 # What does a training step compute? A decoder reads tokens and predicts, at each position, the
-# token that follows. Each token becomes
-# a vector of ``d_model`` numbers, called the *residual stream*, and each layer adds to it twice:
-# the output of attention, and the output of a feed-forward network.
+# token that follows. Each token becomes a vector of ``d_model`` numbers, called the *residual
+# stream*, and each layer adds to it twice: the output of attention, and the output of a
+# feed-forward network.
 #
 # .. image:: /figures/transformer-block.svg
 #    :alt: One layer, from left to right. The residual stream runs straight through. A branch leaves
@@ -330,13 +331,21 @@ scatter = {
     / took[largest, dtype, "forward"]
     for dtype in DTYPES
 }
+cast_sd = max(number(sizes, "forward, sd", smallest, dtype) for dtype in DTYPES)
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
-    f"forward {gain:.1f} times as fast at {largest}, but at {smallest} it takes {small_cast:.1f} "
-    f"ms with autocast and {small:.1f} without, because kernels this short wait for the host, and "
-    "autocast gives the host casts to launch as well. **Large models take the time of their "
-    "kernels, and small ones that of the host that launches them.**"
+    f"forward {gain:.1f} times as fast at {largest}"
+    + (
+        f", but {'slower' if small_cast > small + cast_sd else 'no faster'} at {smallest}, because "
+        "kernels this short wait for the host, and autocast gives the host casts to launch as "
+        "well. "
+        if small_cast > small - cast_sd
+        else f", and only {small / small_cast:.1f} times at {smallest}, because kernels this short "
+        "wait for the host. "
+    )
+    + "**Large models take the time of their kernels, and small ones that of the host that "
+    "launches them.**"
 )
 
 # %%
@@ -562,13 +571,6 @@ agreed = {
     / profile_number("clock, ms", dtype, "forward")
     for dtype in DTYPES
 }
-share = {
-    (dtype, part): 100
-    * profile_number("matmul, ms", dtype, part)
-    / profile_number("kernels, ms", dtype, part)
-    for dtype in DTYPES
-    for part in ("forward", "backward")
-}
 in_step = {
     dtype: 100
     * sum(profile_number("matmul, ms", dtype, part) for part in PASSES)
@@ -589,14 +591,13 @@ products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 
 lab.read(
-    f"In float32, matmuls take {share['float32', 'forward']:.0f} % of the kernels' time in "
-    f"forward, and {in_step['float32']:.0f} % of the whole step. In bfloat16 they take only "
-    f"{in_step['bfloat16']:.0f} %, because the matrix units, which PyTorch does not use for "
-    "float32 unless told to, make them "
+    f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
+    f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
+    "use for float32 unless told to, make them "
     f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
-    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. Kernels that are no matmul take "
-    f"{100 - in_step['bfloat16']:.0f} % of the time, and only there can the kernels of this book "
-    "help."
+    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. The other "
+    f"{100 - in_step['bfloat16']:.0f} % are kernels that are no matmul, and only there can the "
+    "kernels of this book help."
 )
 
 # %%
@@ -710,13 +711,12 @@ multiplied = {
 }
 its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
-    f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it. By time it is "
-    f"{100 * ranges['float32']['softmax'] / multiplied['float32']:.0f} % in float32, because it "
-    "reads and writes every score for so few FLOPs, and "
-    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % in bfloat16, because "
-    f"autocast runs softmax in float32, and its own kernels are only {its_kernels:.1f} of the "
-    f"{ranges['bfloat16']['softmax']:.1f} ms: the others are casts. The mask does no FLOPs at all, "
-    f"and takes {ranges['bfloat16']['mask']:.1f} ms."
+    f"By FLOPs softmax is {100 * 5 / (4 * head):.1f} % of the matmuls beside it, and by time, in "
+    f"bfloat16, {100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} %, because it "
+    "reads and writes every score for so few FLOPs. Autocast runs it in float32, so only "
+    f"{its_kernels:.1f} of its {ranges['bfloat16']['softmax']:.1f} ms are softmax itself, and the "
+    "rest are casts. The mask does no FLOPs at all, and takes "
+    f"{ranges['bfloat16']['mask']:.1f} ms."
 )
 
 # %%
@@ -974,25 +974,29 @@ at = {
 off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.rows] or [
     nan
 ]
-where = {row["peak in"] for row in memory.rows}
 state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
 of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "kept"]
 lab.read(
-    "We measured this for the size 2.7B. What forward keeps differs from the count by "
-    f"{min(off):+.1f} to {max(off):+.1f} %. At a context of {longest:,} one tensor of the residual "
-    f"stream has {stream:.0f} MiB and one table of attention weights {table_of_weights:.0f}; the "
-    f"{largest_size.layers} tables, one per layer, are {of_kept:.0f} % of what float32 keeps. A "
-    "whole step has its peak in "
-    f"{' or '.join(sorted(where))}: {at['float32', 'step']:.0f} GiB in float32 and "
-    f"{at['bfloat16', 'step']:.0f} under autocast, which "
+    "For the size 2.7B, what forward keeps differs from this count by at most "
+    f"{max(map(abs, off)):.1f} %. At a context of {longest:,} one tensor of the residual stream "
+    f"has {stream:.0f} MiB, and one table of attention weights {table_of_weights:.0f}. The tables, "
+    f"one per layer, are {of_kept:.0f} % of what float32 keeps."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "So do numbers of half the size need half of the memory? "
     + (
-        "does not save memory here"
-        if at["bfloat16", "kept"] > at["float32", "kept"]
-        else "saves a little memory"
+        "No, autocast saves none here"
+        if at["bfloat16", "step"] >= at["float32", "step"]
+        else "Not by far"
     )
-    + ": it halves most activations, but keeps the weights of attention in both dtypes and a copy "
-    "of every parameter."
+    + f": the peak of a step is {at['bfloat16', 'step']:.0f} GiB, and "
+    f"{at['float32', 'step']:.0f} in float32. Autocast halves most activations, but keeps the "
+    "weights of attention in both dtypes and a copy of every parameter."
 )
 
 # %%
@@ -1751,16 +1755,16 @@ lab.read(
     f"Eager, the book's operators make the layer {gain:.2f} times as fast: **of the {saved:.2f} ms "
     f"that they save, attention saves {by_attention:.2f}**, because it keeps the table of scores "
     "off the memory. Compiled, the layer "
-    f"takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA, "
-    f"{layer_ms('attention, compiled'):.2f} with the book's attention, and "
-    f"{layer_ms('Kernel Book'):.2f} with all of the book's operators"
+    f"takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA, and "
+    f"{layer_ms('Kernel Book'):.2f} with all of the book's operators. "
     + (
-        ", so our layer norm and dropout make up for what the compiler loses because it cannot "
-        "fuse them with their neighbours."
+        "Our layer norm and dropout make up for what the compiler loses because it cannot fuse "
+        "them with their neighbours."
         if fusing >= 1
-        else ", which is less, because the compiler would have fused layer norm and dropout with "
-        "their neighbours, and so spared whole passes over memory. **Replace what a compiler "
-        "cannot write, and leave it the rest.**"
+        else f"With the book's attention alone it takes {layer_ms('attention, compiled'):.2f}, "
+        "because the compiler then fuses layer norm and dropout with their neighbours, and so "
+        "spares whole passes over memory. **Replace what a compiler cannot write, and leave it the "
+        "rest.**"
     )
 )
 
@@ -2038,7 +2042,7 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 # %%
 
 
-# Reading
+# Folded: Which kinds of kernels get shorter?
 def shown(value, digits=1):
     return "—" if value is None or value != value else f"{value:.{digits}f}"
 
@@ -2075,11 +2079,11 @@ lab.table(
 # Reading
 untouched = sum(step(f"{kind}, ms", "+ dropout") for kind in ("linear layers", "AdamW"))
 lab.read(
-    'The kernels gain what those of a layer gain. Most of it comes from what stands "between" '
-    "matmuls, attention and AdamW, because the book's attention does the scaling, the mask and the "
-    "casts of the scores itself, within one kernel. It also lowers the peak of the memory "
-    f"from {step('peak, GiB', '+ softmax'):.0f} GiB to "
-    f"{step('peak, GiB', '+ attention'):.0f}. Layer norm and dropout change the kernels by only "
+    "The book's attention shortens the kernels of an eager step from "
+    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, because it "
+    "does the scaling, the mask and the casts of the scores itself, within one kernel. It also "
+    f"lowers the peak of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
+    f"{step('peak, GiB', '+ attention'):.0f}. Layer norm and dropout change the kernels by "
     f"{change('busy, ms', *last):+.1f} ms. **The linear layers and AdamW stay as they are, and are "
     f"{100 * untouched / step('busy, ms', '+ dropout'):.0f} % of what is left.**"
 )
@@ -2087,12 +2091,18 @@ lab.read(
 # %%
 
 # Reading
+eager_steps = step("step, ms", "SDPA"), step("step, ms", "+ dropout")
+eager_waits = waiting("SDPA"), waiting("+ dropout")
 lab.read(
-    "The step does not follow its kernels. Layer norm and dropout change it by "
-    f"{change('step, ms', *last):+.1f} ms, because a call of the book's operators runs Python "
-    "where PyTorch runs C++, and the GPU waits for it. **An eager step takes "
-    f"{step('step, ms', 'SDPA'):.0f} ms with SDPA and {step('step, ms', '+ dropout'):.0f} with all "
-    "of the book's operators**, although its kernels run about as long."
+    f"**An eager step takes {eager_steps[0]:.0f} ms with SDPA, and {eager_steps[1]:.0f} with all "
+    "of the book's operators.** Its kernels run for "
+    f"{step('busy, ms', 'SDPA'):.0f} and {step('busy, ms', '+ dropout'):.0f} ms. "
+    + (
+        "A call of the book's operators runs Python where PyTorch runs C++, so the GPU waits "
+        f"longer for the host: {eager_waits[1]:.0f} ms of a step."
+        if eager_waits[1] > eager_waits[0] + 1
+        else "Here the GPU waits no longer for the book's operators than for PyTorch's."
+    )
 )
 
 # %%
@@ -2100,21 +2110,24 @@ lab.read(
 # Folded: Does compiling shorten the wait?
 lab.read(
     f"Compiled, the kernels run for {step('busy, ms', 'SDPA, compiled'):.1f} ms with SDPA and "
-    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators, and the GPU waits for "
-    f"another {waiting('SDPA, compiled'):.0f} and {waiting('Kernel Book'):.0f}. "
+    f"{step('busy, ms', 'Kernel Book'):.1f} with the book's operators. The steps take "
+    f"{max(0, waiting('SDPA, compiled')):.0f} and {max(0, waiting('Kernel Book')):.0f} ms longer. "
     + (
-        "Why our compiled step waits even longer than our eager one, we did not profile, and these "
-        "waits scatter widely, as the next fold shows."
-        if waiting("Kernel Book") > waiting("+ dropout")
-        else "These waits scatter widely, as the next fold shows."
+        "Why our compiled step waits even longer than our eager one, we did not profile. "
+        if waiting("Kernel Book") > waiting("+ dropout") + 1
+        else ""
     )
+    + "Single steps scatter: of the steps with the book's operators, the middle 60 % span "
+    f"{step('p80, ms', 'Kernel Book') - step('p20, ms', 'Kernel Book'):.0f} ms, and of those with "
+    f"SDPA {step('p80, ms', 'SDPA, compiled') - step('p20, ms', 'SDPA, compiled'):.0f}."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Once the kernels are fast, the host needs longer to launch a step than the GPU to run it.
+#    A step takes the longer of two times: that of its kernels, and that in which the host launches
+#    them. The faster the kernels, the sooner the host decides.
 
 # %%
 
@@ -2140,9 +2153,10 @@ lab.table(
 # How long is a step in which the GPU waits for nobody? A :term:`CUDA graph` records the launches of
 # a step once and hands all of them to the GPU in one call, so that what remains is the time of the
 # kernels. We capture the whole step: forward, backward and optimiser. Dropout still draws new
-# masks, because its seeds come from the GPU's generator, which moves on with each replay. We add
-# more models, with SDPA and with the book's operators, both compiled; at 16,384 the batch is a
-# single sequence.
+# masks, because its seeds come from the GPU's generator, which moves on with each replay.
+#
+# Here are more models, with SDPA and with the book's operators, both compiled. At 16,384 the batch
+# is a single sequence.
 
 # Folded: How is a step captured?
 lab.source(decoder.captured)
@@ -2450,14 +2464,14 @@ lab.read(
     f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
     f"{step('peak, GiB', 'PyTorch'):.0f} GiB. The linear layers were only "
     f"{step('linear layers, ms', 'PyTorch'):.0f} of the {step('busy, ms', 'PyTorch'):.0f} ms of "
-    "its kernels; most of the others moved bytes, and the tables of attention took half of the "
-    "memory. Attention without a table removed most of both, and our layer norm and dropout added "
-    "little. Then the host decided: with the book's operators it needs longer than with PyTorch's, "
-    f"but a CUDA graph removes it. **What is left is a step of {step('step, ms', finished):.0f} ms "
-    f"and {step('peak, GiB', finished):.0f} GiB.** The linear layers and AdamW, which no kernel of "
-    f"this book changes, are {100 * remaining / step('busy, ms', 'Kernel Book'):.0f} % of its "
-    "kernels. PyTorch with its own fused attention, compiled and as a graph, takes "
-    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms."
+    "its kernels, and most of the others moved bytes. Attention without a table removed most of "
+    "that, and the tables from the memory; our layer norm and dropout added little. Compiled and "
+    "as a CUDA graph, which spares it the host, **the step takes "
+    f"{step('step, ms', finished):.0f} ms and {step('peak, GiB', finished):.0f} GiB.** "
+    "PyTorch with its own fused attention takes "
+    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way. The linear layers and AdamW, "
+    "which no kernel of this book changes, are "
+    f"{100 * remaining / step('busy, ms', 'Kernel Book'):.0f} % of what is left."
 )
 
 # %%

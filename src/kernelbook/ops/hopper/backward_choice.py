@@ -73,13 +73,10 @@ from the shortest on, up to how many keys that a query may see, and which config
 the kernels of ``attention.backward``.
 
 Measured on an H200 in bfloat16, with 16,384 tokens of 2,048 columns in all, at 1,024, 4,096 and
-16,384 keys. No chapter records them yet, but for the window at head_dim 128, in the one on
-attention in models. In TFLOP/s, two sweeps in plain Triton, then this kernel in a fixed order, and
-as parts come: head_dim 64, full 343, 383, 323; 392, 478, 472; 409, 488, 499; causal 277, 266, 241;
-380, 384, 396; 414, 440, 446. head_dim 128, full 344, 447, 401; 421, 531, 524; 443, 556, 561; causal
-284, 328, 304; 386, 490, 463; 432, 532, 533. With a window of the 1,023 keys before, among 16,384,
-head_dim 64 300, 312, 305; head_dim 128 351, 404, 389. What differs by less than its spread stays
-plain Triton, or in a fixed order. The limits between measured lengths are interpolated."""
+16,384 keys. The chapter on one sweep backward records both kernels there, in a fixed order and as
+parts come, and the one on attention in models records windows at head_dim 128. What differs by less
+than its spread stays plain Triton, or in a fixed order. The limits between measured lengths are
+interpolated."""
 
 
 def choose(head_dim: int, mask: str, deterministic: bool, keys: int) -> Config | None:
