@@ -1378,8 +1378,8 @@ if not traced.rows:
 lab.read(
     f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units. A step in a fixed "
     f"order takes {mean_step:,.0f}, on average over programs of all tiles. In the eight steps "
-    f"traced, overlap changes what a consumer needs for its own work from {own_work(first):,.0f} cycles to "
-    f"{own_work(last):,.0f}. Handing its part over goes from {handing(first):,.0f} to "
+    f"traced, overlap changes what a consumer needs for its own work from "
+    f"{own_work(first):,.0f} cycles to {own_work(last):,.0f}. Handing its part over goes from {handing(first):,.0f} to "
     f"{handing(last):,.0f}"
     + (
         ", because the buffer is still full. "
