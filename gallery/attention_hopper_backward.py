@@ -1379,8 +1379,8 @@ lab.read(
     f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units. A step in a fixed "
     f"order takes {mean_step:,.0f}, on average over programs of all tiles. In the eight steps "
     f"traced, overlap changes what a consumer needs for its own work from "
-    f"{own_work(first):,.0f} cycles to {own_work(last):,.0f}. Handing its part over goes from {handing(first):,.0f} to "
-    f"{handing(last):,.0f}"
+    f"{own_work(first):,.0f} cycles to {own_work(last):,.0f}. Handing its part over "
+    f"goes from {handing(first):,.0f} to {handing(last):,.0f}"
     + (
         ", because the buffer is still full. "
         if handing(last) > 1.5 * handing(first)
