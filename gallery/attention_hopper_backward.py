@@ -1139,9 +1139,9 @@ lab.read(
     told("heads apart")
     + f"An adder waits for its turn during {of_waits('adder waits, %', 1):.0f} % of a program's "
     f"time, and with four times as many heads during {of_waits('adder waits, %', 4):.0f} %. The "
-    f"next table is of the package's kernel, which at head_dim 128 lets "
-    f"{choice.CONFIGS[128].heads} times as many alternate, and {choice.SHORT.heads} times where "
-    f"keys are few."
+    f"next table is of the package's kernel, which at head_dim 128 takes × "
+    f"{choice.CONFIGS[128].heads}, and × {choice.SHORT.heads} where keys are few. Differences of a "
+    f"few percent there are scatter: the section on speed times one of its columns again."
 )
 
 # %%
@@ -1746,7 +1746,10 @@ lab.read(
     f"One sweep in a fixed order is faster than two sweeps at {len(ahead)} of {len(at_points)} "
     f"points. Of the speed of the fastest library, what the package runs by default has "
     f"{shares(128, 'full')} at head_dim 128 without a mask, and {shares(128, 'causal')} with a "
-    f"causal one. At head_dim 64 it has {shares(64, 'full')} and {shares(64, 'causal')}. "
+    f"causal one. At head_dim 64 it has {shares(64, 'full')} and {shares(64, 'causal')}. (Figures "
+    f"of this page scatter: with a causal mask at 16,384, one sweep in order reaches "
+    f"{speed.rate('one sweep, in order', head_dim=128, mask='causal', seqlen=16384):.0f} TFLOP/s "
+    f"here, and the same kernel {by_heads.rate('heads × 4', seqlen=16384):.0f} in rung 6.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
