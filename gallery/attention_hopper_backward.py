@@ -13,7 +13,7 @@ You will learn
 - how programs add to the same sums in a fixed order, why none waits for ever, and what the order
   costs;
 - which kernel ``attention(...).backward`` runs, how it compares with the fastest libraries and
-  their deterministic modes, and where it is behind.
+  their deterministic modes, and what limits a step of it.
 
 The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, this page
 computes the sweep and its order in PyTorch and in a simulation, and shows the checks and times of a
@@ -85,14 +85,16 @@ lab.start(
 # :math:`7/5 = 1.4`.
 #
 # In **one sweep** a program owns keys, keeps :math:`dK` and :math:`dV` in :term:`registers
-# <register>`, and adds its part of :math:`dQ` to sums in memory, tile after tile. The chapter on
-# the backward pass tried that in plain Triton (``deterministic=False``), and it was slower. The
-# ladder below shows by how much. Two things are in its way.
+# <register>`, and adds its part of :math:`dQ` to sums in memory. With four tiles of keys, for
+# example, each row of :math:`dQ` is a sum of four parts, from four programs. The chapter on the
+# backward pass tried that in plain Triton (``deterministic=False``), and it was slower, for two
+# reasons.
 #
 # **Space.** The table counts what a program with 128 keys holds at head_dim 128 while it meets 64
 # queries. An :term:`SM` has 256 KiB of registers and 227 KiB of :term:`shared memory`, and neither
 # would hold all of it.
 
+# Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
 
 held = {  # rows, columns, bytes of a number, where
@@ -104,10 +106,6 @@ held = {  # rows, columns, bytes of a number, where
     "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
     "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
 }
-
-# %%
-
-# Measuring
 rows, room = [], {"registers": 0, "shared memory": 0}
 for what, (n_rows, columns, size, where) in held.items():
     kib = n_rows * columns * size // KIB
@@ -119,12 +117,11 @@ assert room["shared memory"] < 227
 lab.table(rows, "What a program holds")
 
 # %%
-# Registers are nearly full, because addresses, statistics and the warps that do not compute need
-# some, too. A program of plain Triton has no say in this: where a tile lies is the compiler's
-# choice.
+# Registers are nearly full, because addresses and statistics need some, too. A program of plain
+# Triton has no say in this: where a tile lies is the compiler's choice.
 #
 # **Waiting.** Each part of :math:`dQ` leaves the SM. If the warps that compute also add, they wait
-# for memory in every step.
+# for memory in every step. Roles for the warps, and a say in where each tile lies, can mend both.
 
 # %%
 # Which operand comes from where
@@ -152,8 +149,7 @@ lab.table(
 # %%
 # Only the last one is out of place. It sums over the *keys* of a tile, which are spread over both
 # :term:`warpgroups <warpgroup>` that compute, the *consumers*. So :math:`dS^\top` is written to
-# shared memory, once, and is read from there transposed, which the matmul does on its way. Nothing
-# else that a consumer computes is ever written to shared memory to be read by a matmul.
+# shared memory, once, and is read from there transposed, which the matmul does on its way.
 #
 # The sweep in PyTorch, with the names of the kernel: a program owns the keys of a tile, and meets
 # tiles of queries from the last to the first.
@@ -243,10 +239,10 @@ lab.check("The sweep in PyTorch", cases_in_pytorch())
 # One kernel, many switches
 # -------------------------
 #
-# One kernel can do all rungs of the ladder, and each rung turns one switch on. It takes less than
-# the package's kernel: head_dim 128, and lengths that 128 divides. Each rung shows its piece of it;
-# the kernel as a whole is in the next box. ``_stamp`` notes the time for a timeline later and is
-# compiled away unless ``TRACE`` is set.
+# What is each of the changes worth that lead to a fast kernel? One kernel can do all rungs of the
+# ladder, and each rung turns one switch on. It takes head_dim 128 and lengths that 128 divides.
+# Each rung shows its piece; the whole is in the next box, where ``_stamp`` notes the time for a
+# timeline later.
 
 # Whole
 import triton
@@ -581,10 +577,10 @@ def _one_sweep_kernel(
 
 
 # %%
-# Each change adds its switch to those before it. All are timed in one run at length 4,096 and
-# head_dim 128, beside a :term:`cuBLAS` matmul, both ways of plain Triton, and the package's kernel.
-# Times are those of the whole backward pass, with ``delta`` before the sweep and the conversion of
-# :math:`dQ` behind it.
+# Each change adds its switch to those before it, and "Measured" below a rung says what it gains
+# over the rung before. All are timed in one run at length 4,096 and head_dim 128, beside a
+# :term:`cuBLAS` matmul and both ways of plain Triton. Times are those of the whole backward pass,
+# with ``delta`` before the sweep and the conversion of :math:`dQ` behind it.
 
 LADDER = {
     "one sweep with roles": {
@@ -759,11 +755,12 @@ def told(name):
 
 
 lab.read(
-    f"**Where we start:** two sweeps reach {100 * steps.share('two sweeps', mask='full'):.0f} % of "
-    f"the matmul without a mask. As they compute seven matmuls and five are counted, their "
-    f"matmuls run at {140 * steps.share('two sweeps', mask='full'):.0f} %. One sweep in plain "
-    f"Triton {verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} against two, "
-    f"although it computes fewer matmuls."
+    f"**Where we start:** without a mask, two sweeps reach "
+    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul. Five "
+    f"matmuls are counted and they compute seven, which thus run at "
+    f"{140 * steps.share('two sweeps', mask='full'):.0f} %. One sweep in plain Triton "
+    f"{verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} against two, although it "
+    f"computes fewer matmuls."
 )
 
 # %%
@@ -772,14 +769,21 @@ lab.read(
 #
 # A loader warp fills a ring of queries and one of gradients. Two consumers, a warpgroup each, own
 # 64 of the 128 keys, and compute :math:`dK` and :math:`dV` of theirs. Each waits for every matmul
-# that it issues, and computes a part of :math:`dQ` of its own, from its own keys. It puts the part
-# into a buffer in shared memory and asks the copy engine to *add* the buffer to the sums in memory:
-# ``tma_add`` is the copy from shared memory to memory with an addition at its end, done where the
-# sums are, in the L2 cache. Before it writes the next part, a consumer waits until the engine has
-# read the buffer.
+# that it issues, and computes a part of :math:`dQ` from its own keys.
+#
+# It puts the part into a buffer in shared memory and asks the copy engine to *add* the buffer to
+# the sums in memory: ``tma_add`` is a copy from shared memory with an addition at its end, done
+# where the sums are, in the :term:`L2` cache. Before it writes the next part, a consumer waits
+# until the engine has read the buffer.
 
 # Reading
-lab.read(told("one sweep with roles"))
+by_roles = steps.rate("one sweep with roles", mask="full")
+by_roles /= steps.rate("one sweep, plain Triton", mask="full")
+lab.read(
+    told("one sweep with roles")
+    + f"That is against two sweeps. Without a mask, it is {by_roles:.1f} times the speed of one "
+    + "sweep in plain Triton."
+)
 
 # %%
 # Rung 2: half of the columns
@@ -797,10 +801,13 @@ lab.read(told("one sweep with roles"))
 #    :end-before: else:  # all columns
 #    :dedent:
 #
-# The two matmuls of ``static_range`` go to the same 32 registers. The buffers of :math:`dS^\top`
-# are two for each consumer, used in turns, so one meeting per step suffices: a consumer that writes
-# in step :math:`t` has met the other in step :math:`t - 1`, and by then the other had finished the
-# matmuls of step :math:`t - 2`.
+# The two matmuls of ``static_range`` go to the same 32 registers.
+#
+# .. dropdown:: Why one meeting per step suffices
+#
+#    The buffers of :math:`dS^\top` are two for each consumer, used in turns. A consumer that writes
+#    in step :math:`t` has met the other in step :math:`t - 1`, and by then the other had finished
+#    the matmuls of step :math:`t - 2`, which read the same buffer.
 
 # Reading
 lab.read(told("half the columns"))
@@ -828,10 +835,9 @@ lab.read(told("overlap"))
 # Rung 4: an adder
 # ----------------
 #
-# Whoever asks the copy engine for an addition must wait for it before the buffer is used again. A
-# warp of its own can do that, the *adder*. A consumer puts its half into the buffer, tells the
-# adder by an mbarrier, and goes on. It waits only if the buffer has not been read since the step
-# before.
+# Whoever asks the copy engine for an addition must wait before the buffer is used again. A warp of
+# its own can do that, the *adder*. A consumer puts its half into the buffer, tells the adder by an
+# mbarrier, and goes on. It waits only if the buffer still holds the part of the step before.
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -841,23 +847,31 @@ lab.read(told("overlap"))
 #    :dedent:
 
 # Reading
-lab.read(told("an adder"))
+of_adder = max(gain("an adder", mask, "overlap") for mask in ("full", "causal"))
+lab.read(
+    told("an adder")
+    + (
+        "By itself it is worth nothing, but the next rung needs it."
+        if of_adder < 0.01
+        else ""
+    )
+)
 
 # %%
 # Rung 5: a fixed order
 # ---------------------
 #
-# The additions above come in whatever order programs reach them, so the last bits of :math:`dQ`
-# differ between runs, because the sum of floating-point numbers depends on their order. Now that
-# there is an adder, it can wait for its turn without holding up anybody else: until the program of
-# the keys before has added its part to the same queries. Each program counts in memory how far it
-# is, and the adder of the next one reads that counter:
+# Can all runs add in the same order? So far the parts come as programs reach them, so the last bits
+# of :math:`dQ` differ between runs, because a sum of floating-point numbers depends on their order.
+# An adder can wait for its turn while the consumers compute: until the program of the keys before
+# has added its part to the same queries. Each program counts in memory how far it is, and the adder
+# of the next one reads that counter:
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
 #    :pyobject: _adder
 #    :start-at: # -- wait
-#    :end-before: # -- add
+#    :end-before: _stamp(trace_ptr, traced, 2, i, 1
 #    :dedent:
 #
 # .. dropdown:: How a counter promises that the sums are in memory
@@ -875,10 +889,15 @@ lab.read(told("an adder"))
 #       :pyobject: announce
 
 # Reading
+of_order = min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
 lab.read(
     told("a fixed order")
-    + "This is the price of gradients that are the same bits in every run. The next rung tries "
-    + "to lower it."
+    + (
+        "The loss is the price of gradients that are the same bits in every run. The next rung "
+        "tries to lower it."
+        if of_order < -0.01
+        else "So gradients that are the same bits in every run cost next to nothing here."
+    )
 )
 
 # %%
@@ -894,10 +913,12 @@ lab.read(
 #    none of the others: what it could wait for has a smaller id, hence has started, and is
 #    finished. So it goes on, and finishes. Then the same holds for the next.
 #
-# The second half of step 2 is what every GPU does, though no manual promises it. If it did not
-# hold, a program could draw its number from a counter in memory when it starts.
+# .. dropdown:: Do programs start in the order of their ids?
 #
-# To see the order at work, let's simulate it. In each tick a program on an SM may do one step of
+#    Every GPU does so, though no manual promises it. If it did not hold, a program could draw its
+#    number from a counter in memory when it starts.
+#
+# To see what the order costs, let's simulate it. In each tick a program on an SM may do one step of
 # its own if the program of the keys before has done that step in a tick before.
 
 
@@ -982,20 +1003,19 @@ lab.sketch(
 )
 
 # %%
-# Without a mask the wait is paid once: the programs of the first head start one step after another,
-# end one step after another, and the next head takes their places with the same delays. With a
-# causal mask, programs of later keys have fewer steps. They meet queries from the *last* to the
-# first, so that all of a head begin at the same queries, in turn. But then they also end together,
-# and the next head begins with the same wait, as in the left panel.
+# Without a mask the wait is paid once: the programs of the first head start one step after another
+# and end one step after another, and the next head takes their places with the same delays. With a
+# causal mask, programs of later keys have fewer steps. So those of a head end together, and the
+# next head begins with the same wait, as in the left panel.
 
 # %%
 # Rung 6: heads apart
 # -------------------
 #
 # The wait is long because programs of one head start at the same time although each needs the one
-# before it to be a step ahead. If tiles of more heads alternate, the programs that start together
-# belong to different heads, and those of one head start further apart, so each finds its turn
-# already there. In each head ids still ascend with the keys, so the argument above holds.
+# before it to be a step ahead. If tiles of more heads alternate, programs that start together
+# belong to different heads, and those of one head start further apart, so each finds that its turn
+# has come. In each head ids still ascend with the keys, so nobody waits for ever.
 
 rows = []
 for at_once in (1, 2, 4, 8):
@@ -1008,11 +1028,10 @@ assert at_work_by_heads[-1] > 1.2 * at_work_by_heads[0]
 lab.table(rows, "Simulated: causal, 32 heads of 16 tiles on 16 SMs")
 
 # %%
-# On the GPU as many heads alternate in a fixed order as fill its SMs, times the ``heads`` of a
-# configuration. The programs that run at one time then read the queries of more heads and add to
-# more sums, which the :term:`L2` cache has to hold, so more is not always better. We time the
-# package's kernel with 1, 2, 4 and 8 times as many heads, and let programs of all tiles write down
-# how long their adders wait for a turn.
+# On the GPU as many heads alternate as fill its SMs, times the ``heads`` of a configuration. More
+# is not always better, because the programs that run at one time then read the queries of more
+# heads and add to more sums, which L2 has to hold. We time the package's kernel with 1, 2, 4 and 8
+# times as many heads.
 
 
 # Measuring
@@ -1100,20 +1119,15 @@ waited = lab.attempt(
     "How long the adder waits for its turn, length 4,096, mean of programs from all tiles",
     waits if HOPPER else NEEDS_HOPPER,
 )
+
+# %%
+
+# Folded: How long adders wait for their turn
 waited
 
 # %%
 
 # Reading
-
-
-def rate_of_heads(times, seqlen):
-    return by_heads.rate(f"heads × {times}", seqlen=seqlen)
-
-
-def gain_of_heads(seqlen):
-    one, four = (rate_of_heads(times, seqlen) for times in (1, 4))
-    return f"it {verdict(four / one - 1)} ({one:.0f} → {four:.0f} TFLOP/s)"
 
 
 def of_waits(column, heads, mask="causal"):
@@ -1123,16 +1137,27 @@ def of_waits(column, heads, mask="causal"):
 
 lab.read(
     told("heads apart")
-    + "In the package's kernel, with four times as many heads, at length 4,096 "
-    f"{gain_of_heads(4096)}, and at 16,384 {gain_of_heads(16384)}. Eight times as many reach "
-    f"{rate_of_heads(8, 4096):.0f} and {rate_of_heads(8, 16384):.0f}. The traced programs show "
-    f"what changes with a causal mask: one takes {of_waits('cycles of a program', 1):,.0f} cycles "
-    f"on average, and {of_waits('cycles of a program', 4):,.0f} with four times as many heads. Its "
-    f"adder waits for its turn during {of_waits('adder waits, %', 1):.0f} % and "
-    f"{of_waits('adder waits, %', 4):.0f} % of that. This delays a consumer only if its buffer is "
-    f"still full when the next part is ready: it hands parts over during "
-    f"{of_waits('consumer hands over, %', 1):.0f} % of the time, and "
-    f"{of_waits('consumer hands over, %', 4):.0f} % with four times as many heads."
+    + f"An adder waits for its turn during {of_waits('adder waits, %', 1):.0f} % of a program's "
+    f"time, and with four times as many heads during {of_waits('adder waits, %', 4):.0f} %. The "
+    f"next table is of the package's kernel, which at head_dim 128 takes × "
+    f"{choice.CONFIGS[128].heads}, and × {choice.SHORT.heads} where keys are few. Differences of a "
+    f"few percent there are scatter: the section on speed times one of its columns again."
+)
+
+# %%
+
+# Measuring
+lab.table(
+    [
+        {"length": f"{seqlen:,}"}
+        | {
+            f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
+            for times in TIMES
+        }
+        for seqlen in (4096, 16384)
+        if by_heads.rows
+    ],
+    "TFLOP/s of the package's kernel with a causal mask, by how many times as many heads alternate",
 )
 
 # %%
@@ -1140,11 +1165,10 @@ lab.read(
 # ----------------------------
 #
 # The last rung is one of head_dim 64. There :math:`dK` and :math:`dV` take half as many registers,
-# so a tile may have 128 queries, and the consumers meet half as often. But each thread then holds
-# 64 scores and 64 elements of :math:`dP`, besides a value of ``lse`` and of ``delta`` for every
-# query that its scores belong to. The kernel above reads ``lse`` and ``delta`` while a matmul is
-# under way, which hides the time of the read, but they occupy registers all the while. If a thread
-# reads them only *after* it has waited for the matmul, it needs fewer registers at once.
+# so a tile may have 128 queries, and the consumers meet half as often. But registers are full
+# again, because each thread holds 64 scores and 64 elements of :math:`dP`. If it reads ``lse`` and
+# ``delta`` while a matmul is under way, the time of the read is hidden, but they occupy registers
+# all the while. If it reads them only *after* the matmul, it needs fewer registers at once.
 
 
 # Measuring
@@ -1206,21 +1230,18 @@ def change(mask):
 
 lab.read(
     f"**Measured:** At length 16,384, a kernel that reads late {change('full')} without a mask; "
-    f"with a causal one it {change('causal')}. The compiler counts "
-    f"{spills_of('full', 'read early'):.0f} spills before and "
-    f"{spills_of('full', 'read late'):.0f} after without a mask, and "
-    f"{spills_of('causal', 'read early'):.0f} and {spills_of('causal', 'read late'):.0f} with a "
-    f"causal one. At head_dim 128, where a tile has 64 queries, it gained nothing, so the package "
-    f"reads early there."
+    f"with a causal one it {change('causal')}. With the causal mask, spilled registers go from "
+    f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}. At "
+    f"head_dim 128, where a tile has 64 queries, the package reads early."
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# As in the chapter on the forward pass, roles of one program write down the cycle of their SM at
-# certain points. The program is in the middle of its head, so in a fixed order it has others before
-# it, and there is no mask.
+# What holds up a step of the kernel? As in the chapter on the forward pass, the roles of one
+# program write down the cycle of their SM at certain points. The program is in the middle of its
+# head, so in a fixed order it has others before it, and there is no mask.
 
 
 # Measuring
@@ -1268,7 +1289,10 @@ SHADES = {  # from one point to another
 
 
 def timelines(axes, rows):
-    names, place, window = set(), 0, 14000
+    names, place = set(), 0
+    # from about where the adder asks first, because its step 24 comes after the consumers'
+    since = 1000 * (min([r["asks"] for r in rows if r["asks"]], default=0) // 1000)
+    until = since + 14000
     ticks, labels = [], []
     for version in TRACED:
         for role in ("consumer 0", "consumer 1", "adder"):
@@ -1277,7 +1301,7 @@ def timelines(axes, rows):
                 for (a, b), (label, ink) in SHADES.items():
                     if row[a] is None or row[b] is None:
                         continue
-                    begin, end = max(row[a], 0), min(row[b], window)
+                    begin, end = max(row[a], since), min(row[b], until)
                     if end > begin:
                         new = label if label not in names else None
                         names.add(label)
@@ -1290,7 +1314,7 @@ def timelines(axes, rows):
                 labels.append(f"{version}: {role}")
                 place += 1
         place += 0.6
-    axes.set(xlim=(0, window), xlabel="cycles of the SM")
+    axes.set(xlim=(since, until), xlabel="cycles of the SM")
     axes.set_yticks(ticks, labels, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="x", visible=True)
@@ -1322,7 +1346,7 @@ def in_words(rows):
     )
 
 
-lab.draw(traced, "A program's roles, eight steps", in_words, timelines)
+lab.draw(traced, "A program's roles, step by step", in_words, timelines)
 
 # %%
 
@@ -1330,22 +1354,46 @@ lab.draw(traced, "A program's roles, eight steps", in_words, timelines)
 a_step = {version: cycles_a_step(traced.rows, version) for version in TRACED}
 # an SM does 4,096 operations per cycle
 ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
-last = TRACED[-1]
-its_turn = part_of(traced.rows, last, "asks", "its turn", "adder")
-adds = part_of(traced.rows, last, "has parts", "added", "adder")
+first, last = TRACED
+mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
+
+
+def handing(version):
+    """Cycles of a step that a consumer spends handing its part over, as it waits for room."""
+    share = part_of(traced.rows, version, "matmuls", "handed over")
+    return share * a_step[version]
+
+
+def own_work(version):
+    """Cycles of a step that a consumer needs for all else."""
+    return a_step[version] - handing(version)
+
+
+of_the_adder = [("its turn", "has parts"), ("has parts", "added"), ("asks", "its turn")]
+no_parts, adds, its_turn = (
+    part_of(traced.rows, last, *points_of, "adder") for points_of in of_the_adder
+)
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
-    f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units. A step takes "
-    f"{a_step['half the columns']:,.0f} cycles if every matmul is waited for, and "
-    f"{a_step[last]:,.0f} in a fixed order with overlap and an adder, where the matmul units work "
-    f"{100 * ideal / a_step[last]:.0f} % of the time. There a consumer spends "
-    f"{100 * part_of(traced.rows, last, 'scores', 'dS'):.0f} % of a step making weights and dS, "
-    f"{100 * part_of(traced.rows, last, 'dS', 'met'):.0f} % until it has met the other, and "
-    f"{100 * part_of(traced.rows, last, 'matmuls', 'handed over'):.0f} % handing its part over. "
-    f"Its adder waits for its turn {100 * its_turn:.0f} % of a step and adds "
-    f"{100 * adds:.0f} %"
-    + (", so it has no time left and sets the pace." if its_turn + adds > 0.9 else ".")
+    f"The five matmuls of a step take {ideal:,.0f} cycles of the matmul units. A step in a fixed "
+    f"order takes {mean_step:,.0f}, on average over programs of all tiles. In the eight steps "
+    f"traced, overlap changes what a consumer needs for its own work from "
+    f"{own_work(first):,.0f} cycles to {own_work(last):,.0f}. Handing its part over "
+    f"goes from {handing(first):,.0f} to {handing(last):,.0f}"
+    + (
+        ", because the buffer is still full. "
+        if handing(last) > 1.5 * handing(first)
+        else ". "
+    )
+    + f"The adder waits for parts during {100 * no_parts:.0f} % of a step. It adds during "
+    f"{100 * adds:.0f} %, and waits for its turn during {100 * its_turn:.0f} %. "
+    + (
+        "**So here consumers wait for additions.** "
+        if no_parts < 0.1 and handing(last) > 1.5 * handing(first)
+        else "So the consumers do not wait for additions alone. "
+    )
+    + "How long additions take, and what else limits a step, is measured part by part below."
 )
 
 # %%
@@ -1388,11 +1436,15 @@ lab.check(
 
 # %%
 # "auto" runs the kernel in Gluon on a Hopper GPU, for float16 and bfloat16, where the table below
-# says that it was measured to be faster and all three gradients are asked for, and two sweeps
-# elsewhere. ``deterministic=False`` frees the kernel in Gluon from the order where that is faster.
-# It takes plain Triton's single sweep, which lost to two sweeps at every length, only together with
-# ``backend="triton"``. ``backend="gluon"`` insists on Gluon, and raises an error where that cannot
-# run.
+# says that it was measured to be faster, and two sweeps elsewhere. ``deterministic=False`` frees
+# that kernel from the order where that is faster.
+#
+# .. dropdown:: Other backends
+#
+#    Two sweeps also run where not all three gradients are asked for. ``backend="gluon"`` insists on
+#    Gluon, and raises an error where that cannot run. ``deterministic=False`` takes plain Triton's
+#    single sweep, which lost to two sweeps at every length, only together with
+#    ``backend="triton"``.
 
 
 # Measuring
@@ -1438,10 +1490,9 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # Is it right?
 # ------------
 #
-# The check compares all gradients at both head sizes with float64, over odd lengths, queries and
-# keys of different length, grouped heads, causal masks and windows, in a fixed order and without
-# one. Where there is no Hopper GPU, the sweep in PyTorch stands in for the kernel, and its rows say
-# so.
+# The check compares all gradients at both head sizes with float64, over odd and different lengths,
+# grouped heads, causal masks and windows, in a fixed order and without one. Without a Hopper GPU,
+# the sweep in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1475,13 +1526,16 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
 lab.check("The package's kernel", every_case())
 
 # %%
-# **The same bits.** One input, launched again and again in a fixed order and without, while a
-# second stream keeps the GPU busy with other work, so that programs start at other times in every
-# launch. A race between the roles would show here, too: ``dk`` and ``dv`` have to be the same bits
-# in either case. NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its
-# search for races cannot judge warps with roles: it missed a race of two roles that we had planted,
-# and took an exchange that an mbarrier orders for one. After the bits comes a long series of random
-# shapes, which must come to its end.
+# **The same bits.** Are they? We launch one input again and again, in a fixed order and without,
+# while a second stream keeps the GPU busy, so that programs start at other times in every launch. A
+# race between the roles would show here, too, because ``dk`` and ``dv`` have to be the same bits in
+# either case. A long series of random shapes then has to come to its end.
+#
+# .. dropdown:: What compute-sanitizer says
+#
+#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
+#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
+#    took an exchange that an mbarrier orders for one.
 
 
 # Measuring
@@ -1518,6 +1572,10 @@ again = lab.attempt(
     "One input, again and again, beside other work",
     repeated if HOPPER else NEEDS_HOPPER,
 )
+
+# %%
+
+# Folded: One input, again and again
 again
 
 # %%
@@ -1549,8 +1607,11 @@ def soak(at_most=10_000, seconds=25):
     return [row | {"finished": number, "seconds": round(time.time() - begin, 1)}]
 
 
-# Folded: Launches of random shapes, which all have to finish
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+
+# %%
+
+# Folded: Launches of random shapes, which all have to finish
 soaked
 
 # %%
@@ -1566,9 +1627,9 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    f"In a fixed order no bit differs. As parts come, ``dq`` differs from the first launch in "
+    f"In a fixed order no bit differs. As parts come, `dq` differs from the first launch in "
     f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in {of_free[1]:,.0f} with a "
-    f"causal one. ``dk`` and ``dv`` never do, because no other program adds to them. All "
+    f"causal one. `dk` and `dv` never do, because no other program adds to them. All "
     f"{ended.get('finished', nan):,.0f} launches of random shapes came to their end, and agreed "
     f"with plain Triton where they were compared."
 )
@@ -1580,7 +1641,7 @@ lab.read(
 # All points have 16,384 tokens in all, and only the backward pass is timed. Beside the package
 # stand cuDNN, which PyTorch calls as a backend of SDPA, and FlashAttention 4, which takes one sweep
 # as well and has a deterministic mode. "Kernel Book" is what a caller gets who names no backend, so
-# its line lies on that of one of our two kernels.
+# it lies on the line of one of our two kernels.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1648,6 +1709,10 @@ for point in points(LENGTHS, (128, 64)):
     row |= {"library": library}
     row["its speed"] = nan if library == "none" else speed.rate(library, **where)
     at_points.append(row)
+
+# %%
+
+# Folded: All points in numbers
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
@@ -1679,9 +1744,12 @@ ahead = [row for row in at_points if row["in order"] > row["two sweeps"]]
 absent = [name for name in (*PEERS, FIXED) if name in speed.skipped]
 lab.read(
     f"One sweep in a fixed order is faster than two sweeps at {len(ahead)} of {len(at_points)} "
-    f"points. What the package runs by default reaches, of the fastest library, "
-    f"{shares(128, 'full')} at head_dim 128 without a mask and {shares(128, 'causal')} with a "
-    f"causal one, and {shares(64, 'full')} and {shares(64, 'causal')} at head_dim 64. "
+    f"points. Of the speed of the fastest library, what the package runs by default has "
+    f"{shares(128, 'full')} at head_dim 128 without a mask, and {shares(128, 'causal')} with a "
+    f"causal one. At head_dim 64 it has {shares(64, 'full')} and {shares(64, 'causal')}. (Figures "
+    f"of this page scatter: with a causal mask at 16,384, one sweep in order reaches "
+    f"{speed.rate('one sweep, in order', head_dim=128, mask='causal', seqlen=16384):.0f} TFLOP/s "
+    f"here, and the same kernel {by_heads.rate('heads × 4', seqlen=16384):.0f} in rung 6.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1691,9 +1759,9 @@ lab.read(
 # What it does not reach, and why
 # -------------------------------
 #
-# We had set ourselves floors: in a fixed order 88 % of the fastest library without a mask and 78 %
-# with a causal one, and 88 % everywhere where the order is free. The fastest library adds as parts
-# come, so only its deterministic mode promises what ours does.
+# Before we wrote the kernel, we had set ourselves floors: in a fixed order 88 % of the fastest
+# library without a mask and 78 % with a causal one, and 88 % everywhere where the order is free.
+# The fastest library adds as parts come, so only its deterministic mode promises what ours does.
 
 # Reading
 FLOORS = {"full": 0.88, "causal": 0.78}
@@ -1737,14 +1805,19 @@ lab.read(
 )
 
 # %%
-# **Head_dim 128.** While a consumer makes :math:`P` and :math:`dS`, it has one matmul under way.
-# More did not help: we issued those of the next step ahead, took more buffers for parts, and made
-# weights before waiting for :math:`dP`. All were right, and none was faster in our trials.
+# **What sets the pace at head_dim 128?** A step takes longer than its matmuls, but to keep more of
+# them under way did not help: we issued those of the next step ahead, took two buffers for parts,
+# let the adder ask early, and made weights before waiting for :math:`dP`. All were right, and none
+# was faster in our trials. So we count what else a step needs, and measure each part of the GPU
+# alone.
 #
-# Shared memory gives an SM 128 bytes per cycle. A matmul of 64 rows, 64 columns and 16 numbers to
-# sum over takes 32 cycles; if both operands lie there, it also reads for 32, which leaves nothing
-# for anything else. As a test, two consumers issue a step's matmuls over and over, and stores
-# beside them.
+# **Shared memory** gives an SM 128 bytes per cycle. A matmul of 64 rows by 64 columns with both
+# operands there reads it in every cycle in which it computes, so all else that a step moves comes
+# on top. To measure this, two consumers issue the matmuls of a step over and over, and store as
+# many bytes as a step moves.
+#
+# **The additions** are done in L2, which all SMs share. To measure these, programs only ask the
+# copy engine for one addition after another, on one SM and on all.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -1967,15 +2040,46 @@ by_part = lab.attempt(
     "Cycles of a step: counted for the matmul units and for shared memory, and measured",
     limits if HOPPER else NEEDS_HOPPER,
 )
+
+
+def cycles(what):
+    found = [row["measured"] for row in by_part.rows if row.get("what") == what]
+    return found[0] if found else nan
+
+
+whole_step = "all five, and what a step moves"
+parts_of_a_step = {  # cycles: counted, and measured
+    "the matmul units, for five matmuls": (counted("all five")[0], cycles("all five")),
+    "shared memory, for all that a step moves": (
+        counted(whole_step)[1],
+        cycles(whole_step),
+    ),
+    "L2, for one part, if one SM adds": (None, cycles("one SM adds a part")),
+    "L2, for one part, if all SMs add": (None, cycles("all SMs add parts")),
+    "a step of the kernel, on average": (None, mean_step),
+}
+lab.table(
+    [
+        {
+            "what": what,
+            "counted": "" if count is None else f"{count:,.0f}",
+            "measured": f"{found:,.0f}",
+        }
+        for what, (count, found) in parts_of_a_step.items()
+        if by_part.rows
+    ],
+    "Cycles of a step at head_dim 128, without a mask",
+)
+
+# %%
+
+# Folded: All experiments with matmuls and additions
 by_part
 
 # %%
 
 
 # Reading
-def cycles(what):
-    found = [row["measured"] for row in by_part.rows if row.get("what") == what]
-    return found[0] if found else nan
 
 
 def beside_counts(what):
@@ -1995,37 +2099,68 @@ from_shared, from_registers = (
     "S, dP, and stores",
     "S, dP, left in registers, and stores",
 )
-whole_step = "all five, and what a step moves"
 slower = cycles(from_shared) / cycles(from_registers)
 expected = max(counted(from_shared)) / max(counted(from_registers))
 if slower > 1 + 0.8 * (expected - 1):
-    found = "So shared memory does limit them; tiles of more queries would read less."
+    found = "So shared memory does limit them."
 elif slower > 1.05:
     found = "So reading costs time, though less than the count says."
 else:
     found = "So the count does not explain it: the same matmuls take as long."
-share = 100 * cycles(whole_step) / a_step[last]
+limits_of_step = {
+    "shared memory": cycles(whole_step),
+    "the additions in L2": cycles("all SMs add parts"),
+}
+over = [what for what, needed in limits_of_step.items() if needed > 1.05 * ideal]
+longest = max(limits_of_step.values())
+if len(over) == 2:
+    both = " and ".join(f"{limits_of_step[what]:,.0f}" for what in over)
+    verdict_of_step = (
+        f"**So two limits lie above the {ideal:,.0f} cycles of the matmul units:** shared memory "
+        f"and the additions in L2, with {both} cycles. More overlap shortens neither."
+    )
+elif over:
+    verdict_of_step = (
+        f"**So one limit lies above the {ideal:,.0f} cycles of the matmul units:** {over[0]}, with "
+        f"{limits_of_step[over[0]]:,.0f} cycles."
+    )
+else:
+    verdict_of_step = (
+        f"**So neither shared memory nor the additions limit a step:** both need about the "
+        f"{ideal:,.0f} cycles of the matmul units, or fewer."
+    )
+test_of_count = (
+    f"The test moves the left operands of S and dP to registers and leaves the stores. If both "
+    f"operands are in shared memory, the two matmuls take {beside_counts(from_shared)}. If the "
+    f"left ones are in registers, they take {beside_counts(from_registers)}. {found}"
+)
 lab.read(
-    f"**The test** changes only where left operands are. With stores beside, S and dP take "
-    f"{beside_counts(from_shared)}, and with left operands in registers "
-    f"{beside_counts(from_registers)}. {found} All five take {beside_counts('all five')}, and "
-    f"with all that a step moves {beside_counts(whole_step)}. "
-    f"That is {share:.0f} % of the timeline's step. **The adder** has to keep up as well: to "
-    f"add the part of dQ takes {cycles('one SM adds a part'):,.0f} cycles if one SM adds, "
-    f"and {cycles('all SMs add parts'):,.0f} if all do."
+    f"{verdict_of_step} A step of the kernel takes {mean_step / longest:.2f} times as long as the "
+    f"longer of the two alone"
+    + (
+        ", because its roles also wait for each other."
+        if mean_step > 1.05 * longest
+        else "."
+    )
 )
 
 # %%
+
+# Folded: Is it shared memory? A test of the count
+lab.read(test_of_count)
+
+# %%
+# Wider tiles would need less of both, because an operand that is read would serve more queries, and
+# more keys would mean fewer parts to add. Registers have no room for twice as many of either.
+#
 # **Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim 128, and
 # everything else is as long: one exponential, the conversions of :math:`P` and :math:`dS`, writing
-# :math:`dS` and meeting. With a causal mask, tiles of 128 queries by 128 keys also compute more
-# pairs at the diagonal that nobody needs. At the short lengths, where those weigh most, two sweeps
-# win, and the package takes them.
+# :math:`dS` and meeting. Tiles of 128 queries by 128 keys also compute more pairs at the diagonal
+# that nobody needs. These weigh most at short lengths, so there the package takes two sweeps.
 #
-# **Short sequences.** Before the sweep, a kernel reads ``out`` and ``do`` for ``delta``; behind it,
-# another reads the sums of :math:`dQ` in float32 and writes them in 16 bits. Both move as many
-# bytes at length 1,024 as at 16,384, because the number of tokens is the same, while the sweep has
-# a sixteenth of the work. The same is true of FlashAttention, which has these two kernels as well.
+# **Short sequences.** Before the sweep, a kernel computes ``delta``; behind it, another converts
+# the sums of :math:`dQ` to 16 bits, as in FlashAttention. Both take as long at length 1,024 as at
+# 16,384, because the number of tokens is the same, while the sweep has a sixteenth of the work.
 
 
 # Measuring
@@ -2068,10 +2203,10 @@ def cost(head_dim, mask, seqlen=16384):
 
 lab.read(
     f"At head_dim 128 without a mask, these two kernels take {share_around(1024):.0f} % of the "
-    f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** itself: at "
-    f"length 16,384, against additions as they come, a fixed order {verdict(cost(128, 'full'))} at "
-    f"head_dim 128 without a mask; with a causal one it {verdict(cost(128, 'causal'))}. At "
-    f"head_dim 64 it {verdict(cost(64, 'full'))} without a mask; with a causal one it "
+    f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** itself is "
+    f"measured against additions as they come: at length 16,384 it {verdict(cost(128, 'full'))} at "
+    f"head_dim 128 without a mask, and with a causal one it {verdict(cost(128, 'causal'))}. At "
+    f"head_dim 64, without and with a causal mask, it {verdict(cost(64, 'full'))} and "
     f"{verdict(cost(64, 'causal'))}."
 )
 
@@ -2079,35 +2214,22 @@ lab.read(
 # What runs where
 # ---------------
 #
-# .. list-table::
-#    :header-rows: 1
+# The kernel needs a Hopper GPU; others take plain Triton in two sweeps. It was run under Triton
+# 3.6, by tests and this page, and under 3.9, by tests. Under 3.7 and 3.8 it compiles, but was not
+# run. :doc:`/hardware` says what else runs where.
 #
-#    * - Triton
-#      - the kernel compiles for Hopper
-#      - it was run on a Hopper GPU
-#    * - 3.6
-#      - yes
-#      - yes: tests and this page
-#    * - 3.7, 3.8
-#      - yes
-#      - no
-#    * - 3.9
-#      - yes
-#      - yes: tests
-#    * - other GPUs
-#      - no: plain Triton in two sweeps
-#      -
+# .. dropdown:: The addition by the copy engine, before Triton 3.8
 #
-# The addition by the copy engine has a public name only from Triton 3.8 on. In 3.6 and 3.7 the
-# package builds the same instruction itself. :doc:`/hardware` says what else runs where.
+#    It has a public name only from Triton 3.8 on. In 3.6 and 3.7 the package builds the same
+#    instruction itself.
 
 # %%
 # What breaks it
 # --------------
 #
-# **To start from the wrong end.** With program ids that descend with the keys, the simulation above
-# stands still, as soon as a head has more tiles of keys than there are SMs for them: each program
-# waits for one that has not started. On a GPU that is a kernel which never returns.
+# **To start from the wrong end.** If program ids descend with the keys, the simulation above stands
+# still, as soon as a head has more tiles of keys than there are SMs: each program waits for one
+# that has not started. On a GPU that is a kernel which never returns.
 #
 # **To trust that zeros stay zeros.** The last tile of keys may be longer than the keys are. The
 # copy engine fills it with zeros, so the score of a key that is not there is 0, and its weight
@@ -2132,6 +2254,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 # **To expect the same bits of the same numbers.** Any order of the tiles of keys gives right
 # gradients, and each gives others:
 
+# Measuring
 rows = []
 q, k, v, do = drawn((1, 2, 2, 64, 512, 64), torch.float32)
 orders = {"ascending": list(range(8)), "again": list(range(8))}
@@ -2166,7 +2289,8 @@ rows = [
 assert rows[0]["share"] == "61 %"
 lab.table(rows, "Of the speed of a large matmul")
 
-# %% **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
+# %%
+# **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
 # shared memory (227 KiB) and the registers of the tiles that a consumer of 64 keys holds in
 # float32, of the 240 that each of its 128 threads has. How many cycles of shared memory would 80
 # queries need, per 64 of them?
