@@ -224,7 +224,6 @@ def _scales():
 def _attention_layout():
     q, k, v = (x.transpose(1, 2) for x in operands(1, 5, 2, 16))
     assert attention(q, k, v).stride() == q.stride()
-    assert attention(q, k, quantize(v)).is_contiguous()
     if runtime.INTERPRETED:
         assert F.scaled_dot_product_attention(q, k, v).stride() == q.stride()
 
