@@ -56,7 +56,11 @@ toc_object_entries_show_parents = "hide"
 # -- mathematics, shipped with the site by docs/_ext/downloads.py ---------------------------------
 
 mathjax_path = "mathjax/tex-chtml.js"
-mathjax3_config = {"options": {"enableMenu": False}}
+mathjax3_config = {
+    "options": {"enableMenu": False},
+    # its size is ours: measured beside a font that still loads, it would differ from visit to visit
+    "chtml": {"matchFontHeight": False, "scale": 1.08},
+}
 
 # -- chapters -------------------------------------------------------------------------------------
 
