@@ -159,12 +159,12 @@ lab.read(
 lab.source(scope.key_stages, "stages")
 
 # %%
-# In row "tile 3" of the figure, ``first`` is where tile 1 of the keys begins, ``whole`` where tile
-# 3 does, ``cut`` tile 6 and ``last``, the last that is loaded, tile 7. The kernel calls ``attend``
-# for each loop, which weighs a tile and scores the next. Nothing is left to score after ``last``,
-# so the third loop ends before it, and the kernel weighs it separately. Query by query,
-# ``first_visible`` is the first key seen and ``n_visible`` one past the last. ``LEFT`` and
-# ``MASKED`` say whether they have to be applied:
+# In the row of tile 3 in the figure, ``first`` is where tile 1 of the keys begins, ``whole`` where
+# tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last that is loaded. The kernel
+# calls ``attend`` for each loop, which weighs each tile and computes the scores of the next. After
+# ``last`` there is no next, so the third loop ends before it and the kernel weighs it separately.
+# For a single query, ``first_visible`` is the first key it sees, and ``n_visible`` one past the
+# last. ``LEFT`` and ``MASKED`` say which of the two ``attend`` has to apply:
 
 lab.source(forward.attention_fwd_kernel, "attend")
 
