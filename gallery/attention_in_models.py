@@ -160,11 +160,11 @@ lab.source(scope.key_stages, "stages")
 
 # %%
 # In the row of tile 3 in the figure, ``first`` is where tile 1 of the keys begins, ``whole`` where
-# tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last that is loaded. The kernel
-# calls ``attend`` for each loop, which weighs each tile and computes the scores of the next. After
-# ``last`` there is no next, so the third loop ends before it and the kernel weighs it separately.
-# For a single query, ``first_visible`` is the first key it sees, and ``n_visible`` one past the
-# last. ``LEFT`` and ``MASKED`` say which of the two ``attend`` has to apply:
+# tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last that is loaded. The
+# kernel calls ``attend`` for each loop, which weighs each tile and computes the scores of the next.
+# After ``last`` there is no next, so the third loop ends before it and the kernel weighs it
+# separately. For a single query, ``first_visible`` is the first key it sees, and ``n_visible`` one
+# past the last. ``LEFT`` and ``MASKED`` say which of the two ``attend`` has to apply:
 
 lab.source(forward.attention_fwd_kernel, "attend")
 
