@@ -117,7 +117,7 @@ lab.read(
 #
 # A *sliding window* lets a query see ``left`` keys before its own position and ``right`` keys after
 # it: with a window of (2, 0), query 6 sees keys 4, 5 and 6. Time then grows with the length and not
-# with its square. Information still travels further than one window, because each layer adds one.
+# with its square.
 #
 # In general, with :math:`s = \text{seqlen}_k - \text{seqlen}_q`, which aligns the last query with
 # the last key, query :math:`i` sees key :math:`j` if
@@ -134,7 +134,7 @@ lab.read(
 #    Both bounds rise with :math:`i`, so the first and the last query of a tile decide which keys
 #    *some* query sees, and which keys *all* of them see.
 #
-# With a window of (5, 0), for example, query 8 sees keys 3 to 8, and query 11 keys 6 to 11. So of
+# With a window of (5, 0), query 8 sees keys 3 to 8, and query 11 keys 6 to 11. So of
 # the tile from 8 to 11, some query sees keys 3 to 11, and all of them see keys 6 to 8. For a tile
 # of queries from :math:`i_0` to :math:`i_1` these are the keys
 #
@@ -692,7 +692,7 @@ lab.read(
         else f"We aim at {100 * OF_FULL:.0f} %, and reach it in both directions. "
     )
     + (
-        "Beside `attention` on a full batch, which takes as long as the padded one, it reaches "
+        "Beside `attention` on a full batch, the packed kernel reaches "
         f"{of_own} %{', **less than that aim**' if below_own else ''}. "
         if max(own_full.values()) > 1.02
         else ""
@@ -891,8 +891,8 @@ lab.read(
         if list(slowed.values()) == sorted(slowed.values())
         else "More parts are slower: "
         + ", ".join(f"{n} take {took:.0f} µs" for n, took in slowed.items())
-        + ". Each part leaves a result to merge, but this cannot be the only reason, because the "
-        "time does not always grow with their number. We did not look for the others."
+        + ". Merging their results cannot be the only reason, because the time does not always "
+        "grow with their number."
     )
 )
 
@@ -1263,7 +1263,7 @@ lab.read(
 # the large numbers of a long one. In float32 the error may be up to eight times PyTorch's, as in
 # :doc:`the chapter on the kernel </chapters/attention_fast>`. In 16 bits it may be twice PyTorch's,
 # and four times for gradients, because the kernel also rounds the weights. PyTorch's error counts
-# as half a unit in the last place at least, because no rounded result can promise less.
+# as half a unit in the last place at least.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")
