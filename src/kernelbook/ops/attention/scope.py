@@ -163,6 +163,7 @@ def key_stages(
     first, whole and cut are multiples of BLOCK_N, and first is whole where there is no left bound.
     A tile of keys at the left edge may be cut by both bounds, one at the right edge only by right.
     """
+    # -- stages: keys that some query sees, rounded outwards; those that all see, inwards
     last_query = tl.minimum(last_query, seqlen_q - 1)
     first_some, end_all = seen_keys(
         first_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
