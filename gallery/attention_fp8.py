@@ -259,7 +259,7 @@ lab.source(fp8.attention_fp8_fwd_kernel, "load")
 # %%
 
 
-# Measuring
+# Reading
 def values(x):
     """Return what an operand stands for, in float64."""
     if not isinstance(x, Quantized):
@@ -291,9 +291,6 @@ def in_gluon(q, k, v, is_causal=False):
     return hopper_fp8.attention_fp8_forward(*stored, descales, *options)
 
 
-# %%
-
-# Reading
 q, k, v = torch.randn(3, 1, 2, 60, 32, device=runtime.DEVICE)
 operands, meant = prepare(q, k, v)
 before = plain(*operands)
@@ -384,18 +381,6 @@ def multiply(a, b, contracted_first, block=(128, 128, 64), **options):
 
 # %%
 
-# Folded: The check of both layouts
-a, b = torch.randn(2, 64, 64, device=runtime.DEVICE)
-cases = []
-for contracted_first, factor in ((False, b.T), (True, b)):
-    ours, _ = multiply(a, b, contracted_first, (32, 32, 32), num_warps=4)
-    lies = "contracted first" if contracted_first else "contracted contiguous"
-    truth = a.double() @ factor.double()
-    cases.append(lab.Case(lies, "forward", ours, a @ factor, truth, factor=8))
-lab.check("The matmul, either way", cases)
-
-# %%
-
 
 # Measuring
 def instructions():
@@ -423,6 +408,18 @@ def instructions():
             rows.append(row)
     return rows
 
+
+# %%
+
+# Folded: The check of both layouts
+a, b = torch.randn(2, 64, 64, device=runtime.DEVICE)
+cases = []
+for contracted_first, factor in ((False, b.T), (True, b)):
+    ours, _ = multiply(a, b, contracted_first, (32, 32, 32), num_warps=4)
+    lies = "contracted first" if contracted_first else "contracted contiguous"
+    truth = a.double() @ factor.double()
+    cases.append(lab.Case(lies, "forward", ours, a @ factor, truth, factor=8))
+lab.check("The matmul, either way", cases)
 
 # %%
 
@@ -571,8 +568,14 @@ lab.read(
 # ----------
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with the changes above, in smaller tiles: up
-# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. New is the
-# second matmul, whose flag ``PROMOTED`` is the subject of the next section.
+# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. For each
+# tile of keys it computes weights, with 8 for ``P_LOG2``, and then ``add_values``. On a GPU,
+# ``to_e4m3(p, ...)`` is ``p.to(tl.float8e4nv)``, because Triton names e4m3 so. The flag
+# ``PROMOTED`` is the subject of the next section.
+
+lab.source(fp8.attend_fp8, "weigh")
+
+# %%
 
 lab.source(fp8.add_values)
 
@@ -845,14 +848,15 @@ lab.table(
 
 # Reading
 apart = {
-    places: max(abs(found[n] / sum_error(1, n, "not promoted") - 1) for n in KEYS[1:])
+    places: [abs(found[n] / sum_error(1, n, "not promoted") - 1) for n in KEYS[1:]]
     for places, found in models.items()
 }
-nearest = min(apart, key=apart.get)
+nearest = min(apart, key=lambda places: max(apart[places]))
+of_others = min(min(found) for places, found in apart.items() if places != nearest)
 lab.read(
     f"From {KEYS[1]:,} keys on, the model with {nearest} places is within "
-    f"{100 * apart[nearest]:.0f} % of what we measure, and every other is off by "
-    f"{100 * min(x for n, x in apart.items() if n != nearest):.0f} % or more. **At {KEYS[-1]:,} "
+    f"{100 * max(apart[nearest]):.1f} % of what we measure. At each of these "
+    f"lengths the others are off by {100 * of_others:.0f} % or more. **At {KEYS[-1]:,} "
     f"keys promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
     f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Rounding the weights alone, in float64, makes "
     f"{sum_error(1, KEYS[-1], 'rounding alone'):.2f} %. Values around 0 need promotion "
@@ -870,6 +874,18 @@ lab.read(
 # rounded as in the kernel. The kernel may err twice as much, because its result is rounded to 16
 # bits, too. Each head is compared on its own, because a wrong head could hide behind one whose
 # values are larger.
+#
+# .. dropdown:: What the name of an input lists, and what lse may err by
+#
+#    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
+#    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
+#
+#    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
+#    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
+#    matrix unit cuts each term of a score 13 places below the leading bit of the largest, and a
+#    score sums head_dim of them, all cut towards zero. So lse may err by :math:`2^{-12}` of its
+#    size, twice the size of one cut, which is 4,096 times half a unit in the last place
+#    (:term:`ulp`).
 
 
 # Measuring
@@ -918,18 +934,6 @@ def heads_apart(what, operands, out, lse, meant, is_causal, rounding=None):
 
 
 # %%
-# .. dropdown:: What the name of an input lists, and what lse may err by
-#
-#    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
-#    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
-#
-#    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
-#    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
-#    matrix unit cuts each term of a score 13 places below the leading bit of the largest, and a
-#    score sums head_dim of them, all cut towards zero. So lse may err by :math:`2^{-12}` of its
-#    size, twice the size of one cut, which is 4,096 times half a unit in the last place
-#    (:term:`ulp`).
-
 
 # Measuring
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
@@ -1110,7 +1114,14 @@ lab.read(
     f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. With all operands in e4m3 the output is off "
     f"by {in_all('all in e4m3', 'normal'):.1f} %, and with outliers by "
     f"{in_all('all in e4m3', 'outliers'):.1f} %. e5m2 errs more, because its mantissa has one bit "
-    "less."
+    "less. "
+    + (
+        f"V alone errs less with outliers, by {in_all('V in e4m3', 'outliers'):.1f} %, because the "
+        f"kernel errs by only {in_all('V in e4m3', 'outliers', 'kernel'):.1f} %: where a large "
+        "score gives one key nearly all of the weight, that weight is stored exactly."
+        if in_all("V in e4m3", "outliers") < in_all("V in e4m3", "normal")
+        else ""
+    )
 )
 
 # %%
@@ -1144,7 +1155,8 @@ lab.table(rows, "The larger the scores, the more q and k matter")
 # Reading
 small, large = rows[0], rows[-1]
 lab.read(
-    f"With scores {large['scores times']} times as large, the error with V alone in e4m3 goes from "
+    f"On a smaller input, {q.shape[2]} tokens with head_dim {q.shape[3]}, we make the scores "
+    f"{large['scores times']} times as large. The error with V alone in e4m3 then goes from "
     f"{small['V in e4m3, %']:.1f} to {large['V in e4m3, %']:.1f} %, and with all operands from "
     f"{small['all in e4m3, %']:.1f} to {large['all in e4m3, %']:.1f} %."
 )
@@ -1190,6 +1202,17 @@ def cudnn(q, k, v, is_causal):
 # %%
 
 
+# Measuring
+def launch(head_dim, q_dtype):
+    operands, _ = prepare(
+        *torch.randn(3, 1, 4, 1024, head_dim, device=runtime.DEVICE), q_dtype
+    )
+    return lambda: plain(*operands)
+
+
+# %%
+
+
 def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     size, is_causal = (3, batch, heads, seqlen, head_dim), mask == "causal"
     q, k, v = torch.randn(size, device=runtime.DEVICE, dtype=dtype)
@@ -1209,6 +1232,8 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
+for name in ("Kernel Book bf16", "plain Triton bf16", "all in FP8", "V in FP8"):
+    lab.colour(name)  # in this order, so that lines that lie close differ in colour
 speed = lab.bench("fp8", points([1024, 4096, 16384], [64, 128]), providers, **units)
 lab.plot(
     speed, "Speed, head_dim 128, full mask", where={"head_dim": 128, "mask": "full"}
@@ -1302,29 +1327,38 @@ lab.read(
         if in_16 > 1.03 * plain_16
         else ""
     )
-    + f"V alone in FP8 makes the plain kernel {rate.get('V in FP8', nan) / plain_16:.2f} times as "
-    "fast, because only the second matmul speeds up, and its weights have to be converted first."
+    + f"With head_dim 64, FP8 makes the plain kernel {of_64:.2f} times as fast. There an "
+    "exponential takes as long as its share of the 16-bit matmuls, so a kernel with perfect "
+    "overlap would gain nothing."
 )
 
 # %%
 
 # Reading
+of_v = {
+    n: speed.rate("V in FP8", **(point | {"seqlen": n}))
+    / speed.rate("Kernel Book bf16", **(point | {"seqlen": n}))
+    for n in (1024, 4096, 16384)
+}
+worst, best_of_v = min(of_v, key=of_v.get), max(of_v.values())
 lab.read(
-    f"With head_dim 64, FP8 makes the plain kernel {of_64:.2f} times as fast. There an exponential "
-    "takes as long as its share of the 16-bit matmuls, so a kernel with perfect overlap would gain "
-    "nothing."
-)
-
-# %%
-
-
-# Measuring
-def launch(head_dim, q_dtype):
-    operands, _ = prepare(
-        *torch.randn(3, 1, 4, 1024, head_dim, device=runtime.DEVICE), q_dtype
+    "With head_dim 128, V alone in FP8 makes the plain kernel "
+    f"{rate.get('V in FP8', nan) / plain_16:.2f} times as fast, because only the second matmul "
+    "speeds up, and its weights have to be converted first. "
+    + (
+        "**Beside the default bfloat16 kernel it gains nothing:** i"
+        if best_of_v < 1.02
+        else "Beside the default bfloat16 kernel, i"
     )
-    return lambda: plain(*operands)
-
+    + f"t runs at {of_v[16384]:.2f} times its speed at length 16,384"
+    + (f", and at {of_v[worst]:.2f} times at {worst:,}." if worst != 16384 else ".")
+    + (
+        " *With transposition*, in the older figures of another GPU, is *all in FP8* where V is "
+        "transposed within the time."
+        if any("with transposition" in each.providers for each in speed.elsewhere)
+        else ""
+    )
+)
 
 # %%
 
@@ -1447,10 +1481,10 @@ begin = 4096 * cost / saved if saved > 0 else math.inf if saved <= 0 else nan
 expected = {"full": begin, "causal": 2 * begin}
 lab.read(
     f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed of "
-    f"the copy. All three operands take {cost:.2f} ms, and {all_three('PyTorch'):.2f} ms by "
+    f"the copy. All three operands take {cost:.3f} ms, and {all_three('PyTorch'):.2f} ms by "
     "PyTorch operations. "
     + (
-        f"At length 4,096 FP8 saves {saved:.2f} ms of attention. In longer sequences it saves "
+        f"At length 4,096 FP8 saves {saved:.3f} ms of attention. In longer sequences it saves "
         "more, while quantising as many tokens costs the same. So FP8 should begin to pay at a "
         f"length of about {round(begin, -2):,.0f}, and at twice that with a causal mask."
         if not saved <= 0
@@ -1582,14 +1616,15 @@ lab.read(
 #
 # *Do warps with roles win in FP8, too?*
 #
-# In bfloat16, a kernel whose :term:`warps <warp>` have roles beats plain Triton. The next two
-# chapters, :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper`, build that
-# kernel, so a first reader may skip to *What breaks it* and return after them.
+# If you have not read the next two chapters, :doc:`/chapters/warps_with_roles` and
+# :doc:`/chapters/attention_hopper`, skip to *What breaks it*. They build a kernel whose
+# :term:`warps <warp>` have roles, some to load tiles and others to compute, and in bfloat16 it
+# beats plain Triton.
 #
 # For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take 1,024 cycles of an
-# SM in 16 bits and 512 in 8. The exponentials take 512 in either. So in 8 bits the matmuls leave no
-# time, and **every other instruction counts**. The kernel, in :term:`Gluon`, Triton's lower
-# language, saves what it can.
+# SM in 16 bits and 512 in 8. The exponentials of its weights take 512 in either. So in 8 bits the
+# matmuls leave no time, and **every other instruction counts**. The kernel, in :term:`Gluon`,
+# Triton's lower language, saves what it can.
 #
 # **Weights stay in their threads.** The second matmul can read weights from :term:`registers
 # <register>`, but it expects them in other threads than those in which the first one leaves its
@@ -1886,11 +1921,14 @@ work
 cycles = {row["instruction"]: row["cycles"] for row in work.rows}
 exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
 of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
+of_alpha = exponentials - 64 * 128 / 16  # all but one for each weight
 of_matmul = rate.get("all in FP8, Gluon", nan) / fast
 slowest = max(of_two_matmuls, exponentials)
 lab.read(
     f"Beside the {of_two_matmuls:.0f} cycles of the matmuls, the exponentials take "
-    f"{exponentials:,.0f}, and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
+    f"{exponentials:,.0f}"
+    + (f" ({of_alpha:.0f} of them for `alpha`)" if of_alpha > 0 else "")
+    + f", and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
     f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
     "its matmuls. If only the matmuls ran beside the rest, it would be "
     f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
@@ -1910,11 +1948,14 @@ lab.read(
 # *Which mistakes go unnoticed?*
 #
 # **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
-# many times. It describes V, (heads, head_dim, length), as *one* matrix of head_dim rows and heads
-# · length columns, and selects the tile of a head by its column. The address is right, but the
-# hardware that copies tiles also checks the bounds. Of :math:`H` heads, head :math:`h` begins at
-# column :math:`h D N`, which is past the last one if :math:`h \ge H / D`. Such a head reads as
-# zero.
+# many times. It describes V, (heads, head_dim, length), as *one* matrix of :math:`D` rows and
+# :math:`H N` columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, and selects the
+# tile of a head by its column. Within a head, rows begin only :math:`N` elements apart, so this is
+# the row stride of the matrix, and its rows overlap in memory. Head :math:`h` begins at element
+# :math:`h D N`, so the kernel asks for column :math:`h D N`. The address is right, but the hardware
+# that copies tiles also checks the bounds. Two heads with head_dim 2 and 3 keys make 6 columns, 0
+# to 5, and head 1 begins at column 6, so it reads as zero. So does every head with
+# :math:`h \ge H / D`.
 
 
 @triton.jit
@@ -1935,6 +1976,8 @@ def _average_kernel(
 
 
 # %%
+# The kernel passed its test nevertheless, because the test allowed an absolute error of 3, more
+# than an average of normal numbers. So we also give this test a result of zeros.
 
 
 # Measuring
@@ -1953,8 +1996,6 @@ def average(p, v_t, flat):
 
 
 # %%
-# The kernel passed its test nevertheless, because the test allowed an absolute error of 3, more
-# than an average of normal numbers. So we also give this test a result of zeros.
 
 
 # Measuring
@@ -1995,11 +2036,12 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **A gradient** is not among them: asking for one raises an error. There is none, because the
-# gradient of the weights would be rounded to 8 bits as well, and spans a far wider range.
+# **Asking for a gradient** does not go unnoticed, because it raises an error. The package has none,
+# because the gradient of the weights would be rounded to 8 bits as well, and spans a far wider
+# range.
 
 
-# Measuring
+# Reading
 def said(call):
     try:
         call()
@@ -2008,9 +2050,6 @@ def said(call):
     raise AssertionError("nothing was raised")
 
 
-# %%
-
-# Reading
 q, k = torch.randn(2, 1, 2, 20, 16, device=runtime.DEVICE).half()
 v = quantize(k, contiguous="seqlen")
 q.requires_grad_()
@@ -2020,10 +2059,11 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # In short
 # --------
 #
-# Eight bits in all operands pay in long sequences. V alone loses the least accuracy, and gains the
-# least speed. Eight bits need one descale per head, a transposed V, weights scaled up to where the
-# format has numbers, and accumulators emptied after every tile. They do not double the speed,
-# because the exponentials, which stay in float32, take as long as 8-bit matmuls with head_dim 128.
+# Eight bits in all operands pay in long sequences. V alone loses the least accuracy, but on Hopper
+# it gains little or no speed over the package's kernel in bfloat16. Eight bits need one descale per
+# head, a transposed V, weights scaled up to where the format has numbers, and accumulators emptied
+# after every tile. They do not double the speed, because the exponentials, which stay in float32,
+# take as long as 8-bit matmuls with head_dim 128.
 #
 # Exercises
 # ---------
