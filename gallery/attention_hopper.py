@@ -1719,26 +1719,6 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 
 speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
-lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
-
-# %%
-
-# Folded: The same with a causal mask
-lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
-
-# %%
-
-# Folded: The same at head_dim 64, full
-lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
-
-# %%
-
-# Folded: The same at head_dim 64, causal
-lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
-
-# %%
-
-# Measuring
 at_points = []
 for point in points(LENGTHS, (128, 64)):
     where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
@@ -1762,6 +1742,23 @@ for point in points(LENGTHS, (128, 64)):
 def share_of_library(row):
     return row["by default"] / row["its speed"]
 
+
+lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
+
+# %%
+
+# Folded: The same with a causal mask
+lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+
+# %%
+
+# Folded: The same at head_dim 64, full
+lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+
+# %%
+
+# Folded: The same at head_dim 64, causal
+lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
