@@ -146,9 +146,10 @@ lab.source(ring._Ring.forward)
 
 # %%
 # To pass on is to send to the next rank and to receive from the one before, in one batch.
-# ``_like`` makes empty tensors of the same shapes, ``_wait`` waits for each transfer of a batch,
-# and ``_dtype_of_sums`` is float32 with more than two ranks.
+# ``_like`` makes empty tensors of the same shapes, ``_wait`` waits for what was passed on, and
+# ``_dtype_of_sums`` is float32 with more than two ranks.
 
+# Folded: The function that passes on
 lab.source(ring._pass_on)
 
 # %%
@@ -563,7 +564,7 @@ lab.read(
         else ""
     )
     + f"So on {WORLD} GPUs the simpler way is the better one wherever the ring is not clearly "
-    "ahead. It needs a number of ranks that divides the heads of keys; the ring does not."
+    "ahead."
 )
 
 # %%
@@ -1464,7 +1465,7 @@ from_tokens = {
 }
 lab.read(
     f"The ring keeps {GOOD} % of linear scaling or more "
-    + ", ".join(
+    + " and ".join(
         f"with {world:,} GPUs from {tokens:,} tokens on"
         for world, tokens in from_tokens.items()
         if tokens
