@@ -871,6 +871,21 @@ def told(name):
     return f"**Measured:** it {of_both(name, rung_before(name))}. "
 
 
+def changed_by(name, before):
+    row = {"change": name}
+    for mask in ("full", "causal"):
+        percent = 100 * gain(name, mask, before)
+        signed = f"{percent:+.0f}".replace("-", "−")
+        row[f"{mask}, %"] = "0" if signed in ("+0", "−0") else signed
+    return row
+
+
+last = list(LADDER)[-1]
+changes = [changed_by(name, last) for name in CHANGED]
+changes.append(changed_by("persistent", "a program per tile"))
+changes.append(changed_by("Kernel Book", "persistent") | {"change": "paired"})
+
+
 # %%
 
 # Reading
@@ -885,17 +900,22 @@ still = [
 
 
 lab.read(
-    f"**Where we start:** without a mask plain Triton reaches {100 * share:.0f} % of the matmul. "
-    f"A kernel that did matmuls and exponentials strictly in turn could reach "
-    f"{100 * in_turn:.0f} %"
+    f"**Where we start:** without a mask plain Triton reaches {100 * share:.0f} % of cuBLAS. A "
+    f"kernel that did matmuls and exponentials strictly in turn could reach {100 * in_turn:.0f} %"
+    " of the units' rate"
     + (
-        ", so some of its work does overlap, but far from all. "
+        f". That is less if cuBLAS itself keeps the units at work for over "
+        f"{100 * in_turn / share:.0f} % of its cycles, which the timelines below let us estimate. "
+        "If so, some of plain Triton's work does overlap, but far from all. "
         if share > in_turn
         else ", so what overlaps of its work does not even make up for its other instructions. "
     )
     + "**Where we end:** the order of the loop, from “two roles” to “sums in threads”, "
-    f"{verdict(gain('sums in threads', 'full', 'two roles'))}. The order of the tiles, which the "
-    f"last two bars add, {verdict(gain('Kernel Book', 'full', 'a program per tile'))}. "
+    f"{of_both('sums in threads', 'two roles')}. The order of the tiles, which the last two bars "
+    f"add, {of_both('Kernel Book', 'a program per tile')}. From “turns” to “a program per tile” "
+    "the kernel changes to the package's, which also takes any length and grouped heads and writes "
+    f"lse: it {of_both('a program per tile', 'turns')}. **So** over “turns”, “Kernel Book” "
+    f"{of_both('Kernel Book', 'turns')}. "
     + (
         f"On the way, {' and '.join(f'“{name}”' for name in losing)} "
         f"{'loses' if len(losing) == 1 else 'lose'} speed without a mask"
@@ -945,7 +965,9 @@ lab.read(
 #
 # **Expected:** a gain, because the loop now takes the order that we wrote in PyTorch, in which a
 # consumer computes exponentials during its own sum. Matmuls end in the order of their issue, so
-# ``warpgroup_mma_wait(1)``, which waits until only one is under way, waits for the scores:
+# ``warpgroup_mma_wait(1)``, which waits until only one is under way, waits for the scores. Slot
+# ``before`` holds the tile before, and ``p`` its weights, which for the first tile are made before
+# the loop. ``_weigh`` is step 2 of the order above:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -1083,26 +1105,35 @@ lab.read(
 
 # Reading
 small = max(abs(gain("turns", mask)) for mask in ("full", "causal")) < 0.01
+in_package = [
+    config
+    for rows in choice.CHOICES.values()
+    for _, config in rows
+    if config is not None
+]
 lab.read(
     told("turns")
     + (
         "**So** the consumers must alternate without being told to, and the timelines below show "
-        "that they do."
+        "that they do. "
         if small
-        else "The timelines below show what they change."
+        else "The timelines below show what they change. "
     )
+    + f"The package still takes turns in {sum(config.take_turns for config in in_package)} of its "
+    f"{len(in_package)} choices of a Gluon kernel, because it takes what was fastest as a whole "
+    "at each head_dim, mask and length, and not what this rung says alone."
 )
 
 # %%
 # Persistent and paired, and what else was tried
 # ----------------------------------------------
 #
-# **Expected:** the second gain, from the order of the tiles. The package's kernel adds two things.
-# It is :term:`persistent`: one program per SM computes one tile of queries after another, and the
-# first scores of a tile beside the last sum of the one before, because only one program fits on an
-# SM, and nothing else fills the time in which it starts and ends. And its tiles come in *pairs*:
-# with a causal mask, a program takes a long tile and a short one that together are as long as any
-# other pair.
+# **Expected:** the second gain, over a program per tile, because the package's kernel adds two
+# things. It is :term:`persistent`: one program per SM computes one tile of queries after another,
+# and the first scores of a tile beside the last sum of the one before, because only one program
+# fits on an SM, and nothing else fills the time in which it starts and ends. And its tiles come in
+# *pairs*: with a causal mask, a program takes a long tile and a short one that together are as long
+# as any other pair.
 #
 # .. dropdown:: What else was tried
 #
@@ -1118,24 +1149,6 @@ lab.read(
 
 # Folded: The versions as compiled
 compiled
-
-# %%
-
-
-# Measuring
-def changed_by(name, before):
-    row = {"change": name}
-    for mask in ("full", "causal"):
-        percent = 100 * gain(name, mask, before)
-        signed = f"{percent:+.0f}".replace("-", "−")
-        row[f"{mask}, %"] = "0" if signed in ("+0", "−0") else signed
-    return row
-
-
-last = list(LADDER)[-1]
-changes = [changed_by(name, last) for name in CHANGED]
-changes.append(changed_by("persistent", "a program per tile"))
-changes.append(changed_by("Kernel Book", "persistent") | {"change": "paired"})
 
 # %%
 
@@ -1339,9 +1352,13 @@ idle = by_version["turns"] - ideal
 own_cost = mean_cycles(traced.rows, "no turns", "asks", "begins")
 together = both_at(traced.rows, "two roles", "scores", "weighed")
 at_issue = both_at(traced.rows, "no turns", "begins", "issued")
+filled, of_cublas = ideal / by_version["turns"], steps.share("turns", mask="full")
 lab.read(
     f"The matmuls of a tile take {ideal:,.0f} cycles. In order, a tile takes "
-    f"{by_version['two roles']:,.0f}, and in the last rung {by_version['turns']:,.0f}. In order, "
+    f"{by_version['two roles']:,.0f}, and in the last rung {by_version['turns']:,.0f}, so there "
+    f"the units work for {100 * filled:.0f} % of the cycles. Its bar says {100 * of_cublas:.0f} % "
+    "of cuBLAS, so at the same clock, and but for the stamps, cuBLAS keeps them at work for about "
+    f"{100 * filled / of_cublas:.0f} %. In order, "
     f"both consumers weigh for {100 * together:.0f} % of the time for which one does, and then no "
     "matmul is under way. With scores ahead, they issue at the same time "
     + (
@@ -1702,26 +1719,6 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 
 speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
-lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
-
-# %%
-
-# Folded: The same with a causal mask
-lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
-
-# %%
-
-# Folded: The same at head_dim 64, full
-lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
-
-# %%
-
-# Folded: The same at head_dim 64, causal
-lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
-
-# %%
-
-# Measuring
 at_points = []
 for point in points(LENGTHS, (128, 64)):
     where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
@@ -1745,6 +1742,23 @@ for point in points(LENGTHS, (128, 64)):
 def share_of_library(row):
     return row["by default"] / row["its speed"]
 
+
+lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
+
+# %%
+
+# Folded: The same with a causal mask
+lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+
+# %%
+
+# Folded: The same at head_dim 64, full
+lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+
+# %%
+
+# Folded: The same at head_dim 64, causal
+lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
@@ -1958,7 +1972,9 @@ lab.table(rows, "Error of the whole, relative to its size")
 # --------
 #
 # - **Two gains.** Scores one tile ahead, with weights and sums that stay in their threads; and one
-#   program per SM that takes its tiles in pairs, a long one and a short one.
+#   program per SM that takes its tiles in pairs, a long one and a short one. The second is
+#   counted over the package's kernel with a program per tile; the text below the ladder gives the
+#   net.
 # - **One surprise.** Roles let us write an order, but the assembler compiles another. To force ours
 #   hardly pays, and turns do not, because two consumers fill each other's gaps anyway.
 # - **One open question.** A consumer weighs a tile for longer than its instructions account for,

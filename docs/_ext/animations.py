@@ -758,8 +758,7 @@ def ring_of_ranks():
     """Keys and values go round, and each rank merges what it computes with them."""
     each, wide, high = 2.8, 150, 88  # seconds of a step; sizes of a rank
     corners = ((12, 34), (238, 34), (238, 176), (12, 176))
-    done = each * RANKS
-    drawing = Drawing("keys and values go round the ring", 330, seconds=14, still=done - 0.9)
+    drawing = Drawing("keys and values go round the ring", 330, seconds=14, still=each + 1.8)
     drawing.tell(
         f"{RANKS} ranks stand in a ring. Each keeps its queries, and has a part of the keys and "
         "values, which it sends to the next rank while it computes with them."
@@ -770,6 +769,9 @@ def ring_of_ranks():
         start = (x1 + wide * (x2 > x1), y1 + 24) if across else (x1 + 126, y1 + high * (y2 > y1))
         end = (x2 + wide * (x2 < x1), y2 + 24) if across else (x2 + 126, y2 + high * (y2 < y1))
         add(line(*start, *end, LINE, 2))
+        (x, y), sx, sy = end, (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)  # its head points on
+        tip = f"M{x:g} {y:g}l{-9 * sx - 5 * sy} {-9 * sy - 5 * sx}l{10 * sy} {10 * sx}z"
+        add(f'<path d="{tip}" fill="{MUTED}"/>')
     for rank, (x, y) in enumerate(corners):
         add(rect(x, y, wide, high, PALE, LINE, radius=6))
         add(text(x, y - 8, f"rank {rank}", MUTED, "start", size=13))
