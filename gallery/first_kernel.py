@@ -333,15 +333,12 @@ lab.table(
 #
 # It also divides a long row among several programs, because a matrix of few rows would otherwise
 # leave most of the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts
-# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each.
+# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each. The
+# other parameters are those of ``rows_kernel``.
 #
 # .. dropdown:: More: why row numbers are int64
 #
 #    Past :math:`2^{31}` elements an offset does not fit into 32 bits.
-
-lab.source(weighted_sum_fwd_kernel, "def")
-
-# %%
 
 lab.source(weighted_sum_fwd_kernel, "place")
 
@@ -1122,7 +1119,7 @@ lab.plot(shapes, "Forward, 2²⁶ elements in rows of any length", share=True)
 
 # %%
 
-# Reading
+# Folded: What that figure shows
 found = {
     int(columns): 100 * shapes.share("Kernel Book", columns=columns)
     for columns in shapes.frame["columns"].unique()
@@ -1130,10 +1127,17 @@ found = {
 least = min(found, key=found.get)
 long = [share for columns, share in found.items() if columns >= 256] or [nan]
 lab.read(
-    f"With other lengths of rows, from 256 columns on, the operator reaches {min(long):.0f} to "
-    f"{max(long):.0f} % of the copy. Its lowest point is {min(found.values()):.0f} %, at rows of "
-    f"{least:,} numbers, where the results, which the count of bytes leaves out, are "
-    f"{100 / (1 + least):.0f} % of all it moves. `torch.compile` is "
+    f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy, "
+    f"beside the {middle:.0f} % of as many elements above. At its lowest point the results, which "
+    f"the count of bytes leaves out, are {100 / (1 + least):.0f} % of all it moves."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"In rows of other lengths our operator is slowest at {least:,} columns, with "
+    f"{min(found.values()):.0f} % of the copy, and `torch.compile` is "
     f"{ahead(shapes, 'torch.compile')} columns."
 )
 
@@ -1242,11 +1246,10 @@ verdict = "slower" if our_step > their_step else "faster"
 lab.read(
     "One cost is in neither figure: the host, the CPU, needs time for each call. For both passes "
     f"over 64 rows of 1,024 numbers it needs {our_host:.0f} µs with our operator and "
-    f"{their_host:.0f} with PyTorch's. Over 4,096 rows the GPU needs, by the two figures together, "
-    f"{our_gpu:.0f} µs with ours and {their_gpu:.0f} with PyTorch's. The slower of host and GPU "
-    "sets the pace, so if the host needs as long for those rows, the passes would take "
-    f"{our_step:.0f} µs with ours and {their_step:.0f} with PyTorch's: ours would be {verdict}. "
-    "The two were not timed together."
+    f"{their_host:.0f} with PyTorch's. The slower of host and GPU sets the pace. Over 4,096 rows "
+    f"the GPU needs {our_gpu:.0f} and {their_gpu:.0f} µs by the figures, so both passes would take "
+    f"{our_step:.0f} and {their_step:.0f} if the host needed no more there, and ours would be "
+    f"{verdict}."
 )
 
 # %%
