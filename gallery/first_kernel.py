@@ -333,7 +333,8 @@ lab.table(
 #
 # It also divides a long row among several programs, because a matrix of few rows would otherwise
 # leave most of the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts
-# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each.
+# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each. The
+# other parameters are those of ``rows_kernel``.
 #
 # .. dropdown:: More: why row numbers are int64
 #
@@ -518,7 +519,8 @@ lab.read(
     f"most {1e6 * max(atomic, rounded):.1f} millionths of it, which is rounding. Rounding depends "
     "on the order of the additions, which with atomics is the order in which programs arrive: of "
     f"19 repetitions, {repeated('atomic addition')} had the bits of the first run with atomics, "
-    f"and {repeated('partial sums')} with partial sums. So we take partial sums."
+    f"and {repeated('partial sums')} with partial sums. So we take partial sums, whose time in the "
+    "table includes the second launch."
 )
 
 # %%
@@ -553,6 +555,10 @@ lab.read(
 # One pass over ``x`` serves both gradients. A program keeps the weights and the sums of a block of
 # columns in registers.
 
+lab.source(weighted_sum_bwd_kernel, "def")
+
+# %%
+
 lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
@@ -564,13 +570,12 @@ lab.source(weighted_sum_bwd_kernel, "loop")
 
 # %%
 # After its last iteration it adds up the rows of its block, and stores one row of partial sums.
-# The second kernel reads little, because there are far fewer programs than rows.
 
 lab.source(weighted_sum_bwd_kernel, "end")
 
 # %%
+# The second kernel adds these. It reads little, because there are far fewer programs than rows.
 
-# Folded: The kernel that adds partial sums
 lab.source(part_sum_kernel)
 
 # %%
@@ -609,13 +614,9 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# ``torch.autograd.gradcheck`` changes one input element at a time by a small step, and compares the
-# change of the results with what the backward pass claims.
-#
-# .. dropdown:: More: why float32 is enough here
-#
-#    ``gradcheck`` usually needs float64, because its step must be small. The weighted sum is linear
-#    in each element, so the step may be large.
+# ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
+# the change of the results with what the backward pass claims. Usually the step must be tiny, which
+# needs float64. The weighted sum is linear in each element, so 0.25 and float32 will do.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -657,12 +658,9 @@ lab.listing(
 #
 # ``gradcheck`` tried one small matrix in float32. Here three dtypes and three shapes are compared
 # with the truth in float64. An error may be twice PyTorch's own in the same dtype, or one unit in
-# the last place (:term:`ulp`).
-#
-# .. dropdown:: More: float32, and a float32 weight
-#
-#    In float32 the factor is eight and not two, because the error of a sum depends on the order of
-#    its additions. With a float32 weight, ``x`` is bfloat16 and the result float32.
+# the last place (:term:`ulp`). Where the result is float32 it may be eight times PyTorch's, because
+# the error of a sum depends on the order of its additions. Beside a float32 weight, ``x`` is
+# bfloat16.
 
 
 def cases():
@@ -1039,7 +1037,8 @@ def ahead(sweep, provider, other="Kernel Book"):
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    f"Three times the bytes explain a factor of 3; {apart}."
+    f"Three times the bytes explain a factor of 3; {apart}. One operation of PyTorch, `x @ w`, "
+    f"computes the same and reaches {largest['x @ w']:.0f} % of the copy's speed."
 )
 
 # %%
@@ -1129,9 +1128,16 @@ least = min(found, key=found.get)
 long = [share for columns, share in found.items() if columns >= 256] or [nan]
 lab.read(
     f"From 256 columns on, the operator reaches {min(long):.0f} to {max(long):.0f} % of the copy, "
-    f"beside the {middle:.0f} % of as many elements above. Its lowest point is "
-    f"{min(found.values()):.0f} %, at rows of {least:,} numbers, where the results, which the "
-    f"count of bytes leaves out, are {100 / (1 + least):.0f} % of all it moves. `torch.compile` is "
+    f"beside the {middle:.0f} % of as many elements above. At its lowest point the results, which "
+    f"the count of bytes leaves out, are {100 / (1 + least):.0f} % of all it moves."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"In rows of other lengths our operator is slowest at {least:,} columns, with "
+    f"{min(found.values()):.0f} % of the copy, and `torch.compile` is "
     f"{ahead(shapes, 'torch.compile')} columns."
 )
 
@@ -1180,7 +1186,7 @@ lab.plot(backward, "Backward, rows of 4,096 in bfloat16", share=True)
 large, medium = (
     {
         name: 100 * backward.share(name, rows=rows)
-        for name in ("torch.compile", "Kernel Book")
+        for name in ("torch.compile", "Kernel Book", "x @ w")
     }
     for rows in (2**16, 2**12)
 )
@@ -1193,7 +1199,9 @@ per_byte = (
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
     f"`torch.compile` {large['torch.compile']:.0f} %. It is {ahead(backward, 'torch.compile')} "
-    f"rows. PyTorch moves twice our bytes and takes {theirs / ours:.1f} times as long{per_byte}."
+    f"rows, and `x @ w` reaches {large['x @ w']:.0f} %. PyTorch moves 8 bytes per element, because "
+    "it writes `dx`, and for `dw` reads `x`, writes `dy * x` and reads that again. These are twice "
+    f"our bytes, and it takes {theirs / ours:.1f} times as long{per_byte}."
 )
 
 # %%
@@ -1227,7 +1235,7 @@ both = {row["pass"]: row for row in host.rows}.get("forward and backward", {})
 
 
 def step_of(name):
-    """The microseconds of the host and of the GPU, forward and backward of 4,096 rows."""
+    """The microseconds of the host, of a small input, and of the GPU, of 4,096 rows."""
     on_gpu = (sweep.milliseconds_at(name, rows=2**12) for sweep in (forward, backward))
     return both.get(f"{name} (µs)", nan), 1e3 * sum(on_gpu)
 
@@ -1236,10 +1244,12 @@ def step_of(name):
 our_step, their_step = max(our_host, our_gpu), max(their_host, their_gpu)
 verdict = "slower" if our_step > their_step else "faster"
 lab.read(
-    "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
-    f"host and GPU sets the pace. Both passes over 4,096 rows take {our_step:.0f} µs with our "
-    f"operator, of which the GPU works {our_gpu:.0f}. PyTorch's take {their_step:.0f}, so ours is "
-    f"{verdict} there."
+    "One cost is in neither figure: the host, the CPU, needs time for each call. For both passes "
+    f"over 64 rows of 1,024 numbers it needs {our_host:.0f} µs with our operator and "
+    f"{their_host:.0f} with PyTorch's. The slower of host and GPU sets the pace. Over 4,096 rows "
+    f"the GPU needs {our_gpu:.0f} and {their_gpu:.0f} µs by the figures, so both passes would take "
+    f"{our_step:.0f} and {their_step:.0f} if the host needed no more there, and ours would be "
+    f"{verdict}."
 )
 
 # %%

@@ -98,7 +98,8 @@ def events(run, before=lambda: None):
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
 # something else to do before the first event, for long enough that the host can queue everything.
-# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows all three.
+# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows the clock,
+# two events, and two events after a pause.
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
@@ -358,7 +359,6 @@ def falling(axes, rows):
 
 # %%
 
-# Folded: All four, call by call
 lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
 # %%
@@ -367,8 +367,10 @@ lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
 lab.read(
     f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Even the matmul, which comes "
-    f"compiled, needs {times['matmul'][0]:,.0f} ms at first, because its library sets itself up."
+    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Autotuning takes "
+    f"{times['Triton, autotuned'][0]:,.0f} ms at first and `torch.compile` "
+    f"{times['torch.compile'][0]:,.0f}. Even the matmul, which comes compiled, needs "
+    f"{times['matmul'][0]:,.0f}, because its library sets itself up."
 )
 
 # %%
@@ -514,7 +516,7 @@ def curve(axes, rows):
         axes.annotate(
             f"p{share}", (times[share], share), (7, -11), textcoords="offset points"
         )
-    axes.set(xlabel="µs", ylabel="% of the runs", xlim=(None, times[99]), ylim=0)
+    axes.set(xlabel="µs", ylabel="% of the runs", ylim=0)
 
 
 lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
@@ -579,10 +581,10 @@ lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 # Clocks and power
 # ----------------
 #
-# Why is the same kernel slower at the end of a long job? A GPU lowers its clocks when it would
-# otherwise exceed its *power limit*, and whatever depends on the clocks then takes longer. We let
-# the GPU rest, time ten runs, keep it busy for a second and a half, and then time more runs while
-# ``nvidia-smi`` reads the clocks and the power.
+# Why is the same kernel slower at the end of a long job? One reason is that a GPU lowers its clocks
+# when it would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep it busy
+# for a second and a half, and then time more runs while ``nvidia-smi`` reads the clocks and the
+# power.
 
 
 # Measuring
@@ -726,13 +728,14 @@ if (
 ):
     puzzle = (
         f" On zeros the clock falls, too, to {clock_at[names[1]]:,.0f} MHz at only "
-        f"{watts[names[1]]:.0f} W; why, nothing here shows."
+        f"{watts[names[1]]:.0f} W, less than a copy draws at a higher clock. So the power limit "
+        "does not explain it, and nothing here shows what does."
     )
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
     f"On zeros it takes {100 * (1 - zeros / random):.0f} % less time, because a transistor that "
     f"does not switch draws less power. **Never time a matmul on zeros**, or on memory that nobody "
-    "has filled."
+    f"has filled.{puzzle}"
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
@@ -740,10 +743,9 @@ lab.read(
 
 # %%
 
-# Folded: What a copy notices, and what nothing here explains
+# Folded: What a copy notices
 lab.read(
-    f"A busy copy takes {busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on "
-    f"ones.{puzzle}"
+    f"A busy copy takes {busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on ones."
 )
 
 # %%
@@ -803,8 +805,10 @@ resolved = max(
 )
 lab.read(
     "We give each of three kernels two names, and time both beside a large matmul. The two names "
-    f"differ by up to {resolved:.2f} %. So in the figures of this book a difference below "
-    f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % counts as none."
+    f"differ by up to {resolved:.2f} %, and the median of {SAMPLES[-1]} runs strayed by "
+    f"{by_median[-1]:.1f} %. By the larger of the two, rounded up, we count a difference below "
+    f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % as none, also for other kernels "
+    "of this book, although only these three were tried, on one GPU."
 )
 
 # %%
@@ -869,12 +873,21 @@ suites
 sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
 all_large = [row[sizes[2]] for row in suites.rows] or [nan]
 graphed = cell(suites, "do_bench_cudagraph", sizes[1])
+by_events, by_timer = (
+    cell(suites, name, sizes[0])
+    for name in ("events around a loop", "torch.utils.benchmark")
+)
+disagree = (
+    f", and differ by {abs(by_events - by_timer):.1f} µs, for which nothing here shows a reason"
+    if not 0.9 < by_events / by_timer < 1.1
+    else ""
+)
 from_cache = (
     1e-3 * 2 * 2048 * 4096 * 2 / graphed
 )  # GB/s, beside a copy that no cache helps
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    "the small one a loop of events measures how fast the host launches. On the middle one "
+    f"the small one the first two measure how fast the host launches{disagree}. On the middle one "
     "`do_bench_cudagraph` finds its input in the cache"
     + (
         ", and seems to move more bytes per second than a copy"
@@ -976,7 +989,8 @@ lab.table(
 #
 # A small kernel waits for the host. What does the host do in that time? We take :doc:`dropout
 # </chapters/dropout>` on a small input and measure the layers of a call from the inside out, each
-# as the time until it returns.
+# as the time until it returns. Of 60 rounds we show the fastest and not the median, because we ask
+# what the code itself needs, and other work on the host can only add to that.
 
 
 # Measuring
@@ -1135,9 +1149,10 @@ lab.read(
 # ------------
 #
 # Is a time good? That depends on what the kernel has to do. The weighted sum of :doc:`the first
-# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes, while the
-# GPU could do hundreds of operations until the next number arrives, so memory sets its pace.
-# Attention uses each number thousands of times, so arithmetic sets its pace.
+# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes. Until the
+# next number arrives the GPU could do many such operations, and in its :term:`matrix units <matrix
+# unit>`, which this kernel cannot use, hundreds. So memory sets its pace. Attention uses each
+# number thousands of times, so arithmetic sets its pace.
 #
 # In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
 # on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. It takes at least
@@ -1152,8 +1167,9 @@ lab.read(
 #    \end{aligned}
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
-# it a kernel waits for memory, right of it for arithmetic. We measure both limits, because no
-# program reaches those of a data sheet, and draw the operators of this book under them.
+# it a kernel waits for memory, right of it for arithmetic. We measure both limits, by a copy and by
+# a matmul, because no program reaches those of a data sheet, and draw the book's operators under
+# them.
 
 
 # Measuring
@@ -1310,9 +1326,10 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 [(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
 lab.read(
     f"The weighted sum has an intensity of {intensity:.0f}, so its roof is "
-    f"{beta * intensity / pi / 10:.1f} % of what the GPU can calculate. Of the {len(placed)} "
-    f"operators of this book, {len(waiting)} lie left of the ridge, which is at {ridge:,.0f} FLOPs "
-    "per byte. There, what runs near the roof can only become faster by moving fewer bytes. "
+    f"{beta * intensity / pi / 10:.1f} % of what the matrix units can calculate. Of the "
+    f"{len(placed)} operators in the figure, each pass counted as one, {len(waiting)} lie left of "
+    f"the ridge, which is at {ridge:,.0f} FLOPs per byte. There, what runs near the roof can only "
+    "become faster by moving fewer bytes. "
     "Attention lies right of it, because its FLOPs grow with the square of the length and its "
     "bytes with the length."
 )
@@ -1466,8 +1483,8 @@ lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers and spills "
     f"{cell(facts, 'Kernel Book', 'spills') or 'no'} values, and the kernel runs at "
     f"{untouched:.0f} % of the speed of a copy. With 32 registers, each thread keeps {spilled:.0f} "
-    f"values in memory, and the kernel falls to {tight:.0f} %, {despite}. So look at the spills "
-    "first."
+    f"values of 32 bits in memory, and the kernel falls to {tight:.0f} %, {despite}. So look at "
+    "the spills first."
 )
 
 # %%
@@ -1542,7 +1559,7 @@ spilled = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
     f"memory and {cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it are "
     "added, which is where spilled values live. These are more than the "
-    f"{cell(facts, '32 registers', 'spills'):.0f} values in the table above, because that counts "
+    f"{cell(facts, '32 registers', 'spills'):.0f} spills in the table above, because that counts "
     "places in memory, and a place holds several values in turn."
 )
 if code.rows and "first in PTX" in code.rows[0]:

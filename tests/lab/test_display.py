@@ -20,6 +20,10 @@ def test_source_shows_the_piece_under_its_heading():
     assert "randint4x" in piece.plain
     assert "tl.store" not in piece.plain
     assert piece.plain.splitlines()[1].startswith("# -- draw:")
+    parameters = lab.source(seeded_dropout_kernel, "def").plain
+    assert parameters.splitlines()[1].startswith("def seeded_dropout_kernel(")
+    assert "x_ptr" in parameters
+    assert "# --" not in parameters
     whole = lab.source(seeded_dropout_kernel)
     assert "@triton.jit" in whole.plain
     assert "highlight" in whole.html

@@ -174,7 +174,8 @@ def read(text: str) -> Markdown:
 def source(thing, piece: str | None = None) -> Markdown:
     """Return the source of a function or kernel, or the piece of it under a heading.
 
-    A heading is a comment ``# -- name: what happens``; its piece ends at the next heading.
+    A heading is a comment ``# -- name: what happens``; its piece ends at the next heading. The
+    piece "def" is what stands before the first heading: the parameters.
     """
     return show(_sourced(thing, piece))
 
@@ -196,7 +197,8 @@ def _sourced(thing, piece: str | None = None) -> Markdown:
     lines, first = inspect.getsourcelines(function)
     if piece is not None:
         heads = [i for i, line in enumerate(lines) if line.strip().startswith("# -- ")]
-        starts = [i for i in heads if lines[i].strip().startswith(f"# -- {piece}:")]
+        opens = "def " if piece == "def" else f"# -- {piece}:"
+        starts = [i for i, line in enumerate(lines) if line.strip().startswith(opens)]
         if len(starts) != 1:
             raise ValueError(f"{function.__name__} has {len(starts)} pieces named {piece!r}.")
         end = min((i for i in heads if i > starts[0]), default=len(lines))
