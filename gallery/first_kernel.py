@@ -656,7 +656,7 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# ``gradcheck`` tried one small matrix in float32. Here three dtypes and three shapes are compared
+# Three dtypes and three shapes are compared
 # with the truth in float64. An error may be twice PyTorch's own in the same dtype, or one unit in
 # the last place (:term:`ulp`). Where the result is float32 it may be eight times PyTorch's, because
 # the error of a sum depends on the order of its additions. Beside a float32 weight, ``x`` is
@@ -719,7 +719,7 @@ if runtime.INTERPRETED:
 # Programs, warps, threads
 # ------------------------
 #
-# The kernel is right; is it fast? That depends on what runs it. A GPU consists of SMs
+# The kernel is right; is it fast? A GPU consists of SMs
 # (:term:`streaming multiprocessors <SM>`). Each program runs on one of them from beginning to end,
 # and an SM holds several programs at a time.
 #
@@ -1300,7 +1300,7 @@ for dtype in (tl.float16, tl.float32):
 #
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
 # Sums that cross programs go through partial sums, because one program must not write what another
-# reads. You can now write such a kernel, add its backward pass, and check both against float64. The
+# reads. The
 # next chapter, :doc:`measuring`, shows how to time it, because a clock easily misleads.
 #
 # Puzzles
