@@ -555,6 +555,9 @@ lab.read(
 # One pass over ``x`` serves both gradients. A program keeps the weights and the sums of a block of
 # columns in registers.
 
+# %%
+
+# Folded: What the kernel takes
 lab.source(weighted_sum_bwd_kernel, "def")
 
 # %%
