@@ -596,14 +596,15 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # Reading
 lab.read(
-    f"All {len(rows)} scores of the mask are below 5; the largest is "
+    f"In {n:,} tosses, all {len(rows)} scores of the mask are below 5; the largest is "
     f"{max(float(row['worst |z|']) for row in rows):.1f}."
 )
 
 # %%
 # But we run only seven rounds. Are they enough? Philox's authors found that 7 pass every test of
 # the hardest published suite, BigCrush, and recommend 10 for a margin (Salmon et al., 2011), which
-# is what ``tl.rand`` runs. We repeat the tests above with each number of rounds.
+# is what ``tl.rand`` runs. We repeat the tests above with each number of rounds, and with
+# :math:`2^{28}` tosses, which find smaller faults.
 
 
 def rounds_experiment():

@@ -634,12 +634,9 @@ lab.read(
 # ------------
 #
 # All of these kernels must give the same result. We check each algorithm against float64, at row
-# lengths that fill its blocks and at others, and allow twice PyTorch's error.
-#
-# .. dropdown:: More: the tolerance in float32
-#
-#    In float32 we allow four times, because multiplying by the reciprocal rounds once more than a
-#    division, and the hardware's ``exp2`` errs in its last two bits.
+# lengths that fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow
+# four times, because multiplying by the reciprocal rounds once more than a division, and the
+# hardware's ``exp2`` errs in its last two bits.
 
 
 def cases():
