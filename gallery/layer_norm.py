@@ -708,15 +708,15 @@ lab.table(
 # ------------
 #
 # The output of every kernel is compared with float64. Its error may be at most twice PyTorch's own,
-# or one unit in the last place (:term:`ulp`).
+# in float32 four times, or one unit in the last place (:term:`ulp`).
 #
 # .. dropdown:: How an error is judged
 #
 #    Weight and bias have the dtype of ``x``. The output is judged in *parts* of at most 64 rows and
 #    1,024 columns, and the *error* of a part is its largest difference from the truth, divided by
 #    its largest true number. One unit is allowed because rounding the result can alone cost half of
-#    that. In float32 the error may be twice as much, because the hardware's reciprocal square root
-#    may be wrong by two units.
+#    that. In float32 it may be twice that of other dtypes, because the hardware's reciprocal square
+#    root may be wrong by two units.
 
 
 # Measuring

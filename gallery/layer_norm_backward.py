@@ -661,14 +661,14 @@ lab.source(split_bwd_kernel)
 # ------------
 #
 # A lost addition would show here: all gradients are compared with float64 in parts, as in :doc:`the
-# chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's.
+# chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's, in float32
+# four times for ``dx``, and eight times for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
-#    In float32 the error may be four times PyTorch's for ``dx``, because the hardware's reciprocal
-#    square root may be wrong by two units in the last place (:term:`ulp`), and eight times for
-#    ``dw`` and ``db``, because the error of a sum over many rows depends on its order. The lock is
-#    not part of the public function, so its check calls the layer below.
+#    For ``dx``, because the hardware's reciprocal square root may be wrong by two units in the last
+#    place (:term:`ulp`). For ``dw`` and ``db``, because the error of a sum over many rows depends
+#    on its order. The lock is not part of the public function, so its check calls the layer below.
 
 
 # Measuring

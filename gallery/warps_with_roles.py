@@ -253,8 +253,9 @@ class Barrier:
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A barrier tells one phase from the next by a single bit. A waiter that is a whole phase late,
-#    or early, passes at the wrong time, and nothing reports it.
+#    A barrier tells one phase from the next by a single bit. A waiter that is a whole phase early
+#    passes at the wrong time, one that is a whole phase late waits, perhaps for ever, and nothing
+#    reports either.
 
 
 # Drawing
@@ -1545,7 +1546,7 @@ lab.read(
 # - **It is wrong, and differently each time.** Make each side slow in turn, with a pause: after
 #   each release, before each read. A right kernel stays right however slow a role is.
 # - **It is wrong from the second round on.** A wait passes with the parity of an older phase. Test
-#   with at least twice as many tiles as slots, or no parity ever flips back.
+#   with more than twice as many tiles as slots, or no parity ever flips back.
 #
 # In short
 # --------
