@@ -1403,8 +1403,9 @@ lab.read(
 )
 
 # %%
-# **Why do short lengths lose more?** Because what happens once per program weighs more if the loop
-# has few iterations: loading the queries and the first keys, and writing the output.
+# **Why are short lengths further from the matmul?** Because what happens once per program weighs
+# more if the loop has few iterations: loading the queries and the first keys, and writing the
+# output.
 
 # Reading
 
