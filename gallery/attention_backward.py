@@ -1223,7 +1223,10 @@ executed = 7 / 5 * first["two sweeps"]
 if first["two sweeps"] > first["library"]:
     meaning = "so two sweeps are ahead all the same"
 elif executed > 0.95 * first["library"]:
-    meaning = "so the extra work puts two sweeps behind, and not the rate"
+    meaning = (
+        "which differs by no more than two runs of one kernel on this page do, so it is mostly the "
+        "extra work that puts two sweeps behind"
+    )
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
 lab.read(
@@ -1345,7 +1348,8 @@ small = took.get(("dk, dv, dq", "dkdv"), nan)
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 lab.read(
-    f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. It loses twice. In its "
+    f"Timed here one by one, and not as calls in the figures above, one sweep takes {whole:.1f} ms "
+    f"and two sweeps take {two + saved:.1f}. One sweep loses twice. In its "
     f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. And the fifth matmul with "
     f"the additions to `dq` takes another {adding:.1f} ms, although the sweep that it saves takes "
     f"only {saved:.1f}."
