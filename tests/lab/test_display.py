@@ -72,6 +72,9 @@ def test_figures_say_where_they_come_from_in_both_themes(replayed):
     for text in ("Test GPU", "driver 1.2", "torch 2.13.0", "triton 3.7.1", "0123456", "2026-01-02"):
         assert text in light
     assert "peer refuses: ValueError" in light
+    message = {"peer": "peer_library refuses some inputs: RuntimeError: n exceeds…"}
+    lab.plot(dataclasses.replace(sweep, skipped=message), "Speed")
+    assert "absent: peer, which refuses some inputs" in plt.gcf().texts[-1].get_text()
     assert figures.colour("copy") in light
     assert figures.colour("copy") not in dark
     lab.plot(sweep, "Speed")
@@ -96,6 +99,9 @@ def test_each_line_bears_its_name_and_no_two_names_meet(replayed):
     axes = figure.axes[0]
     names = [text.get_text() for text in axes.texts]
     assert sorted(names) == sorted({row["provider"] for row in sweep.rows})
+    lab.plot(sweep, "Renamed", names={"peer": "theirs"})
+    assert "theirs" in [text.get_text() for text in plt.gcf().axes[0].texts]
+    assert "theirs" in plt.gcf().get_label()
     boxes = [text.get_window_extent() for text in [figure._suptitle, *axes.texts]]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
@@ -134,9 +140,12 @@ def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):
     assert sweep.faster_peers(in_float16).endswith(
         "peer in float16 at 2,000 elements, by 20.0 percentage points."
     )
+    (row,) = sweep.peers_ahead(in_float16)
+    assert list(row.values()) == ["float16", "peer", "2,000", "20.0"]
     times["peer"] = [[], [2.48] * 3]  # ahead by 1 % and no more
     sweep = dataclasses.replace(sweep, milliseconds=times)
     assert sweep.faster_peers(in_float16).startswith("No library")
+    assert sweep.peers_ahead(in_float16) == []
 
 
 def test_providers_keep_their_colour(replayed):

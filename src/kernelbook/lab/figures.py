@@ -127,23 +127,33 @@ def sketch(title: str, alt: str, how: Callable, panels: int = 1, height: float =
 
 
 def plot(
-    sweep: Sweep, title: str, *, share: bool = False, log: bool = True, where: dict | None = None
+    sweep: Sweep,
+    title: str,
+    *,
+    share: bool = False,
+    log: bool = True,
+    where: dict | None = None,
+    names: dict[str, str] | None = None,
 ) -> Shown | None:
     """Draw one line a provider over the sweep's axis, at the points that ``where`` names.
 
     The height is the rate in the sweep's unit or, with ``share``, the percentage of the limit.
-    Bands reach from the 20th to the 80th percentile. The open figure's label is its alt text. What
+    ``names`` says what a line is called, where that is not the provider's recorded name. Bands
+    reach from the 20th to the 80th percentile. The open figure's label is its alt text. What
     was never recorded is said, and not drawn. In a page the figures of other GPUs follow, behind a
     switch; in a notebook that of the book's primary.
     """
-    where = where or {}
+    where, names = where or {}, names or {}
 
     def one(sweep: Sweep) -> Figure:
         rows = sweep.at(**where)
         column, unit = ("share", f"% of {sweep.limit}") if share else ("rate", sweep.unit)
         factor = 100 if share else 1
         last = rows[rows[sweep.axis] == rows[sweep.axis].max()]
-        found = [f"{r.provider} {factor * getattr(r, column):,.0f}" for r in last.itertuples()]
+        found = [
+            f"{names.get(r.provider, r.provider)} {factor * getattr(r, column):,.0f}"
+            for r in last.itertuples()
+        ]
         at = f"at {in_words(rows[sweep.axis].max())} {sweep.axis}"
         with _canvas() as axes:
             for number, (provider, line) in enumerate(rows.groupby("provider", sort=False)):
@@ -151,7 +161,8 @@ def plot(
                 look = {"color": colour(provider), "marker": _MARKERS[number % len(_MARKERS)]}
                 style = {"linestyle": "--", "marker": ""} if provider == sweep.limit else {}
                 bold = {"linewidth": 2.6} if provider == "Kernel Book" else {"linewidth": 1.5}
-                axes.plot(x, y, label=provider, markersize=4.5, **bold, **(look | style))
+                label = names.get(provider, provider)
+                axes.plot(x, y, label=label, markersize=4.5, **bold, **(look | style))
                 band = (y * line["ms"] / line["p80"], y * line["ms"] / line["p20"])
                 axes.fill_between(x, *band, color=colour(provider), alpha=0.15, linewidth=0)
             if log:
@@ -285,10 +296,11 @@ def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Fi
     """Add the title, where the numbers come from and the alt text."""
     source = measured.provenance
     state = "recorded" if measured.replayed else "measured"
+    skipped = getattr(measured, "skipped", {})
     remarks = [
         f"{words}: {', '.join(named)}"
         for words, named in (
-            ("absent", getattr(measured, "skipped", {}).values()),
+            ("absent", [_why_absent(*absent) for absent in skipped.items()]),
             ("the host's time included", getattr(measured, "host_included", ())),
         )
         if named
@@ -311,6 +323,12 @@ def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Fi
     figure.set_label(f"{title}. {alt} {source['gpu']}, {state}. {measured.mark}".strip())
     figure.results = f"_results/{source['slug']}/{running().name}.json"  # the page links it
     return figure
+
+
+def _why_absent(provider: str, reason: str) -> str:
+    """Return why a provider is absent; a library's own message stays in the raw data."""
+    refuses = " refuses some inputs"
+    return f"{provider}, which{refuses}" if f"{refuses}: " in reason else reason
 
 
 def in_words(count: float) -> str:
