@@ -60,13 +60,14 @@ def simple_softmax(x):
 # and one write would do, so this version moves four times as many bytes as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
-#    :alt: Passes over memory. PyTorch, operation by operation: five reads and three writes. The
-#          three_pass kernel: three reads and one write. The online kernels: two reads and one
-#          write. The row kernel: one read and one write.
+#    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
+#          three_pass: three reads and one write. online and online_2d: two reads and one write.
+#          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps. If the row fits in the registers of a streaming
-# multiprocessor (:term:`SM`), it reads the row only once. If not, it reads the row in blocks, and
-# these need a maximum and a sum that none of them knows alone.
+# A single :term:`kernel` can do all five steps. This page builds the six that the picture names,
+# which differ in how often they read a row. Those of one read keep the row in the registers of a
+# streaming multiprocessor (:term:`SM`). The others read it in blocks, and every block needs a
+# maximum and a sum that none of them knows alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -227,21 +228,37 @@ lab.read(
 )
 
 # %%
-# Three reads
-# -----------
+# Three reads: three_pass
+# -----------------------
 #
-# How much is there to gain? The straightforward kernel loops over the row three times: for the
-# maximum, for the sum, and for the result.
+# How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
+# times: for the maximum, for the sum, and for the result.
+#
+# Two helpers return in every kernel of this page. ``exp`` is the exponential, computed as a power
+# of two, the only one that the hardware has. ``finite`` replaces a maximum of minus infinity by
+# zero, because :math:`-\infty - (-\infty)` is not a number.
 
 # %%
 
-# Folded: The kernel of three passes
+# Folded: The three_pass kernel whole
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# The plot shows this kernel beside all that the next sections build, in bfloat16. The :term:`limit`
-# is a copy, because softmax is :term:`memory-bound`: it too must read every row once and write it
-# once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
+
+# Folded: The function finite
+lab.source(finite)
+
+# %%
+# The plot shows it beside all that the next sections build, in bfloat16:
+#
+# - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
+# - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
+# - ``row`` reads it once. One program keeps the whole row in registers.
+# - *Kernel Book* is the public ``softmax``. It runs ``row`` while rows are short, and for wider
+#   ones two other kernels of one read, ``packed`` and ``split``.
+#
+# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
+# once and write it once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
 
 
 # Measuring
@@ -284,21 +301,40 @@ WORK = "2 * rows * columns * itemsize"
 ladder = lab.bench(
     "ladder", points(torch.bfloat16), ladder_providers, limit="copy", work=WORK
 )
-lab.plot(ladder, "Every algorithm, forward, bfloat16", share=True)
+lab.plot(
+    ladder,
+    "Every kernel of this page, forward, bfloat16",
+    share=True,
+    names={"one program": "row"},
+)
 
 # %%
 
 # Reading
-short, long = 4096, 131072
+short, cached, long = 4096, 16384, 131072
 share = {
     (name, n): 100 * ladder.share(name, columns=n)
-    for name in ("simple_softmax", "three_pass", "online", "one program", "Kernel Book")
-    for n in (short, 32768, 65536, long)
+    for name in ladder.providers
+    for n in COLUMNS
+    if (name, n) != ("one program", long)
 }
 lab.read(
-    f"At {short:,} columns three passes reach {share['three_pass', short]:.0f} % of a copy's "
-    "speed, because the further reads find the row in a cache. At "
-    f"{long:,} columns they go to memory, and {share['three_pass', long]:.0f} % is left."
+    f"At {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
+    f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f} %. At "
+    f"{short:,} columns it reaches {share['three_pass', short]:.0f} %, because its second and "
+    "third read find the row in a cache."
+)
+
+# %%
+
+# Reading
+in_cache = {n: share["three_pass", n] for n in COLUMNS if n <= cached}
+least, most = min(in_cache, key=in_cache.get), max(in_cache, key=in_cache.get)
+lab.read(
+    "A cache does not make these reads free, because a program still waits for each of them. Up "
+    f"to {cached:,} columns `three_pass` varies between {in_cache[least]:.0f} %, at {least:,} "
+    f"columns, and {in_cache[most]:.0f} %, at {most:,}. Why it rises and falls there, we have not "
+    "measured."
 )
 
 # %%
@@ -315,10 +351,12 @@ lab.read(
 # Two reads: online
 # -----------------
 #
-# The recurrence joins the first two loops into one, which saves a read. Here it advances by a whole
-# block at a time, and ``alpha`` rescales the old sum to the new maximum. ``evict_last`` asks the
-# cache to keep this data longer than other data, because a second loop reads the row again to write
-# the result.
+# Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
+# it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
+#
+# The kernel works on one row or on several: ``m_i`` and ``d_i`` hold one pair for each row of the
+# program, and ``x_ptrs`` points to where these rows begin. ``evict_last`` asks the cache to keep
+# this data longer than other data, because a second loop reads the row again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -330,21 +368,6 @@ lab.source(online_fwd_kernel, "recur")
 # .. animation:: online_softmax
 
 # %%
-# .. dropdown:: More: several rows at once, and rows that begin with minus infinity
-#
-#    The same kernel works on one row or on several, because ``m_i`` and ``d_i`` have one entry per
-#    row. With one row per program we call it ``online``, with four ``online_2d``.
-#
-#    While all elements so far are minus infinity, so is the maximum, and :math:`-\infty -
-#    (-\infty)` is not a number. ``finite`` replaces such a maximum by zero, so that the
-#    exponentials are 0.
-
-# %%
-
-# Folded: The function finite
-lab.source(finite)
-
-# %%
 
 # Folded: The online kernel whole
 lab.source(online_fwd_kernel)
@@ -353,8 +376,9 @@ lab.source(online_fwd_kernel)
 
 # Reading
 lab.read(
-    f"Two reads reach {share['online', short]:.0f} % at {short:,} columns, and "
-    f"{share['online', long]:.0f} % at {long:,}."
+    f"`online` reaches {share['online', short]:.0f} % at {short:,} columns. At {long:,} it reaches "
+    f"{share['online', long]:.0f} %, where its bytes, two reads and one write, would allow "
+    f"{100 * 2 / 3:.0f} %."
 )
 
 # %%
@@ -425,24 +449,37 @@ def box_of_l2(axes, rows):
 lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 
 # %%
-# Where the bars leave the box, the online kernel loses speed. For longer rows, then, even the
-# second read must go.
-#
+
+# Reading
+by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
+lab.read(
+    "Where the bars leave the box, `online` loses speed."
+    + (
+        f" `online_2d` loses it earlier: at {cached:,} columns it reaches "
+        f"{by_rows['online_2d']:.0f} %, and `online` still {by_rows['online']:.0f}. Its programs "
+        "hold four rows each, so four times as many bytes are in flight."
+        if by_rows["online_2d"] < by_rows["online"] - 5
+        else ""
+    )
+    + " For longer rows, then, even the second read must go."
+)
+
+# %%
 # .. dropdown:: How the rows in flight are counted
 #
 #    The prediction is rough, because the cache also holds what is being written.
 #
-#    A row is in flight while a program works on it, so we count programs: the online kernel has one
-#    warp for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at
-#    most 32 programs.
+#    A row is in flight while a program works on it, so we count programs: ``online`` has one warp
+#    for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at most 32
+#    programs.
 
 # %%
-# One read: whole rows
-# --------------------
+# One read: row
+# -------------
 #
-# Can a program keep the row that it has read? The shortest kernel does so, as long as a row fits.
-# Each program loads one or more whole rows and does everything in its :term:`registers <register>`,
-# the fastest storage on the chip.
+# Can a program keep the row that it has read? ``row``, the shortest kernel, does so, as long as a
+# row fits. Each program loads one or more whole rows, widens them to float32 and does everything in
+# its :term:`registers <register>`, the fastest storage on the chip.
 
 lab.source(row_fwd_kernel)
 
@@ -450,40 +487,45 @@ lab.source(row_fwd_kernel)
 # A block has a power of two of elements and a row seldom does, so the load fills the slots past the
 # end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
 # exponential is 0.
-#
-# .. dropdown:: More: the exponential
-#
-#    ``exp`` is the package's own: it calls ``exp2`` with :math:`x \log_2 e`, because a power of two
-#    is the only exponential that the hardware has.
 
 # %%
 
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
+ahead = share["online", short] > share["one program", short]
 lab.read(
-    f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy's speed. "
-    f"`online` is a little ahead there, with {share['online', short]:.0f} %, and a fold further "
-    f"below asks why. At 32,768 columns, though, one read reaches only {one:.0f} %, where two "
-    f"reach {two:.0f}."
-    if share["online", short] > share["one program", short]
-    else f"At {short:,} columns this reaches {share['one program', short]:.0f} % of a copy's "
-    f"speed. At 32,768 columns one read reaches {one:.0f} %, and two reach {two:.0f}."
+    f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed."
+    + (
+        f' `online` is a little ahead there, with {share["online", short]:.0f} %; the fold "More: '
+        'the last few percent", after the backward pass, asks why.'
+        if ahead
+        else ""
+    )
+    + (
+        f" At 32,768 columns, though, `row` falls to {one:.0f} %, below `online` with {two:.0f}."
+        if one < two
+        else f" At 32,768 columns it reaches {one:.0f} %, and `online` {two:.0f}."
+    )
 )
 
 # %%
 # Packed: two programs on an SM
 # -----------------------------
 #
-# What slows the shortest kernel down at 32,768 columns? An SM has 65,536 registers of 4 bytes. A
+# What slows ``row`` down at 32,768 columns? An SM has 65,536 registers of 4 bytes. A
 # row of 32,768 numbers, widened to float32, takes half of them, and the program needs some for
 # other values too, so a second program does not fit beside it. A lone program cannot overlap its
 # two kinds of work: while it computes, nothing is loaded, and while it loads, nothing is computed.
 #
 # .. animation:: registers_of_an_sm
 #
-# In memory, a 16-bit row is only half as large, so the packed kernel keeps it that way. Two numbers
-# share a register, and the kernel widens them each time it uses them. Every exponential is computed
-# twice, but two programs fit where there was room for one.
+# In memory, a 16-bit row is only half as large, so the kernel ``packed`` keeps it that way. Two
+# numbers share a register, and the kernel widens them each time it uses them. Every exponential is
+# computed twice, but two programs fit where there was room for one.
+#
+# In the code, ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns
+# such pairs into float32, and ``narrow`` turns the results back into pairs. ``zero`` is an argument
+# that is always 0.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -511,28 +553,30 @@ lab.source(packed_row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"Packed, the row of 32,768 columns reaches {share['Kernel Book', 32768]:.0f} % instead of "
+    f"`packed` reaches {share['Kernel Book', 32768]:.0f} % at 32,768 columns, where `row` reaches "
     f"{one:.0f}."
 )
 
 # %%
-# Rows split over programs
-# ------------------------
+# Split: programs share a row
+# ---------------------------
 #
 # What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
-# when it is packed. So several programs share it, and here the merge pays off: each program keeps
-# its part in registers and computes the pair of that part, its maximum ``m`` and the sum of its
-# ``numerator``. Then the programs exchange their pairs, and each merges all of them. This
-# :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>` uses the same.
+# when it is packed. So in the kernel ``split`` several programs share it, and here the merge pays
+# off: each program keeps its part in registers and computes the pair of that part, its maximum
+# ``m`` and the sum of its ``numerator``. Then the programs exchange their pairs, and each merges
+# all of them. This :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>`
+# uses the same.
 #
 # In the animation one of four programs starts late.
 #
 # .. animation:: publish_and_collect
 
 # %%
-# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. A single
-# 64-bit :term:`atomic` stores the pair whole, so a reader finds either an empty slot or a complete
-# pair, and no lock is needed.
+# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. ``to_slot``
+# joins the two numbers, and ``publish`` stores them with a single 64-bit :term:`atomic`. So a
+# reader finds either an empty slot or a complete pair, and no lock is needed. ``slots_ptr`` points
+# to the slots of the row, and ``part`` is the number of this program's part.
 
 lab.source(split_row_fwd_kernel, "publish")
 
@@ -547,10 +591,11 @@ lab.source(exchange.publish)
 lab.source(exchange.to_slot)
 
 # %%
-# *Wait.* The program reads the slots again and again until none is empty. GPUs start programs in
-# the order of their numbers, so the other parts of the row run at about the same time. The hardware
-# does not promise this order, however, so a program looks a limited number of times: it would
-# otherwise wait for ever for others that cannot start before it ends.
+# *Wait.* ``wait`` reads the slots again and again until none is empty. GPUs start programs in the
+# order of their numbers, so the other parts of the row run at about the same time. The hardware
+# does not promise this order, however, so a program looks at most ``max_polls`` times: it would
+# otherwise wait for ever for others that cannot start before it ends. ``wait`` returns what it
+# found, and in ``ready`` whether that is everything.
 
 # %%
 
@@ -563,8 +608,10 @@ lab.source(exchange.wait)
 lab.source(exchange.looks)
 
 # %%
-# *Collect.* It then merges all pairs. If some did not come, it reads the whole row itself, which is
-# slow but right.
+# *Collect.* ``collect`` takes the pairs out of the slots, and the program merges them as in the
+# mathematics above, all at once. If some did not come, ``row_statistics`` reads the whole row
+# instead, which is slow but right. The row has ``N_PARTS`` parts; what ``LOOKS`` and ``THREADS``
+# are for, the fold on the exchange explains.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -579,7 +626,7 @@ lab.source(exchange.collect)
 lab.source(row_statistics)
 
 # %%
-# The last step rescales the part from its own maximum to that of the row, and writes it.
+# The last step rescales the part from its own maximum ``m`` to that of the row, and writes it.
 
 lab.source(split_row_fwd_kernel, "write")
 
@@ -624,19 +671,23 @@ lab.source(split_row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"Split, rows reach {share['Kernel Book', 65536]:.0f} % at 65,536 columns and "
-    f"{share['Kernel Book', long]:.0f} % at {long:,}. Waiting probably costs the rest, because "
-    "nothing new is loaded into a program's registers while it waits for its slowest neighbour."
+    f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where one program per "
+    f"row reaches {share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at "
+    f"{long:,}. Waiting probably costs the rest, because nothing new is loaded into a program's "
+    "registers while it waits for its slowest neighbour."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# All of these kernels must give the same result. We check each algorithm against float64, at row
-# lengths that fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow
-# four times, because multiplying by the reciprocal rounds once more than a division, and the
-# hardware's ``exp2`` errs in its last two bits.
+# Do all of these kernels give the same result? We check each against float64, at row lengths that
+# fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow four times,
+# because multiplying by the reciprocal rounds once more than a division, and the hardware's
+# ``exp2`` errs in its last two bits.
+#
+# In the tables, ``row`` is what a caller of the package chooses under that name: ``row``,
+# ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -696,9 +747,9 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# The public ``softmax`` picks the kernel by the length of the row. Beside PyTorch stand two
-# libraries: Liger, a collection of Triton kernels by LinkedIn, and quack, by the authors of
-# FlashAttention, in CuTe DSL, NVIDIA's own language for kernels in Python.
+# How does the public ``softmax`` compare with the fastest libraries? Beside PyTorch stand two:
+# Liger, a collection of Triton kernels by LinkedIn, and quack, by the authors of FlashAttention, in
+# CuTe DSL, NVIDIA's own language for kernels in Python.
 
 
 def liger(x):
@@ -744,7 +795,33 @@ lab.read(forward.summary(**in_dtypes[0]))
 # %%
 
 # Reading
-lab.read(forward.faster_peers(*in_dtypes))
+apart = max(
+    abs(
+        share["Kernel Book", n]
+        - 100 * forward.share("Kernel Book", **in_dtypes[0], columns=n)
+    )
+    for n in COLUMNS
+)
+lab.read(
+    "The first figure timed this kernel in another sweep, beside a copy of its own. The two differ "
+    f"by up to {apart:.1f} percentage points, so a smaller gap between two lines means little."
+)
+
+# %%
+
+# Reading
+eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
+lowest = min(eager, key=eager.get)
+liger_stops = forward.at(provider="Liger", **in_dtypes[0])["columns"].max()
+lab.read(
+    f"PyTorch's own kernel is at its lowest at {lowest:,} columns, with {eager[lowest]:.0f} %; the "
+    "fold below says what its source shows."
+    + (
+        f" Liger's line ends at {liger_stops:,} columns, because it refuses longer rows."
+        if liger_stops < long
+        else ""
+    )
+)
 
 # %%
 
@@ -758,7 +835,7 @@ lab.read(forward.summary(**in_dtypes[1]))
 
 # %%
 
-# Folded: Where torch.compile falls, and why
+# Folded: Where PyTorch and torch.compile fall, and why
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
@@ -770,11 +847,23 @@ reason = (
     "Bytes do not set its time there, because float32 takes only "
     f"{double:.2f} times as long at 4,096 columns. PyTorch's source shows what can: beyond 1,024 "
     "columns its kernel corrects the sum for every number, not for every block, which makes three "
-    "exponentials per number, where our row kernel computes one."
+    "exponentials per number, where `row` computes one."
     if double < 1.4
     else "Bytes set much of its time there."
 )
+doubled = forward.milliseconds_at(
+    "PyTorch", dtype="float32", columns=lowest
+) / forward.milliseconds_at("PyTorch", dtype="bfloat16", columns=lowest)
+pytorch = (
+    f"At {lowest:,} columns, PyTorch's time is not set by bytes: float32 takes only {doubled:.2f} "
+    "times as long as bfloat16. "
+    if doubled < 1.4
+    else f"At {lowest:,} columns, float32 takes PyTorch {doubled:.2f} times as long as bfloat16. "
+)
 lab.read(
+    f"{pytorch}Its source has a kernel that keeps up to nine numbers of a row in the registers of "
+    "each of 1,024 threads, and so ends at 9,216 columns; another one, through shared memory, "
+    "takes over there. "
     f"In bfloat16 `torch.compile` falls from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
     f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. {reason}"
 )
@@ -866,18 +955,29 @@ lab.read(
 
 # %%
 
-# Reading
-lab.read(backward.faster_peers(in_dtypes[0]))
+# Folded: Backward in float32
+lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
+
+# %%
+# Where is a library faster than ours? The table lists where one is ahead by more than 1 %, and
+# which is the fastest there.
+
+rows = [
+    {"pass": name} | row
+    for name, sweep in {"forward": forward, "backward": backward}.items()
+    for row in sweep.peers_ahead(*in_dtypes)
+]
+lab.table(rows or [{"pass": "none"}], "Where a library is ahead by more than 1 %")
 
 # %%
 # .. dropdown:: More: the last few percent
 #
-#    In the ladder ``online``, which reads every row twice, is a little ahead of the row kernel, and
+#    In the first figure ``online``, which reads every row twice, is a little ahead of ``row``, and
 #    backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save
 #    something once per launch? We time 32,768 rows and four times as many: a higher speed saves
 #    four times as much there, and a saving per launch no more. Both kernels run with 64 numbers per
-#    thread, as the row kernel does, and with 32, as ``online`` does. The folds below give the times
-#    and what follows from them.
+#    thread, as ``row`` does, and with 32, as ``online`` does: in the table, *one read* is ``row``
+#    and *two reads* is ``online``. The folds below give the times and what follows from them.
 
 # Measuring
 HEIGHTS = (2**15, 2**17)
@@ -979,7 +1079,7 @@ fewer = {
     for kind in ("one read", "two reads")
 }
 few = max(abs(ratio - 1) for ratio in fewer.values())
-faster = f"`online` leads the row kernel by {meaning} " + (
+faster = f"`online` leads `row` by {meaning} " + (
     "The numbers per thread are not the reason, because 32 instead of 64 change a time by at "
     f"most {100 * few:.1f} %."
     if few < 0.25 * saved / times_of(reads, one_read)[0]
@@ -1004,7 +1104,7 @@ if written:
     )  # MB that online leaves in L2, beyond the row kernel
     at = further(reads, two_reads)
     text = (
-        f"By the hardware's counters in the chapter on measuring, the row kernel has written "
+        f"By the hardware's counters in the chapter on measuring, `row` has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB to memory when it ends, and "
         f"`online` {written['online']:.0f}. The rest is still in L2, and is written later. At "
         f"{at:.1f} TB/s these {left:.0f} MB take {left / at:.1f} µs, beside a lead of "
@@ -1013,7 +1113,7 @@ if written:
         "measured."
         if left > 2
         else "Nor does `online` leave more of its result in L2, to be written later: by the "
-        "hardware's counters in the chapter on measuring, the row kernel has written "
+        "hardware's counters in the chapter on measuring, `row` has written "
         f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB when it ends, and `online` "
         f"{written['online']:.0f}. We did not find the reason."
     )
@@ -1082,7 +1182,7 @@ threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
 lab.read(
-    f"At 32,768 columns the packed kernel takes {packed:.0f} registers per thread, so "
+    f"At 32,768 columns `packed` takes {packed:.0f} registers per thread, so "
     f"{'two' if fitting == 2 else fitting} programs of {threads} threads fit on an SM."
 )
 
@@ -1238,9 +1338,9 @@ lab.check(
 # --------
 #
 # Softmax need not read a row three times: a pair of maximum and sum, corrected by one factor,
-# carries all that is known of the blocks before. A row that stays on chip is read once, and packing
-# and the :term:`exchange` stretch how long such a row may be. The same pair, with a weighted sum
-# beside it, is what :doc:`/chapters/attention_forward` is built on.
+# carries all that is known of the blocks before, so ``online`` reads it twice. A row that stays on
+# chip is read once, and ``packed`` and ``split`` stretch how long such a row may be. The same pair,
+# with a weighted sum beside it, is what :doc:`/chapters/attention_forward` is built on.
 #
 # Exercises
 # ---------

@@ -348,13 +348,13 @@ def programs_of_an_sm():
     widened = compiled["row_fwd_kernel", "4,096"] * 32768 // EACH
     packed = compiled["packed_row_fwd_kernel", "32,768"] * 32768 // EACH
     split = compiled["split_row_fwd_kernel", "65,536"] * columns // EACH
-    yield "widened", 32768, 1, 32768, widened
+    yield "row", 32768, 1, 32768, widened
     yield "packed", 32768, 1, 32768 // 2, packed
     yield "split", 65536, parts, columns, split
 
 
 def registers_of_an_sm():
-    """Programs fill the registers of an SM: with rows widened, packed and split."""
+    """Programs fill the registers of an SM: by the kernels row, packed and split."""
     drawing = Drawing("programs fill the registers of an SM", 322, seconds=12, still=11)
     drawing.tell(
         f"A bar is the {REGISTERS:,} registers of an SM. Programs come until no other fits."

@@ -115,9 +115,9 @@ CHAPTERS = {
         {"columns": 65536},
         {
             "simple_softmax": "five PyTorch operations",
-            "three_pass": "three reads of a row",
-            "online": "two reads",
-            "Kernel Book": "one read",
+            "three_pass": "three_pass, three reads",
+            "online": "online, two reads",
+            "Kernel Book": "split, one read",
         },
     ),
     "layer_norm": Facts(
