@@ -200,10 +200,12 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # How close does each way come to the speed of a copy, which reads ``x``, writes ``y`` and does
 # nothing else? The figure shows the whole ladder, and we then climb it rung by rung.
 #
-# - *stored mask* reads a mask that was drawn before, and whose drawing is not counted.
-# - *one a call* and *four a call* use so many numbers of each Philox call, with ten rounds.
-# - *seven rounds* uses four numbers and runs seven.
-# - *Kernel Book* is the public ``dropout``, which also draws its seed.
+# - ``simple_dropout`` is the function above, with its four operations.
+# - ``stored mask`` reads a mask that was drawn before, and whose drawing is not counted.
+# - ``one a call`` and ``four a call`` use so many numbers of each Philox call, with ten rounds.
+# - ``seven rounds`` uses four numbers and runs seven. Its seed is passed to it.
+# - ``Kernel Book`` is the public ``dropout``: ``seven rounds``, and a seed that it draws itself.
+# - ``PyTorch`` is ``F.dropout``, and ``torch.compile`` what PyTorch's compiler makes of it.
 
 
 # Measuring
@@ -316,15 +318,24 @@ lab.source(_run)
 # %%
 
 # Reading
+stored = half["stored mask"]
 lab.read(
-    f"A stored mask reaches {half['stored mask']:.0f} %, because it is a fifth byte beside four. "
-    "PyTorch's own kernel moves the same 5 bytes and reaches "
-    f"{half['PyTorch']:.0f} %, in part because it also draws the numbers."
+    f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and 4 bytes of 5 "
+    f"would be {100 * 4 / 5:.0f} %."
+    + (
+        " It can beat that, because it reads more than it writes, and memory reads faster than it "
+        "reads and writes in equal parts, as a copy does."
+        if stored > 80.5
+        else ""
+    )
+    + f" PyTorch's own kernel moves the same 5 bytes and reaches {half['PyTorch']:.0f} %, in part "
+    "because it also draws the numbers."
 )
 
 # %%
 # **One number per call.** The second kernel draws a random number for each element, which is how
-# dropout is usually written.
+# dropout is usually written. Its first line, ``do_not_specialize``, keeps Triton from compiling it
+# anew for seeds with special values, such as 1.
 
 lab.source(rand_dropout_kernel)
 
@@ -340,13 +351,17 @@ lab.read(
 
 # %%
 # **Four numbers, seven rounds.** The third kernel uses all four. Its first piece loads ``x`` early,
-# so that the random numbers can be computed while the load is under way.
+# so that the random numbers can be computed while the load is under way. ``start`` is the number of
+# the program's first element.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# A block of ``BLOCK_SIZE`` elements needs only a quarter as many counters, and ``tl.randint4x``
-# returns four blocks of numbers, ``r0`` to ``r3``. Element 0 needs number 0 of counter 0, element 1
+# Next it draws. The seed may be an integer or, as ``is_ptr`` tells, a pointer to one. A block of
+# ``BLOCK_SIZE`` elements needs only a quarter as many counters, and ``tl.randint4x`` returns four
+# blocks of numbers, ``r0`` to ``r3``.
+#
+# In which order do they belong to the elements? Element 0 needs number 0 of counter 0, element 1
 # needs number 1 of the same counter, and so on. ``tl.interleave(a, b)`` alternates between the
 # elements of two blocks, so two inner calls and an outer one put the numbers into this order.
 
@@ -372,10 +387,10 @@ lab.source(seeded_dropout_kernel, "decide")
 #
 # .. dropdown:: More: the seed
 #
-#    The seed may be an integer or a pointer to one. ``dropout`` draws its seed on the GPU and
-#    passes a pointer, so the :term:`host` never has to synchronise with the GPU to learn the seed.
-#    ``do_not_specialize`` in the second kernel keeps Triton from compiling it again for a seed that
-#    is 1 or that 16 divides.
+#    ``dropout`` draws its seed on the GPU and passes a pointer to it, so the :term:`host` never has
+#    to synchronise with the GPU to learn the seed. Triton would compile a kernel once more for an
+#    integer that is 1 and for those that 16 divides, because such values allow faster code;
+#    ``do_not_specialize`` turns that off for the seed, which changes with every call.
 
 # %%
 
@@ -386,10 +401,10 @@ lab.source(seeded_dropout_kernel)
 
 # Reading
 lab.read(
-    f"Using all four numbers of a call reaches {half['four a call']:.0f} %, and seven rounds "
-    f"instead of ten {half['seven rounds']:.0f} %. Drawing the seed costs the public function "
-    f"little: it reaches {half['Kernel Book']:.0f} %, and {single:.0f} % in float32, where there "
-    "are twice as many bytes to hide the same arithmetic behind."
+    f"`four a call` reaches {half['four a call']:.0f} %, and `seven rounds`, with three rounds "
+    f"fewer, {half['seven rounds']:.0f} %. Drawing the seed costs `Kernel Book` little: it reaches "
+    f"{half['Kernel Book']:.0f} %, and {single:.0f} % in float32, where there are twice as many "
+    "bytes to hide the same arithmetic behind."
 )
 
 # %%
@@ -654,7 +669,7 @@ def curve(axes, rows):
     axes.set(xlabel="rounds of Philox", ylabel="worst |z|", xticks=list(worst))
 
 
-lab.draw(rounds, "Rounds that make a fair coin", in_words, curve)
+lab.draw(rounds, "Rounds that make a fair coin, 2²⁸ tosses", in_words, curve)
 
 # %%
 
@@ -767,7 +782,8 @@ lab.read(
     f"A copy takes {picoseconds('copy', 7):.2f} picoseconds per element, and our seven rounds take "
     f"{picoseconds('four a call', 7):.2f}, because their arithmetic hides behind the bytes. Where "
     f"the lines fall, each further round costs {slope['one a call']:.2f} picoseconds with one "
-    f"number per call. With four it costs {slope['four a call']:.2f}, because four elements then "
+    f"number per call. With four it costs {slope['four a call']:.2f}, which is "
+    f"{slope['one a call'] / slope['four a call']:.1f} times less, because four elements then "
     "share a call."
 )
 
@@ -832,7 +848,7 @@ def microseconds(rows, provider):
 drawn = {
     "Kernel Book": "Kernel Book",
     "PyTorch": "PyTorch",
-    "seven rounds": "seed given",
+    "seven rounds": "seven rounds",
     "copy": "copy",
 }
 
@@ -883,8 +899,8 @@ one_launch = (
 lab.read(
     f"At 16Ki elements our operator takes {small:.1f} µs, where moving the bytes would take "
     f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed and "
-    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch, and "
-    f"our kernel takes {given:.1f} µs beside {copied:.1f} for a copy."
+    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch: "
+    f"`seven rounds` takes {given:.1f} µs, and a copy {copied:.1f}."
 )
 
 # %%
@@ -894,9 +910,20 @@ lab.read(
 
 # Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
-lab.host_times(
+host = lab.host_times(
     {"Kernel Book": lambda x: dropout(x, 0.5), "PyTorch": lambda x: F.dropout(x, 0.5)},
     x,
+)
+host
+
+# %%
+
+# Reading
+call = {row["pass"]: row for row in host.rows}.get("forward", {})
+lab.read(
+    "Before a forward call on 64Ki elements returns, our operator has kept the host busy for "
+    f"{call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
+    f"{call.get('PyTorch (µs)', nan):.0f}."
 )
 
 # %%
@@ -912,20 +939,22 @@ block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
 wrong = (
     seeded_dropout(torch.ones(block, device=runtime.DEVICE), 0.5, seed=3) != 0
-).repeat(64)
+).repeat(256)
 
 # %%
 
 # Reading
-keeps = {name: m.float().mean() for name, m in {"right": right, "wrong": wrong}.items()}
+keeps, deviation = wrong.float().mean(), 0.5 / block**0.5
 apart_by_one = {
     name: z_pairs(m[:-block], m[block:], 0.5)
     for name, m in {"right": right, "wrong": wrong}.items()
 }
+assert abs(keeps - 0.5) < 2 * deviation
 lab.read(
-    f"The wrong mask looks harmless: it keeps {keeps['wrong']:.3f} of the elements, and the right "
-    f"one {keeps['right']:.3f}. A test of pairs one block apart finds the copies, with |z| = "
-    f"{abs(apart_by_one['wrong']):.0f} instead of {abs(apart_by_one['right']):.1f}."
+    f"The wrong mask looks harmless: it keeps {keeps:.3f} of the elements, and in the {block:,} "
+    f"tosses of one block a fair coin is often off a half by {deviation:.3f}. A test of pairs one "
+    f"block apart finds the copies, with |z| = {abs(apart_by_one['wrong']):.0f} instead of the "
+    f"{abs(apart_by_one['right']):.1f} of the right mask."
 )
 
 # %%

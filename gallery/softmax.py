@@ -254,7 +254,7 @@ lab.source(finite)
 # - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
 # - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
 # - ``row`` reads it once. One program keeps the whole row in registers.
-# - *Kernel Book* is the public ``softmax``. It runs ``row`` while rows are short, and for wider
+# - ``Kernel Book`` is the public ``softmax``. It runs ``row`` while rows are short, and for wider
 #   ones two other kernels of one read, ``packed`` and ``split``.
 #
 # The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row

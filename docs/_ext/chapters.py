@@ -99,7 +99,7 @@ CHAPTERS = {
         "introductory",
         ("first_kernel",),
         "forward",
-        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
         {
             "simple_dropout": "four PyTorch operations",
             "stored mask": "kernel with a stored mask",
