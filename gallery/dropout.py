@@ -11,9 +11,6 @@ You will learn
 - how a counter-based generator gives every element its own random number, in any order;
 - why drawing one number per call makes arithmetic the limit, and how four per call and fewer rounds
   reach the speed of a copy.
-
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`,
-and its speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 7

@@ -64,10 +64,10 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online and online_2d: two reads and one write.
 #          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps. This page builds the six that the picture names,
-# which differ in how often they read a row. Those of one read keep the row in the registers of a
-# streaming multiprocessor (:term:`SM`). The others read it in blocks, and every block needs a
-# maximum and a sum that none of them knows alone.
+# A single :term:`kernel` can do all five steps, and this page builds the six that the picture
+# names. Those of one read keep the row in the registers of a streaming multiprocessor
+# (:term:`SM`). The others read it in blocks, which need a maximum and a sum that none of them knows
+# alone.
 #
 # Blocks, done wrong
 # ------------------
@@ -143,19 +143,21 @@ lab.table(
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
 # :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
 #
-# The proof is by induction. For :math:`j = 0` both sides are 0. If the claim holds for
-# :math:`j - 1`, then
+# The reason is that exponents add up: an old term :math:`e^{x_i - m_{j-1}}`, multiplied by
+# :math:`e^{m_{j-1} - m_j}`, is :math:`e^{x_i - m_j}`, because :math:`m_{j-1}` cancels. So a single
+# pass over the row finds both its maximum and its sum.
 #
-# .. math::
+# .. dropdown:: The proof, by induction
 #
-#    \begin{aligned}
-#    d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
-#    &= \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
-#    &= \sum_{i \le j} e^{x_i - m_j}
-#    \end{aligned}
+#    For :math:`j = 0` both sides are 0. If the claim holds for :math:`j - 1`, then
 #
-# because the two exponents add up and :math:`m_{j-1}` cancels. So a single pass over the row finds
-# both its maximum and its sum.
+#    .. math::
+#
+#       \begin{aligned}
+#       d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
+#       &= \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
+#       &= \sum_{i \le j} e^{x_i - m_j}
+#       \end{aligned}
 #
 # **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads to
 # keep busy. So cut the row into two pieces, with the pairs :math:`(m_a, d_a)` and
@@ -331,10 +333,9 @@ lab.read(
 in_cache = {n: share["three_pass", n] for n in COLUMNS if n <= cached}
 least, most = min(in_cache, key=in_cache.get), max(in_cache, key=in_cache.get)
 lab.read(
-    "A cache does not make these reads free, because a program still waits for each of them. Up "
-    f"to {cached:,} columns `three_pass` varies between {in_cache[least]:.0f} %, at {least:,} "
-    f"columns, and {in_cache[most]:.0f} %, at {most:,}. Why it rises and falls there, we have not "
-    "measured."
+    "A read from a cache is not free either, because a program waits for it: up to "
+    f"{cached:,} columns `three_pass` varies between {in_cache[least]:.0f} % (at {least:,}) and "
+    f"{in_cache[most]:.0f} % (at {most:,}). Why it rises and falls there, we have not measured."
 )
 
 # %%
@@ -455,9 +456,9 @@ by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
 lab.read(
     "Where the bars leave the box, `online` loses speed."
     + (
-        f" `online_2d` loses it earlier: at {cached:,} columns it reaches "
-        f"{by_rows['online_2d']:.0f} %, and `online` still {by_rows['online']:.0f}. Its programs "
-        "hold four rows each, so four times as many bytes are in flight."
+        f" `online_2d` loses it earlier (at {cached:,} columns it reaches "
+        f"{by_rows['online_2d']:.0f} %, and `online` {by_rows['online']:.0f}), because its "
+        "programs hold four rows each."
         if by_rows["online_2d"] < by_rows["online"] - 5
         else ""
     )
@@ -574,9 +575,9 @@ lab.read(
 
 # %%
 # *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. ``to_slot``
-# joins the two numbers, and ``publish`` stores them with a single 64-bit :term:`atomic`. So a
-# reader finds either an empty slot or a complete pair, and no lock is needed. ``slots_ptr`` points
-# to the slots of the row, and ``part`` is the number of this program's part.
+# joins the two numbers, and ``publish`` stores them in the slot of this ``part`` with a single
+# 64-bit :term:`atomic`. So a reader finds either an empty slot or a complete pair, and no lock is
+# needed.
 
 lab.source(split_row_fwd_kernel, "publish")
 
@@ -594,8 +595,8 @@ lab.source(exchange.to_slot)
 # *Wait.* ``wait`` reads the slots again and again until none is empty. GPUs start programs in the
 # order of their numbers, so the other parts of the row run at about the same time. The hardware
 # does not promise this order, however, so a program looks at most ``max_polls`` times: it would
-# otherwise wait for ever for others that cannot start before it ends. ``wait`` returns what it
-# found, and in ``ready`` whether that is everything.
+# otherwise wait for ever for others that cannot start before it ends. ``ready`` says whether all
+# pairs came.
 
 # %%
 
@@ -608,10 +609,9 @@ lab.source(exchange.wait)
 lab.source(exchange.looks)
 
 # %%
-# *Collect.* ``collect`` takes the pairs out of the slots, and the program merges them as in the
-# mathematics above, all at once. If some did not come, ``row_statistics`` reads the whole row
-# instead, which is slow but right. The row has ``N_PARTS`` parts; what ``LOOKS`` and ``THREADS``
-# are for, the fold on the exchange explains.
+# *Collect.* ``collect`` takes the pairs of all ``N_PARTS`` parts out of the slots, and the program
+# merges them. If some did not come, ``row_statistics`` reads the whole row instead, which is slow
+# but right. The fold "The exchange in detail" explains ``LOOKS`` and ``THREADS``.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -747,9 +747,9 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# How does the public ``softmax`` compare with the fastest libraries? Beside PyTorch stand two:
-# Liger, a collection of Triton kernels by LinkedIn, and quack, by the authors of FlashAttention, in
-# CuTe DSL, NVIDIA's own language for kernels in Python.
+# How does the public ``softmax`` compare with libraries? Beside PyTorch stand two: Liger, Triton
+# kernels by LinkedIn, and quack, by the authors of FlashAttention, in CuTe DSL, NVIDIA's own
+# language for kernels in Python.
 
 
 def liger(x):
@@ -803,8 +803,8 @@ apart = max(
     for n in COLUMNS
 )
 lab.read(
-    "The first figure timed this kernel in another sweep, beside a copy of its own. The two differ "
-    f"by up to {apart:.1f} percentage points, so a smaller gap between two lines means little."
+    "The first figure timed this kernel too, in another sweep. The two differ by up to "
+    f"{apart:.1f} percentage points, so a smaller gap between two lines means little."
 )
 
 # %%
@@ -959,8 +959,7 @@ lab.read(
 lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
-# Where is a library faster than ours? The table lists where one is ahead by more than 1 %, and
-# which is the fastest there.
+# Where is a library ahead of ours by more than 1 %, and which is the fastest there?
 
 rows = [
     {"pass": name} | row
@@ -1190,8 +1189,20 @@ lab.read(
 
 # Folded: What a call costs the host
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
-lab.host_times(
+host = lab.host_times(
     {"Kernel Book": softmax, "PyTorch": lambda x: torch.softmax(x, dim=-1)}, x
+)
+host
+
+# %%
+
+# Reading
+nan = float("nan")
+call = {row["pass"]: row for row in host.rows}.get("forward", {})
+lab.read(
+    "One cost is in none of these figures. Our forward call on 64 rows of 1,024 columns keeps the "
+    f"host busy for {call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
+    f"{call.get('PyTorch (µs)', nan):.0f}: our host code is Python, and PyTorch's is C++."
 )
 
 # %%
@@ -1217,6 +1228,7 @@ lab.read(f"Softmax of 1, 50, 100 is {with_it}, and without the maximum {without}
 # :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
 
 
+# Measuring
 @triton.jit
 def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
     cols = tl.arange(0, BLOCK_COLS)
