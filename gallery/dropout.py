@@ -358,9 +358,9 @@ lab.source(seeded_dropout_kernel, "place")
 # ``BLOCK_SIZE`` elements needs only a quarter as many counters, and ``tl.randint4x`` returns four
 # blocks of numbers, ``r0`` to ``r3``.
 #
-# In which order do they belong to the elements? Element 0 needs number 0 of counter 0, element 1
-# needs number 1 of the same counter, and so on. ``tl.interleave(a, b)`` alternates between the
-# elements of two blocks, so two inner calls and an outer one put the numbers into this order.
+# Element 0 needs number 0 of counter 0, element 1 needs number 1 of the same counter, and so on.
+# ``tl.interleave(a, b)`` alternates between the elements of two blocks, so two inner calls and an
+# outer one put the numbers into this order.
 
 lab.source(seeded_dropout_kernel, "draw")
 
@@ -926,8 +926,6 @@ lab.read(
 # %%
 # What breaks it
 # --------------
-#
-# Four mistakes are easy to make, and most raise no error.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
 # gets the same mask. We imitate it by repeating one block.

@@ -255,7 +255,7 @@ lab.source(finite)
 #
 # - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
 # - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
-# - ``row`` reads it once. One program keeps the whole row in registers.
+# - ``row`` reads it once, and keeps the whole row in registers.
 # - ``Kernel Book`` is the public ``softmax``. It runs ``row`` while rows are short, and for wider
 #   ones two other kernels of one read, ``packed`` and ``split``.
 #
@@ -671,8 +671,8 @@ lab.source(split_row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where one program per "
-    f"row reaches {share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at "
+    f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
+    f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at "
     f"{long:,}. Waiting probably costs the rest, because nothing new is loaded into a program's "
     "registers while it waits for its slowest neighbour."
 )
@@ -686,8 +686,7 @@ lab.read(
 # because multiplying by the reciprocal rounds once more than a division, and the hardware's
 # ``exp2`` errs in its last two bits.
 #
-# In the tables, ``row`` is what a caller of the package chooses under that name: ``row``,
-# ``packed`` or ``split``, by the length of the row.
+# In the tables, ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -748,8 +747,7 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # ---------------
 #
 # How does the public ``softmax`` compare with libraries? Beside PyTorch stand two: Liger, Triton
-# kernels by LinkedIn, and quack, by the authors of FlashAttention, in CuTe DSL, NVIDIA's own
-# language for kernels in Python.
+# kernels by LinkedIn, and quack, by the authors of FlashAttention, in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -959,14 +957,16 @@ lab.read(
 lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
-# Where is a library ahead of ours by more than 1 %, and which is the fastest there?
 
 rows = [
     {"pass": name} | row
     for name, sweep in {"forward": forward, "backward": backward}.items()
     for row in sweep.peers_ahead(*in_dtypes)
 ]
-lab.table(rows or [{"pass": "none"}], "Where a library is ahead by more than 1 %")
+lab.table(
+    rows or [{"pass": "none"}],
+    "Where a library is ahead of ours by more than 1 %, and which is the fastest there",
+)
 
 # %%
 # .. dropdown:: More: the last few percent
@@ -1202,7 +1202,7 @@ call = {row["pass"]: row for row in host.rows}.get("forward", {})
 lab.read(
     "One cost is in none of these figures. Our forward call on 64 rows of 1,024 columns keeps the "
     f"host busy for {call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
-    f"{call.get('PyTorch (µs)', nan):.0f}: our host code is Python, and PyTorch's is C++."
+    f"{call.get('PyTorch (µs)', nan):.0f}."
 )
 
 # %%
@@ -1254,8 +1254,7 @@ lab.read(
 
 # %%
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
-# The row is sorted here, so that every block brings a new maximum: with the maximum in the first
-# block, alpha would be 1 ever after, and the mistake would not show.
+# The row is sorted here, because with its maximum in the first block the mistake would not show.
 
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
