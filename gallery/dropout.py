@@ -317,8 +317,8 @@ lab.source(_run)
 # Reading
 stored = half["stored mask"]
 lab.read(
-    f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and 4 bytes of 5 "
-    f"would be {100 * 4 / 5:.0f} %."
+    f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and these bytes "
+    f"would allow {100 * 4 / 5:.0f} %."
     + (
         " It can beat that, because it reads more than it writes, and memory reads faster than it "
         "reads and writes in equal parts, as a copy does."
