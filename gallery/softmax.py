@@ -234,7 +234,7 @@ lab.read(
 # -----------------------
 #
 # How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
-# times: for the maximum, for the sum, and for the result.
+# times: for maximum, sum and result.
 #
 # Two helpers return in every kernel of this page. ``exp`` is the exponential, computed as a power
 # of two, the only one that the hardware has. ``finite`` replaces a maximum of minus infinity by
@@ -251,11 +251,11 @@ lab.source(three_pass_fwd_kernel)
 lab.source(finite)
 
 # %%
-# The plot shows it beside all that the next sections build, in bfloat16:
+# The plot shows it beside what the next sections build, in bfloat16:
 #
 # - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
 # - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
-# - ``row`` reads it once, and keeps the whole row in registers.
+# - ``row`` reads it once and keeps it in registers.
 # - ``Kernel Book`` is the public ``softmax``. It runs ``row`` while rows are short, and for wider
 #   ones two other kernels of one read, ``packed`` and ``split``.
 #
