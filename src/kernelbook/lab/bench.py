@@ -256,11 +256,8 @@ class Sweep:
         ahead = []
         for where in wheres:
             found = {}
-            for at in self._along(where):
-                ours = self.share("Kernel Book", **where, **{self.axis: at})
-                name, peer = self.best_peer(**where, **{self.axis: at})
-                if peer > 1.01 * ours:
-                    found.setdefault(name, {})[f"{at:,}"] = 100 * (peer - ours)
+            for at, name, peer, ours in self._ahead(where):
+                found.setdefault(name, {})[f"{at:,}"] = 100 * (peer - ours)
             for name, gaps in found.items():
                 *others, last = gaps
                 ahead.append(
@@ -271,6 +268,27 @@ class Sweep:
         if not ahead:
             return "No library in the figures is ahead of ours by more than 1 %."
         return f"Where a library is ahead by more than 1 %, the fastest is {'; '.join(ahead)}."
+
+    def losses(self, *wheres: dict) -> list[dict]:
+        """Return a row for each point where the fastest library is ahead by more than 1 %."""
+        return [
+            where
+            | {self.axis: at, "library": name}
+            | {"its %": round(100 * peer, 1), "our %": round(100 * ours, 1)}
+            for where in wheres
+            for at, name, peer, ours in self._ahead(where)
+        ]
+
+    def _ahead(self, where: dict) -> list[tuple]:
+        """Return where the fastest library is ahead by more than 1 %: (at, name, its share, ours),
+        along the axis."""
+        found = []
+        for at in self._along(where):
+            ours = self.share("Kernel Book", **where, **{self.axis: at})
+            name, peer = self.best_peer(**where, **{self.axis: at})
+            if peer > 1.01 * ours:
+                found.append((at, name, peer, ours))
+        return found
 
     def _along(self, where: dict) -> list:
         """Return the values of the axis at the points that fit, in their order."""
