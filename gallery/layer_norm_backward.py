@@ -475,10 +475,10 @@ lab.read(
 # %%
 
 
-# Reading
+# Folded: How much of it is waiting
 def waiting_said():
     said = (
-        f"And the waiting? At 1,024 columns a lock per tile takes "
+        f"At 1,024 columns a lock per tile takes "
         f"{locked[1024] / stored[1024]:.1f} times as long as partial sums per tile"
     )
     if locked[1024] > stored[1024]:
@@ -670,7 +670,7 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 lab.source(split_bwd_kernel, "publish")
 
 # %%
-# Then it loads ahead:
+# Then it loads ahead, at the price of registers for one more row:
 
 lab.source(split_bwd_kernel, "ahead")
 
@@ -682,7 +682,6 @@ lab.source(split_bwd_kernel, "ahead")
 lab.source(split_bwd_kernel, "collect")
 
 # %%
-# The price is registers, because ``x`` and ``dy`` of a row stay there for one iteration longer.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)

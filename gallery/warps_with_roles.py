@@ -187,7 +187,8 @@ lab.sketch(
 #    same time).
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
-# when the tile is there. (For a store there is ``store_wait``.)
+# when the tile is there. What ``expect`` does, and the 0 in ``wait``, is the subject of the next
+# section. A store has no barrier, but ``store_wait``.
 
 
 @gluon.jit
@@ -476,12 +477,12 @@ def sum_kernel(
 # most ``n`` of the matmuls that it has issued are unfinished. Between the two, attention computes
 # its exponentials.
 #
-# Attention multiplies twice, and the result of its first matmul can be an operand of the second
-# where it lies, without a :term:`shuffle` and without shared memory. The reason is that the first
-# operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware prescribes for
-# accumulators. The second always lies in shared memory.
+# .. dropdown:: More: where the operands lie, and a kernel that multiplies twice
 #
-# .. dropdown:: More: that layout, and a kernel that multiplies twice
+#    Attention multiplies twice, and the result of its first matmul can be an operand of the second
+#    where it lies, without a :term:`shuffle` and without shared memory. The reason is that the
+#    first operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware
+#    prescribes for accumulators. The second always lies in shared memory.
 #
 #    The figure in the next fold shows which thread of a warp holds which number of 16 rows and 16
 #    columns; for thread 5, in orange, the number after the colon is the register. The kernel beside
@@ -778,15 +779,7 @@ def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
 
 # %%
 # So each waits for the other, and somebody must open the first turn, or both would wait for ever.
-# Consumer 1 does: before its loop it arrives at barrier 9, where consumer 0 waits. Its arrivals are
-# then one more than consumer 0's turns, which takes the last one after its loop.
-
-
-@gluon.jit
-def begins(log_ptr, n, TURNS: gl.constexpr):
-    work_in_turns(log_ptr, n, 0, TURNS)
-    if TURNS:
-        named_barrier("sync", 9, 256)  # the last arrival of the other
+# Consumer 1 does: before its loop it arrives at barrier 9, where consumer 0 waits.
 
 
 @gluon.jit
@@ -800,6 +793,13 @@ def follows(log_ptr, n, TURNS: gl.constexpr):
 
 
 # Whole
+@gluon.jit
+def begins(log_ptr, n, TURNS: gl.constexpr):
+    work_in_turns(log_ptr, n, 0, TURNS)
+    if TURNS:
+        named_barrier("sync", 9, 256)  # the last arrival of the other
+
+
 @gluon.jit
 def turns_kernel(log_ptr, n, TURNS: gl.constexpr):
     gl.warp_specialize(
@@ -1337,8 +1337,8 @@ lab.read(
         else "The tensor cores do, too, because a step takes longer than its matmuls."
     )
     + (
-        " Consumer 1 waits longer, because both wait for the same tile and its matmul of the step "
-        "before ends first."
+        " Consumer 1 waits longer, because both wait for the same tile, and its own matmul of the "
+        "step before ends sooner."
         if waits[2] > waits[1] + 5 and ended[ROLES[2]] < ended[ROLES[1]]
         else ""
     )
@@ -1440,9 +1440,8 @@ def cycles_and_time():
     )
     if slower > longer + 0.05:
         return (
-            f"{said}. The rest is mostly the clock, as far as we can tell: a GPU lowers it when "
-            "its tensor cores are busy, because they draw the most power, and the ring leaves them "
-            "idle for a part of each step."
+            f"{said}. The rest is the clock, as far as we can tell: a GPU lowers it when its "
+            "tensor cores draw much power, and the ring leaves them idle for a part of each step."
         )
     return f"{said}, so the two agree."
 
@@ -1457,7 +1456,7 @@ lab.read(
 # How far a busy GPU lowers its clock is measured in :doc:`/chapters/measuring`.
 #
 # Attention has something to do between two matmuls: while one consumer computes exponentials, the
-# other can keep the tensor cores busy. That is where roles pay.
+# other can keep the tensor cores busy.
 #
 # What breaks it
 # --------------

@@ -274,7 +274,7 @@ class Sweep:
         return [
             where
             | {self.axis: at, "library": name}
-            | {"its %": round(100 * peer, 1), "our %": round(100 * ours, 1)}
+            | {"its %": round(100 * peer), "our %": round(100 * ours)}
             for where in wheres
             for at, name, peer, ours in self._ahead(where)
         ]
