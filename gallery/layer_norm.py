@@ -392,8 +392,9 @@ lab.read(
 # - ``without`` takes out of ``m2`` what the wrong mean has added to it.
 #
 # Its ``tl.where`` leaves out the elements past the end of the row, which were loaded as zeros,
-# because their *deviation* is not zero but minus the mean. The last branch is for rows whose sum
-# cannot be wrong: of equal 16-bit numbers it is exact up to a length, ``EXACT``.
+# because their *deviation* is not zero but minus the mean. ``SMALL``, a power of two, keeps sums
+# from overflowing. The last branch is for rows that need no correction, because the sum of equal
+# 16-bit numbers is exact up to a length, ``EXACT``.
 
 lab.source(moments)
 

@@ -98,10 +98,10 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does the gradient of a row look like? Adding a number to a row does not change
 # :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
 # at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
-# :math:`\hat{x}`. The derivation says exactly what remains.
+# :math:`\hat{x}`.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
-# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`.
+# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
 #
 # *Step 1.* Weight and bias act on each element separately. So
 #
@@ -266,7 +266,8 @@ lab.read(
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32, for the whole loop.
+# :term:`registers <register>`, in float32, for the whole loop. ``load_weight`` gives ones where
+# there is no weight.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -495,7 +496,7 @@ def waiting_said():
 lab.read(waiting_said())
 
 # %%
-# Speed is one criterion. The other is whether two runs agree.
+# Do two runs agree, too?
 
 
 # Reading

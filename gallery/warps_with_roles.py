@@ -733,8 +733,8 @@ lab.read(
 # with the same number, here 168.
 #
 # The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
-# ``[240, 24]`` as the last argument of ``warp_specialize``, the second consumer gets 240 and the
-# loader 24. What is left, another 240, goes to the default partition, the first consumer.
+# ``[240, 24]`` as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader 24.
+# What is left, another 240, goes to the default partition, consumer 0.
 #
 # .. dropdown:: More: where 168 comes from
 #
