@@ -138,9 +138,9 @@ lab.source(loop_fwd_kernel)
 
 # %%
 # The plot shows every version of this chapter as a share of the speed of a copy, because a copy,
-# too, reads one byte for each that it writes. For now only the two lowest lines matter. "one
-# program" is the kernel of the next section, and "Kernel Book" the public function, which takes the
-# best kernel for each length.
+# too, reads one byte for each that it writes. For now only the two lowest lines matter, "loop" and
+# ``simple_layer_norm``. "one program" is the kernel of the next section, and "Kernel Book" the
+# public function, which takes the best kernel for each length.
 
 
 # Measuring
@@ -198,14 +198,21 @@ share = {
     for name in ("simple_layer_norm", "loop", "one program", "Kernel Book")
     for n in LADDER
 }
+gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 lab.read(
-    "At 4,096 columns PyTorch's single operations reach "
-    f"{share['simple_layer_norm', 4096]:.0f} % of a copy, and the loop "
+    f"On {gpu}, whose numbers the text gives, PyTorch's single operations reach "
+    f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, and the loop "
     f"{share['loop', 4096]:.0f} %. The loop gets this far because a short row is still in L2, the "
-    "cache that all SMs share, when the loop reads it again. The longest rows do not fit there "
-    "beside those of all other running programs. They come from main memory three times, which "
-    "with the write is twice the bytes of a copy, and at 65,536 columns the loop reaches "
-    f"{share['loop', 65536]:.0f} %."
+    "cache that all SMs share, when the loop reads it again."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "The longest rows do not fit there beside those of all other running programs. They come from "
+    "main memory three times, which with the write is twice the bytes of a copy, and at 65,536 "
+    f"columns the loop reaches {share['loop', 65536]:.0f} %."
 )
 
 # %%
@@ -297,8 +304,9 @@ fewer
 lab.source(row_fwd_kernel, "load")
 
 # %%
-# Computing the mean and then the variance now reads no memory. Both statistics are stored if
-# gradients are wanted, because the backward pass needs them again.
+# Computing the mean and then the variance now reads no memory. ``moments``, which the next section
+# takes apart, returns the mean and ``m2``, the sum of squared deviations from it. The statistics
+# are stored if gradients are wanted, because the backward pass needs them again.
 
 lab.source(row_fwd_kernel, "statistics")
 
@@ -316,9 +324,17 @@ lab.source(row_fwd_kernel)
 # %%
 
 # Reading
+one_read = share["one program", 4096]
+behind = one_read - share["Kernel Book", 4096]
 lab.read(
-    f"At 4,096 columns one read instead of three reaches {share['Kernel Book', 4096]:.0f} % of a "
-    f"copy, where the loop reaches {share['loop', 4096]:.0f} %."
+    f"At 4,096 columns one read instead of three reaches {one_read:.0f} % of a copy, where the "
+    f"loop reaches {share['loop', 4096]:.0f} %. "
+    + (
+        "The public function, which runs this kernel with another number of warps, is "
+        f"{behind:.1f} points slower there."
+        if behind >= 1
+        else ""
+    )
 )
 
 # %%
@@ -368,14 +384,22 @@ lab.read(
 #    the error of the mean, so adding it corrects the mean.
 #
 # In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
-# is the right mean. ``moments``, which the kernel above calls, does just this. Its ``tl.where``
-# leaves out the elements past the end of the row, which were loaded as zeros, because their
-# *deviation* is not zero but minus the mean.
+# is the right mean. ``moments`` does just this, with four helpers:
+#
+# - ``mean_of`` sums a row and divides by :math:`N`;
+# - ``two_sums`` computes two sums in one reduction, here ``m2`` and the sum of the deviations;
+# - ``divide`` divides exactly, to the last bit;
+# - ``without`` takes out of ``m2`` what the wrong mean has added to it.
+#
+# Its ``tl.where`` leaves out the elements past the end of the row, which were loaded as zeros,
+# because their *deviation* is not zero but minus the mean. ``SMALL``, a power of two, keeps sums
+# from overflowing. The last branch is for rows that need no correction, because the sum of equal
+# 16-bit numbers is exact up to a length, ``EXACT``.
 
 lab.source(moments)
 
 # %%
-# .. dropdown:: What ``moments`` calls, and ``EXACT``
+# .. dropdown:: More: why each helper, ``SMALL`` and ``EXACT``
 #
 #    - ``EXACT``: rows of 16-bit numbers seldom need the correction, because the sum of equal ones
 #      is exact in float32's 24 bits. In float16, which has 11, that holds for up to 8,192 of them,
@@ -530,14 +554,22 @@ two, one, long, split = (
 fall, alone, bare = two[0] - long[0], two[0] - one[0], long[1] - long[0]
 explained = one[2] < two[2] and alone > 0
 lab.read(
-    f"At 32,768 columns a packed row reaches {share['Kernel Book', 32768]:.0f} % of a copy, where "
-    f"a widened one reaches {share['one program', 32768]:.0f} %. At 65,536 it falls to "
+    f"At 32,768 columns a packed row, the line of Kernel Book, reaches "
+    f"{share['Kernel Book', 32768]:.0f} % of a copy, where a widened one, that of one program, "
+    f"reaches {share['one program', 32768]:.0f} %. At 65,536 it falls to "
     f"{share['Kernel Book', 65536]:.0f} %"
     + (
         f"{',' if alone >= fall else ', in part'} because even packed such a row leaves room for "
         "only one program on an SM, and nothing is loaded while that program computes."
         if explained
         else ", and we have not found out why."
+    )
+    + "".join(
+        f" {other.provenance['gpu']} reaches "
+        f"{100 * other.share('Kernel Book', columns=65536):.0f} % there"
+        f"{', with an older kernel' if other.mark else ''}."
+        for other in ladder.elsewhere
+        if not other.at(provider="Kernel Book", columns=65536).empty
     )
 )
 
@@ -549,8 +581,9 @@ def packed_said():
     said = []
     if explained:
         why = (
-            f"The table tests this reason at 32,768 columns: with {count(one[2])} on an SM instead "
-            f"of {two[2]:.0f}, the kernel reaches {one[0]:.0f} % instead of {two[0]:.0f} %"
+            "The table, timed apart, tests this reason at 32,768 columns: with "
+            f"{count(one[2])} on an SM instead of {two[2]:.0f}, the kernel reaches {one[0]:.0f} % "
+            f"instead of {two[0]:.0f} %"
         )
         if alone >= fall:
             why += ", which is enough to explain the fall."
@@ -626,6 +659,9 @@ lab.table(
 # The sum of these is the formula of Chan, Golub and LeVeque, and unlike the difference of two means
 # it never subtracts large squares.
 #
+# ``merge_moments`` computes this: its ``counts`` are the :math:`n_i`, and ``apart`` comes to be
+# :math:`m_i - m`.
+#
 # .. dropdown:: More: the derivation, and the pivot in ``merge_moments``
 #
 #    Let part :math:`i` have :math:`n_i` elements, mean :math:`m_i` and :math:`M_i = \sum (x -
@@ -649,22 +685,25 @@ lab.source(merge_moments)
 # %%
 # The programs pass on their moments by the :term:`exchange` of the chapter on :doc:`softmax
 # </chapters/softmax>`: each publishes its own in a *slot* of memory, waits, and collects those of
-# all.
+# all. ``wait`` reads the slots of all ``N_PARTS`` parts of a row again and again until none is
+# empty, but at most ``max_polls`` times; ``ready`` is 0 if some are still empty then. ``LOOKS`` is
+# how many slots the ``THREADS`` of a program read at once.
 
 lab.source(split_fwd_kernel, "collect")
 
 # %%
+# ``collect`` takes the two numbers of each slot apart. It puts zeros, which change no sum, where
+# there is no such row (``there``) or no such part.
 
 lab.source(split_fwd_kernel, "merge")
 
 # %%
 # .. dropdown:: More: what the split kernel does around the merge
 #
-#    A slot has 64 bits, which hold the two numbers of a part, and ``collect`` takes them apart
-#    again. A program reads ``LOOKS`` slots of a row at once, one per thread of a warp. If the row
-#    has fewer parts, it reads them several times over, hence ``% N_PARTS``, and the merge counts
-#    only the first ``N_PARTS``. A program that waited in vain for the others computes their moments
-#    itself, which is slow but just as correct.
+#    A slot has 64 bits, which hold the two numbers of a part. A program reads ``LOOKS`` slots of a
+#    row at once, one per thread of a warp. If the row has fewer parts, it reads them several times
+#    over, hence ``% N_PARTS``, and the merge counts only the first ``N_PARTS``. A program that
+#    waited in vain for the others computes their moments itself, which is slow but just as correct.
 #
 #    Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come
 #    from a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of
@@ -846,7 +885,21 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 # %%
 
 # Reading
-lab.read(f"{forward.summary(**in_dtypes[1])} {forward.faster_peers(*in_dtypes)}")
+losses = forward.losses(*in_dtypes)
+lab.read(
+    f"{forward.summary(**in_dtypes[1])} "
+    + (
+        "The table lists every point of both figures at which a library is ahead by more than 1 %."
+        if losses
+        else "No library in the figures is ahead of ours by more than 1 %."
+    )
+)
+
+# %%
+
+lab.table(
+    losses, f"Where a library is ahead, in % of a copy, on {gpu}"
+) if losses else None
 
 # %%
 
@@ -944,7 +997,6 @@ def launch_experiment():
 
 
 small = lab.measure("Forward and backward of 1,024 columns, float32", launch_experiment)
-small
 
 # %%
 
@@ -967,6 +1019,11 @@ def small_said(rows):
 
 
 lab.read(small_said(small.rows))
+
+# %%
+
+# Folded: Both passes, called and in a graph, by rows
+small
 
 # %%
 # .. dropdown:: More: why the host alone takes less in the next fold

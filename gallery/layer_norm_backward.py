@@ -98,10 +98,10 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does the gradient of a row look like? Adding a number to a row does not change
 # :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
 # at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
-# :math:`\hat{x}`. The derivation says exactly what remains.
+# :math:`\hat{x}`.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
-# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`. We go from :math:`y` back to :math:`x`.
+# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
 #
 # *Step 1.* Weight and bias act on each element separately. So
 #
@@ -266,7 +266,8 @@ lab.read(
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32, for the whole loop.
+# :term:`registers <register>`, in float32, for the whole loop. ``load_weight`` gives ones where
+# there is no weight.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -287,7 +288,7 @@ lab.source(row_bwd_kernel, "add")
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
 # in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
-# each other once.
+# each other once. ``means_of`` divides them by :math:`N`.
 
 lab.source(row_bwd_kernel, "row")
 
@@ -305,7 +306,8 @@ lab.source(means_of)
 
 # %%
 # At the end, the program has one row of sums for ``dw`` and one for ``db``, and hands them over to
-# a *buffer* in main memory.
+# a *buffer* in main memory. ``hand_over`` has two ways to do it, which the next two sections show:
+# with few buffers (``n_buffers``), which the programs share, or with one for each program.
 
 lab.source(row_bwd_kernel, "end")
 
@@ -429,6 +431,9 @@ race = lab.bench(
     work=BACKWARD,
     limit_work=FORWARD,
 )
+RENAMED = {"one tile a program": "lock per tile", "lock, looping": "lock per program"}
+for other in race.elsewhere:  # a record may be older than these names
+    other.frame["provider"] = other.frame["provider"].replace(RENAMED)
 lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
 
 # %%
@@ -443,13 +448,29 @@ locked, stored, best = (
     {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
     for name in ("lock per tile", "partial sums per tile", "partial sums")
 )
+not_there = [
+    other.provenance["gpu"]
+    for other in race.elsewhere
+    if other.at(provider="partial sums per tile").empty
+]
+gpu = race.provenance["gpu"] if race.provenance else "this GPU"
 lab.read(
-    f"At 4,096 columns a lock per tile reaches {race_share['lock per tile']:.0f} % of the speed of "
-    f"a copy, and a lock per program {race_share['lock per program']:.0f} %. Partial sums reach "
-    f"{race_share['partial sums']:.0f} %. Most of the gain comes from summing many rows before "
-    "anything is handed over: partial sums per tile wait for nobody, and yet take "
-    f"{stored[4096] / best[4096]:.1f} times as long as partial sums, because for every tile they "
-    "move a row of both sums to and from memory."
+    f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
+    f"{race_share['lock per tile']:.0f} % of the speed of a copy at 4,096 columns, and a lock per "
+    f"program {race_share['lock per program']:.0f} %. Partial sums reach "
+    f"{race_share['partial sums']:.0f} %."
+    + "".join(
+        f" Partial sums per tile were not timed on {other}." for other in not_there
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    "Most of the gain comes from summing many rows before anything is handed over: partial sums "
+    f"per tile wait for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long as "
+    "partial sums, because for every tile they move a row of both sums to and from memory."
 )
 
 # %%
@@ -458,15 +479,15 @@ lab.read(
 # Folded: How much of it is waiting
 def waiting_said():
     said = (
-        f"At 1,024 columns a lock per tile takes {locked[1024] / stored[1024]:.1f} times as long "
-        "as partial sums per tile"
+        f"At 1,024 columns a lock per tile takes "
+        f"{locked[1024] / stored[1024]:.1f} times as long as partial sums per tile"
     )
     if locked[1024] > stored[1024]:
         waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
         said += f", so waiting is {waits:.0f} % of what it adds to partial sums"
     if locked[8192] < stored[8192]:
         said += (
-            ". At 8,192 it adds nothing by waiting, because its few buffers probably stay in the "
+            ". At 8,192 it is the faster of the two, probably because its few buffers stay in the "
             "cache"
         )
     return f"{said}."
@@ -475,7 +496,7 @@ def waiting_said():
 lab.read(waiting_said())
 
 # %%
-# Speed is one criterion. The other is whether two runs agree.
+# Do two runs agree, too?
 
 
 # Reading
@@ -643,15 +664,25 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
+#
+# So an iteration has three steps. First it publishes: ``terms`` computes xhat and wdy of its part,
+# and ``to_slot`` packs the part's two sums into the 64 bits of its *slot* in memory.
+
+lab.source(split_bwd_kernel, "publish")
+
+# %%
+# Then it loads ahead, at the price of registers for one more row:
 
 lab.source(split_bwd_kernel, "ahead")
 
 # %%
-# .. dropdown:: More: the price, and the names in the kernel
-#
-#    The price is registers, because ``x`` and ``dy`` of a row stay there for one iteration longer.
-#    Each part of a row has a *slot* of 64 bits in memory, into which ``to_slot`` packs two float32
-#    numbers. ``terms`` computes xhat and wdy.
+# Last it finishes the row before, of which it has kept ``x_before`` and ``dy_before``. ``wait`` and
+# ``collect`` are those of :doc:`the chapter before </chapters/layer_norm>`; if a slot is still
+# empty after ``max_polls`` looks (``ready == 0``), the program computes all parts itself.
+
+lab.source(split_bwd_kernel, "collect")
+
+# %%
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -805,7 +836,12 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(backward.summary(**in_dtypes[0]))
+again = 100 * backward.share("Kernel Book", dtype="bfloat16", columns=4096)
+lab.read(
+    f"{backward.summary(**in_dtypes[0])} Up to 8,192 columns it is the kernel of partial sums, "
+    f"timed a second time and through autograd: at 4,096 columns {again:.0f} % here, and "
+    f"{race_share['partial sums']:.0f} % above."
+)
 
 # %%
 
@@ -822,19 +858,26 @@ behind = [
     > 1.01 * backward.share("Kernel Book", dtype="float32", columns=n)
 ]
 unknown = (
-    "Our kernel shares these rows among programs; why quack is faster we have not measured."
+    "Our kernel shares such rows among programs; why quack is faster we have not measured."
     if behind and min(behind) > 8192
     else ""
 )
+losses = backward.losses(*in_dtypes)
 lab.read(
-    " ".join(
-        [
-            backward.summary(**in_dtypes[1]),
-            backward.faster_peers(*in_dtypes),
-            unknown,
-        ]
+    f"{backward.summary(**in_dtypes[1])} "
+    + (
+        "The table lists every point of both figures at which a library is ahead by more than 1 %. "
+        f"{unknown}"
+        if losses
+        else "No library in the figures is ahead of ours by more than 1 %."
     )
 )
+
+# %%
+
+lab.table(
+    losses, f"Where a library is ahead, in % of a copy, on {gpu}"
+) if losses else None
 
 # %%
 # Why are wide rows slower? A kernel is fast while each SM has enough bytes requested *ahead*. In
@@ -847,7 +890,8 @@ lab.read(
 #    nothing is loaded while it computes. If that is the reason, the speed must follow the bytes
 #    ahead. The table takes away the two rows that the kernel for whole rows loads ahead
 #    (``num_stages``), and runs fewer programs of the kernel for shared rows. In its last line each
-#    part is a row of its own, so no program waits for another.
+#    part is a row of its own, so no program waits for another. It is timed apart, with whatever the
+#    runs before left in L2, so its numbers differ a little from the figures'.
 
 
 # Measuring
@@ -891,7 +935,8 @@ ahead
 speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
 three, none, packed, one, two, four, alone = speeds
 lab.read(
-    f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % to {none:.0f} %"
+    f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % to {none:.0f} % "
+    "at 8,192 columns"
     + (
         f", and packed rows, which have none either, reach {packed:.0f} %."
         if three - none >= 10 and packed < three

@@ -187,7 +187,8 @@ lab.sketch(
 #    same time).
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
-# when the tile is there. (For a store there is ``store_wait``.)
+# when the tile is there. What ``expect`` does, and the 0 in ``wait``, is the subject of the next
+# section. A store has no barrier, but ``store_wait``.
 
 
 @gluon.jit
@@ -386,7 +387,7 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # and ``warp_specialize`` starts them. Its first function is the *default partition*: it runs in the
 # warps that the launch has asked for, here four. For each of the others, two lists say how many
 # warps of its own it gets, here one, and how many registers per thread. When all have ended, the
-# kernel goes on.
+# kernel goes on. ``FIRST``, ``MISTAKE`` and ``log_ptr`` are for the section on what breaks.
 #
 # .. dropdown:: More: layouts, arrivals, and what the roles note down
 #
@@ -396,7 +397,6 @@ lab.table(rows, "Six tiles, two slots, in the model")
 #    threads of the consumer have read the slot. Gluon's ``arrive`` counts once for the whole role,
 #    and Triton puts a barrier of the role's own threads before it. ``pause`` lets the threads sleep
 #    for some microseconds, as if they had to compute exponentials, so that mistakes will show.
-#    ``FIRST``, ``MISTAKE`` and ``log_ptr`` belong to the section on what breaks.
 
 
 # Whole
@@ -477,12 +477,12 @@ def sum_kernel(
 # most ``n`` of the matmuls that it has issued are unfinished. Between the two, attention computes
 # its exponentials.
 #
-# Attention multiplies twice, and the result of its first matmul can be an operand of the second
-# where it lies, without a :term:`shuffle` and without shared memory. The reason is that the first
-# operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware prescribes for
-# accumulators. The second always lies in shared memory.
+# .. dropdown:: More: where the operands lie, and a kernel that multiplies twice
 #
-# .. dropdown:: More: that layout, and a kernel that multiplies twice
+#    Attention multiplies twice, and the result of its first matmul can be an operand of the second
+#    where it lies, without a :term:`shuffle` and without shared memory. The reason is that the
+#    first operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware
+#    prescribes for accumulators. The second always lies in shared memory.
 #
 #    The figure in the next fold shows which thread of a warp holds which number of 16 rows and 16
 #    columns; for thread 5, in orange, the number after the colon is the register. The kernel beside
@@ -727,13 +727,14 @@ lab.read(
 # Registers change hands
 # ----------------------
 #
-# A loader needs hardly any :term:`registers <register>`. A consumer holds 64 × 256 sums, which are
+# Must every warp have equally many registers? A loader needs hardly any :term:`registers
+# <register>`. A consumer holds 64 × 256 sums, which are
 # 128 registers per thread, and attention needs a tile of scores beside them. Yet all threads start
 # with the same number, here 168.
 #
 # The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
-# ``[240, 24]`` as the last argument of ``warp_specialize``, the second consumer gets 240 and the
-# loader 24. What is left, another 240, goes to the default partition, the first consumer.
+# ``[240, 24]`` as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader 24.
+# What is left, another 240, goes to the default partition, consumer 0.
 #
 # .. dropdown:: More: where 168 comes from
 #
@@ -755,8 +756,10 @@ assert registers_left == 240
 # idle. Attention, in the next chapter, wants them to alternate, which is called *ping-pong*.
 #
 # The tool is a :term:`named barrier`, one of 16 counters of each program: ``sync`` waits until a
-# number of threads has come, and ``arrive`` counts without waiting. Consumer 0 waits at barrier 9
-# and consumer 1 at barrier 10, and whoever has issued its matmuls arrives at the other's.
+# number of threads has come, here all 256 of both consumers, and ``arrive`` counts without waiting.
+# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and whoever has issued its matmuls
+# arrives at the other's. ``ME`` is the number of the consumer, and ``log_ptr`` takes the clock at
+# the begin and the end of each turn.
 
 
 @gluon.jit
@@ -764,6 +767,7 @@ def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
     for i in range(n):
         if TURNS:
             named_barrier("sync", 9 + ME, 256)
+            pause(20)  # or the clock may be read before the barrier has opened
         begin = clock()
         pause(1000)  # stands for the matmuls
         gl.store(log_ptr + (ME * n + i) * 2, begin)
@@ -771,6 +775,18 @@ def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
         if TURNS:
             named_barrier("arrive", 10 - ME, 256)
         pause(1000)  # stands for the exponentials
+
+
+# %%
+# So each waits for the other, and somebody must open the first turn, or both would wait for ever.
+# Consumer 1 does: before its loop it arrives at barrier 9, where consumer 0 waits.
+
+
+@gluon.jit
+def follows(log_ptr, n, TURNS: gl.constexpr):
+    if TURNS:
+        named_barrier("arrive", 9, 256)  # the first turn is the other's
+    work_in_turns(log_ptr, n, 1, TURNS)
 
 
 # %%
@@ -782,13 +798,6 @@ def begins(log_ptr, n, TURNS: gl.constexpr):
     work_in_turns(log_ptr, n, 0, TURNS)
     if TURNS:
         named_barrier("sync", 9, 256)  # the last arrival of the other
-
-
-@gluon.jit
-def follows(log_ptr, n, TURNS: gl.constexpr):
-    if TURNS:
-        named_barrier("arrive", 9, 256)  # the first turn is the other's
-    work_in_turns(log_ptr, n, 1, TURNS)
 
 
 @gluon.jit
@@ -875,8 +884,9 @@ free, taken = (
     for run in ("free", "in turns")
 )
 lab.read(
-    f"Left alone, the second consumer works during {free:.0f} % of the first one's work, and in "
-    f"turns during {taken:.0f} %."
+    f"Left alone, consumer 1 works during {free:.0f} % of consumer 0's work, and in turns during "
+    f"{taken:.0f} %."
+    + (" So two barriers are enough to keep them apart." if taken < 10 < free else "")
 )
 
 # %%
@@ -971,7 +981,11 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loop falls into two. Here is the loader:
+# **Roles.** The loop falls into two. Here is the loader. ``work`` is all that a role needs:
+# descriptors, slots, barriers, the place of its tile of ``c``, and the number of steps. ``fetch``,
+# which the loops above use as well, announces the bytes of both tiles at ``full`` and asks the copy
+# engine for them. ``stamp`` notes the clock for the next section, if the launch is ``TRACED``, and
+# does nothing otherwise.
 
 
 @gluon.jit
@@ -988,8 +1002,9 @@ def load_role(work, log_ptr, STAGES: gl.constexpr, TRACED: gl.constexpr):
 
 # %%
 # A consumer multiplies its 64 rows of the tile of ``a`` with all of the tile of ``b``. It always
-# has one matmul in flight, and releases the slot of the one before. ``empty`` counts two arrivals,
-# one from each consumer.
+# has one matmul in flight, and releases the slot of the one before, which in the first step is none
+# (``pred=i > 0``). ``empty`` counts two arrivals, one from each consumer. ``layout`` says which
+# thread holds which sum, and through ``c_s``, in shared memory, the sums go out.
 
 
 @gluon.jit
@@ -1195,18 +1210,22 @@ lab.read(
 # ------------------
 #
 # Where do the cycles go? One program of a matmul of size 4,096 stamps the clock before and after
-# each wait, for sixteen steps, once in the ring without roles and once with them.
+# each wait, for sixteen steps, without roles and with them.
 #
 # .. dropdown:: More: what a bar of "multiplies" shows
 #
 #    It begins when a matmul is issued and ends when the wait for matmuls lets the warps go on. With
-#    roles this is the wait for the matmul *before*.
+#    one matmul in flight, and with roles, this is the wait for the matmul *before*.
 
 
 # Measuring
 def traced():
     a, b = torch.randn(2, 4096, 4096, device=runtime.DEVICE, dtype=torch.bfloat16)
-    lanes = {"ring": ["all warps"], "roles": ["loader", "consumer 0", "consumer 1"]}
+    lanes = {
+        "ring": ["all warps"],
+        "one in flight": ["all warps"],
+        "roles": ["loader", "consumer 0", "consumer 1"],
+    }
     rows = []
     for name, who in lanes.items():
         for _ in range(3):  # the last counts: code and descriptors are in caches then
@@ -1281,26 +1300,47 @@ lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace)
 # %%
 
 # Reading
-share, cycles = {}, {}
-for kernel, lane in (
-    ("ring", "all warps"),
-    ("roles", "loader"),
-    ("roles", "consumer 0"),
-    ("roles", "consumer 1"),
-):
-    here = waiting(trace.rows, kernel, lane) if trace.rows else (nan, nan)
-    share[lane], cycles[lane] = 100 * here[0], here[1]
+share, cycles, ended = {}, {}, {}
+for lane in in_lanes(trace.rows) if trace.rows else ():
+    share[lane], cycles[lane] = waiting(trace.rows, *lane)
+    share[lane] *= 100
+    ends = [r["ends"] for r in trace.rows if (r["kernel"], r["lane"]) == lane]
+    ended[lane] = sum(ends[4:]) / len(ends[4:])  # on average
+ROLES = [("roles", lane) for lane in ("loader", "consumer 0", "consumer 1")]
+bare, ahead = (
+    cycles.get((kernel, "all warps"), nan) for kernel in ("ring", "one in flight")
+)
+in_roles = cycles.get(ROLES[1], nan)
 lab.read(
-    f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring "
-    f"without roles takes {cycles['all warps']:,.0f}, because they are idle while its warps wait "
-    "for a tile or ask for the next one. With roles a step takes "
-    f"{cycles['consumer 0']:,.0f}. The loader waits for {share['loader']:.0f} % of its time, and "
-    f"the first consumer for {share['consumer 0']:.0f} %"
+    f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring takes "
+    f"{bare:,.0f}, because it has no matmul in flight: the tensor cores are idle while its warps "
+    "wait for a tile or ask for the next one. "
     + (
-        ", but the tensor cores never do, because a consumer waits while its last matmul is in "
+        f"With one in flight a step takes {ahead:,.0f}, and with roles {in_roles:,.0f}."
+        if ahead == ahead
+        else f"With roles a step takes {in_roles:,.0f}, and a consumer, too, keeps one matmul in "
         "flight."
-        if cycles["consumer 0"] < 1.03 * step_cycles
-        else "."
+    )
+)
+
+# %%
+
+# Reading
+waits = [share.get(lane, nan) for lane in ROLES]
+lab.read(
+    f"So who waits with roles? The loader does, for {waits[0]:.0f} % of its time, and so do the "
+    f"consumers, consumer 0 for {waits[1]:.0f} % and consumer 1 for {waits[2]:.0f} %. "
+    + (
+        "The tensor cores do not, because a consumer waits at its barrier while its last matmul is "
+        "in flight."
+        if in_roles < 1.03 * step_cycles
+        else "The tensor cores do, too, because a step takes longer than its matmuls."
+    )
+    + (
+        " Consumer 1 waits longer, because both wait for the same tile, and its own matmul of the "
+        "step before ends sooner."
+        if waits[2] > waits[1] + 5 and ended[ROLES[2]] < ended[ROLES[1]]
+        else ""
     )
 )
 
@@ -1308,7 +1348,7 @@ lab.read(
 # The ladder
 # ----------
 #
-# The figure says how fast each rung is on the whole. All use the same tiles, and all but the first
+# What does a whole matmul gain by each rung? All use the same tiles, and all but the first
 # have three slots. A matmul of size :math:`n` counts as :math:`2 n^3` operations, and ``matmul`` is
 # ``torch.matmul``, which calls cuBLAS.
 
@@ -1349,7 +1389,7 @@ beside = speed["roles"] / speed["one in flight"]
 of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
 lab.read(
     f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
-    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight to "
+    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight raises it to "
     f"{of_cublas['one in flight']:.0f} %. Roles reach {against:.0f} %, and `tl.dot` "
     f"{of_cublas['tl.dot']:.0f} %. "
     + (
@@ -1361,8 +1401,62 @@ lab.read(
 )
 
 # %%
-# Attention has something to do there: while one consumer computes exponentials, the other can keep
-# the tensor cores busy.
+
+
+# Reading
+def roles_behind():
+    """Where roles lose to the loop with one matmul in flight, in points of cuBLAS' speed."""
+    behind = {}
+    for n in (2048, 4096, 8192):
+        loop, roles = (
+            100 * climbed.share(name, n=n) if climbed.rows else nan
+            for name in ("one in flight", "roles")
+        )
+        if not loop - roles < 0.5:
+            behind[n] = loop - roles
+    if not behind:
+        return "At no size do roles lose to that loop by more than half a point."
+    worst = max(behind, key=behind.get)
+    where = "at every size" if len(behind) == 3 else "at some sizes"
+    return (
+        f"Roles even lose to that loop {where}, the most at size {worst:,}, by "
+        f"{behind[worst]:.1f} points; why, we have not measured."
+    )
+
+
+lab.read(roles_behind())
+
+# %%
+
+
+# Reading
+def cycles_and_time():
+    slower = bare / in_roles
+    longer = climbed.rate("roles", n=4096) / climbed.rate("ring", n=4096)
+    said = (
+        f"How do these bars fit the cycles above? At size 4,096 a step of the ring takes "
+        f"{slower:.2f} times the cycles of one with roles, and the whole matmul {longer:.2f} times "
+        "the time"
+    )
+    if slower > longer + 0.05:
+        return (
+            f"{said}. The rest is the clock, as far as we can tell: a GPU lowers it when its "
+            "tensor cores draw much power, and the ring leaves them idle for a part of each step."
+        )
+    return f"{said}, so the two agree."
+
+
+lab.read(
+    cycles_and_time()
+    if climbed.rows and trace.rows
+    else f"The ring takes {nan} times the time."
+)
+
+# %%
+# How far a busy GPU lowers its clock is measured in :doc:`/chapters/measuring`.
+#
+# Attention has something to do between two matmuls: while one consumer computes exponentials, the
+# other can keep the tensor cores busy.
 #
 # What breaks it
 # --------------

@@ -137,15 +137,13 @@ def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):
     in_float16 = {"dtype": "float16"}
     assert "In float16 the kernel reaches 50 % to 80 % of a copy" in sweep.summary(**in_float16)
     assert "slowest at 1,000 elements" in sweep.summary(**in_float16)
-    assert sweep.faster_peers(in_float16).endswith(
-        "peer in float16 at 2,000 elements, by 20.0 percentage points."
-    )
-    (row,) = sweep.peers_ahead(in_float16)
-    assert list(row.values()) == ["float16", "peer", "2,000", "20.0"]
+    [loss] = sweep.losses(in_float16)
+    assert loss["elements"] == 2000
+    assert loss["library"] == "peer"
+    assert loss["its %"] == pytest.approx(loss["our %"] + 20)
     times["peer"] = [[], [2.48] * 3]  # ahead by 1 % and no more
     sweep = dataclasses.replace(sweep, milliseconds=times)
-    assert sweep.faster_peers(in_float16).startswith("No library")
-    assert sweep.peers_ahead(in_float16) == []
+    assert sweep.losses(in_float16) == []
 
 
 def test_providers_keep_their_colour(replayed):

@@ -251,43 +251,17 @@ class Sweep:
             f"{100 * peer:.0f} %."
         )
 
-    def faster_peers(self, *wheres: dict) -> str:
-        """Return a sentence: where the fastest library is ahead of the book by more than 1 %."""
-        ahead = []
-        for name, where, gaps in self._gaps(wheres):
-            *others, last = gaps
-            ahead.append(
-                f"{name} in {', '.join(map(str, where.values()))} at "
-                f"{', '.join(others) + ' and ' if others else ''}{last} {self.axis}, by "
-                f"{'up to ' if others else ''}{max(gaps.values()):.1f} percentage points"
-            )
-        if not ahead:
-            return "No library in the figures is ahead of ours by more than 1 %."
-        return f"Where a library is ahead by more than 1 %, the fastest is {'; '.join(ahead)}."
-
-    def peers_ahead(self, *wheres: dict) -> list[dict]:
-        """Return the rows of a table that says what :meth:`faster_peers` says in a sentence."""
-        return [
-            {
-                "where": ", ".join(map(str, where.values())),
-                "fastest": name,
-                self.axis: "; ".join(gaps),
-                "ahead by, % of the limit": f"{max(gaps.values()):.1f}",
-            }
-            for name, where, gaps in self._gaps(wheres)
-        ]
-
-    def _gaps(self, wheres: tuple[dict, ...]) -> Iterator[tuple[str, dict, dict[str, float]]]:
-        """Yield each library that is the fastest somewhere and ahead of the book by more than 1 %,
-        with where, and by how many percentage points at each value of the axis."""
+    def losses(self, *wheres: dict) -> list[dict]:
+        """Return a row for each point where the fastest library is ahead by more than 1 %."""
+        rows = []
         for where in wheres:
-            found = {}
             for at in self._along(where):
                 ours = self.share("Kernel Book", **where, **{self.axis: at})
                 name, peer = self.best_peer(**where, **{self.axis: at})
                 if peer > 1.01 * ours:
-                    found.setdefault(name, {})[f"{at:,}"] = 100 * (peer - ours)
-            yield from ((name, where, gaps) for name, gaps in found.items())
+                    row = where | {self.axis: at, "library": name}
+                    rows.append(row | {"its %": round(100 * peer), "our %": round(100 * ours)})
+        return rows
 
     def _along(self, where: dict) -> list:
         """Return the values of the axis at the points that fit, in their order."""
