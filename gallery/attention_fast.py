@@ -605,7 +605,6 @@ lab.read(
 )
 
 # %%
-# The folds take the two stages and the register limit apart.
 
 
 # Measuring
@@ -690,16 +689,7 @@ lost = {
     - in_halves(f"finished, {what} alone", "causal") / in_halves("finished", "causal")
     for what in ("register limit", "two stages")
 }
-
-
 added = end_half["register limit"].get("shared memory, KiB", nan) - tiles_kib(3)
-
-
-def loss_of(share):
-    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f} %"
-    return f"costs {size} of the speed" if share < 0 else f"is worth {size}"
-
-
 lab.read(
     f"At the start, two stages alone let {room['start']['two stages']} program run on an SM, "
     f"because a thread has {start_half['two stages'].get('registers', nan)} registers. The limit "
@@ -711,17 +701,37 @@ lab.read(
         if max(room["start"].values()) == 1
         else "So one of the two is enough for a second program. "
     )
-    + f"In the finished kernel, with a causal mask, the limit {loss_of(lost['two stages'])}, "
-    f"because without it the compiler takes {free} registers, "
-    + ("no more than with it. " if free <= 128 else "too many for a second program. ")
-    + f"Having two stages instead of three {loss_of(lost['register limit'])}, because three leave "
-    f"room for {room['finished']['register limit']} program on an SM. "
+    + f"In the finished kernel three stages leave room for "
+    f"{room['finished']['register limit']}. "
     + (
         f"(The table counts {added:.0f} KiB more than the {tiles_kib(3):.0f} KiB of tiles, because "
         f"the compiler adds buffers of its own.)"
         if not added <= 0
         else ""
     )
+)
+
+# %%
+
+# Reading
+
+
+def loss_of(share):
+    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f}"
+    if size == "0.0":
+        return "is worth nothing"
+    return f"costs {size} % of the speed" if share < 0 else f"is worth {size} %"
+
+
+lab.read(
+    f"The rung is two changes. In the finished kernel, with a causal mask, two stages instead of "
+    f"three {loss_of(lost['register limit'])}, and the register limit {loss_of(lost['two stages'])}, "
+    f"because without it the compiler takes {free} registers, "
+    + ("no more than with it. " if free <= 128 else "too many for a second program. ")
+    + "At the start it took both to make room, as the folds show."
+    if max(room["start"].values()) == 1
+    else f"In the finished kernel, having two stages instead of three "
+    f"{loss_of(lost['register limit'])}, and the register limit {loss_of(lost['two stages'])}."
 )
 
 # %%
