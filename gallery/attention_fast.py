@@ -884,9 +884,10 @@ lab.sketch(
 
 # %%
 # A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
-# elements of the one and 32 of the other, and for the compiler these are two layouts. A one-step reduction inherits the layout of the scores, and so
-# does ``alpha``, which is computed from it. Where the scores come from the iteration before, the
-# compiler then carries ``acc`` through the loop in both layouts, to multiply it by ``alpha``.
+# elements of the one and 32 of the other, and for the compiler these are two layouts. A one-step
+# reduction inherits the layout of the scores, and so does ``alpha``, which is computed from it.
+# Where the scores come from the iteration before, the compiler then carries ``acc`` through the
+# loop in both layouts, to multiply it by ``alpha``.
 #
 # So the assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and
 # waits after every instruction. The reshape in ``row_max`` gives the maximum a layout of its own,
@@ -1038,8 +1039,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 # Folded: The simulation
 lab.table(
     rows,
-    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes the "
-    "next program, whose time is its tiles of keys. The first row is what the ladder measures",
+    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
+    "the next program, whose time is its tiles of keys. The ladder measures the first row",
 )
 
 # %%
@@ -1793,7 +1794,7 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
 # the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
-# changes remove waits, instructions and idle slots. What is left, above all, are exponentials that
+# changes remove waits, instructions and idle slots. Among what is left are exponentials that
 # nothing keeps in step with the matmuls.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient. :doc:`/chapters/attention_in_models`
