@@ -1009,8 +1009,11 @@ lab.measure("Instructions for one exponential", instructions)
 # the package alternates between only as many heads as fit into half of the cache. The folds hold a
 # simulation of all programs on an H200, and the function that says which program computes what.
 
+# %%
 
-# Measuring
+# Folded: The simulation
+
+
 def finish_time(weights, slots=264):
     free = [0] * slots
     for weight in weights:
@@ -1034,9 +1037,6 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
         promised = finish_time(light_first) / finish_time(heavy_first) - 1
     rows.append(row)
 
-# %%
-
-# Folded: The simulation
 lab.table(
     rows,
     "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
@@ -1099,7 +1099,8 @@ lab.read(
 #    A change may be worth little at one place of the ladder and much at another.
 #
 # So we also take each change back from the finished kernel and leave the others. What it then loses
-# is what the change is worth in the end.
+# is what the change is worth in the end. The last column counts the waits in the code, and the
+# matmul instructions that they are for.
 
 
 # Measuring
@@ -1418,8 +1419,9 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
+# Folded: All points, and the libraries that are faster
 
-# Measuring
+
 def ahead_of_ours(**where):
     """The libraries that are faster at a point by more than 1 %, with their TFLOP/s."""
     ours = speed.rate("Kernel Book", **where)
@@ -1442,9 +1444,7 @@ for point in points(LENGTHS, (128, 64)):
             or "none",
         }
     )
-# %%
 
-# Folded: All points, and the libraries that are faster
 lab.table(
     at_points if speed.rows else [],
     "The plain Triton kernel, and the libraries that are faster by more than 1 %",
