@@ -89,8 +89,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the end each query also leaves one number for the backward pass, ``lse``; the section on the
-# mathematics says which.
+# In the end each query also leaves one number, ``lse``, which the mathematics below defines.
 #
 # .. image:: /figures/attention-stream.svg
 #    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
@@ -487,15 +486,14 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 #
 # Before any kernel, we write the algorithm in PyTorch, where each line can be printed and checked.
 # A tile of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys
-# that it needs, and says which of them have to be masked. ``window`` is for a later chapter, and
-# ``None`` here.
+# that it needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
 
 lab.source(tiled_forward, "begin")
 
 # %%
 # The inner loop takes one tile of keys and values after the other. ``_scores`` returns their scaled
-# dot products, with :math:`-\infty` wherever a query does not see a key; which keys it sees follows
-# from ``rule``, the two lengths and the mask.
+# dot products, with :math:`-\infty` wherever a query does not see a key; ``rule`` says which keys
+# it sees.
 
 lab.source(tiled_forward, "meet")
 
@@ -562,8 +560,7 @@ lab.check("Tiled PyTorch", tiled_cases())
 #
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
 #   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
-#   :math:`\log_2 e = 1 / \ln 2`. This costs nothing, because the factor joins the scale:
-#   ``scale_log2`` is their product.
+#   :math:`\log_2 e = 1 / \ln 2`. The factor joins the scale: ``scale_log2`` is their product.
 # - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 #   because a :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
@@ -726,8 +723,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # tile of queries has :math:`f = 33` and :math:`n = 64`: four tiles are computed, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. The rest is as before. (``visits_ptr``,
-# the last argument of the whole kernel, only serves to count tiles below.)
+# the two loops, and the loop over whole tiles has no mask. The rest is as before. (``visits_ptr``
+# only serves to count tiles below.)
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -787,8 +784,8 @@ def _staged_kernel(
 
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
-# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled
-# before the new terms are added. It computes ``exp`` where the kernel computes ``exp2``.
+# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled.
+# It computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -1144,15 +1141,14 @@ lab.read(
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
 # What still holds the kernel back is the question of :doc:`the next chapter
-# </chapters/attention_fast>`, which turns it into the package's, one change at a time, and compares
-# that with the libraries.
+# </chapters/attention_fast>`, which also compares it with the libraries.
 
 # %%
 # What breaks it
 # --------------
 #
-# The kernel in the fold can make five mistakes, one at a time. ``compare`` runs it without and with
-# a mistake, and shows the first three numbers of the result of a query or two.
+# ``compare`` runs the kernel in the fold without and with one of five mistakes, and shows the first
+# three numbers of a query's result.
 
 
 # Whole
