@@ -21,6 +21,7 @@ are those of a recorded run.
 
 # sphinx_gallery_thumbnail_number = 1
 import heapq
+import re
 import textwrap
 from functools import partial
 from unittest import mock
@@ -33,12 +34,11 @@ from kernelbook import lab, reference, runtime
 from kernelbook.lab.attention_bench import (
     FORWARD,
     LIBRARIES,
-    MATMUL,
+    balance,
     draw,
     libraries,
     matmul,
     points,
-    verdict,
 )
 from kernelbook.ops.attention import forward, tuned
 from kernelbook.ops.attention.forward import row_max
@@ -71,17 +71,6 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 
 
 # Measuring
-def balance():
-    from triton.testing import do_bench
-
-    x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
-    y = torch.empty_like(x)
-    flops = 2 * MATMUL**3 / do_bench(matmul()) * 1e3
-    moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
-    row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOP per byte": round(flops / moved)}]
-
-
 def moved_by(length):
     """MiB of one head in tiles of 128, and those if a program kept a tile of keys instead."""
     tensor, tiles = length * 128 * 2 / 2**20, length // 128
@@ -97,9 +86,10 @@ machine = lab.measure("What the GPU can do, bfloat16", balance)
 # Reading
 nan = float("nan")
 best = machine.rows[0] if machine.rows else {}
-needed, matmul_speed = best.get("FLOP per byte", nan), best.get("matmul, TFLOP/s", nan)
+matmul_speed, copy_speed = (best.get(x, nan) for x in ("matmul, TFLOP/s", "copy, GB/s"))
+needed = 1e3 * matmul_speed / copy_speed
 per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
-from_hbm = per_byte * best.get("copy, GB/s", nan) / 1e3
+from_hbm = per_byte * copy_speed / 1e3
 lab.read(
     f"At length 4,096 attention does {per_byte:.0f} operations per byte, and this GPU needs "
     f"{needed:.0f} to keep its arithmetic busy. "
@@ -119,9 +109,7 @@ lab.read(
 lab.read(
     f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
     f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
-    f"{best.get('copy, GB/s', nan):,.0f} GB/s. (The chapter before and the ladder below give other "
-    f"speeds of a matmul. Here it is timed call after call, which makes the chip lower its clocks, "
-    f"in one run by more than in another.)"
+    f"{copy_speed:,.0f} GB/s."
 )
 
 # %%
@@ -170,8 +158,9 @@ lab.table(
 # the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
 # the weighted sum of values ``acc``.
 #
-# Six things stand between it and the speed of a matmul, and some of them show only when an earlier
-# one is gone. Each rung of the ladder removes one:
+# Six things keep it slow that plain Triton can remove, and some of them show only when an earlier
+# one is gone. Each rung of the ladder removes one. What remains after all six is the question of
+# the last section.
 #
 # 1. While a program waits, its SM does nothing, because only one fits there: *two programs*.
 # 2. Addresses of single elements fill the registers: *descriptors*.
@@ -181,8 +170,10 @@ lab.table(
 # 6. A few long programs run on when the others are done: *heavy first*.
 #
 # The changes are flags of one kernel or options of its launch, so that each can be turned on, and
-# later off again. This is the body of the loop. ``_tile`` loads some rows, and ``_weigh`` turns
-# scores into weights. With all flags off, it is the loop of the last chapter.
+# later off again. This is the body of the loop. ``_tile`` loads a tile of rows. ``_weigh`` turns
+# scores into weights ``p`` and the factor ``alpha``; on cut tiles, for which ``MASKED`` is set,
+# each query keeps its first ``n_visible`` keys. The other capitals are sizes and the flags. With
+# all flags off, it is the loop of the last chapter.
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -339,7 +330,8 @@ def _rung_kernel(
 #    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
 #    the tensor cores.
 #
-# Each rung of the ladder adds its flag, or its options of the launch, to those before it:
+# Each rung adds its flag, or its options of the launch, to those before it. (``register_limit``
+# sets the option ``maxnreg``, which rung 1 explains.)
 
 LADDER = {
     "in stages": {
@@ -411,8 +403,9 @@ lab.check("The rungs", cases())
 # ----------
 #
 # How far up does each rung lead? All are timed in one run, as a percentage of a :term:`cuBLAS`
-# matmul. The last bar is the package's kernel, which has all six changes built in and takes more
-# inputs.
+# matmul. The first bar is the staged kernel of the chapter before; it stands a little apart from
+# its bar there, because it was timed in another run and starts from ``LOWEST``. The last bar is the
+# package's kernel, which has all six changes built in and takes more inputs.
 
 
 # Measuring
@@ -452,6 +445,30 @@ lab.ladder(
 # %%
 # The sections below explain one bar each: the change, what it does to the machine code, and what
 # it gains.
+
+# Reading
+
+
+def spread(name):
+    """By how much the middle three fifths of a rung's timings lie off their median, at most."""
+    return max(
+        max(1 - low / median, high / median - 1)
+        for low, median, high in steps.milliseconds[name]
+    )
+
+
+scatter = max(map(spread, LADDER)) if steps.rows else nan
+of_ladder = steps.rate("matmul", mask="full")
+lab.read(
+    f"Every bar is a median, and the middle three fifths of its timings lie within "
+    f"{100 * scatter:.1f} % of it. A gain below that says little."
+    + (
+        f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
+        f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
+        if matmul_speed < 0.98 * of_ladder
+        else ""
+    )
+)
 
 # %%
 
@@ -506,9 +523,19 @@ def gain(name, mask):
     return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
 
 
+def changed(share):
+    """What a change of the speed is called, with one more digit where it is small."""
+    if share != share:
+        return "nan"  # so that the paragraph says that it is not recorded
+    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f}"
+    if size == "0.0":
+        return "changes nothing"
+    return f"{'gains' if share > 0 else 'loses'} {size} %"
+
+
 def told(name):
     """What a rung gains, in words."""
-    causal, full = (verdict(gain(name, mask)) for mask in ("causal", "full"))
+    causal, full = (changed(gain(name, mask)) for mask in ("causal", "full"))
     if causal == full:
         return f"**Measured:** it {causal}, with a causal mask and without one. "
     if causal.split()[0] == full.split()[0]:
@@ -547,8 +574,8 @@ def waits_of(name):
 #
 # **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
 # <warp>` have 512 threads, so each gets 128 of the SM's 65,536. Of these ``acc`` takes 64 and a
-# tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and what does not fit
-# :term:`spills <spill>` to memory.
+# tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
+# fit :term:`spill <spill>` to memory.
 
 # Reading
 cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
@@ -558,7 +585,7 @@ early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
     told("two programs")
     + (
-        f"That is little, because the limit has a price: a thread had "
+        f"The rung yields little, because the limit has a price: a thread had "
         f"{compiled_to('in stages', 'registers')} registers before. With 128 the assembler no "
         f"longer lets a matmul run beside other work, and the code waits "
         f"{waits_of('two programs')}. The next rungs remove these waits, and then the second "
@@ -567,12 +594,11 @@ lab.read(
         if early and cost > 0.05
         else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
         f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
-        f"kernel {verdict(-cost)} with a causal mask."
+        f"kernel {changed(-cost)} with a causal mask."
     )
 )
 
 # %%
-# The folds take the two stages and the register limit apart.
 
 
 # Measuring
@@ -603,6 +629,11 @@ TIMED = {
 
 def in_halves(version, mask):
     return steps.rate(TIMED[version], mask=mask) if version in TIMED else nan
+
+
+def tiles_kib(stages):
+    """KiB of 128 queries, and of 64 keys and 64 values for each stage, in 16 bits."""
+    return (128 + stages * 2 * 64) * 128 * 2 / 1024
 
 
 def programs_on_an_sm(row):
@@ -652,16 +683,7 @@ lost = {
     - in_halves(f"finished, {what} alone", "causal") / in_halves("finished", "causal")
     for what in ("register limit", "two stages")
 }
-
-
-def loss_of(share):
-    if share < -0.01:
-        return f"costs {-100 * share:.0f} % of the speed"
-    return (
-        f"is worth {100 * share:.0f} %" if share > 0.01 else "is worth next to nothing"
-    )
-
-
+added = end_half["register limit"].get("shared memory, KiB", nan) - tiles_kib(3)
 lab.read(
     f"At the start, two stages alone let {room['start']['two stages']} program run on an SM, "
     f"because a thread has {start_half['two stages'].get('registers', nan)} registers. The limit "
@@ -673,11 +695,38 @@ lab.read(
         if max(room["start"].values()) == 1
         else "So one of the two is enough for a second program. "
     )
-    + f"In the finished kernel, with a causal mask, the limit {loss_of(lost['two stages'])}, "
+    + f"In the finished kernel three stages leave room for "
+    f"{room['finished']['register limit']}. "
+    + (
+        f"(The table counts {added:.0f} KiB more than the {tiles_kib(3):.0f} KiB of tiles, because "
+        f"the compiler adds buffers of its own.)"
+        if not added <= 0
+        else ""
+    )
+)
+
+# %%
+
+# Reading
+
+
+def loss_of(share):
+    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f}"
+    if size == "0.0":
+        return "is worth nothing"
+    return f"costs {size} % of the speed" if share < 0 else f"is worth {size} %"
+
+
+lab.read(
+    f"The rung is two changes. In the finished kernel, with a causal mask, two stages instead of "
+    f"three {loss_of(lost['register limit'])}, and the register limit "
+    f"{loss_of(lost['two stages'])}, "
     f"because without it the compiler takes {free} registers, "
     + ("no more than with it. " if free <= 128 else "too many for a second program. ")
-    + f"Having two stages instead of three {loss_of(lost['register limit'])}, because three leave "
-    f"room for {room['finished']['register limit']} program on an SM."
+    + "At the start it took both to make room, as the folds show."
+    if max(room["start"].values()) == 1
+    else f"In the finished kernel, having two stages instead of three "
+    f"{loss_of(lost['register limit'])}, and the register limit {loss_of(lost['two stages'])}."
 )
 
 # %%
@@ -696,11 +745,14 @@ lab.read(
 #
 # One thread then names a tile by its coordinates, and the Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. ``DESCRIBED`` selects this function:
-
-lab.source(load_tile)
-
-# %%
+# the tile into shared memory. ``_tile`` holds both ways. ``load_tile`` is in essence a single call,
+# ``desc.load([batch, head, start, 0])``; without it, every element has an address and a mask:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _tile
+#    :start-at: if DESCRIBED
+#    :dedent:
 
 # Reading
 lab.read(
@@ -718,8 +770,17 @@ lab.read(
 # %%
 # .. dropdown:: How a descriptor is made, and GPUs without a copy engine
 #
+#    The host describes a tensor, and ``load_tile`` reads a tile of it. ``coordinates`` adds batch
+#    and head to the row and column of the tile.
+#
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: describe
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: coordinates
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: load_tile
 #
 #    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
 #    read registers and not shared memory, so a tile in shared memory is not yet where it is needed.
@@ -727,10 +788,14 @@ lab.read(
 #    descriptor into addresses and masks again, and into slow ones: before a thread may load 16
 #    bytes at once, the compiler has to know that neighbours in a row are neighbours in memory, and
 #    a descriptor that comes from the host does not tell it so at compile time. ``head_of`` gives it
-#    an address whose last stride is the constant 1.
+#    an address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
+#    from it.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: head_of
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: inside
 
 # %%
 # Rung 3: scores one iteration ahead
@@ -750,10 +815,19 @@ lab.read(
 # next iteration begins with their exponentials, while its values and the keys after them arrive.
 
 # Reading
+ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
+    "descriptors", "matmul instructions"
+)
 lab.read(
     told("one iteration ahead")
-    + f"The code still waits {waits_of('one iteration ahead')}. Registers are no longer the "
-    f"reason; the next rung finds it."
+    + f"The code still waits {waits_of('one iteration ahead')}"
+    + (
+        f", {ahead_of_loop} more than before, because the scores of the first tile now stand "
+        f"before the loops, and the output of the last tile after them"
+        if not ahead_of_loop <= 0
+        else ""
+    )
+    + ". Registers are no longer the reason; the next rung finds it."
 )
 
 # %%
@@ -771,42 +845,49 @@ lab.source(forward.row_max)
 
 
 # Drawing
-def owners(scores, accumulator):
-    shades = ("Kernel Book", "PyTorch")
-    for axes, columns, title in (
-        (scores, 64, "scores, 128 × 64"),
-        (accumulator, 128, "acc, 128 × 128"),
+def owners(block, rows):
+    shades, middle = ("Kernel Book", "PyTorch"), {"ha": "center", "va": "center"}
+    for row in range(8):
+        for column in range(8):
+            ink = lab.colour(shades[row == 2])
+            block.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
+            thread = 4 * row + column // 2
+            block.text(column + 0.5, row + 0.5, thread, **middle, fontsize=12)
+    block.set(xlim=(0, 8), ylim=(8, 0), aspect="equal")
+    block.set_title("the first 8 × 8 elements", fontsize=12)
+    for y, blocks, name in (
+        (1.5, 8, "scores: 64 columns"),
+        (0, 16, "acc: 128 columns"),
     ):
-        for row in range(8):
-            for column in range(8):
-                thread = 4 * row + column // 2
-                ink = lab.colour(shades[row == 2])
-                axes.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
-                place = {"ha": "center", "va": "center", "fontsize": 10}
-                axes.text(column + 0.5, row + 0.5, thread, **place)
-        axes.text(8.2, 2.5, "…", va="center")
-        axes.set(xlim=(0, 9), ylim=(8, 0), xticks=[], yticks=[], aspect="equal")
-        axes.set_xlabel(f"the pattern repeats {columns // 8} times", fontsize=10)
+        for at in range(blocks):
+            rows.barh(y, 0.92, 0.5, at + 0.04, color=lab.colour(shades[1]), alpha=0.3)
+        rows.text(0, y + 0.36, name, fontsize=12)
+        rows.text(blocks / 2, y, f"{2 * blocks} a thread", **middle, fontsize=12)
+    rows.set(xlim=(0, 16), ylim=(-0.6, 2.4))
+    rows.set_title("the third row, whole", fontsize=12)
+    for axes in (block, rows):
+        axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
-        axes.set_title(title, fontsize=11)
 
 
 lab.sketch(
-    "Which thread of a warp holds which element",
-    "Two blocks of 8 by 8 elements with the number of the thread that holds each. In the scores "
-    "and in acc the first row belongs to threads 0 to 3, two elements each, the next row to "
-    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked in both. The block "
-    "repeats 8 times along a row of scores, and 16 times along a row of acc.",
+    "Which thread holds which element",
+    "Left, a block of 8 by 8 elements of the scores or of acc, with the number of the thread that "
+    "holds each: the first row belongs to threads 0 to 3, two elements each, the next row to "
+    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked. Right, the third row "
+    "whole: in the scores the block repeats 8 times, so each of the four threads holds 16 elements "
+    "of the row, and in acc 16 times, so each holds 32.",
     owners,
     panels=2,
-    height=3.4,
+    height=3.0,
 )
 
 # %%
-# A row of scores and the same row of ``acc`` belong to the same four threads, but for the compiler
-# 64 columns and 128 are two layouts. A one-step reduction inherits the layout of the scores, and so
-# does ``alpha``, which is computed from it. Where the scores come from the iteration before, the
-# compiler then carries ``acc`` through the loop in both layouts, to multiply it by ``alpha``.
+# A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
+# elements of the one and 32 of the other, and for the compiler these are two layouts. A one-step
+# reduction inherits the layout of the scores, and so does ``alpha``, which is computed from it.
+# Where the scores come from the iteration before, the compiler then carries ``acc`` through the
+# loop in both layouts, to multiply it by ``alpha``.
 #
 # So the assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and
 # waits after every instruction. The reshape in ``row_max`` gives the maximum a layout of its own,
@@ -916,8 +997,9 @@ lab.measure("Instructions for one exponential", instructions)
 # the end while the rest of the GPU has nothing to do.
 
 # %% An animation
-# In this example 16 programs run on three SMs, two at a time on each. Light first, a program of 8
-# tiles starts when most of the work is done. Heavy first, the light programs fill the gaps.
+# In this example the 16 programs of two heads run on three SMs, two at a time on each. Light first
+# and head by head, a program of 8 tiles starts when most of the work is done. Heavy first, across
+# both heads, the light programs fill the gaps.
 #
 # .. animation:: light_or_heavy_first
 
@@ -925,10 +1007,13 @@ lab.measure("Instructions for one exponential", instructions)
 # The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
 # last heads still start late. But all heads at once may have more keys and values than L2 holds, so
 # the package alternates between only as many heads as fit into half of the cache. The folds hold a
-# simulation of an H200, and the function that says which program computes what.
+# simulation of all programs on an H200, and the function that says which program computes what.
+
+# %%
+
+# Folded: The simulation
 
 
-# Measuring
 def finish_time(weights, slots=264):
     free = [0] * slots
     for weight in weights:
@@ -952,18 +1037,11 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
         promised = finish_time(light_first) / finish_time(heavy_first) - 1
     rows.append(row)
 
-# %%
-# .. dropdown:: The simulation: 264 slots
-#
-#    An H200 has 132 SMs, and two programs of our kernel fit on each, so we simulate 264 slots. A
-#    slot takes the next program when it is free, and the time of a program is the number of its
-#    tiles of keys. The first row of the table is the case that we measure: length 4,096 in tiles of
-#    128 queries, and 64 heads in all.
-
-# %%
-
-# Folded: The share of the slots at work
-lab.table(rows, "Share of 264 slots at work, causal")
+lab.table(
+    rows,
+    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
+    "the next program, whose time is its tiles of keys. The ladder measures the first row",
+)
 
 # %%
 # .. dropdown:: Which tile of which head a program computes
@@ -986,7 +1064,7 @@ lab.read(
         if short
         else ""
     )
-    + "Without a mask there is nothing to gain."
+    + "Without a mask all programs are equally heavy, so their order has nothing to gain."
 )
 
 # %%
@@ -1021,7 +1099,8 @@ lab.read(
 #    A change may be worth little at one place of the ladder and much at another.
 #
 # So we also take each change back from the finished kernel and leave the others. What it then loses
-# is what the change is worth in the end.
+# is what the change is worth in the end. The last column counts the waits in the code, and the
+# matmul instructions that they are for.
 
 
 # Measuring
@@ -1032,7 +1111,8 @@ for name in list(LADDER)[1:]:
     row = {"taken back": name}
     for mask in ("causal", "full"):
         change = steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
-        row[f"{mask}, %"] = f"{100 * change:+.0f}".replace("-", "−")
+        digits = 0 if abs(change) >= 0.0195 else 1
+        row[f"{mask}, %"] = f"{100 * change:+.{digits}f}".replace("-", "−")
     row["spills"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
@@ -1057,18 +1137,24 @@ worth = {
 most = max(worth, key=worth.get)
 little = [name for name, share in worth.items() if abs(share) < 0.02]
 alone = "two programs"
+
+
+def rose_by(share):
+    return f"{'rose' if share > 0 else 'fell'} by {100 * abs(share):.1f} %"
+
+
 lab.read(
     f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
     f"“{most}”"
     + (
-        f", because three stages take {compiled_to('without two programs', 'shared memory, KiB')} "
-        f"KiB and leave no room for a second program. "
+        f", because the tiles of three stages take {tiles_kib(3):.0f} KiB and leave no room for a "
+        f"second program. "
         if most == alone
         else ". "
     )
     + (
-        "Yet that rung gained next to nothing when it was made, because each of the two programs "
-        "still waited for each of its matmul instructions."
+        f"Yet when that rung was made, the speed {rose_by(gain(alone, 'causal'))}, because each "
+        f"of the two programs still waited for each of its matmul instructions."
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ""
     )
@@ -1193,10 +1279,11 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 #
 # Such a kernel goes wrong first at sizes that no tile divides. So the check compares it with
 # float64 truth over lengths of 1, 127 and 1,000, head_dim 80 and 96, queries and keys of different
-# length, shared heads, and transposed views. In 16 bits the error may be twice PyTorch's. In
-# float32 it may be eight times PyTorch's, because each multiplication by ``alpha`` adds a rounding
-# and float32 is split into parts. In the table, an input is its batch, heads, heads of keys,
-# queries, keys and head_dim.
+# length, shared heads, and transposed views. In 16 bits the error may be twice PyTorch's, and it
+# may always be one unit in the last place, because a result of PyTorch that is rounded luckily is
+# no yardstick. In float32 the factor is eight, because each multiplication by
+# ``alpha`` adds a rounding and float32 is split into parts. In the table, an input is its batch,
+# heads, heads of keys, queries, keys and head_dim.
 
 
 # Measuring
@@ -1332,8 +1419,9 @@ lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
+# Folded: All points, and the libraries that are faster
 
-# Measuring
+
 def ahead_of_ours(**where):
     """The libraries that are faster at a point by more than 1 %, with their TFLOP/s."""
     ours = speed.rate("Kernel Book", **where)
@@ -1356,9 +1444,7 @@ for point in points(LENGTHS, (128, 64)):
             or "none",
         }
     )
-# %%
 
-# Folded: All points, and the libraries that are faster
 lab.table(
     at_points if speed.rows else [],
     "The plain Triton kernel, and the libraries that are faster by more than 1 %",
@@ -1442,10 +1528,28 @@ lab.read(
 )
 
 # %%
-# **What keeps it below the speed of a matmul?** One cost is the exponentials. While one of the two
-# programs on an SM waits for a matmul, the other may compute exponentials, but nothing keeps them
-# in step. A kernel that does so needs warps with different roles, which plain Triton cannot
-# express. The book writes it in :term:`Gluon`, Triton's lower language:
+# **What keeps it below the speed of a matmul at long lengths?** The first section names a suspect,
+# the exponentials.
+
+# Reading
+long = {
+    head_dim: speed.share("Kernel Book", head_dim=head_dim, mask="full", seqlen=16384)
+    for head_dim in (128, 64)
+}
+lab.read(
+    f"At length 16,384 without a mask, the kernel reaches {100 * long[128]:.0f} % of a matmul at "
+    f"head_dim 128, and {100 * long[64]:.0f} % at 64"
+    + (
+        ", where a score has half as many operations in the matmuls beside the same exponential."
+        if long[64] < long[128]
+        else "."
+    )
+)
+
+# %%
+# While one of the two programs on an SM waits for a matmul, the other may compute exponentials, but
+# nothing keeps them in step. A kernel that does so needs warps with different roles, which plain
+# Triton cannot express. The book writes it in :term:`Gluon`, Triton's lower language:
 # :doc:`/chapters/attention_hopper` measures how much of this loss it wins back.
 
 # %%
@@ -1617,7 +1721,20 @@ def greedy():
     return [{"what the launch says": line} for line in textwrap.wrap(said, 56)]
 
 
-lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
+refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
+
+# %%
+
+# Reading
+said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
+sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
+lab.read(
+    f"With 5 stages of 128 keys, the kernel of this chapter would need {int(sizes[1]):,} bytes, "
+    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, and says "
+    f"both numbers."
+    if sizes
+    else said
+)
 
 # %%
 # So the package knows what each configuration needs, and takes the first that fits. If none does,
@@ -1677,7 +1794,8 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
 # the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
-# changes remove waits, instructions and idle slots.
+# changes remove waits, instructions and idle slots. Among what is left are exponentials that
+# nothing keeps in step with the matmuls.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient. :doc:`/chapters/attention_in_models`
 # splits the keys where one query per head, as when a model generates text, leaves most of the GPU

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
+from kernelbook.lab.attention_bench import FORWARD, balance, matmul
 from kernelbook.ops.attention import attention
 from kernelbook.ops.attention.tiled import key_tiles, tiled_attention, tiled_forward
 
@@ -88,7 +89,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the end each query leaves ``lse`` for the backward pass.
+# In the end each query also leaves one number, ``lse``, which the mathematics below defines.
 #
 # .. image:: /figures/attention-stream.svg
 #    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
@@ -131,26 +132,6 @@ for length in (1024, 4096, 16384, 65536):
             "at best": round(flops / least),
         }
     )
-MATMUL = 8192
-
-
-def matmul_operands():
-    size = (2, MATMUL, MATMUL)
-    return torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16)
-
-
-def balance():
-    from triton.testing import do_bench
-
-    a, b = matmul_operands()
-    x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
-    y = torch.empty_like(x)
-    flops = 2 * MATMUL**3 / do_bench(lambda: a @ b) * 1e3
-    moved = 2 * x.numel() / do_bench(lambda: y.copy_(x)) * 1e3
-    row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
-    return [row | {"FLOPs per byte": round(flops / moved)}]
-
-
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 
 # %%
@@ -169,9 +150,8 @@ lab.read(
         if most < needed
         else "So memory does not have to slow it. "
     )
-    + f"Without the table it would do {rows[1]['at best']:,} operations per byte there, if it read "
-    f"each input only once. A kernel in tiles reads keys and values more often; the next chapter "
-    f"counts how often."
+    + f"Without the table it would do {rows[1]['at best']:,} there, if it read each input only "
+    f"once; the next chapter counts how often a kernel in tiles reads keys and values."
 )
 
 # %%
@@ -338,8 +318,8 @@ lab.table(
 #    \end{aligned}
 #
 # By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and each step keeps it right. How we split the keys does not matter.
-# A run confirms that: it cuts 300 keys into pieces and merges their triples in a random order.
+# -\infty` and both sums are 0, and each step keeps it right. How we split the keys does not matter,
+# as a fold below confirms.
 #
 # .. dropdown:: The merge of any two sets
 #
@@ -505,13 +485,15 @@ lab.table(rows, "Outputs that were NaN before the kernel ran")
 # ----------------------
 #
 # Before any kernel, we write the algorithm in PyTorch, where each line can be printed and checked.
-# A tile of queries begins with the triple of the empty set.
+# A tile of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys
+# that it needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
 
 lab.source(tiled_forward, "begin")
 
 # %%
 # The inner loop takes one tile of keys and values after the other. ``_scores`` returns their scaled
-# dot products, with :math:`-\infty` wherever a query does not see a key.
+# dot products, with :math:`-\infty` wherever a query does not see a key; ``rule`` says which keys
+# it sees.
 
 lab.source(tiled_forward, "meet")
 
@@ -544,8 +526,7 @@ lab.source(tiled_forward, "end")
 #       :pyobject: key_tiles
 #
 # We check this and both kernels below against float64. Because each multiplication by ``alpha``
-# adds a rounding, the error may be up to four times PyTorch's in the same dtype, a factor chosen by
-# hand.
+# adds a rounding, the error may be up to four times PyTorch's, a factor chosen by hand.
 
 
 # Measuring
@@ -579,8 +560,7 @@ lab.check("Tiled PyTorch", tiled_cases())
 #
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
 #   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
-#   :math:`\log_2 e = 1 / \ln 2`. This costs nothing, because the factor joins the scale:
-#   ``scale_log2`` is their product.
+#   :math:`\log_2 e = 1 / \ln 2`. The factor joins the scale: ``scale_log2`` is their product.
 # - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 #   because a :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
@@ -743,7 +723,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # tile of queries has :math:`f = 33` and :math:`n = 64`: four tiles are computed, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. The rest is as before:
+# the two loops, and the loop over whole tiles has no mask. The rest is as before. (``visits_ptr``
+# only serves to count tiles below.)
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -803,8 +784,8 @@ def _staged_kernel(
 
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
-# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled
-# before the new terms are added. It computes ``exp`` where the kernel computes ``exp2``.
+# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled.
+# It computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -814,8 +795,8 @@ def _staged_kernel(
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# **The tiles beyond the diagonal are never computed.** For proof, the kernel counts: with
-# ``visits_ptr``, an :term:`atomic` addition records each tile that it computes, and in which stage.
+# **The tiles beyond the diagonal are never computed.** For proof, an :term:`atomic` addition
+# records each tile that the kernel computes, and in which stage.
 
 
 def trace(seqlen_q, seqlen_k, is_causal):
@@ -982,7 +963,6 @@ lab.measure("Patterns of torch.compile that match standard attention", recognise
 #    their way, or in use, at a time, and has nothing to do with the causal stages.
 
 # Measuring
-A, B = (None, None) if runtime.INTERPRETED else matmul_operands()
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 
 
@@ -1002,7 +982,7 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     compiled = torch.compile(standard_attention)
     blocks = {"block_m": 1024, "block_n": 1024}
     return {
-        "matmul": lambda: A @ B,
+        "matmul": matmul(),
         "PyTorch": lambda: standard_attention(q, k, v, is_causal),
         "torch.compile": lambda: compiled(q, k, v, is_causal),
         "tiled PyTorch": lambda: tiled_forward(q, k, v, is_causal=is_causal, **blocks),
@@ -1013,10 +993,7 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
-WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
-LIMIT_WORK = f"2 * {MATMUL} * {MATMUL} * {MATMUL}"
-units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
-steps = lab.bench("ladder", POINTS, ladder_providers, **units)
+steps = lab.bench("ladder", POINTS, ladder_providers, **FORWARD)
 RUNGS = ["PyTorch", "torch.compile", "tiled PyTorch", "first kernel", "in stages"]
 where = {"seqlen": 4096}
 lab.ladder(
@@ -1104,8 +1081,20 @@ lab.read(
         else ""
     )
     + f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes "
-    f"no longer counts, and `masked_fill_` reads and writes the table once more. Compiled, the "
-    f"table still goes through memory."
+    f"no longer counts, and `masked_fill_` reads and writes the table once more."
+)
+
+# %%
+
+# Reading
+free = at("torch.compile", "causal") > 0.45 * at(
+    "torch.compile", "full"
+)  # half the FLOPs
+lab.read(
+    f"Compiled, it reaches {percent('torch.compile', 'full')} without a mask and "
+    f"{percent('torch.compile', 'causal')} with it"
+    + (", because the mask then takes no time of its own" if free else "")
+    + ". But the two matmuls stay kernels of their own, so the table still goes through memory."
 )
 
 # %%
@@ -1114,14 +1103,14 @@ lab.read(
 longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
 under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
 lab.read(
-    f"Tiles alone gain nothing: in plain PyTorch they take {longer:.1f} times as long as standard "
-    f"attention without a mask, because every tile goes through memory, and `acc` with it in each "
+    f"Without a mask, tiles in plain PyTorch lose: they take {longer:.1f} times as long as "
+    f"standard attention, because every tile goes through memory, and `acc` with it in each "
     f"iteration. "
     + (
-        f"With the mask they are {under_mask:.1f} times as fast, because they skip tiles that "
-        f"nobody sees."
+        f"With the mask they are {under_mask:.1f} times as fast, but only because they skip tiles "
+        f"that nobody sees."
         if under_mask > 1
-        else ""
+        else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
     )
     if not longer <= 1
     else f"Tiles in plain PyTorch are {1 / longer:.1f} times as fast as standard attention, "
@@ -1152,15 +1141,14 @@ lab.read(
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
 # What still holds the kernel back is the question of :doc:`the next chapter
-# </chapters/attention_fast>`, which turns it into the package's, one change at a time, and compares
-# that with the libraries.
+# </chapters/attention_fast>`, which also compares it with the libraries.
 
 # %%
 # What breaks it
 # --------------
 #
-# The kernel in the fold can make five mistakes, one at a time. Each table compares one query's
-# result with and without the mistake.
+# ``compare`` runs the kernel in the fold without and with one of five mistakes, and shows the first
+# three numbers of a query's result.
 
 
 # Whole
@@ -1204,17 +1192,17 @@ def listed(row):
     return ", ".join(f"{value:.3f}" for value in row[:3].tolist())
 
 
-def compare(mistake, row, q, k, v, scale=0.25, mask_value=float("-inf")):
+def compare(mistake, queries, q, k, v, scale=0.25, mask_value=float("-inf")):
     heads = (x[None, None] for x in (q, k, v))
-    truth = reference.attention(*heads, True, scale)[0][0, 0, row]
+    truth = reference.attention(*heads, True, scale)[0][0, 0]
     rows = []
     for version, value in (("right", float("-inf")), (mistake, mask_value)):
         out = torch.empty_like(v)
         with runtime.launching_on(q):
             _fragile_kernel[(1,)](q, k, v, out, scale, version, value)
-        off = (out[row] - truth).abs().max().item()
-        rows.append({"version": version, f"query {row}": listed(out[row])})
-        rows[-1]["largest error"] = f"{off:.1g}"
+        off = (out - truth)[queries].abs().max().item()
+        row = {"version": version} | {f"query {i}": listed(out[i]) for i in queries}
+        rows.append(row | {"largest error": f"{off:.1g}"})
         assert (off < 1e-3) == (version == "right")
     return lab.table(rows, f"{mistake}: the first numbers of a result")
 
@@ -1225,20 +1213,20 @@ q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 # **No maximum subtracted.** On paper the maximum cancels, but in float32 :math:`e^{89}` is
 # infinite, so scores around a hundred make the result infinity divided by infinity, which is NaN.
 
-compare("no maximum", 40, 20 * q, k, v, scale=2.0)
+compare("no maximum", [40], 20 * q, k, v, scale=2.0)
 
 # %%
 # **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
 # sees nothing and its result is NaN; the second should average two values and returns the first.
 
-compare("> for >=", 1, q, k, v)
+compare("> for >=", [0, 1], q, k, v)
 
 # %%
 # **The statistics are not updated.** Without ``m_i = m_new`` the old maximum stays :math:`-\infty`,
 # so ``alpha`` is always 0 and every tile erases those before it. With a single tile the result
 # would be right, which is why a test needs more than one.
 
-compare("statistics not updated", 60, q, k, v)
+compare("statistics not updated", [60], q, k, v)
 
 # %%
 # **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator end on
@@ -1246,7 +1234,7 @@ compare("statistics not updated", 60, q, k, v)
 # the scores rise along the keys.
 
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
-compare("acc not rescaled", 40, q.abs(), k + rising, v)
+compare("acc not rescaled", [40], q.abs(), k + rising, v)
 
 # %%
 # **-1e6 in place of minus infinity.** The finite number avoids the NaN of :math:`-\infty -
@@ -1254,7 +1242,7 @@ compare("acc not rescaled", 40, q.abs(), k + rising, v)
 # it. Lower scores are rare, but nothing forbids them, and then the *masked* keys win, so that a
 # query sees nothing but the future.
 
-compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
+compare("-1e6 as the mask", [40], q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
 # %%
 # With minus infinity a masked key can never win, and ``m_exp`` avoids the NaN.

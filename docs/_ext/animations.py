@@ -639,7 +639,7 @@ def light_or_heavy_first():
         for _ in range(HEADS)
         for start in range(0, length, BLOCK)
     ]
-    orders = {"light first": light, "heavy first": light[::-1]}
+    orders = {"light first": light, "heavy first": sorted(light, reverse=True)}  # of all heads
     runs = {name: list(schedule(weights)) for name, weights in orders.items()}
     ends = {name: max(begin + w for _, begin, w in run) for name, run in runs.items()}
     left, each, unit = 54, 0.7, (396 - 54) / max(ends.values())

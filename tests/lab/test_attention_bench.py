@@ -117,6 +117,19 @@ def test_points_have_the_same_tokens_and_width():
         assert evaluate(attention_bench.BACKWARD["work"], point) == 2.5 * flops
 
 
+def test_a_copy_moves_each_byte_twice(monkeypatch):
+    monkeypatch.setattr(attention_bench, "matmul", lambda: None)
+    monkeypatch.setattr(attention_bench, "event_times", lambda run: [1.0, 2.0, 30.0])
+    moved, flops = 2 * 2**30 / 2e-3, 2 * 8192**3 / 2e-3
+    assert attention_bench.balance() == [
+        {
+            "matmul, TFLOP/s": round(flops / 1e12),
+            "copy, GB/s": round(moved / 1e9),
+            "FLOPs per byte": round(flops / moved),
+        }
+    ]
+
+
 def test_a_step_of_a_ladder_is_told_with_both_masks():
     rates = {("a", "causal"): 100.0, ("a", "full"): 200.0}
     rates |= {("b", "causal"): 110.0, ("b", "full"): 199.0}

@@ -5,6 +5,7 @@ share. Where ``do``, the gradient of the output, is given, the backward pass alo
 inputs then require gradients. What a library lacks or refuses is :class:`kernelbook.lab.Absent`.
 """
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 from kernelbook import runtime
-from kernelbook.lab.bench import Absent, Sweep, peer
+from kernelbook.lab.bench import Absent, Sweep, event_times, peer
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -89,6 +90,20 @@ def matmul() -> Callable:
     size = (2, MATMUL, MATMUL)
     a, b = torch.randn(size, device=runtime.DEVICE, dtype=torch.bfloat16).unbind()
     return lambda: a @ b
+
+
+def balance() -> list[dict]:
+    """Return the speed of the limit and of a copy, and how many FLOPs fit into the time of a byte.
+
+    Both are timed with a pause before every run, as a sweep times its providers: a matmul that runs
+    call after call makes the chip lower its clocks.
+    """
+    x = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.int8)
+    y = torch.empty_like(x)
+    flops = 2 * MATMUL**3 / statistics.median(event_times(matmul())) * 1e3
+    moved = 2 * x.numel() / statistics.median(event_times(lambda: y.copy_(x))) * 1e3
+    row = {"matmul, TFLOP/s": round(flops / 1e12), "copy, GB/s": round(moved / 1e9)}
+    return [row | {"FLOPs per byte": round(flops / moved)}]
 
 
 def timed(run: Callable, inputs: Tensors, do: torch.Tensor | None = None) -> Callable:
