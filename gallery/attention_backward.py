@@ -70,7 +70,7 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# How much memory is that? In long inputs, far more than everything else:
+# How much memory is that?
 
 
 # Measuring
@@ -144,15 +144,15 @@ def growth(version):
 
 lab.read(
     f"At 16,384 tokens and 16 heads, standard attention keeps "
-    f"{kept(16384, 'standard attention') / 1024:.1f} GiB for its backward pass. The kernels of "
-    f"this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. With four times as many tokens, the "
-    f"first grows {growth('standard attention'):.0f} times and the second "
+    f"{kept(16384, 'standard attention') / 1024:.1f} GiB for its backward pass, and the kernels "
+    f"of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. From 4,096 tokens to four times as "
+    f"many, the former grows {growth('standard attention'):.0f} times and the latter "
     f"{growth('two sweeps'):.0f} times."
 )
 
 # %%
-# Our forward kernel keeps only its output and ``lse`` (:term:`logsumexp`), four bytes per query, so
-# the backward pass computes each weight again.
+# Our forward kernel keeps its output and ``lse`` (:term:`logsumexp`), four bytes per query. So the
+# backward pass has to compute the weights again.
 #
 # .. dropdown:: Which version a call of attention runs
 #
@@ -162,15 +162,15 @@ lab.read(
 #    always asks for two sweeps, and with ``deterministic=False`` for the one sweep of this chapter.
 #
 # What does that cost? Write :math:`S` for the scores, :math:`P` for their softmax (the weights) and
-# :math:`O` for the output. The forward pass is two matmuls: :math:`S = QK^\top`, times the scale,
-# and :math:`O = PV`. For :math:`M` queries, :math:`N` keys and head_dim :math:`d`, each takes
-# :math:`2 M N d` floating-point operations (FLOPs). The backward pass takes five such matmuls: two
-# gradients for each of the two, and :math:`S` once more.
+# :math:`O` for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
+# :math:`O = PV`, of :math:`2 N^2 d` floating-point operations (FLOPs) each, for :math:`N` queries
+# and keys and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two,
+# and :math:`S` once more.
 #
-# Will this arithmetic limit it, or memory? The backward pass reads five matrices (``q``, ``k``,
-# ``v``, ``out`` and ``do``, the gradient of ``out``) and writes three. With :math:`N` queries and
-# keys in 16 bits, that is :math:`10 N^2 d` operations on :math:`16 N d` bytes, an
-# :term:`arithmetic intensity` of :math:`5 N / 8`.
+# Will arithmetic limit it, or memory? It reads five matrices of :math:`d` columns (``q``, ``k``,
+# ``v``, ``out`` and ``do``, the gradient of ``out``) and writes three. In 16 bits, this is
+# :math:`10 N^2 d` operations on :math:`16 N d` bytes, an :term:`arithmetic intensity` of
+# :math:`5 N / 8`.
 
 import triton
 import triton.language as tl
@@ -213,8 +213,8 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# A gradient by softmax depends on a whole row of weights. How can a kernel compute it that sees
-# only one tile of keys at a time? First with a few numbers, then in general.
+# Behind a softmax, every gradient depends on a whole row of weights. How can a kernel compute it
+# that sees one tile of keys at a time? First with a few numbers, then in general.
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
 # values are 4, 1 and 1, so the output is their weighted mean, 2.5. Let the gradient of the output
@@ -237,9 +237,8 @@ by_hand, by_autograd = (
 lab.read(f"By hand this is {by_hand}, and by autograd {by_autograd}.")
 
 # %%
-# The mean, 2.5, is the *output*, which the forward pass has left in memory. So nobody has to sum
-# over the keys again. The rest of this section shows that this holds for any number of keys and
-# columns.
+# And the mean, 2.5, is the *output*, which the forward pass has left in memory. So nobody has to
+# sum over the keys again. Now for any number of keys and columns:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -266,9 +265,9 @@ lab.read(f"By hand this is {by_hand}, and by autograd {by_autograd}.")
 #    &= p \circ (dp - \delta), \qquad \delta = p^\top dp
 #    \end{aligned}
 #
-# The circle is the elementwise product. :math:`\delta` is the mean of :math:`dp`, weighted by
-# :math:`p`, as 2.5 was in the example. It is a sum over *all* keys, needed before the first element
-# of :math:`ds`, so a program that loops over tiles of keys would have to loop twice.
+# The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
+# the example. It is a sum over *all* keys, needed before the first element of :math:`ds`, so a
+# program that loops over tiles of keys would have to loop twice.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -388,18 +387,16 @@ lab.read(
 # --------------------
 #
 # What is left to do for one tile of queries and one tile of keys? With ``lse`` and ``delta`` at
-# hand, no formula needs a whole row, so each such pair of tiles can be processed by itself.
-# ``delta`` comes first, for all queries. ``key_tiles`` then yields the tiles of keys that a tile of
-# queries sees, as in the forward pass.
-
-lab.source(tiled.tiled_backward, "begin")
-
-# %%
-# Each pair of tiles adds its part to ``dq``, ``dk`` and ``dv``, with one line per formula.
-# ``_scores`` computes the scaled and masked scores of the pair, and ``_finite`` keeps a query that
-# sees no key from becoming NaN.
+# hand, no formula needs a whole row, so each such pair can be processed by itself. A loop over the
+# pairs that see each other computes the scores, scaled and masked by a ``rule`` that says who sees
+# whom, and adds one line per formula. ``_finite`` keeps a query that sees no key from becoming NaN:
 
 lab.source(tiled.tiled_backward, "meet")
+
+# %%
+
+# Folded: What comes before: delta, and the loops over tiles
+lab.source(tiled.tiled_backward, "begin")
 
 # %%
 # PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result,
@@ -442,8 +439,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
 # keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
-# the second, a program owns a tile of queries, loops over tiles of keys, and alone adds to its
-# ``dq``.
+# the second, a program owns a tile of queries and its ``dq``, and loops over tiles of keys.
 #
 # .. animation:: two_sweeps
 #
@@ -459,17 +455,15 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
-# the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
-# in a buffer twice as large as ``dq`` in 16 bits.
-#
-# So two sweeps compute more, and one sweep shares more. Which is faster? We build both.
+# the last bits of ``dq`` differ between runs. The sum is kept in float32, in a buffer twice as
+# large as ``dq`` in 16 bits. Which version is faster? We build both.
 #
 # The kernels
 # -----------
 #
-# What does a program of the first sweep execute, tile after tile? A small kernel has computed
-# ``delta`` before. The program has loaded its tile of keys ``k`` and values ``v``, and set ``dk``
-# and ``dv`` to zero. Then this loop visits one tile of queries after another:
+# What does a program of the first sweep execute? A small kernel has computed ``delta``. The program
+# has loaded its tiles of keys ``k`` and values ``v``, and set ``dk`` and ``dv`` to zero. Then this
+# loop visits one tile of queries after another:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: Python
@@ -479,19 +473,17 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #    :dedent:
 #    :linenos:
 #
-# Everything is transposed, with keys as rows, for a reason that follows.
-#
-# - **Lines 3 to 5** load what belongs to the ``BLOCK_M`` queries from ``start_m``. ``load_tile``
+# - **Lines 3 to 5** load what belongs to ``BLOCK_M`` queries from ``start_m`` on. ``load_tile``
 #   reads rows of ``q`` and ``do`` by a descriptor, as in :doc:`/chapters/attention_fast`, and
-#   ``load_row`` one number per query, here ``lse`` in base 2.
-# - **Lines 6 and 7** are step 6. ``scale_log2`` is :math:`\sigma \log_2 e`. ``PRECISION`` is for
-#   float32, which a :term:`matrix unit` would otherwise round to :term:`TF32`.
+#   ``load_row`` one number per query, here ``lse`` in base 2; its other arguments say where this
+#   head's numbers lie.
+# - **Lines 6 and 7** are step 6, transposed: keys are rows. ``scale_log2`` is :math:`\sigma \log_2
+#   e`, and ``PRECISION`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`.
 # - **Lines 8 to 10** mask. ``first_seeing`` holds, for each key, the first query that sees it.
 #   ``MASKED`` is a constant, true only near the diagonal: elsewhere these lines are not compiled.
-# - **Lines 11 to 13** do the same on the other side, for windows.
-# - **Lines 17 to 21** are the gradients, one line per formula: :math:`dP^\top = V dO^\top`, then
-#   :math:`dV` grows by :math:`P^\top dO`, and :math:`dK` by :math:`dS^\top Q`. The matmul of line
-#   19 runs while line 20 computes :math:`dS^\top`.
+#   **Lines 11 to 13** are for windows.
+# - **Lines 17 to 21** are the gradients, one line per formula. The matmul of line 19 runs while
+#   line 20 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`.
 #
 # After the loop, ``dk`` is multiplied by the scale, and both are stored.
 #
@@ -736,9 +728,9 @@ lab.source(kernels.sweep_queries, "add")
 # ----------------------------
 #
 # A causal mask empties almost half of the tiles. Do the sweeps really skip them? We find out with a
-# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we
-# put NaN into one tile of ``do``, a tile of ``dv`` becomes NaN if its program has read it, masked
-# or not. For ``dq`` we dye a tile of ``v``.
+# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. So if one
+# tile of ``do`` is NaN, each program that has read it, masked or not, writes NaN to ``dv``. For
+# ``dq`` we dye a tile of ``v``.
 
 
 # Measuring
@@ -822,8 +814,8 @@ lab.read(
 
 # %%
 # **A backward pass that forgets its mask.** A widely copied kernel was always causal in its
-# backward pass, and its test, which was always causal, too, did not notice. What does such a
-# mistake look like? We run forward with one mask and backward with the other.
+# backward pass, and its test, always causal, too, did not notice. What does that look like? We run
+# forward with one mask and backward with the other.
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -863,10 +855,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# How large an error is allowed? Both versions are compared with float64, and with the errors of the
-# formula above in PyTorch. In 16 bits we allow twice PyTorch's error, because two results that are
-# each rounded once, at different moments, may differ by that much. In float32 we allow eight times,
-# because tiles are summed in another order and the exponent is rounded once more.
+# How large an error is allowed? Both versions are compared with float64, and with the error of the
+# formula above in PyTorch. In 16 bits we allow twice PyTorch's error, because both results are
+# rounded, at different moments. In float32 we allow eight times, because tiles are summed in
+# another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -930,9 +922,9 @@ lab.check(
 )
 
 # %%
-# Awkward cases are checked as well: few or many queries, heads that share keys, a head_dim that is
-# no power of two, a gradient that repeats one row, and one for ``lse``. A query that sees no key
-# must get a gradient of zero, and not NaN. A case that fails stops the build of this page.
+# Awkward cases are checked as well: few or many queries, heads that share keys, an odd head_dim, a
+# gradient that repeats one row, one for ``lse``, and queries that see no key, whose gradient must
+# be zero and not NaN. A case that fails stops the build of this page.
 
 # Measuring
 awkward = [
@@ -993,8 +985,8 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Does a second run give the same gradients? A training run that cannot be repeated exactly is hard
-# to debug. So each version runs a hundred times on one input, and we compare bit by bit.
+# Does a second run give the same gradients? If not, a training run is hard to debug. Each version
+# runs a hundred times on one input, and we compare bit by bit.
 
 
 # Measuring
@@ -1045,18 +1037,15 @@ lab.read(
 # How near does the backward pass come to the :term:`limit`, a matmul of two matrices of 8,192 by
 # 8,192? We count work as the field does: five matmuls, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit, or 71 %,
-# at best. The figure shows six versions of the backward pass:
+# at best. The rungs of the ladder are:
 #
-# - *standard attention*: the formula from the beginning; each operation on the scores passes them
-#   all through memory;
-# - *torch.compile*: the same formula, with fewer such passes; because :math:`P` is kept, four
-#   matmuls are enough;
-# - *tiled PyTorch*: the loop over tiles; it needs little memory, but each operation still passes
-#   its tile through memory;
-# - *Kernel Book, one sweep*: a tile stays on chip, and five matmuls are enough; ``dq`` is added in
-#   memory;
-# - *all tiles*: two sweeps and seven matmuls, with the causal flag ignored;
-# - *Kernel Book*: the same, without the tiles in which no query sees a key.
+# - *standard attention* passes all scores through memory in each operation;
+# - *torch.compile* does so in fewer operations, and with :math:`P` kept, in four matmuls;
+# - *tiled PyTorch*, our loop over tiles, needs little memory, but still passes each tile through it
+#   in each operation;
+# - *Kernel Book, one sweep* keeps a tile on chip, takes five matmuls, and adds ``dq`` in memory;
+# - *all tiles* is two sweeps, with seven matmuls, and the causal flag ignored;
+# - *Kernel Book* is two sweeps without the tiles in which no query sees a key.
 #
 # .. dropdown:: What is timed
 #
@@ -1150,9 +1139,8 @@ full, causal = (
 )
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'}, "
-    f"{'because' if full[0] > full[1] else 'although'} it executes four matmuls instead of seven: "
-    f"who can afford to keep `P` "
-    f"{'computes less' if full[0] > full[1] else 'need not be faster'}. With a causal mask it is "
+    f"{'because' if full[0] > full[1] else 'although'} it executes four matmuls instead of seven. "
+    f"With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'}, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
@@ -1248,14 +1236,14 @@ def points_where(ahead, behind):
 
 
 def of_all(count):
-    return f"{'all' if count == len(rates) else count or 'none'} of {len(rates)}"
+    return f"{'all' if count == len(rates) else f'{count} of'} {len(rates)} points"
 
 
 measured = [
     name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
 ]
 ahead = {name: points_where(name, "Kernel Book") for name in measured}
-leads = [f"{name} is ahead at {of_all(n)} points" for name, n in ahead.items() if n]
+leads = [f"{name} is ahead at {of_all(n)}" for name, n in ahead.items() if n]
 beaten = [name for name, n in ahead.items() if not n]
 ratios = [  # of the fastest library to us
     max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
@@ -1264,9 +1252,9 @@ ratios = [  # of the fastest library to us
 ]
 said = (
     f"Two sweeps are faster than one at "
-    f"{of_all(points_where('Kernel Book', 'Kernel Book, one sweep'))} points"
-    + (f", and faster than {' and '.join(beaten)} at every point. " if beaten else ". ")
-    + (f"But {' and '.join(leads)}. " if leads else "")
+    f"{of_all(points_where('Kernel Book', 'Kernel Book, one sweep'))}"
+    + (f", and everywhere faster than {' and '.join(beaten)}. " if beaten else ". ")
+    + (f"But {', and '.join(leads)}. " if leads else "")
 )
 lab.read(
     f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
@@ -1284,8 +1272,8 @@ elif lead < 1.05 * 7 / 5:
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
 lab.read(
-    f"How much of this is due to seven matmuls instead of five? At the same rate, they take "
-    f"7 / 5 = 1.4 times as long. At 16,384 tokens, head_dim {first['head_dim']}, "
+    f"How much of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as "
+    f"long, if each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
     f"{first['mask']}, {first['fastest library']} is {lead:.2f} times as fast, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
@@ -1326,9 +1314,8 @@ lab.read(
 # Why one sweep loses here
 # ------------------------
 #
-# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time its
-# parts: ``dk`` and ``dv`` take four matmuls, ``dq`` by itself three, and all of them together five.
-# Each kernel has tiles of its own, so we also run the first sweep in the tiles of one sweep.
+# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time parts of
+# its work. Each kernel has tiles of its own, so the first sweep also runs in those of one sweep.
 
 
 # Measuring
@@ -1417,10 +1404,8 @@ lab.read(
 )
 
 # %%
-# Why? We test three suspects.
-#
-# **Are atomic additions slow by themselves?** Then a fast library would avoid them, and repeat the
-# same bits. We compare 20 runs of each.
+# **The first suspect is atomic addition.** If it were slow, a fast library would avoid it, and
+# repeat the same bits in every run.
 
 
 # Measuring
@@ -1466,12 +1451,11 @@ unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
 peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
 said = (
-    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
+    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs. "
     + (
-        "so it adds in no fixed order, too, and is fast all the same: atomic additions need not "
-        "make a kernel slow. "
+        "So it adds in no fixed order, too, and is fast all the same. "
         if unlike.get(peer)
-        else "so it adds in a fixed order, and this reason stays possible. "
+        else "So it adds in a fixed order, and this reason stays possible. "
     )
 )
 if FIXED in speed and "FlashAttention" in speed:
@@ -1482,17 +1466,15 @@ if FIXED in speed and "FlashAttention" in speed:
         else "repeats the same bits"
     )
     said += (
-        f"{whose} deterministic mode, in which programs wait for their turn to add, {bits} at "
+        f"{whose} deterministic mode {bits} at "
         f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of that speed, and is "
         f"{'still ahead of' if speed[FIXED] > speed['Kernel Book'] else 'behind'} our two sweeps."
     )
 lab.read(said)
 
 # %%
-# **Can the GPU not add any faster?** For each tile of keys, one sweep adds a row of float32 to
-# ``dq`` for each query that sees it.
 
-# Reading
+# Folded: Can the GPU not add any faster?
 added = {}
 for head_dim in (64, 128):
     tile = tuned.HOPPER["all", head_dim, 2]
@@ -1504,7 +1486,8 @@ for head_dim in (64, 128):
     took = backward.milliseconds_at("Kernel Book, one sweep", **point)
     added[head_dim] = gigabytes / took
 lab.read(
-    f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
+    f"For each tile of keys, one sweep adds a row of float32 to `dq` for each query that sees it. "
+    f"At 16,384 tokens, this is {added[64]:.1f} TB/s at head_dim 64 and "
     f"{added[128]:.1f} TB/s at 128"
     + (
         ". So the GPU can add faster than it does at 128."
@@ -1514,8 +1497,8 @@ lab.read(
 )
 
 # %%
-# **Is there too little room on an SM?** One sweep holds two accumulators, two tiles of scores and a
-# tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
+# **The second suspect is room on an SM.** One sweep holds two accumulators, two tiles of scores and
+# a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
 # :term:`spills <spill>` to memory. In the figure, each box is one program.
 
 
@@ -1637,11 +1620,10 @@ lab.read(
 )
 
 # %%
-# So little room probably matters *together with waiting*. In one sweep :math:`dS^\top` is
-# transposed through shared memory, and ``dq`` passes through it on its way to the additions. All
-# warps run the same code, so while they wait for such a step, the matrix units have nothing to do.
-# At head_dim 128 there is no second program to fill the gap, and two sweeps have no such steps.
-# FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
+# So little room probably matters *together with waiting*. In one sweep, :math:`dS^\top` and ``dq``
+# pass through shared memory. All warps run the same code, so while they wait for that, the matrix
+# units have nothing to do, and at head_dim 128 no second program fills the gap. Two sweeps have no
+# such steps. FlashAttention-3 gives loads, matmuls and additions to different groups of warps, so
 # they work at the same time.
 #
 # On short inputs a call takes the time of the host: see :doc:`/hardware`.
@@ -1726,8 +1708,10 @@ lab.table(rows, "Relative error of the three gradients, float32")
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
 # with only *one* number in memory, because all its strides are zero. A kernel that computes its own
-# offsets reads whatever lies behind that number, for which a buffer stands here.
+# offsets reads whatever lies behind that number.
 
+
+# Measuring
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
 memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
 expanded = memory_behind[:1].expand(q.shape)
@@ -1764,9 +1748,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 #
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
-# own, and the same bits in every run, at the price of seven matmuls instead of five. One sweep
-# saves two matmuls and loses here all the same, probably because its warps wait for shared memory
-# and no second program on the SM computes in the meantime.
+# own, and the same bits in every run, for seven matmuls instead of five. One sweep loses here all
+# the same, probably because its warps wait for shared memory and nobody computes in the meantime.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding. On Hopper
 # GPUs one sweep can win after all: :doc:`/chapters/attention_hopper_backward` gives its warps
