@@ -13,8 +13,8 @@ You will learn
   although FlashAttention's programs share it;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run. :doc:`/chapters/attention_forward` explains tiles and causal
+The chapter runs on any NVIDIA GPU. Without one, checks run in Triton's :term:`interpreter`, and
+speeds are those of a recorded run. :doc:`/chapters/attention_forward` explains tiles and causal
 stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
@@ -51,12 +51,16 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 #
 # What does the backward pass need from the forward pass? Autograd's answer is the whole matrix of
 # weights. In this formula, each query is a row of ``s`` and each key a column. With a causal mask,
-# a query sees no key that comes after it, and the last query sees all keys.
+# a query sees no key that comes after it, and the last query sees all: ``visible`` is the triangle.
 
 
+# Measuring
 def visible(seqlen_q, seqlen_k):
     pairs = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE)
     return pairs.tril(seqlen_k - seqlen_q)
+
+
+# %%
 
 
 def standard_attention(q, k, v, is_causal=False):
@@ -177,10 +181,10 @@ import triton.language as tl
 
 
 def balance():
-    flops = 2 * 8192**3 / triton.testing.do_bench(matmul()) * 1e3
+    flops = 2 * 8192**3 / statistics.median(lab.event_times(matmul())) * 1e3
     source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
-    took = triton.testing.do_bench(lambda: target.copy_(source))
+    took = statistics.median(lab.event_times(lambda: target.copy_(source)))
     bandwidth = 2 * source.numel() / took * 1e3
     return [
         {
@@ -219,7 +223,7 @@ lab.read(
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
 # values are 4, 1 and 1, so the output is their weighted mean, 2.5. Let the gradient of the output
 # be 1. Then the gradient of each weight is its value. But the weights sum to 1, so one grows only
-# if others shrink, and a higher score pays only for a key whose value is *above the mean*. So the
+# if others shrink, and a higher score raises the output only if its value is *above the mean*. The
 # gradient of a score is its weight times the distance of its value from 2.5:
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
@@ -232,13 +236,14 @@ by_hand = weights * (values - 2.5)
 # Reading
 assert torch.allclose(by_autograd, by_hand)
 by_hand, by_autograd = (
-    ", ".join(f"{x:.2f}" for x in found.tolist()) for found in (by_hand, by_autograd)
+    ", ".join(f"{x:.2f}" for x in found.tolist()).replace("-", "−")
+    for found in (by_hand, by_autograd)
 )
-lab.read(f"By hand this is {by_hand}, and by autograd {by_autograd}.")
+lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 
 # %%
-# And the mean, 2.5, is the *output*, which the forward pass has left in memory. So nobody has to
-# sum over the keys again. Now for any number of keys and columns:
+# And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
+# memory. So nobody has to sum over the keys again. Now for any number of keys and columns:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -314,8 +319,7 @@ lab.read(f"By hand this is {by_hand}, and by autograd {by_autograd}.")
 #
 #    This amounts to one subtraction from ``delta``, before anything else begins.
 #
-# Here are the steps in PyTorch, in the names of the formulas, for random ``q``, ``k``, ``v`` and
-# ``do``:
+# Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``:
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -399,8 +403,8 @@ lab.source(tiled.tiled_backward, "meet")
 lab.source(tiled.tiled_backward, "begin")
 
 # %%
-# PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result,
-# with and without a causal mask, for equal and for different lengths.
+# PyTorch's ``gradcheck``, which compares with finite differences, accepts the result, with and
+# without a causal mask.
 
 # %%
 
@@ -522,12 +526,11 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# **Why transposed?** Because the result of one matmul is then the *left* operand of the next, and
-# can stay in registers. On Hopper, a left operand may come from there, and a right operand only
-# from :term:`shared memory`. What a matmul leaves in registers is distributed over the threads just
-# as a left operand has to be. In :math:`dV = P^\top dO` the weights are on the left, so if we
-# compute :math:`S^\top = K Q^\top`, they can be used where they are. From :math:`S` they would have
-# to be transposed first.
+# **Why transposed?** Because the result of one matmul is then the *left* operand of the next. On
+# Hopper, a right operand must lie in :term:`shared memory`, but a left one may stay in registers,
+# where a matmul leaves its result distributed over the threads just as a left operand has to be. In
+# :math:`dV = P^\top dO` the weights are on the left, so if we compute :math:`S^\top = K Q^\top`,
+# they can be used where they are. From :math:`S` they would have to be transposed first.
 
 
 # Drawing
@@ -619,7 +622,7 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 
 # %%
 
-# Folded: The check of dv from the transpose of S
+# Folded: The check of dv from the transpose of S, to twice PyTorch's error
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
@@ -670,8 +673,8 @@ lab.read(
 #
 # **One sweep** is the loop above with a fifth matmul at its end. It needs :math:`dS` and has
 # :math:`dS^\top`, so here a matrix passes through shared memory after all. With a
-# :term:`descriptor`, the hardware adds a whole tile of ``dq`` per instruction: the line with
-# ``dq_desc``. Older GPUs add element by element.
+# :term:`descriptor`, one instruction, ``dq_desc.atomic_add``, adds a whole tile of ``dq``. Older
+# GPUs add element by element.
 
 # %%
 
@@ -814,8 +817,8 @@ lab.read(
 
 # %%
 # **A backward pass that forgets its mask.** A widely copied kernel was always causal in its
-# backward pass, and its test, always causal, too, did not notice. What does that look like? We run
-# forward with one mask and backward with the other.
+# backward pass, and its test, always causal, too, did not notice. We run forward with one mask and
+# backward with the other.
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -922,9 +925,9 @@ lab.check(
 )
 
 # %%
-# Awkward cases are checked as well: few or many queries, heads that share keys, an odd head_dim, a
-# gradient that repeats one row, one for ``lse``, and queries that see no key, whose gradient must
-# be zero and not NaN. A case that fails stops the build of this page.
+# Awkward cases are checked as well: few or many queries, heads that share keys, a head_dim that is
+# no power of two, a gradient that repeats one row, one for ``lse``, and queries that see no key,
+# whose gradient must be zero and not NaN. A failing case stops the build of this page.
 
 # Measuring
 awkward = [
@@ -986,7 +989,7 @@ lab.check(
 # --------------------------
 #
 # Does a second run give the same gradients? If not, a training run is hard to debug. Each version
-# runs a hundred times on one input, and we compare bit by bit.
+# runs a hundred times on one input.
 
 
 # Measuring
@@ -1124,10 +1127,11 @@ skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 slow = max(share[name, "full"] for name in ("standard attention", "tiled PyTorch"))
 lab.read(
-    f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and the "
-    f"versions that pass every score through memory several times at most {slow:.0f} %. With a "
-    f"causal mask two sweeps reach {share['Kernel Book', 'causal']:.0f} %; visiting all tiles "
-    f"would take {skipping:.2f} times as long."
+    f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and one "
+    f"sweep {share['Kernel Book, one sweep', 'full']:.0f} %. Standard attention and tiled PyTorch "
+    f"reach at most {slow:.0f} %. With a causal mask two sweeps reach "
+    f"{share['Kernel Book', 'causal']:.0f} %; visiting all tiles would take {skipping:.2f} times "
+    f"as long."
 )
 
 # %%
@@ -1606,10 +1610,9 @@ tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
 beside_it = "faster than" if tempo > 1 else "slower than"
 beside_it = "as fast as" if abs(tempo - 1) < 0.05 else beside_it
 lab.read(
-    f"At head_dim 64, with {small:.0f} of its programs on an SM, one sweep reaches "
-    f"{relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128 it "
-    f"{'loses far more' if relative_speed[128] < relative_speed[64] - 10 else 'does not lose more'}"
-    f", with {once:.0f}. "
+    f"At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and it reaches "
+    f"{relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128, {once:.0f} fits, and "
+    f"it {'loses far' if relative_speed[128] < relative_speed[64] - 10 else 'does not lose'} more. "
     + (
         f"But little room alone does not explain it: the second of two sweeps has only "
         f"{beside:.0f} on an SM, too, and its matmuls are "
@@ -1625,8 +1628,6 @@ lab.read(
 # units have nothing to do, and at head_dim 128 no second program fills the gap. Two sweeps have no
 # such steps. FlashAttention-3 gives loads, matmuls and additions to different groups of warps, so
 # they work at the same time.
-#
-# On short inputs a call takes the time of the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1643,13 +1644,13 @@ hosted
 
 # %%
 
-# Folded: Which of the two is faster on short inputs?
+# Reading
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"The host needs {of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for those of "
-    f"PyTorch, so {'PyTorch' if of_them < of_us else '`attention`'} is faster on inputs so short "
-    f"that the GPU waits for the host."
+    f"On inputs so short that the GPU waits for the host, "
+    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster, because the host needs "
+    f"{of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for PyTorch's."
 )
 
 # %%
@@ -1821,6 +1822,7 @@ tensors = (q, k, v, do, lse, (do * out).sum(-1), slope, parts)
 _slope_bwd_kernel[(4, 6)](*tensors, 64, 0.25, BLOCK=16, HEAD_DIM=16)
 theirs = slope_gradient(q, k, v, slope, do)
 truth = slope_gradient(*(x.double() for x in (q, k, v, slope, do)))
+# sixteen times PyTorch's error, because a slope is a sum over all pairs, here in another order
 lab.check(
     "Slopes of six heads",
     [lab.Case("64 × 64, 16", "slope", parts.sum(1), theirs, truth, factor=16)],
