@@ -243,7 +243,7 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 
 # %%
 # And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
-# memory. So nobody has to sum over the keys again. Now for any number of keys and columns:
+# memory. So nobody has to sum over the keys again. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -260,8 +260,7 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 #    J = \mathrm{diag}(p) - p\, p^\top
 #
-# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric, we have, still for one
-# query,
+# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric,
 #
 # .. math::
 #
@@ -392,8 +391,9 @@ lab.read(
 #
 # What is left to do for one tile of queries and one tile of keys? With ``lse`` and ``delta`` at
 # hand, no formula needs a whole row, so each such pair can be processed by itself. A loop over the
-# pairs that see each other computes the scores, scaled and masked by a ``rule`` that says who sees
-# whom, and adds one line per formula. ``_finite`` keeps a query that sees no key from becoming NaN:
+# pairs computes the scores, scaled and masked by a ``rule`` that says who sees whom, and adds one
+# line per formula. Names with ``_i`` belong to the tile of queries, names with ``_j`` to the tile
+# of keys. ``_finite`` keeps a query that sees no key from becoming NaN:
 
 lab.source(tiled.tiled_backward, "meet")
 
@@ -1607,8 +1607,6 @@ relative_speed = {
     if row["mask"] == "full"
 }
 tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
-beside_it = "faster than" if tempo > 1 else "slower than"
-beside_it = "as fast as" if abs(tempo - 1) < 0.05 else beside_it
 lab.read(
     f"At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and it reaches "
     f"{relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128, {once:.0f} fits, and "
@@ -1616,8 +1614,8 @@ lab.read(
     + (
         f"But little room alone does not explain it: the second of two sweeps has only "
         f"{beside:.0f} on an SM, too, and its matmuls are "
-        f"{beside_it} those of the first."
-        if beside <= once
+        f"{'faster than' if tempo > 1.05 else 'as fast as'} those of the first."
+        if beside <= once and tempo > 0.95
         else ""
     )
 )
