@@ -470,7 +470,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # loop visits one tile of queries after another:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: Python
+#    :language: python
 #    :pyobject: sweep_queries
 #    :start-at: for start_m in tl.range
 #    :end-before: # -- add
