@@ -674,11 +674,8 @@ lab.read(
 # **One sweep** is the loop above with a fifth matmul at its end. It needs :math:`dS` and has
 # :math:`dS^\top`, so here a matrix passes through shared memory after all. With a
 # :term:`descriptor`, one instruction, ``dq_desc.atomic_add``, adds a whole tile of ``dq``. Older
-# GPUs add element by element.
+# GPUs add element by element, in no set order (``relaxed``). The constant ``DQ`` says which.
 
-# %%
-
-# Folded: The lines that one sweep adds to the loop
 lab.source(kernels.sweep_queries, "add")
 
 # %%
