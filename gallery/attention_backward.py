@@ -9,12 +9,12 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- why two sweeps with seven matmuls beat one sweep with five here, although FlashAttention takes
-  one;
+- why it is faster here to compute two of five matmuls twice than to let programs share a sum,
+  although FlashAttention's programs share it;
 - which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
 
-The chapter runs on any NVIDIA GPU. Without one, its checks run in Triton's :term:`interpreter`, and
-its speeds are those of a recorded run. :doc:`/chapters/attention_forward` explains tiles and causal
+The chapter runs on any NVIDIA GPU. Without one, checks run in Triton's :term:`interpreter`, and
+speeds are those of a recorded run. :doc:`/chapters/attention_forward` explains tiles and causal
 stages, :doc:`/chapters/attention_fast` descriptors.
 """
 
@@ -49,14 +49,18 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Autograd can differentiate attention by its formula, below, but it has to save the whole matrix of
-# weights for that. Each query is a row of ``s``, each key a column. With a causal mask, a query
-# sees no key that comes after it, and the last query sees all keys.
+# What does the backward pass need from the forward pass? Autograd's answer is the whole matrix of
+# weights. In this formula, each query is a row of ``s`` and each key a column. With a causal mask,
+# a query sees no key that comes after it, and the last query sees all: ``visible`` is the triangle.
 
 
+# Measuring
 def visible(seqlen_q, seqlen_k):
     pairs = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE)
     return pairs.tril(seqlen_k - seqlen_q)
+
+
+# %%
 
 
 def standard_attention(q, k, v, is_causal=False):
@@ -70,68 +74,7 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# Write :math:`S` for the scores, :math:`P` for their softmax (the weights) and :math:`O` for the
-# output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and :math:`O = PV`,
-# of :math:`2 M N d` floating-point operations (FLOPs) each, for :math:`M` queries, :math:`N` keys
-# and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two, and
-# :math:`S` once more because :math:`P` was not kept.
-#
-# Will arithmetic limit it, or memory? It reads five matrices of :math:`d` columns (``q``, ``k``,
-# ``v``, ``out`` and ``do``, the gradient of ``out``) and writes three. With :math:`N` queries and
-# keys in 16 bits this is :math:`10 N^2 d` operations on :math:`16 N d` bytes, an
-# :term:`arithmetic intensity` of :math:`5 N / 8`.
-
-import triton
-import triton.language as tl
-
-
-def balance():
-    flops = 2 * 8192**3 / triton.testing.do_bench(matmul()) * 1e3
-    source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    took = triton.testing.do_bench(lambda: target.copy_(source))
-    bandwidth = 2 * source.numel() / took * 1e3
-    return [
-        {
-            "matmul, TFLOP/s": round(flops / 1e12),
-            "copy, GB/s": round(bandwidth / 1e9),
-            "FLOPs per byte": round(flops / bandwidth),
-        }
-    ]
-
-
-machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
-
-# %%
-
-# Folded: The speed of a matmul and of a copy
-machine
-
-# %%
-
-# Reading
-nan = float("nan")
-at_best = machine.rows[0] if machine.rows else {}
-intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
-lab.read(
-    f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute "
-    f"{at_best.get('FLOPs per byte', nan):.0f} in a matmul while it copies one. So arithmetic "
-    f"limits the backward pass, and a matmul is the yardstick of this chapter. (Tiles that a "
-    f"kernel reads again can come from L2.)"
-)
-
-# %%
-# **Why compute P again?** It could be kept, but it grows with the square of the length. The forward
-# kernel keeps ``lse`` (:term:`logsumexp`) instead, four bytes per query. In the table, "kept" is
-# what the forward pass keeps for the backward pass besides the inputs, and "extra" is the most that
-# the backward pass allocates besides the gradients. *Two sweeps* and *one sweep* are the two
-# versions that this chapter builds.
-#
-# .. dropdown:: Which version a call of attention runs
-#
-#    ``attention`` runs two sweeps, or, where it was measured to be faster, another kernel of the
-#    package: one sweep for Hopper GPUs that adds to ``dq`` in a fixed order. ``backend="triton"``
-#    always asks for two sweeps, and with ``deterministic=False`` for the one sweep of this chapter.
+# How much memory is that?
 
 
 # Measuring
@@ -184,52 +127,123 @@ def memory_experiment():
 
 # %%
 
-# Folded: The same at other lengths
+# Folded: What each version keeps, and the most that its backward pass allocates
 memory = lab.measure("Memory, 16 heads of head_dim 128, bfloat16", memory_experiment)
 memory
 
 # %%
 
-lab.table(
-    [
-        {
-            "version": row["version"],
-            "kept, MiB": row["kept, MiB"],
-            "extra, MiB": row["peak in backward, MiB"],
-        }
-        for row in memory.rows
-        if row["length"] == 16384
-    ],
-    "Memory at 16,384 tokens, 16 heads of head_dim 128, bfloat16",
+# Reading
+nan = float("nan")
+found = {(row["length"], row["version"]): row for row in memory.rows}
+
+
+def kept(length, version):
+    return found.get((length, version), {}).get("kept, MiB", nan)
+
+
+def growth(version):
+    return kept(16384, version) / kept(4096, version)
+
+
+lab.read(
+    f"At 16,384 tokens and 16 heads, standard attention keeps "
+    f"{kept(16384, 'standard attention') / 1024:.1f} GiB for its backward pass, and the kernels "
+    f"of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. From 4,096 tokens to four times as "
+    f"many, the former grows {growth('standard attention'):.0f} times and the latter "
+    f"{growth('two sweeps'):.0f} times."
 )
+
+# %%
+# Our forward kernel keeps its output and ``lse`` (:term:`logsumexp`), four bytes per query. So the
+# backward pass has to compute the weights again.
+#
+# .. dropdown:: Which version a call of attention runs
+#
+#    The table above names the two versions that this chapter builds, *two sweeps* and *one sweep*.
+#    ``attention`` runs two sweeps, or, where it was measured to be faster, another kernel of the
+#    package: one sweep for Hopper GPUs that adds to ``dq`` in a fixed order. ``backend="triton"``
+#    always asks for two sweeps, and with ``deterministic=False`` for the one sweep of this chapter.
+#
+# What does that cost? Write :math:`S` for the scores, :math:`P` for their softmax (the weights) and
+# :math:`O` for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
+# :math:`O = PV`, of :math:`2 N^2 d` floating-point operations (FLOPs) each, for :math:`N` queries
+# and keys and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two,
+# and :math:`S` once more.
+#
+# Will arithmetic limit it, or memory? It reads five matrices of :math:`d` columns (``q``, ``k``,
+# ``v``, ``out`` and ``do``, the gradient of ``out``) and writes three. In 16 bits, this is
+# :math:`10 N^2 d` operations on :math:`16 N d` bytes, an :term:`arithmetic intensity` of
+# :math:`5 N / 8`.
+
+import triton
+import triton.language as tl
+
+
+def balance():
+    flops = 2 * 8192**3 / statistics.median(lab.event_times(matmul())) * 1e3
+    source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    took = statistics.median(lab.event_times(lambda: target.copy_(source)))
+    bandwidth = 2 * source.numel() / took * 1e3
+    return [
+        {
+            "matmul, TFLOP/s": round(flops / 1e12),
+            "copy, GB/s": round(bandwidth / 1e9),
+            "FLOPs per byte": round(flops / bandwidth),
+        }
+    ]
+
+
+machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
+
+# %%
+
+# Folded: The speed of a matmul and of a copy
+machine
 
 # %%
 
 # Reading
-found = {(row["length"], row["version"]): row for row in memory.rows}
-
-
-def mib(length, version, what):
-    return found.get((length, version), {}).get(f"{what}, MiB", nan)
-
-
-def growth(version):
-    return mib(16384, version, "kept") / mib(4096, version, "kept")
-
-
+at_best = machine.rows[0] if machine.rows else {}
+intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
 lab.read(
-    f"From 4,096 tokens to four times as many, what standard attention keeps grows "
-    f"{growth('standard attention'):.1f} times, and what our kernel keeps, `out` and `lse`, "
-    f"{growth('two sweeps'):.1f} times. One sweep allocates more in its backward pass, because it "
-    f"sums `dq` in float32."
+    f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute "
+    f"{at_best.get('FLOPs per byte', nan):.0f} in a matmul while it copies one. So arithmetic "
+    f"limits the backward pass, and the speed of a large matmul is the yardstick of this chapter."
 )
 
 # %%
 # The mathematics
 # ---------------
 #
-# A kernel sees one tile of keys at a time. So we go from the output back to ``q``, ``k`` and ``v``,
-# one line of algebra per step, and watch for a line that needs a whole row of :math:`P`.
+# Behind a softmax, every gradient depends on a whole row of weights. How can a kernel compute it
+# that sees one tile of keys at a time? First with a few numbers, then in general.
+#
+# **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
+# values are 4, 1 and 1, so the output is their weighted mean, 2.5. Let the gradient of the output
+# be 1. Then the gradient of each weight is its value. But the weights sum to 1, so one grows only
+# if others shrink, and a higher score raises the output only if its value is *above the mean*. The
+# gradient of a score is its weight times the distance of its value from 2.5:
+
+weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
+scores = weights.log().requires_grad_()
+(by_autograd,) = torch.autograd.grad(scores.softmax(0) @ values, scores)
+by_hand = weights * (values - 2.5)
+
+# %%
+
+# Reading
+assert torch.allclose(by_autograd, by_hand)
+by_hand, by_autograd = (
+    ", ".join(f"{x:.2f}" for x in found.tolist()).replace("-", "−")
+    for found in (by_hand, by_autograd)
+)
+lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
+
+# %%
+# And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
+# memory. So nobody has to sum over the keys again. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follows
 #
@@ -238,50 +252,45 @@ lab.read(
 #    dV = P^\top dO, \qquad dP = dO\, V^\top
 #
 # *Step 2: softmax.* Take one query. Its row of weights is :math:`p`, with :math:`p_j = e^{s_j} /
-# \sum_k e^{s_k}`. Numerator and denominator both depend on :math:`s_i`, so :math:`\partial p_j /
-# \partial s_i = p_j\, \delta_{ij} - p_j\, p_i`, where :math:`\delta_{ij}` is 1 if :math:`i = j` and
-# 0 otherwise. As a matrix,
+# \sum_k e^{s_k}`. A score :math:`s_i` is in one numerator and in all denominators, so
+# :math:`\partial p_j / \partial s_i` is :math:`p_j - p_j\, p_j` if :math:`i = j`, and
+# :math:`-p_j\, p_i` otherwise. As a matrix,
 #
 # .. math::
 #
 #    J = \mathrm{diag}(p) - p\, p^\top
 #
-# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric, we have, still for one
-# query,
+# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric,
 #
 # .. math::
 #
 #    \begin{aligned}
 #    ds &= J\, dp = p \circ dp - p\, (p^\top dp) \\
-#    &= p \circ (dp - D), \qquad D = p^\top dp
+#    &= p \circ (dp - \delta), \qquad \delta = p^\top dp
 #    \end{aligned}
 #
-# The circle is the elementwise product, and :math:`D` the mean of :math:`dp`, weighted by
-# :math:`p`: a score should rise if its key does better than this mean. Take three keys with
-# :math:`p = (0.5, 0.3, 0.2)` and :math:`dp = (4, 1, 1)`. Then :math:`D = 2.5` and :math:`ds =
-# (0.75, -0.45, -0.3)`. Its sum is zero, because adding a constant to all scores changes no weight.
+# The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
+# the example. It is a sum over *all* keys, needed before the first element of :math:`ds`, so a
+# program that loops over tiles of keys would have to loop twice.
 #
-# Here is the line that we watch for: :math:`D` is a sum over *all* keys, needed before the first
-# element of :math:`ds`, so a program that loops over tiles of keys would have to loop twice.
-#
-# *Step 4: D without P.* Substitute :math:`dp` and swap the two sums:
+# *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
 # .. math::
 #
 #    \begin{aligned}
-#    D &= \sum_j p_j\, dp_j = \sum_j p_j \sum_c dO_c\, V_{jc} \\
+#    \delta &= \sum_j p_j\, dp_j = \sum_j p_j \sum_c dO_c\, V_{jc} \\
 #    &= \sum_c dO_c \sum_j p_j\, V_{jc} = \sum_c dO_c\, O_c
 #    \end{aligned}
 #
-# The inner sum in the second line is the output, which the forward pass has computed.
+# The inner sum in the second line is the output.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    :math:`D = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
+#    :math:`\delta = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
 #    neither :math:`P` nor :math:`dP`.
 #
-# The kernels call it :term:`delta`.
+# In code it is called :term:`delta`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
 # K^\top`. So
@@ -291,9 +300,8 @@ lab.read(
 #    dQ = \sigma\, dS\, K, \qquad dK = \sigma\, dS^\top Q
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
-# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}} = 2^{\,s_j \log_2 e \,-\,
-# \mathrm{lse} \log_2 e}`. The GPU has an instruction for :math:`2^x`, so a pair of a query and a
-# key costs one multiply-and-add and one ``exp2``.
+# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The GPU has an instruction
+# for :math:`2^x`, so kernels compute :math:`2^{\,s_j \log_2 e \,-\, \mathrm{lse} \log_2 e}`.
 #
 # .. dropdown:: Step 7: lse has a gradient, too
 #
@@ -304,8 +312,8 @@ lab.read(
 #    .. math::
 #
 #       \begin{aligned}
-#       ds &= p \circ (dp - D) + p\, d\mathrm{lse} \\
-#       &= p \circ \big( dp - (D - d\mathrm{lse}) \big)
+#       ds &= p \circ (dp - \delta) + p\, d\mathrm{lse} \\
+#       &= p \circ \big( dp - (\delta - d\mathrm{lse}) \big)
 #       \end{aligned}
 #
 #    This amounts to one subtraction from ``delta``, before anything else begins.
@@ -328,8 +336,8 @@ out, lse = p @ v, s.logsumexp(-1)
 
 dv, dp = p.T @ do, do @ v.T
 J = p[0].diag() - torch.outer(p[0], p[0])
-D = (do * out).sum(-1)
-ds = p * (dp - D[:, None])
+delta = (do * out).sum(-1)
+ds = p * (dp - delta[:, None])
 dq, dk = sigma * ds @ k, sigma * ds.T @ q
 
 # %%
@@ -350,12 +358,12 @@ steps = {
     "1: dP": (dp, true(lambda p: p @ v, p)),
     "2: J of a row": (J, jacobian(lambda s: s.softmax(-1), s[0])),
     "3: ds by J": (J @ dp[0], true(lambda s: s.softmax(-1) @ v, s)[0]),
-    "4: D": (D, (p * dp).sum(-1)),
-    "4: dS by D": (ds, true(lambda s: s.softmax(-1) @ v, s)),
+    "4: delta": (delta, (p * dp).sum(-1)),
+    "4: dS by delta": (ds, true(lambda s: s.softmax(-1) @ v, s)),
     "5: dQ": (dq, true(lambda q: (sigma * q @ k.T).softmax(-1) @ v, q)),
     "5: dK": (dk, true(lambda k: (sigma * q @ k.T).softmax(-1) @ v, k)),
     "6: P by exp2": (torch.exp2(s * log2e - (lse * log2e)[:, None]), p),
-    "7: dS with dlse": (p * (dp - (D - dlse)[:, None]), jacobian(with_lse, s)),
+    "7: dS with dlse": (p * (dp - (delta - dlse)[:, None]), jacobian(with_lse, s)),
 }
 
 # %%
@@ -381,22 +389,22 @@ lab.read(
 # In tiles, in PyTorch
 # --------------------
 #
-# With ``lse`` and ``delta`` at hand, no formula needs a whole row any more, so each pair of a tile
-# of queries and a tile of keys can be processed by itself. ``delta`` comes first, for all queries.
-# ``key_tiles`` then yields the tiles of keys that a tile of queries sees, as in the forward pass.
-
-lab.source(tiled.tiled_backward, "begin")
-
-# %%
-# Each pair of tiles adds its part to ``dq``, ``dk`` and ``dv``, with one line per formula.
-# ``_scores`` computes the scaled and masked scores of the pair, and ``_finite`` keeps a query that
-# sees no key from becoming NaN.
+# What is left to do for one tile of queries and one tile of keys? With ``lse`` and ``delta`` at
+# hand, no formula needs a whole row, so each such pair can be processed by itself. A loop over the
+# pairs computes the scores, scaled and masked by a ``rule`` that says who sees whom, and adds one
+# line per formula. Names with ``_i`` belong to the tile of queries, names with ``_j`` to the tile
+# of keys. ``_finite`` keeps a query that sees no key from becoming NaN:
 
 lab.source(tiled.tiled_backward, "meet")
 
 # %%
-# PyTorch's ``gradcheck``, which compares a gradient with finite differences, accepts the result,
-# with and without a causal mask, for equal and for different lengths.
+
+# Folded: What comes before: delta, and the loops over tiles
+lab.source(tiled.tiled_backward, "begin")
+
+# %%
+# PyTorch's ``gradcheck``, which compares with finite differences, accepts the result, with and
+# without a causal mask.
 
 # %%
 
@@ -423,8 +431,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # --------------------------------
 #
 # The loop above takes one pair of tiles after another, but a GPU runs many programs at once. Which
-# pairs should each program take? The three lines with ``+=`` decide, because they say what programs
-# would share.
+# pairs should each program take? The three lines with ``+=`` decide, because two programs that add
+# to the same tile get in each other's way.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -435,8 +443,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
 # keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
-# the second, a program owns a tile of queries, loops over tiles of keys, and alone adds to its
-# ``dq``.
+# the second, a program owns a tile of queries and its ``dq``, and loops over tiles of keys.
 #
 # .. animation:: two_sweeps
 #
@@ -452,35 +459,51 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
-# the last bits of ``dq`` differ between runs. A sum of many terms also has to be kept in float32,
-# in a separate buffer.
+# the last bits of ``dq`` differ between runs. The sum is kept in float32, in a buffer twice as
+# large as ``dq`` in 16 bits. Which version is faster? We build both.
 #
 # The kernels
 # -----------
 #
-# The kernels keep the formulas of the loop in PyTorch.
+# What does a program of the first sweep execute? A small kernel has computed ``delta``. The program
+# has loaded its tiles of keys ``k`` and values ``v``, and set ``dk`` and ``dv`` to zero. Then this
+# loop visits one tile of queries after another:
 #
-# **Before the sweeps,** a small kernel computes ``delta``. ``None`` is a constant for Triton, so
-# without a gradient of ``lse`` the last two lines are not even compiled.
-
-lab.source(kernels.preprocess_kernel, "delta")
-
-# %%
-# .. dropdown:: The same kernel converts lse to base 2, and guards rows that do not count
+# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#    :language: python
+#    :pyobject: sweep_queries
+#    :start-at: for start_m in tl.range
+#    :end-before: # -- add
+#    :dedent:
+#    :linenos:
 #
-#    Queries that see no key, and queries past the end, which exist because the last tile must be
-#    full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows
-#    contribute nothing, and the sweeps need no test for them. The counter at the end is one that
-#    another kernel of the package wants set to zero; here it is ``None``.
+# - **Lines 3 to 5** load what belongs to ``BLOCK_M`` queries from ``start_m`` on. ``load_tile``
+#   reads rows of ``q`` and ``do`` by a descriptor, as in :doc:`/chapters/attention_fast`, and
+#   ``load_row`` one number per query, here ``lse`` in base 2; its other arguments say where this
+#   head's numbers lie.
+# - **Lines 6 and 7** are step 6, transposed: keys are rows. ``scale_log2`` is :math:`\sigma \log_2
+#   e`, and ``PRECISION`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`.
+# - **Lines 8 to 10** mask. ``first_seeing`` holds, for each key, the first query that sees it.
+#   ``MASKED`` is a constant, true only near the diagonal: elsewhere these lines are not compiled.
+#   **Lines 11 to 13** are for windows.
+# - **Lines 17 to 21** are the gradients, one line per formula. The matmul of line 19 runs while
+#   line 20 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`.
+#
+# After the loop, ``dk`` is multiplied by the scale, and both are stored.
+#
+# .. dropdown:: The kernel before the sweeps: delta, and lse in base 2
+#
+#    ``None`` is a constant for Triton, so without a gradient of ``lse`` the lines for ``dlse_ptr``
+#    are not even compiled. Queries that see no key, and queries past the end, which exist because
+#    the last tile must be full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`,
+#    so these rows contribute nothing, and the sweeps need no test for them. The counter at the end
+#    is one that another kernel of the package wants set to zero; here it is ``None``.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: preprocess_kernel
-#       :start-at: # -- guard
+#       :start-at: # -- delta
 #       :dedent:
-#
-# **The sweep over queries.** Each program takes a tile of keys and begins at the first tile of
-# queries that sees any of them.
 #
 # .. dropdown:: The tile that a program takes, and the queries that it visits
 #
@@ -503,26 +526,11 @@ lab.source(kernels.preprocess_kernel, "delta")
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# The loop begins with step 6. ``load_tile`` loads a tile of queries by its descriptor, as in
-# :doc:`/chapters/attention_fast`, and ``load_row`` one statistic per query. Everything is
-# transposed, with keys as rows. ``LEFT`` is for windows, and ``PRECISION`` for float32 operands,
-# which a :term:`matrix unit` would otherwise round to :term:`TF32`.
-
-lab.source(kernels.sweep_queries, "recompute")
-
-# %%
-# Then come the gradients, one line per formula. The matmul for ``dv`` runs while :math:`dS` is
-# computed.
-
-lab.source(kernels.sweep_queries, "gradients")
-
-# %%
-# **Why transposed?** On Hopper, a matmul takes its *left* operand from registers or from
-# :term:`shared memory`, and its right operand from shared memory only. What a matmul leaves in
-# registers is distributed over the threads just as a left operand has to be. In the next matmul,
-# :math:`dV = P^\top dO`, the weights are on the left. So if we compute :math:`S^\top = K Q^\top`,
-# they can be used where they are; from :math:`S` they would have to be transposed first. The same
-# holds for :math:`dS^\top` in :math:`dK = dS^\top Q`.
+# **Why transposed?** Because the result of one matmul is then the *left* operand of the next. On
+# Hopper, a right operand must lie in :term:`shared memory`, but a left one may stay in registers,
+# where a matmul leaves its result distributed over the threads just as a left operand has to be. In
+# :math:`dV = P^\top dO` the weights are on the left, so if we compute :math:`S^\top = K Q^\top`,
+# they can be used where they are. From :math:`S` they would have to be transposed first.
 
 
 # Drawing
@@ -561,10 +569,8 @@ lab.sketch(
 )
 
 # %%
-# Orange elements are in another thread than the one that needs them, and must pass through shared
-# memory. To test the claim, a kernel computes only ``dv``, both ways, and we count ``stmatrix``,
-# with which the threads of a :term:`warp` write their parts of a matrix there, to be read back in
-# another order.
+# Orange elements are in another thread than the one that needs them, so they must pass through
+# shared memory. Is this detour worth avoiding? A small kernel computes only ``dv``, both ways.
 
 
 # Measuring
@@ -616,12 +622,13 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 
 # %%
 
-# Folded: The check of dv from the transpose of S
+# Folded: The check of dv from the transpose of S, to twice PyTorch's error
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
 
 
+# Measuring
 def both_ways():
     q, k, do = torch.randn(3, 8192, 128, device=runtime.DEVICE, dtype=torch.float16)
     rows, zeros = [], torch.zeros(8192, device=runtime.DEVICE)
@@ -643,6 +650,9 @@ def both_ways():
     return rows
 
 
+# %%
+
+# Folded: Both ways: instructions, memory and time
 ways = lab.measure("dv of 8,192 queries and keys, computed in two ways", both_ways)
 ways
 
@@ -651,20 +661,20 @@ ways
 # Reading
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
+more = detour.get("stmatrix", nan) - direct.get("stmatrix", nan)
 lab.read(
-    f"The kernel that transposes `P` contains "
-    f"{detour.get('stmatrix', nan) - direct.get('stmatrix', nan):.0f} more `stmatrix`, needs more "
-    f"shared memory, and takes {slower:.2f} times as long."
+    f"The kernel that transposes `P` takes {slower:.2f} times as long. It contains {more:.0f} more "
+    f"`stmatrix` instructions, with which a warp writes its part of a matrix to shared memory."
 )
 
 # %%
 # **The sweep over keys** mirrors the sweep over queries. Nothing is transposed in it, because
 # :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
 #
-# **One sweep** adds a few lines to the loop over queries. ``dq`` needs :math:`dS`, so
-# :math:`dS^\top` is transposed through shared memory after all. With a :term:`descriptor`, the
-# hardware adds a whole tile per instruction; older GPUs add element by element, with additions that
-# are atomic but otherwise unordered (``relaxed``).
+# **One sweep** is the loop above with a fifth matmul at its end. It needs :math:`dS` and has
+# :math:`dS^\top`, so here a matrix passes through shared memory after all. With a
+# :term:`descriptor`, one instruction, ``dq_desc.atomic_add``, adds a whole tile of ``dq``. Older
+# GPUs add element by element, in no set order (``relaxed``). The constant ``DQ`` says which.
 
 lab.source(kernels.sweep_queries, "add")
 
@@ -718,9 +728,9 @@ lab.source(kernels.sweep_queries, "add")
 # ----------------------------
 #
 # A causal mask empties almost half of the tiles. Do the sweeps really skip them? We find out with a
-# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. If we
-# put NaN into one tile of ``do``, those tiles of ``dv`` become NaN whose programs have read it,
-# masked or not. For ``dq`` we dye a tile of ``v``.
+# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. So if one
+# tile of ``do`` is NaN, each program that has read it, masked or not, writes NaN to ``dv``. For
+# ``dq`` we dye a tile of ``v``.
 
 
 # Measuring
@@ -774,11 +784,14 @@ for is_causal in (False, True):
                 "as needed": stained == needed,
             }
         )
+
+# %%
+
+# Folded: How many tiles each sweep visits
 lab.table(rows, "Tiles that each sweep visits, found with a dye")
 
 # %%
 
-# Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
     [
@@ -790,9 +803,19 @@ lab.table(
 )
 
 # %%
+
+# Reading
+found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
+assert all(row["as needed"] for row in rows)
+lab.read(
+    f"The causal sweep for `dk` and `dv` visits {found['visited']} of {found['tiles']} tiles. With "
+    f"and without the mask, both sweeps visit exactly the tiles in which a query sees a key."
+)
+
+# %%
 # **A backward pass that forgets its mask.** A widely copied kernel was always causal in its
-# backward pass, and its test, which was always causal, too, did not notice. We run forward with one
-# mask and backward with the other.
+# backward pass, and its test, always causal, too, did not notice. We run forward with one mask and
+# backward with the other.
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -813,9 +836,9 @@ for forward_mask in (False, True):
 lab.table(rows, "Relative error, when the two passes do not have the same mask")
 
 # %%
-# The gradients are wrong and nothing crashes. The errors are largest where the backward pass sees
-# more keys than the forward pass did, because ``lse`` covers only the keys that forward saw, so a
-# row of :math:`e^{s - \mathrm{lse}}` over all keys does not sum to 1.
+# The gradients are wrong, and nothing crashes. The errors are largest where backward sees more keys
+# than forward did: ``lse`` lacks these keys, so a row of :math:`e^{s - \mathrm{lse}}` does not sum
+# to 1.
 
 # %%
 
@@ -832,9 +855,10 @@ lab.table(
 # Is it right?
 # ------------
 #
-# The gradients of both versions are checked against float64, and their errors compared with those
-# of the formula above in PyTorch. In float32 we allow eight times that error, because tiles are
-# summed in another order and the exponent is rounded once more.
+# How large an error is allowed? Both versions are compared with float64, and with the error of the
+# formula above in PyTorch. In 16 bits we allow twice PyTorch's error, because both results are
+# rounded, at different moments. In float32 we allow eight times, because tiles are summed in
+# another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -898,8 +922,9 @@ lab.check(
 )
 
 # %%
-# Awkward cases: few or many queries, heads that share keys, a head_dim that is no power of two, and
-# a gradient that repeats one row.
+# Awkward cases are checked as well: few or many queries, heads that share keys, a head_dim that is
+# no power of two, a gradient that repeats one row, one for ``lse``, and queries that see no key,
+# whose gradient must be zero and not NaN. A failing case stops the build of this page.
 
 # Measuring
 awkward = [
@@ -921,11 +946,11 @@ if not runtime.INTERPRETED:
         ((1, 4, 1, 127, 2049, 128), torch.bfloat16, True, False, ", grouped heads"),
         ((1, 2, 2, 300, 300, 256), torch.bfloat16, True, True),
     ]
-lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
 
 # %%
-# A query that sees no key must get a gradient of zero, and not NaN, and ``lse`` may have a gradient
-# of its own.
+
+# Folded: The check of awkward sizes
+lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
 
 # %%
 
@@ -960,10 +985,11 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# A training run that cannot be repeated exactly is hard to debug. So each version runs a hundred
-# times on one input, and each result is compared with the first, bit by bit.
+# Does a second run give the same gradients? If not, a training run is hard to debug. Each version
+# runs a hundred times on one input.
 
 
+# Measuring
 def runs_differ():
     q, k, v, do = torch.randn(
         4, 2, 16, 2048, 128, device=runtime.DEVICE, dtype=torch.bfloat16
@@ -1011,11 +1037,20 @@ lab.read(
 # How near does the backward pass come to the :term:`limit`, a matmul of two matrices of 8,192 by
 # 8,192? We count work as the field does: five matmuls, half of that if causal, whatever a kernel
 # *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit, or 71 %,
-# at best.
+# at best. The rungs of the ladder are:
 #
-# *Kernel Book* is two sweeps in plain Triton, and "all tiles" the same with the causal flag
-# ignored. Only the backward pass is timed, and every point has 16,384 tokens and a product of heads
-# and head_dim of 2,048.
+# - *standard attention* passes all scores through memory in each operation;
+# - *torch.compile* does so in fewer operations, and with :math:`P` kept, in four matmuls;
+# - *tiled PyTorch*, our loop over tiles, needs little memory, but still passes each tile through it
+#   in each operation;
+# - *Kernel Book, one sweep* keeps a tile on chip, takes five matmuls, and adds ``dq`` in memory;
+# - *all tiles* is two sweeps, with seven matmuls, and the causal flag ignored;
+# - *Kernel Book* is two sweeps without the tiles in which no query sees a key.
+#
+# .. dropdown:: What is timed
+#
+#    Only the backward pass, in plain Triton. Every point has 16,384 tokens and a product of heads
+#    and head_dim of 2,048.
 
 
 # Measuring
@@ -1087,13 +1122,13 @@ share = {
 }
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
+slow = max(share[name, "full"] for name in ("standard attention", "tiled PyTorch"))
 lab.read(
-    f"Standard attention and the tiles of plain PyTorch reach at most "
-    f"{max(share[name, 'full'] for name in ('standard attention', 'tiled PyTorch')):.0f} %, "
-    f"because every score goes through memory several times. "
-    f"Two sweeps reach {share['Kernel Book', 'full']:.0f} % of a "
-    f"matmul without a mask and {share['Kernel Book', 'causal']:.0f} % with a causal mask, where "
-    f"visiting all tiles would take {skipping:.2f} times as long."
+    f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and one "
+    f"sweep {share['Kernel Book, one sweep', 'full']:.0f} %. Standard attention and tiled PyTorch "
+    f"reach at most {slow:.0f} %. With a causal mask two sweeps reach "
+    f"{share['Kernel Book', 'causal']:.0f} %; visiting all tiles would take {skipping:.2f} times "
+    f"as long."
 )
 
 # %%
@@ -1105,14 +1140,14 @@ full, causal = (
 )
 lab.read(
     f"Without a mask `torch.compile` is {'ahead' if full[0] > full[1] else 'behind'}, "
-    f"{'because' if full[0] > full[1] else 'although'} it keeps `P` and so executes four matmuls "
-    f"where two sweeps execute seven. With a causal mask it is "
+    f"{'because' if full[0] > full[1] else 'although'} it executes four matmuls instead of seven. "
+    f"With a causal mask it is "
     f"{'behind' if causal[0] < causal[1] else 'ahead'}, "
     f"{'because' if causal[0] < causal[1] else 'although'} it still computes every pair."
 )
 
 # %%
-# Next come the libraries: two backends of PyTorch's ``scaled_dot_product_attention``,
+# **And the libraries?** We time two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA),
 # FlexAttention, and FlashAttention 4.
 
 
@@ -1195,45 +1230,52 @@ rates = [
     {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
     for point in everywhere
 ]
-faster = sum(rate["Kernel Book"] > rate["Kernel Book, one sweep"] for rate in rates)
-beaten = {
-    name: sum(rate["Kernel Book"] > rate[name] for rate in rates) for name in LIBRARIES
-}
+
+
+def points_where(ahead, behind):
+    return sum(rate[ahead] > rate[behind] for rate in rates)
+
+
+def of_all(count):
+    return f"{'all' if count == len(rates) else f'{count} of'} {len(rates)} points"
+
+
+measured = [
+    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
+]
+ahead = {name: points_where(name, "Kernel Book") for name in measured}
+leads = [f"{name} is ahead at {of_all(n)}" for name, n in ahead.items() if n]
+beaten = [name for name, n in ahead.items() if not n]
 ratios = [  # of the fastest library to us
     max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
     for rate in rates
 ]
-measured = [
-    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
-]
-beaten = [name for name in measured if beaten[name] == len(everywhere)]
-slower = f", and also faster than {' and '.join(beaten)}" if beaten else ""
-lab.read(
+said = (
     f"Two sweeps are faster than one at "
-    f"{'all' if faster == len(everywhere) else f'{faster} of'} {len(everywhere)} "
-    f"points{slower}. The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
+    f"{of_all(points_where('Kernel Book', 'Kernel Book, one sweep'))}"
+    + (f", and everywhere faster than {' and '.join(beaten)}. " if beaten else ". ")
+    + (f"But {', and '.join(leads)}. " if leads else "")
+)
+lab.read(
+    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
 )
 
 # %%
 
 # Reading
 first = speeds[0]
-executed = 7 / 5 * first["two sweeps"]
-if first["two sweeps"] > first["library"]:
+lead = first["library"] / first["two sweeps"]
+if lead <= 1:
     meaning = "so two sweeps are ahead all the same"
-elif executed > 0.95 * first["library"]:
-    meaning = (
-        "which differs by no more than two runs of one kernel on this page do, so it is mostly the "
-        "extra work that puts two sweeps behind"
-    )
+elif lead < 1.05 * 7 / 5:
+    meaning = "so the extra matmuls can account for all of it"
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
 lab.read(
-    f"How much of this is due to seven matmuls instead of five? They would explain a factor of "
-    f"7 / 5 = 1.4. At 16,384 tokens, head_dim {first['head_dim']}, {first['mask']}, the seven run "
-    f"at {executed:.0f} TFLOP/s, and the five of {first['fastest library']} at "
-    f"{first['library']:.0f}, {meaning}."
+    f"How much of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as "
+    f"long, if each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
+    f"{first['mask']}, {first['fastest library']} is {lead:.2f} times as fast, {meaning}."
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1273,10 +1315,8 @@ lab.read(
 # Why one sweep loses here
 # ------------------------
 #
-# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time its
-# parts: ``dk`` and ``dv`` take four matmuls, ``dq`` by itself three, and all of them together five.
-# Each kernel has tiles of its own, so we also run the first sweep in the tiles of one sweep.
-# "TFLOP/s" counts the matmuls that are executed.
+# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time parts of
+# its work. Each kernel has tiles of its own, so the first sweep also runs in those of one sweep.
 
 
 # Measuring
@@ -1294,22 +1334,31 @@ def parts_of_the_work(seqlen=16384):
     scale = 128**-0.5
     out, lse = attention_forward(q, k, v, False, scale)
     run = partial(kernels.attention_backward, q, k, v, out, lse, do, False, scale)
-    rows = []
+
+    def part(tuned_for, options):
+        with as_of(tuned_for):
+            run(**options)
+
+    rows, runs = [], []
     for computes, matmuls, options, tiles in (
         ("dk, dv", 4, {"deterministic": True, "dq_needed": False}, ("dkdv", "all")),
         ("dq", 3, {"deterministic": True, "dkdv_needed": False}, ("dq",)),
-        ("dk, dv, dq", 5, {"deterministic": False}, ("dkdv", "all")),
+        ("dk, dv, dq", 5, {"deterministic": False}, ("all",)),
     ):
         for tuned_for in tiles:
-            with as_of(tuned_for):
-                config = tuned.backward_config(tuned_for, q)
-                took = triton.testing.do_bench(partial(run, **options))
+            config = tuned.backward_config(tuned_for, q)
             row = {"computes": computes, "matmuls": matmuls}
             row["tile"] = f"{config.block_m} × {config.block_n}"
-            row |= {"warps": config.num_warps, "ms": round(took, 2)}
-            executed = matmuls * 2 * 16 * seqlen**2 * 128 / took / 1e9
-            rows.append(row | {"TFLOP/s": round(executed), "tuned for": tuned_for})
-    return rows
+            rows.append(row | {"warps": config.num_warps, "tuned for": tuned_for})
+            runs.append(partial(part, tuned_for, options))
+    times = [[] for _ in runs]
+    for _ in range(4):  # in turn, so that a drift of clocks meets all alike
+        for run_one, found in zip(runs, times, strict=True):
+            found += lab.event_times(run_one, repeats=5)
+    return [
+        row | {"ms": round(statistics.median(found), 2)}
+        for row, found in zip(rows, times, strict=True)
+    ]
 
 
 # %%
@@ -1330,7 +1379,6 @@ lab.table(
             "matmuls": row["matmuls"],
             "tiles of": NAMES[row["tuned for"]],
             "ms": row["ms"],
-            "TFLOP/s": row["TFLOP/s"],
         }
         for row in parts.rows
         if (row["computes"], row["tuned for"]) != ("dk, dv, dq", "dkdv")
@@ -1344,28 +1392,21 @@ lab.table(
 took = {(row["computes"], row["tuned for"]): row["ms"] for row in parts.rows}
 two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
 adding = took.get(("dk, dv, dq", "all"), nan) - one
-small = took.get(("dk, dv, dq", "dkdv"), nan)
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 lab.read(
-    f"Timed here one by one, and not as calls in the figures above, one sweep takes {whole:.1f} ms "
-    f"and two sweeps take {two + saved:.1f}. One sweep loses twice. In its "
-    f"tiles, `dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. And the fifth matmul with "
-    f"the additions to `dq` takes another {adding:.1f} ms, although the sweep that it saves takes "
-    f"only {saved:.1f}."
-    if whole > two + saved and adding > saved and one > two
-    else f"One sweep takes {whole:.1f} ms, and two sweeps {two + saved:.1f}. In the tiles of one "
-    f"sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}, and the fifth matmul with the "
-    f"additions to `dq` {adding:.1f} ms, to save a sweep of {saved:.1f}. In the tiles of the first "
-    f"of two sweeps, one sweep takes {small:.1f} ms."
+    f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
+    f"{two:.1f}. And the fifth matmul with the additions to `dq` takes another {adding:.1f} ms, "
+    f"although the sweep that it saves takes only {saved:.1f}."
+    if adding > saved and one > two
+    else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In the "
+    f"tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}; the fifth matmul "
+    f"with the additions to `dq` takes {adding:.1f} ms, and saves a sweep of {saved:.1f}."
 )
 
 # %%
-# We test three possible reasons.
-#
-# **Atomic additions may be slow by themselves.** Then a fast library would avoid them. One that
-# adds to ``dq`` in no fixed order gives other bits in every run, so we compare 20 runs of each. In
-# FlashAttention's deterministic mode, programs wait for their turn to add.
+# **The first suspect is atomic addition.** If it were slow, a fast library would avoid it, and
+# repeat the same bits in every run.
 
 
 # Measuring
@@ -1392,9 +1433,17 @@ def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
 
 # %%
 
-# Folded: Whose bits differ, and how fast each is
+# Measuring
 others = lab.measure("dq in 20 runs, 4,096 tokens, head_dim 128, causal", peers_differ)
-others
+
+# %%
+
+# Folded: Whose bits differ
+bits = [(row["version"], row["runs that differ, of 19"]) for row in others.rows]
+lab.table(
+    [{"version": name, "runs that differ, of 19": n} for name, n in bits],
+    "dq in 20 runs, 4,096 tokens, head_dim 128, causal",
+)
 
 # %%
 
@@ -1403,12 +1452,11 @@ unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
 peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
 said = (
-    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs, "
+    f"{peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 runs. "
     + (
-        "so it adds in no fixed order, too, and is fast all the same: atomic additions need not "
-        "make a kernel slow. "
+        "So it adds in no fixed order, too, and is fast all the same. "
         if unlike.get(peer)
-        else "so it adds in a fixed order, and this reason stays possible. "
+        else "So it adds in a fixed order, and this reason stays possible. "
     )
 )
 if FIXED in speed and "FlashAttention" in speed:
@@ -1421,16 +1469,13 @@ if FIXED in speed and "FlashAttention" in speed:
     said += (
         f"{whose} deterministic mode {bits} at "
         f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of that speed, and is "
-        f"{'still ' if speed[FIXED] > speed['Kernel Book'] else ''}"
-        f"{speed[FIXED] / speed['Kernel Book']:.2f} times as fast as our two sweeps."
+        f"{'still ahead of' if speed[FIXED] > speed['Kernel Book'] else 'behind'} our two sweeps."
     )
 lab.read(said)
 
 # %%
-# **The GPU may not be able to add that fast.** For each tile of keys, a row of float32 is added to
-# ``dq`` for each query.
 
-# Reading
+# Folded: Can the GPU not add any faster?
 added = {}
 for head_dim in (64, 128):
     tile = tuned.HOPPER["all", head_dim, 2]
@@ -1442,18 +1487,19 @@ for head_dim in (64, 128):
     took = backward.milliseconds_at("Kernel Book, one sweep", **point)
     added[head_dim] = gigabytes / took
 lab.read(
-    f"At 16,384 tokens one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64 and "
+    f"For each tile of keys, one sweep adds a row of float32 to `dq` for each query that sees it. "
+    f"At 16,384 tokens, this is {added[64]:.1f} TB/s at head_dim 64 and "
     f"{added[128]:.1f} TB/s at 128"
     + (
-        ". So at 128 this is not the limit, because the GPU can add faster."
+        ". So the GPU can add faster than it does at 128."
         if added[64] > 1.1 * added[128]
         else ", so the additions may be the limit at both."
     )
 )
 
 # %%
-# **There may be too little room on an SM.** One sweep keeps two accumulators, two tiles of scores
-# and a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
+# **The second suspect is room on an SM.** One sweep holds two accumulators, two tiles of scores and
+# a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
 # :term:`spills <spill>` to memory. In the figure, each box is one program.
 
 
@@ -1552,34 +1598,31 @@ fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
 once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
 beside = fits.get(("head_dim 128, two sweeps", "dq_kernel"), nan)
-its_rate = {row["computes"]: row["TFLOP/s"] for row in parts.rows}.get("dq", nan)
 relative_speed = {
     row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
     for row in speeds
     if row["mask"] == "full"
 }
+tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
 lab.read(
-    f"At head_dim 128 one sweep reaches {relative_speed[128]:.0f} % of the speed of two, with "
-    f"{once:.0f} of its programs on an SM. At head_dim 64 it reaches {relative_speed[64]:.0f} %, "
-    f"with {small:.0f}. "
+    f"At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and it reaches "
+    f"{relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128, {once:.0f} fits, and "
+    f"it {'loses far' if relative_speed[128] < relative_speed[64] - 10 else 'does not lose'} more. "
     + (
-        f"But little room alone does not explain it: the second of two sweeps also has only "
-        f"{beside:.0f} on an SM, and runs at {its_rate:.0f} TFLOP/s."
-        if beside <= once
+        f"But little room alone does not explain it: the second of two sweeps has only "
+        f"{beside:.0f} on an SM, too, and its matmuls are "
+        f"{'faster than' if tempo > 1.05 else 'as fast as'} those of the first."
+        if beside <= once and tempo > 0.95
         else ""
     )
 )
 
 # %%
-# What probably explains it is little room together with waiting. In one sweep :math:`dS^\top` is
-# transposed through shared memory, and ``dq`` passes through it on its way to the additions. All
-# warps run the same code, so while they wait for such a step, the matrix units have nothing to do.
-# At head_dim 128 there is no second program to fill the gap, and two sweeps have no such steps.
-#
-# FlashAttention-3 gives loads, matmuls and the additions to ``dq`` to different groups of warps, so
+# So little room probably matters *together with waiting*. In one sweep, :math:`dS^\top` and ``dq``
+# pass through shared memory. All warps run the same code, so while they wait for that, the matrix
+# units have nothing to do, and at head_dim 128 no second program fills the gap. Two sweeps have no
+# such steps. FlashAttention-3 gives loads, matmuls and additions to different groups of warps, so
 # they work at the same time.
-#
-# On short inputs a call takes the time of the host: see :doc:`/hardware`.
 
 # Folded: What a call costs the host
 
@@ -1596,13 +1639,13 @@ hosted
 
 # %%
 
-# Folded: Which of the two is faster on short inputs?
+# Reading
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"The host needs {of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for those of "
-    f"PyTorch, so {'PyTorch' if of_them < of_us else '`attention`'} is faster on inputs so short "
-    f"that the GPU waits for the host."
+    f"On inputs so short that the GPU waits for the host, "
+    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster, because the host needs "
+    f"{of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for PyTorch's."
 )
 
 # %%
@@ -1661,8 +1704,10 @@ lab.table(rows, "Relative error of the three gradients, float32")
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
 # with only *one* number in memory, because all its strides are zero. A kernel that computes its own
-# offsets reads whatever lies behind that number, for which a buffer stands here.
+# offsets reads whatever lies behind that number.
 
+
+# Measuring
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
 memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
 expanded = memory_behind[:1].expand(q.shape)
@@ -1697,11 +1742,10 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # In short
 # --------
 #
-# The weights need not be stored, because one number per query brings them back, and another,
-# ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its own, and
-# the same bits in every run, at the price of seven matmuls instead of five. One sweep saves two
-# matmuls and loses here all the same, probably because its warps wait while :math:`dS` and ``dq``
-# pass through shared memory, and no second program on the SM computes in the meantime.
+# The weights need not be stored, because one number per query, ``lse``, brings them back, and
+# another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
+# own, and the same bits in every run, for seven matmuls instead of five. One sweep loses here all
+# the same, probably because its warps wait for shared memory and nobody computes in the meantime.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding. On Hopper
 # GPUs one sweep can win after all: :doc:`/chapters/attention_hopper_backward` gives its warps
@@ -1773,6 +1817,7 @@ tensors = (q, k, v, do, lse, (do * out).sum(-1), slope, parts)
 _slope_bwd_kernel[(4, 6)](*tensors, 64, 0.25, BLOCK=16, HEAD_DIM=16)
 theirs = slope_gradient(q, k, v, slope, do)
 truth = slope_gradient(*(x.double() for x in (q, k, v, slope, do)))
+# sixteen times PyTorch's error, because a slope is a sum over all pairs, here in another order
 lab.check(
     "Slopes of six heads",
     [lab.Case("64 × 64, 16", "slope", parts.sum(1), theirs, truth, factor=16)],
@@ -1780,16 +1825,17 @@ lab.check(
 
 # %%
 # **2. Dropout inside attention.** Weights are dropped after the softmax, :math:`O = (P \circ Z)\,
-# V`, where :math:`Z` is 0 or :math:`1/(1 - p)`. What becomes of ``delta``? Write the tiled backward
-# pass so that no mask is stored: as in the chapter on dropout, the mask of a pair is a function of
-# a seed and of the pair's index.
+# V`, where :math:`Z` is 0, or :math:`1/(1 - r)` for a drop probability :math:`r`. What becomes of
+# ``delta``? Write the tiled backward pass so that no mask is stored: as in the chapter on dropout,
+# the mask of a pair is a function of a seed and of the pair's index.
+
 
 # %%
 
 # Solution: dropout inside attention
 #
-# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. Then D = sum_j p_j z_j (dO · v_j) = dO · O, where O is
-# the output *after* dropout. So delta is computed as before.
+# dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. Then delta = sum_j p_j z_j (dO · v_j) = dO · O, where O
+# is the output *after* dropout. So delta is computed as before.
 
 
 def mask_of(rows, keys, n_keys, p, seed):

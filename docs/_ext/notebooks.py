@@ -136,8 +136,11 @@ class _Writer:
         return "**" + self.text(node) + "**"
 
     def code(self, node):
-        language = node.get("language", "")
-        return f"```{'' if language in ('none', 'default') else language}\n{node.astext()}\n```"
+        language, text = node.get("language", ""), node.astext()
+        if node.get("linenos"):  # prose refers to these lines by their numbers
+            lines = enumerate(text.split("\n"), 1)
+            text = "\n".join(f"{number:>2}  {line}".rstrip() for number, line in lines)
+        return f"```{'' if language in ('none', 'default') else language}\n{text}\n```"
 
     def display_math(self, node):
         tex = re.sub(r"\n\s*\n", r" \\\\\n", node.astext().strip())

@@ -217,6 +217,12 @@ print("first cell")
 #
 #    1 + 1
 #
+# .. code-block:: python
+#    :linenos:
+#
+#    2 + 2
+#    3 + 3
+#
 # .. dropdown:: For a second reading
 #
 #    These words are folded.
@@ -324,6 +330,7 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
         "| name | value |\n| --- | --- |\n| x\\|y | 1 |",
         "1. One\n\n   - nested\n2. Two",
         "```python\n1 + 1\n```",
+        "```python\n 1  2 + 2\n 2  3 + 3\n```",
     ):
         assert words in prose
     hidden = [c.source for c in notebook.cells if "jupyter" in c.metadata]
