@@ -30,6 +30,30 @@ def in_notebook() -> bool:
     return hasattr(builtins, "__IPYTHON__")
 
 
+_UNITS = r"%|×|(?:[mµn]?s|min|h|[kKMGT]?i?B|bytes?|bits?|[kMGTP]?FLOPs?|[kMG]?Hz|W)\b"
+_AS_TYPED = ("code", "pre", "script", "style")
+
+
+def typeset(html: str) -> str:
+    """Return HTML with the apostrophes and quotation marks of print, and numbers that keep their
+    units beside them; code, and an argument such as ``backend='triton'``, stays as it is typed."""
+    parts, depth = re.split(r"(<[^>]*>)", html), 0
+    for place, part in enumerate(parts):
+        if tag := re.match(r"<(/?)(\w+)", part):
+            depth += (tag[2] in _AS_TYPED) * (-1 if tag[1] else 1)
+        elif not depth and part:
+            parts[place] = _typeset(part)
+    return "".join(parts)
+
+
+def _typeset(text: str) -> str:
+    text = text.replace("&#x27;", "'").replace("&quot;", '"')
+    if not re.search(r"""[=([]['"]""", text):
+        text = re.sub(r"(?<=\w)'(?=\w)|(?<=s)'(?=[\s.,;:)]|$)", "’", text)
+        text = re.sub(r'"([^"]*)"', r"“\1”", text)
+    return re.sub(rf"(?<=\d) (?={_UNITS})", "\N{NO-BREAK SPACE}", text)
+
+
 class Shown:
     """Something with a rich form for pages and notebooks and a plain one for terminals."""
 
@@ -38,7 +62,7 @@ class Shown:
         self.plain = plain
 
     def _repr_html_(self) -> str:
-        return self.html
+        return typeset(self.html)
 
     def __repr__(self) -> str:
         return self.plain
@@ -167,7 +191,6 @@ def read(text: str) -> Markdown:
         text = f"A paragraph that reads the figure. {absences[-1]}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
-    html = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", html)
     return show(Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text))
 
 
