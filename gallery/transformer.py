@@ -15,10 +15,11 @@ You will learn
   beside PyTorch's own and its fused attention.
 
 We follow one step of one model, the size *large* at a context of 1,024. The clock, the profiler and
-the allocator tell what it costs; then we replace operators where it costs most, and see what is
-left. The bars at the top are of one layer on the GPU alone; in a whole step the host has to launch
-the kernels, which can turn their order round. What else the second assignment of the Stanford
-course CS336 asks, which this book follows, stands in folds whose titles are its questions.
+the allocator tell where its time and its memory go. Then we replace one operator after the other,
+beginning where it costs most, and time the whole step again. The bars at the top are of one layer
+on the GPU alone; in a whole step the host has to launch the kernels, which can turn their order
+round. What else the second assignment of the Stanford course CS336 asks, which this book follows,
+stands in folds whose titles are its questions.
 
 The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
 ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
