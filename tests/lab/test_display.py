@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
@@ -77,6 +78,7 @@ def test_a_figure_is_set_as_prose_is():
     svg = figures.to_svg(figure)
     assert ">PyTorch’s, 3\xa0ms<" in svg
     assert "'Segoe UI'" in svg  # a font's name is no prose
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
     plt.close(figure)
 
 

@@ -39,9 +39,11 @@ def typeset(html: str) -> str:
     units beside them; code, and an argument such as ``backend='triton'``, stays as it is typed."""
     parts, depth = re.split(r"(<[^>]*>)", html), 0
     for place, part in enumerate(parts):
-        if tag := re.match(r"<(/?)(\w+)", part):
-            depth += (tag[2] in _AS_TYPED) * (-1 if tag[1] else 1)
-        elif not depth and part:
+        if place % 2:  # a tag, a comment or a declaration
+            tag = re.match(r"<(/?)(\w+)", part)
+            if tag and tag[2] in _AS_TYPED:
+                depth += -1 if tag[1] else 1
+        elif not depth:
             parts[place] = _typeset(part)
     return "".join(parts)
 
