@@ -1566,8 +1566,9 @@ lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
 # Then we train both on the source of the package, in which a token is a byte. Both versions start
-# from the same parameters and see the same batches, but draw different masks. The figure sets the
-# loss of each seed minus PyTorch's mean over the seeds beside that of ours minus PyTorch's.
+# from the same parameters and see the same batches, but draw different masks. An orange line of the
+# figure is the loss of one seed with PyTorch's operators minus the mean of three seeds, and shows
+# what a seed changes. A blue line is the loss with ours minus PyTorch's with the same seed.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10

@@ -93,7 +93,7 @@ function letFiguresEnlarge() {
     button.addEventListener("click", shown);
     const below = dark.nextElementSibling;
     if (below?.matches(".kb-raw")) {
-      below.append(" · ", button);
+      below.append(button);
     } else {
       const line = Object.assign(document.createElement("p"), { className: "kb-raw" });
       line.append(button);

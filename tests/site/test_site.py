@@ -263,7 +263,7 @@ def test_a_figure_enlarges_on_a_phone(visit):
         large = page.locator("dialog.kb-large img")
         assert large.bounding_box()["width"] > 1.5 * figure.bounding_box()["width"]
         page.keyboard.press("Escape")
-        assert page.locator("dialog").count() == 0
+        assert page.locator("dialog.kb-large").count() == 0
     assert visit().open(CHAPTERS[0]).locator("button.kb-enlarge").count() == 0
 
 
