@@ -596,11 +596,13 @@ def join_folds(doctree):
 
 def is_within_next(found, place):
     """Whether a cell that folds and shows nothing stands in the fold of the next cell's output."""
-    if place + 1 == len(found) or found[place][1]:
+    if place + 1 == len(found):
         return False
-    code, after = found[place][0], found[place + 1][0]
+    (code, outputs), (after, shown) = found[place : place + 2]
     return bool(
-        fold_label(code)
+        not outputs
+        and shown
+        and fold_label(code)
         and not code.astext().strip().startswith(KEPT)
         and after.astext().strip().startswith(ONLY_OUTPUT)
         and touch(code, after)
@@ -634,7 +636,7 @@ def fold(doctree):
                 begin, end = code, last
                 if number and within_next[number - 1]:
                     made = found[number - 1][0]
-                    begin, end = (outputs or [made])[0], code
+                    begin, end = outputs[0], code
                     move_behind(code, last)
                     move_behind(made, last)
                     within = f'<details class="kb-code"><summary>{fold_label(made)}</summary>'
