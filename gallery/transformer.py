@@ -15,10 +15,11 @@ You will learn
   beside PyTorch's own and its fused attention.
 
 We follow one step of one model, the size *large* at a context of 1,024. The clock, the profiler and
-the allocator tell what it costs; then we replace operators where it costs most, and see what is
-left. The bars at the top are of one layer on the GPU alone; in a whole step the host has to launch
-the kernels, which can turn their order round. What else the second assignment of the Stanford
-course CS336 asks, which this book follows, stands in folds whose titles are its questions.
+the allocator tell where its time and its memory go. Then we replace one operator after the other,
+beginning where it costs most, and time the whole step again. The bars at the top are of one layer
+on the GPU alone; in a whole step the host has to launch the kernels, which can turn their order
+round. What else the second assignment of the Stanford course CS336 asks, which this book follows,
+stands in folds whose titles are its questions.
 
 The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
 ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
@@ -371,8 +372,7 @@ lab.read(
 #
 # The clock says how long a pass takes, and not for what. Which kernels take the time? PyTorch's
 # profiler notes every kernel that the GPU runs, when, and for which operation of the host. From
-# here on the model is *large* at a context of 1,024. The figure groups the kernels of a step by the
-# operation that launched them.
+# here on the model is *large* at a context of 1,024.
 
 
 def profiled(run):
@@ -492,6 +492,20 @@ profile_of = lab.measure("Profiles of large, context 1,024", profiles)
 
 # %%
 
+# Reading
+whole_step = {
+    dtype: sum(number(profile_of, "clock, ms", dtype, part) for part in PASSES)
+    for dtype in DTYPES
+}
+lab.read(
+    f"By the clock, pass after pass, its step takes {whole_step['float32']:.0f} ms in float32 and "
+    f"{whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that we take "
+    "apart and make faster.** The figure groups its kernels by the operation that launched them, "
+    "beside those in float32."
+)
+
+# %%
+
 
 # Drawing
 def group_times(rows, dtype):
@@ -521,11 +535,12 @@ def beside(axes, value, place, label):
         xytext=(4, 0),
         textcoords="offset points",
         va="center",
-        fontsize=9,
+        fontsize=10,
     )
 
 
 def group_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 4.4)
     axes.grid(axis="y", visible=False)
     names = list(group_times(rows, "bfloat16"))
     for offset, dtype in ((-0.2, "float32"), (0.2, "bfloat16")):
@@ -1551,7 +1566,9 @@ lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
 # Then we train both on the source of the package, in which a token is a byte. Both versions start
-# from the same parameters and see the same batches, but draw different masks.
+# from the same parameters and see the same batches, but draw different masks. An orange line of the
+# figure is the loss of one seed with PyTorch's operators minus the mean of three seeds, and shows
+# what a seed changes. A blue line is the loss with ours minus PyTorch's with the same seed.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1628,8 +1645,8 @@ def from_mean(rows, seed):
 
 
 DIFFERENCES = {
-    "PyTorch": ("PyTorch minus the mean of its seeds", from_mean),
-    "Kernel Book": ("Kernel Book minus PyTorch, same seed", seed_gaps),
+    "PyTorch": ("PyTorch, by seed", from_mean),
+    "Kernel Book": ("Kernel Book − PyTorch", seed_gaps),
 }
 
 
@@ -1638,7 +1655,10 @@ def losses_in_words(rows):
         f"{label}: at most {max(abs(x) for s in SEEDS for x in by(rows, s)):.3f}"
         for label, by in DIFFERENCES.values()
     )
-    return f"Differences of the training loss. {'; '.join(found)}."
+    return (
+        "Losses of PyTorch's seeds minus their mean, and of Kernel Book minus those of PyTorch "
+        f"with the same seed. {'; '.join(found)}."
+    )
 
 
 def loss_curves(axes, rows):
@@ -1811,10 +1831,11 @@ lab.read(
 # What they change in a step
 # --------------------------
 #
-# A model adds the :term:`host`, the embeddings, the loss and the optimiser. Does a step gain what
-# its layers gain? The versions take turns, and a bar is the median of eight steps. Its solid part
-# is the time in which a profile of the step finds a kernel on the GPU; in the faint part the GPU
-# waits for the host. The last two versions are CUDA graphs, which the next section explains.
+# This is the ladder of our step. A model adds to its layers the :term:`host`, the embeddings, the
+# loss and the optimiser: does a step gain what its layers gain? A bar is the median of eight steps
+# of a version. Its solid part is the time in which a profile finds a kernel on the GPU; in the
+# faint part the GPU waits for the host. The last two are CUDA graphs, which the next section
+# explains.
 
 # Measuring
 from contextlib import suppress
@@ -2163,38 +2184,58 @@ above_torch = [
     if value > of_all["PyTorch"]
 ]
 normed, dropped = middle("+ layer norm"), middle("+ dropout")
+(sdpa_took, our_took), (sdpa_ran, our_ran) = took["compiled"], ran["compiled"]
+if longest_step == "Kernel Book":
+    lead = "Yet the longest bar is ours, compiled"
+elif our_took > sdpa_took:
+    lead = "Compiled, the step takes longer with the book's operators"
+else:
+    lead = "Compiled, the step takes no longer with the book's operators"
 lab.read(
-    "**With SDPA a step takes "
-    f"{took['eager'][0]:.0f} ms eager and {took['compiled'][0]:.0f} compiled; with all of the "
-    f"book's operators {took['eager'][1]:.0f} and {took['compiled'][1]:.0f}"
-    + (", the longest bar" if longest_step == "Kernel Book" else "")
-    + f".** Yet its kernels run for {ran['eager'][0]:.0f} and {ran['compiled'][0]:.0f} ms with "
-    f"SDPA, and for {ran['eager'][1]:.0f} and {ran['compiled'][1]:.0f} with ours. "
+    f"**{lead}: {our_took:.0f} ms, beside {sdpa_took:.0f} with SDPA.** "
     + (
-        "A call of the book's operators runs Python where PyTorch runs C++, so the GPU waits "
-        "longer for the host: "
-        + listed(f"{waits[way]:.0f} ms of the {way} step" for way in waited_more)
-        + ". "
-        if waited_more
-        else "Here the GPU waits no longer for the book's operators than for PyTorch's. "
+        "Its kernels are not the reason: they run "
+        if our_ran <= 1.02 * sdpa_ran and our_took > sdpa_took
+        else "Its kernels run "
+    )
+    + f"for {our_ran:.0f} ms, and those with SDPA for {sdpa_ran:.0f}. "
+    + (
+        "The rest is waiting, because a call of the book's operators runs Python where PyTorch "
+        "runs C++, and the GPU has nothing to do until the host has launched the next kernel."
+        if "compiled" in waited_more
+        else "The GPU waits no longer for the book's operators than for PyTorch's."
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Eager, a step takes {took['eager'][1]:.0f} ms with all of the book's operators and "
+    f"{took['eager'][0]:.0f} with SDPA"
+    + (
+        f", and {waits['eager']:.0f} of ours are waiting, too. "
+        if "eager" in waited_more
+        else ". "
     )
     + (
-        f"So the {of_all['PyTorch']:.0f} ms of an eager step with PyTorch's operators are less "
-        f"than those of {listed(above_torch)}. "
+        f"With PyTorch's own operators it takes {of_all['PyTorch']:.0f}, which is less than with "
+        f"{listed(above_torch)}, although the kernels of these run for less time. "
         if above_torch
         else ""
     )
-    + (
-        "Why our compiled step waits even longer than our eager one, we did not profile. "
-        if waits["compiled"] > waits["eager"] + 1
-        else ""
-    )
-    + f"The middle 60 % of the steps span {normed[0]:.0f} to {normed[1]:.0f} ms for "
-    f"`+ layer norm` and {dropped[0]:.0f} to {dropped[1]:.0f} for `+ dropout`, so "
+    + "Single steps that wait for the host also scatter: the middle 60 % of them span "
+    f"{normed[0]:.0f} to {normed[1]:.0f} ms for `+ layer norm` and {dropped[0]:.0f} to "
+    f"{dropped[1]:.0f} for `+ dropout`, so "
     + (
         "the order of these two may be chance."
         if normed[0] <= dropped[1] and dropped[0] <= normed[1]
         else "these two differ by more than they scatter."
+    )
+    + (
+        " Why our compiled step waits even longer than our eager one, we did not profile."
+        if waits["compiled"] > waits["eager"] + 1
+        else ""
     )
 )
 

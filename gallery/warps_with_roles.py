@@ -1751,6 +1751,6 @@ lab.read(
 
 # Closing
 lab.finish(
-    f"A matmul with a loader and two consumers reaches {speed['roles']:.0f} TFLOP/s at size 8,192, "
-    f"{against:.0f} % of cuBLAS"
+    f"A matmul with a loader and two consumers reaches {against:.0f} % of the speed of cuBLAS at "
+    "size 8,192"
 )

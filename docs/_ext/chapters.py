@@ -258,7 +258,7 @@ CHAPTERS = {
         "advanced",
         ("attention_backward", "attention_in_models"),
         "ranks",
-        {"mask": "causal", "seqlen": 131072},
+        {"mask": "causal", "seqlen": 65536},
         {
             "contiguous": "contiguous parts",
             "zig-zag": "parts from both ends",
@@ -431,10 +431,10 @@ def facts_of(env, stem):
     facts = CHAPTERS[stem]
     short, whole = reading_times(env, stem)
     time = f"{short} min ({whole} with every fold open)"
-    line = [nodes.Text(f"{time} · {facts.difficulty} · before this: ")]
+    line = [nodes.Text(f"{time} · {facts.difficulty} · builds on ")]
     for number, need in enumerate(facts.needs):
         line += [nodes.Text(", ")] * (number > 0) + [chapter_link(env, need)]
-    return line if facts.needs else [*line, nodes.Text("nothing but PyTorch")]
+    return line if facts.needs else [*line, nodes.Text("PyTorch alone")]
 
 
 class FactsRole(SphinxRole):
@@ -448,7 +448,7 @@ def add_path(env, doctree, stem):
     """Say under the title how long a chapter takes, how hard it is, what comes before and after."""
     line = nodes.paragraph("", "", *facts_of(env, stem), classes=["kb-path"])
     if after := ORDER[ORDER.index(stem) + 1 :]:
-        line += [nodes.Text(" · after this: "), chapter_link(env, after[0])]
+        line += [nodes.Text(" · next chapter: "), chapter_link(env, after[0])]
     section = next(doctree.findall(nodes.section))
     section.insert(section.first_child_matching_class(nodes.title) + 1, line)
 
@@ -518,6 +518,13 @@ def html(text):
     return nodes.raw("", text, format="html")
 
 
+def in_print(text):
+    """Words as HTML with the apostrophes and quotation marks that prose has."""
+    from kernelbook.lab.display import typeset
+
+    return typeset(escape(text))
+
+
 def wrap(first, last, opening, closing):
     """Put HTML before the node `first` and after its later sibling `last`."""
     parent = first.parent
@@ -550,32 +557,68 @@ def within(node, title):
     return False
 
 
+def touch(first, last):
+    """Whether a page shows nothing between two nodes, of which the second comes later."""
+    siblings = first.parent.children
+    return last.parent is first.parent and all(
+        isinstance(node, nodes.comment)
+        for node in siblings[siblings.index(first) + 1 : siblings.index(last)]
+    )
+
+
 def join_folds(doctree):
-    """Join a cell that folds and shows nothing to the next that folds: one result, one fold."""
+    """Join a cell that folds and shows nothing to the next that folds: one result, one fold.
+
+    Where none follows, it joins the one before it that has the same label, because both would stand
+    behind the output of that.
+    """
     found = list(cells(doctree))
-    for (code, outputs), (after, _) in zip(found, found[1:], strict=False):
+    for place in range(len(found) - 1):
+        (code, outputs), (after, shown) = found[place : place + 2]
         source = re.sub(r"^# (Measuring|Drawing)\n", "", after.astext().strip())
-        if outputs or not fold_label(code) or not fold_label(after) or source.startswith(KEPT):
+        if not fold_label(code) or not fold_label(after) or source.startswith(KEPT):
             continue
-        siblings = code.parent.children
-        if after.parent is code.parent and all(
-            isinstance(node, nodes.comment)
-            for node in siblings[siblings.index(code) + 1 : siblings.index(after)]
+        if outputs and (
+            shown
+            or code.astext().strip().startswith(KEPT)
+            or fold_label(code) != fold_label(after)
+            or is_within_next(found, place + 1)
         ):
-            after.rawsource = f"{code.astext().strip()}\n\n\n{source}"
-            after.clear()
-            after += nodes.Text(after.rawsource)
-            code.parent.remove(code)
+            continue
+        if touch(outputs[-1] if outputs else code, after):
+            gone, stays = (after, code) if outputs else (code, after)
+            stays.rawsource = f"{code.astext().strip()}\n\n\n{source}"
+            stays.clear()
+            stays += nodes.Text(stays.rawsource)
+            gone.parent.remove(gone)
+            found[place + 1] = (stays, outputs or shown)
+
+
+def is_within_next(found, place):
+    """Whether a cell that folds and shows nothing stands in the fold of the next cell's output."""
+    if place + 1 == len(found):
+        return False
+    (code, outputs), (after, shown) = found[place : place + 2]
+    return bool(
+        not outputs
+        and shown
+        and fold_label(code)
+        and not code.astext().strip().startswith(KEPT)
+        and after.astext().strip().startswith(ONLY_OUTPUT)
+        and touch(code, after)
+    )
 
 
 def fold(doctree):
     """Fold solutions whole, and the code (only) of cells that keep the books.
 
     Of a cell that only shows a kernel's source, the page shows the source and not the call; under
-    ONLY_OUTPUT it folds the source. Code moves behind its output there, so each output is told
-    which cell it belongs to.
+    ONLY_OUTPUT it folds the source, and with it the code that stands before it. Code moves behind
+    its output there, so each output is told which cell it belongs to.
     """
-    for number, (code, outputs) in enumerate(list(cells(doctree))):
+    found = list(cells(doctree))
+    within_next = [is_within_next(found, place) for place in range(len(found))]
+    for number, (code, outputs) in enumerate(found):
         for node in (code, *outputs):
             node["cell"] = number
         source = code.astext().strip()
@@ -583,21 +626,35 @@ def fold(doctree):
         if re.fullmatch(r"lab\.source\(.*\)", source):
             wrap(code, code, "<div hidden>", "</div>")
         elif first.startswith("# Solution:"):
-            label = escape(first.removeprefix("# "))
+            label = in_print(first.removeprefix("# "))
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
         elif label := fold_label(code):
             kind = "kb-code kb-wrote" if first == "# Reading" else "kb-code"
-            opening = f'<details class="{kind}"><summary>{label}</summary>'
-            parent = code.parent
+            opening = f'<details class="{kind}"><summary>{in_print(label)}</summary>'
             if first.startswith(ONLY_OUTPUT):
-                wrap(code, last, opening, "</details>")
+                begin, end = code, last
+                if number and within_next[number - 1]:
+                    made = found[number - 1][0]
+                    begin, end = outputs[0], code
+                    move_behind(code, last)
+                    move_behind(made, last)
+                    within = f'<details class="kb-code"><summary>{fold_label(made)}</summary>'
+                    wrap(made, made, within, "</details>")
+                wrap(begin, end, opening, "</details>")
                 wrap(code, code, "<div hidden>", "</div>")
-                continue
-            if outputs:
-                parent.remove(code)
-                parent.insert(parent.index(last) + 1, code)
-            wrap(code, code, opening, "</details>")
+            elif not within_next[number]:
+                if outputs:
+                    move_behind(code, last)
+                wrap(code, code, opening, "</details>")
+
+
+def move_behind(code, last):
+    """Move the code of a cell behind the last node of an output."""
+    if code is not last:
+        parent = code.parent
+        parent.remove(code)
+        parent.insert(parent.index(last) + 1, code)
 
 
 def download_bar(stem, name):
@@ -653,7 +710,7 @@ def opening_bars(stem):
     bars, limit = bars_of(record)
     scale = max(100, *(percent for _, percent in bars))
     rows = "".join(
-        f'<li><span>{escape(label)}</span> <i style="--share:{percent / scale:.3f}"></i>'
+        f'<li><span>{in_print(label)}</span> <i style="--share:{percent / scale:.3f}"></i>'
         f"<b>{percent}</b></li>"
         for label, percent in bars
     )
@@ -710,7 +767,7 @@ def add_questions(app, pagename, templatename, context, doctree):
     relations = app.env.collect_relations().get(pagename, [None, None, None])
     for name, page in zip(("question_before", "question_after"), relations[1:], strict=True):
         facts = CHAPTERS.get(Path(page or "").name) if is_chapter(page or "") else None
-        context[name] = facts.question if facts else ""
+        context[name] = in_print(facts.question) if facts else ""
 
 
 def setup(app):
@@ -721,4 +778,4 @@ def setup(app):
     app.connect("doctree-read", on_doctree_read, priority=400)
     app.connect("doctree-resolved", lighten)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
-    return {"env_version": 1, "parallel_read_safe": False, "parallel_write_safe": True}
+    return {"env_version": 2, "parallel_read_safe": False, "parallel_write_safe": True}

@@ -138,8 +138,8 @@ class Chapters(SphinxDirective):
         cards = "".join(map(self.card, stems))
         lines = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::".split("\n")
         content = nodes.container(classes=["kb-cards"])
-        self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
         content += paragraph(self.legend(stems), classes=["kb-small"])
+        self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
         if self.env.docname == "chapters":
             content += self.toctree([(None, f"chapters/{stem}") for stem in stems])
         return [content]
@@ -155,7 +155,7 @@ class Chapters(SphinxDirective):
             uri, alt = thumbnail(self.env.srcdir, record)
             head += f":img-top: {uri}\n:img-alt: {alt}\n"
             remark = "" if state(self.env.app, record) == "current" else " Out of date."
-            reached = f"{record['reaches'].rstrip('.')}.{remark}"
+            reached = f"{with_spaces(record['reaches']).rstrip('.')}.{remark}"
         body = f"{CHAPTERS[stem].question}\n\n{reached}"
         return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
 
@@ -166,9 +166,10 @@ class Chapters(SphinxDirective):
             for times in zip(*(reading_times(self.env, stem) for stem in stems), strict=True)
         )
         said = (
-            f"The pictures show the speed of a chapter's versions in percent of the limit that was "
-            f"measured beside them, {measured_on(primary())}. All chapters together take about "
-            f"{short} hours to read ({whole} with every fold open)"
+            f"A picture shows the speed of a chapter’s versions on one input, which is named below "
+            f"it, in percent of a limit that was measured beside them, {measured_on(primary())}. "
+            f"The sentence after its question says what a chapter reaches over its inputs. All "
+            f"chapters together take about {short} hours to read ({whole} with every fold open)"
         )
         if self.env.docname != "chapters":
             return f"{said}."
@@ -190,6 +191,11 @@ class Chapters(SphinxDirective):
             titlesonly=True,
         )
         return nodes.compound("", toctree, classes=["toctree-wrapper"])
+
+
+def with_spaces(text):
+    """A text whose percent signs stand as they do everywhere in the book."""
+    return re.sub(r"(?<=\d) ?%", "\N{NO-BREAK SPACE}%", text)
 
 
 class Bars(SphinxDirective):

@@ -12,6 +12,17 @@ window.addEventListener("load", () => window.MathJax?.startup.promise.then(reach
 window.addEventListener("resize", reachFormulas);
 document.addEventListener("toggle", () => window.dispatchEvent(new Event("resize")), true);
 
+// A table that is wider than the page says so, because a phone shows no bar to scroll with.
+
+function markWideTables() {
+  for (const box of document.querySelectorAll(".kb-table, .pst-scrollable-table-container")) {
+    box.classList.toggle("kb-wide", box.scrollWidth > box.clientWidth + 1);
+  }
+}
+
+window.addEventListener("load", markWideTables);
+window.addEventListener("resize", markWideTables);
+
 // On a phone most lines of code are too long. There each line becomes an element of its own, so that
 // what does not fit goes on below, further in than the line begins. What is copied does not change.
 
@@ -48,6 +59,51 @@ function breakLines() {
 
 document.addEventListener("DOMContentLoaded", breakLines);
 PHONE.addEventListener("change", breakLines);
+
+// A figure is as wide as a phone, and its labels are small there. A tap on it, or on the button below
+// it, shows it larger, in a window that scrolls; the next tap closes that.
+
+function enlarge(image) {
+  const dialog = document.createElement("dialog");
+  dialog.className = "kb-large";
+  dialog.setAttribute("aria-label", "The figure, enlarged");
+  const button = Object.assign(document.createElement("button"), { textContent: "Close" });
+  const copy = image.cloneNode();
+  copy.removeAttribute("loading");
+  dialog.append(button, copy);
+  dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+function letFiguresEnlarge() {
+  if (!PHONE.matches || document.querySelector(".kb-enlarge")) return;
+  for (const light of document.querySelectorAll(".bd-article img.only-light:not(.sd-card-img-top)")) {
+    const dark = light.nextElementSibling;
+    if (!dark?.matches("img.only-dark")) continue;
+    const shown = () => enlarge(dark.checkVisibility() ? dark : light);
+    light.addEventListener("click", shown);
+    dark.addEventListener("click", shown);
+    const button = Object.assign(document.createElement("button"), {
+      className: "kb-enlarge",
+      textContent: "Enlarge",
+      type: "button",
+    });
+    button.addEventListener("click", shown);
+    const below = dark.nextElementSibling;
+    if (below?.matches(".kb-raw")) {
+      below.append(button);
+    } else {
+      const line = Object.assign(document.createElement("p"), { className: "kb-raw" });
+      line.append(button);
+      dark.after(line);
+    }
+  }
+}
+
+document.addEventListener("DOMContentLoaded", letFiguresEnlarge);
+PHONE.addEventListener("change", letFiguresEnlarge);
 
 // Several GPUs ran some figures and tables. They stand in the page one after another; here each such
 // group becomes one, with buttons that choose the GPU for the whole page, and for the next one.

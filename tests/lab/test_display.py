@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import sys
+from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
@@ -47,6 +48,38 @@ def test_prose_is_escaped():
     assert "<code>a &lt; b</code>" in lab.read("where `a < b`, **always**").html
     assert "<strong>always</strong>" in lab.read("where `a < b`, **always**").html
     assert "&lt;script&gt;" in lab.table([{"<script>": 1}], "x").html
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("PyTorch's, and the ranks' own", "PyTorch’s, and the ranks’ own"),
+        ('a "stale" number', "a “stale” number"),
+        ("backend='triton'", "backend='triton'"),
+        ("`x's` is the kernel's", "<code>x&#x27;s</code> is the kernel’s"),
+        ("95 % of 4.8 TB/s", "95\xa0% of 4.8\xa0TB/s"),
+        ("3 ms, 12 GiB, 768 TFLOP/s", "3\xa0ms, 12\xa0GiB, 768\xa0TFLOP/s"),
+        ("3 mean 4 warps", "3 mean 4 warps"),
+    ],
+)
+def test_computed_text_is_set_as_prose_is(written, shown):
+    made = lab.read(written)
+    assert f"<p>{shown}</p>" in made._repr_html_()
+    assert made.plain == written
+    cell = lab.table([{"x": written}], "x")
+    assert "’" not in cell.plain
+    if "`" not in written:
+        assert f"<td>{shown}</td>" in cell._repr_html_().replace(' class="kb-word"', "")
+
+
+def test_a_figure_is_set_as_prose_is():
+    figure, axes = plt.subplots()
+    axes.set_title("PyTorch's, 3 ms")
+    svg = figures.to_svg(figure)
+    assert ">PyTorch’s, 3\xa0ms<" in svg
+    assert "'Segoe UI'" in svg  # a font's name is no prose
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    plt.close(figure)
 
 
 def test_a_script_run_by_itself_prints(capsys):

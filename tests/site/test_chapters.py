@@ -242,6 +242,37 @@ lab.read("Two is **more** than one.")
 # Folded: The function whole
 lab.source(lab.note)
 '''
+FOLDS = '''"""
+Trial
+=====
+"""
+from kernelbook import lab
+
+# %%
+
+# Measuring
+one = 1
+
+# %%
+
+# Folded: The book's number
+lab.table([{"one": one}], "One")
+
+# %%
+
+# Measuring
+lab.table([{"two": 2}], "Two")
+
+# %%
+
+# Measuring
+three = 3
+
+# %%
+# Prose.
+
+lab.table([{"three": three}], "Three")
+'''
 SEVERAL_GPUS = '''"""
 Trial
 =====
@@ -347,6 +378,34 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     others = ["# Solution: add", "print", "# Reading", "import", "lab.read"]
     assert about["folded"]["lines of code"] == len(whole + others)
     assert about["amount"]["lines of code"] == 1
+
+
+def test_folds_of_one_result_are_one_fold(build, tmp_path):
+    """What measured stands in the fold of its result, or with the fold of its label before it."""
+    done = build(FOLDS, record_of(), builder="html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
+    titles = re.findall("<summary>(.*?)</summary>", page)
+    assert titles == [
+        "The book’s number",
+        *["How this was measured"] * 2,
+        "How this table was made",
+    ]
+    first, second, third = page.split("<summary>")[1:4]
+    assert "<caption>One</caption>" in first
+    assert "</details>" not in first
+    assert "</details>" in second.split("<div hidden>")[0]
+    assert "<caption>Two</caption>" in second.split("<summary>")[0]
+    assert "three = 3" in re.sub("<[^>]*>", "", third)
+    notebook = nbformat.read(tmp_path / "out/downloads/trial.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = "\n".join(cell.source for cell in cells)
+    places = [code.index(part) for part in ("one = 1", '"One"', '"Two"', "three = 3", '"Three"')]
+    assert places == sorted(places)
+    shown = ["".join(str(out) for out in cell.outputs) for cell in cells]
+    for cell, out in zip(cells, shown, strict=True):
+        for number in ("One", "Two", "Three"):
+            assert (f'"{number}"' in cell.source) == (f"<caption>{number}<" in out)
 
 
 def test_failing_check_stops_the_build(build):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chapters import CHAPTERS, PACE, minutes
-from recorded import OPERATORS, best, draw_bars, is_unbeaten
+from recorded import OPERATORS, best, draw_bars, is_unbeaten, with_spaces
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "html"
@@ -96,16 +96,16 @@ def test_a_card_says_what_a_reader_must_know(stem, path):
     card, facts = cards_of(path)[stem], CHAPTERS[stem]
     said = text_of(card).replace("’", "'")
     assert facts.question in said
-    assert re.search(rf"\b\d+ min {FOLDED} · {facts.difficulty} · before this: ", text_of(card))
+    assert re.search(rf"\b\d+ min {FOLDED} · {facts.difficulty} · builds on ", text_of(card))
     if stem not in RECORDS:
         assert "Not recorded yet." in said
         return
-    assert RECORDS[stem]["reaches"] in said
+    assert " ".join(with_spaces(RECORDS[stem]["reaches"]).split()) in said
     for where in facts.where.values():
         number = f"{where:,}" if isinstance(where, int) else where
         assert re.search(rf'alt="Bars, [^"]* for [^":]*\b{number}\b', card)
     for need in facts.needs:
-        assert f"{need}.html" in card.split("before this: ")[1]
+        assert f"{need}.html" in card.split("builds on ")[1]
     for provider, label in facts.bars.items():
         share = percent(stem, facts.sweep, provider, facts.where)
         assert f"{label} {share}" in html.unescape(re.search('alt="([^"]*)"', card)[1])
@@ -117,8 +117,8 @@ def test_a_chapter_says_the_same_under_its_title(stem):
         r'(?s)</h1>\s*<p class="kb-path">(.*?)</p>', page_of(f"chapters/{stem}.html")
     )
     [on_card] = re.findall(rf"\d+ min {FOLDED} · .*", text_of(cards_of("index.html")[stem]))
-    assert text_of(line).startswith(re.split(" · before", on_card)[0])
-    before, _, after = line.partition(" · after this: ")
+    assert text_of(line).startswith(re.split(" · builds", on_card)[0])
+    before, _, after = line.partition(" · next chapter: ")
     order = list(CHAPTERS)
     following = order[order.index(stem) + 1 :][:1]
     assert re.findall(r'href="(\w+)\.html"', before) == list(CHAPTERS[stem].needs)

@@ -255,6 +255,25 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
     assert first.locator(".highlight").first.is_visible()
 
 
+def test_a_figure_enlarges_on_a_phone(visit):
+    page = visit(width=390).open(CHAPTERS[0])
+    figure = page.locator("img.kb-figure:visible").first
+    for opener in (page.locator("button.kb-enlarge:visible").first, figure):
+        opener.click()
+        large = page.locator("dialog.kb-large img")
+        assert large.bounding_box()["width"] > 1.5 * figure.bounding_box()["width"]
+        page.keyboard.press("Escape")
+        assert page.locator("dialog.kb-large").count() == 0
+    assert visit().open(CHAPTERS[0]).locator("button.kb-enlarge").count() == 0
+
+
+def test_a_table_that_is_too_wide_says_so(visit):
+    for width, said in ((390, True), (1280, False)):
+        page = visit(width=width).open("index.html")
+        box = page.locator(".pst-scrollable-table-container").first
+        assert ("kb-wide" in box.get_attribute("class")) is said
+
+
 def test_the_sidebar_marks_the_section_in_view(visit):
     """However the reader comes there: downwards, upwards, by a jump, or to the end of the page."""
     page = visit().open(CHAPTERS[0])

@@ -30,6 +30,32 @@ def in_notebook() -> bool:
     return hasattr(builtins, "__IPYTHON__")
 
 
+_UNITS = r"%|×|(?:[mµn]?s|min|h|[kKMGT]?i?B|bytes?|bits?|[kMGTP]?FLOPs?|[kMG]?Hz|W)\b"
+_AS_TYPED = ("code", "pre", "script", "style")
+
+
+def typeset(html: str) -> str:
+    """Return HTML with the apostrophes and quotation marks of print, and numbers that keep their
+    units beside them; code, and an argument such as ``backend='triton'``, stays as it is typed."""
+    parts, depth = re.split(r"(<[^>]*>)", html), 0
+    for place, part in enumerate(parts):
+        if place % 2:  # a tag, a comment or a declaration
+            tag = re.match(r"<(/?)(\w+)", part)
+            if tag and tag[2] in _AS_TYPED:
+                depth += -1 if tag[1] else 1
+        elif not depth:
+            parts[place] = _typeset(part)
+    return "".join(parts)
+
+
+def _typeset(text: str) -> str:
+    text = text.replace("&#x27;", "'").replace("&quot;", '"')
+    if not re.search(r"""[=([]['"]""", text):
+        text = re.sub(r"(?<=\w)'(?=\w)|(?<=s)'(?=[\s.,;:)]|$)", "’", text)
+        text = re.sub(r'"([^"]*)"', r"“\1”", text)
+    return re.sub(rf"(?<=\d) (?={_UNITS})", "\N{NO-BREAK SPACE}", text)
+
+
 class Shown:
     """Something with a rich form for pages and notebooks and a plain one for terminals."""
 
@@ -38,7 +64,7 @@ class Shown:
         self.plain = plain
 
     def _repr_html_(self) -> str:
-        return self.html
+        return typeset(self.html)
 
     def __repr__(self) -> str:
         return self.plain
@@ -167,7 +193,6 @@ def read(text: str) -> Markdown:
         text = f"A paragraph that reads the figure. {absences[-1]}"
     html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html)
-    html = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", html)
     return show(Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text))
 
 

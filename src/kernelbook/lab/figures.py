@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from kernelbook.lab import results
 from kernelbook.lab.bench import Sweep
 from kernelbook.lab.chapter import Table, running
-from kernelbook.lab.display import NOT_RECORDED, Shown, beside, table
+from kernelbook.lab.display import NOT_RECORDED, Shown, beside, table, typeset
 
 # Each colour is given as it is drawn on white and as it is drawn on the dark page.
 TEXT, MUTED, GRID = "#1f2328", "#59636e", "#d1d9e0"
@@ -86,7 +86,7 @@ def to_svg(figure: Figure) -> str:
         figure.savefig(
             buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
         )
-    return re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", _FONTS, buffer.getvalue())
+    return typeset(re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", _FONTS, buffer.getvalue()))
 
 
 def to_dark(svg: str) -> str:
