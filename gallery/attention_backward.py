@@ -31,6 +31,7 @@ from kernelbook import lab, reference, runtime
 from kernelbook.lab.attention_bench import (
     BACKWARD,
     LIBRARIES,
+    balance,
     draw,
     flash,
     libraries,
@@ -178,21 +179,6 @@ lab.read(
 
 import triton
 import triton.language as tl
-
-
-def balance():
-    flops = 2 * 8192**3 / statistics.median(lab.event_times(matmul())) * 1e3
-    source = torch.empty(2**30, device=runtime.DEVICE, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    took = statistics.median(lab.event_times(lambda: target.copy_(source)))
-    bandwidth = 2 * source.numel() / took * 1e3
-    return [
-        {
-            "matmul, TFLOP/s": round(flops / 1e12),
-            "copy, GB/s": round(bandwidth / 1e9),
-            "FLOPs per byte": round(flops / bandwidth),
-        }
-    ]
 
 
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)

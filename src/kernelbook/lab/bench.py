@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
