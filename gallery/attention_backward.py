@@ -180,7 +180,6 @@ lab.read(
 import triton
 import triton.language as tl
 
-
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 
 # %%
