@@ -44,10 +44,7 @@ class Operator:
             return output
 
         self.run = run
-        self.op = torch.library.custom_op(f"kernelbook::{name}", run, mutates_args=())
-        self.op.register_fake(fake)
-        self.op.register_vmap(batch)
-        self.op.register_autograd(backward, setup_context=setup_context)
+        self.op = _registered(name, run, fake, batch, setup_context, backward)
         self.eager = _function(name, forward=eager, backward=backward)
         # The autograd of torch.library does not know torch.func, and this one does.
         parts = {"forward": self.op, "setup_context": setup_context, "backward": backward}
@@ -69,6 +66,57 @@ class Operator:
         if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             return self.eager.apply(*args)  # which says that it has no forward mode
         return self.run(*args)
+
+
+_LIBRARY = torch.library.Library("kernelbook", "DEF")
+
+
+def _registered(
+    name: str,
+    run: Callable,
+    fake: Callable,
+    batch: Callable,
+    setup_context: Callable,
+    backward: Callable,
+) -> torch._ops.OpOverload:
+    """Register an operator, and return it.
+
+    :func:`torch.library.custom_op` would do, but compiled code that calls what it registers enters
+    Python twice, and goes through ten functions on the way to the kernels. Here it enters once, and
+    where no gradient is recorded, as in compiled code, what it enters runs the kernels.
+    """
+    _LIBRARY.define(
+        name + torch.library.infer_schema(run, mutates_args=()), tags=[torch.Tag.pt2_compliant_tag]
+    )
+    op = getattr(torch.ops.kernelbook, name).default
+
+    def below_autograd(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def forward(ctx, *args):
+        output = below_autograd(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    differentiable = _function(name, forward=forward, backward=backward)
+
+    def autograd(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return differentiable.apply(*args)
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        if below.highestPriorityTypeId() in _DEVICES:
+            return run(*args)  # where the dispatcher would come next, after some microseconds
+        return below_autograd(*args)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(op, fake, lib=_LIBRARY)
+    torch.library.register_vmap(op, batch, lib=_LIBRARY)
+    return op
+
+
+_DEVICES = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
 
 
 def _function(name: str, *, vmap_is_generated: bool = False, **parts: Callable) -> type:
