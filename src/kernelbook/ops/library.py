@@ -26,6 +26,9 @@ class Operator:
             :func:`torch.library.register_vmap` asks.
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward needs.
         backward: ``backward(ctx, *gradients)`` returns a gradient, or None, for each argument.
+
+    Where the first arguments are its tensors, eager mode looks at these alone, and passes autograd
+    the others as one.
     """
 
     def __init__(
@@ -39,13 +42,20 @@ class Operator:
         backward: Callable,
     ):
         def eager(ctx, *args):
+            args = *args[:-1], *args[-1]
             output = run(*args)
             setup_context(ctx, args, output)
             return output
 
+        def gradients(ctx, *of_outputs):
+            return *backward(ctx, *of_outputs)[:passed], None
+
         self.run = run
         self.op = _registered(name, run, fake, batch, setup_context, backward)
-        self.eager = _function(name, forward=eager, backward=backward)
+        kinds = ["Tensor" in str(argument.type) for argument in self.op._schema.arguments]
+        first = sum(kinds)
+        self.passed = passed = first if all(kinds[:first]) else len(kinds)
+        self.eager = _function(name, forward=eager, backward=gradients)
         # The autograd of torch.library does not know torch.func, and this one does.
         parts = {"forward": self.op, "setup_context": setup_context, "backward": backward}
         self.transformed = _function(name, **parts, vmap_is_generated=True)
@@ -55,16 +65,18 @@ class Operator:
             return self.op(*args)
         if torch._C._are_functorch_transforms_active():
             return self.transformed.apply(*args)
+        passed = args[: self.passed]
         differentiable = False
-        for x in args:
+        for x in passed:
             if isinstance(x, torch.Tensor):
                 if checks.holds_no_numbers(x):
                     return self.op(*args)
-                differentiable |= x.requires_grad
+                differentiable = differentiable or x.requires_grad
         if is_in_torch_dispatch_mode():
             return self.op(*args)
         if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-            return self.eager.apply(*args)  # which says that it has no forward mode
+            # which says that it has no forward mode
+            return self.eager.apply(*passed, args[self.passed :])
         return self.run(*args)
 
 
@@ -104,9 +116,8 @@ def _registered(
     def autograd(keyset, *args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return differentiable.apply(*args)
-        below = keyset & torch._C._after_ADInplaceOrView_keyset
-        if below.highestPriorityTypeId() in _DEVICES:
-            return run(*args)  # where the dispatcher would come next, after some microseconds
+        if _runs_next(keyset):
+            return run(*args)
         return below_autograd(*args)
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -116,7 +127,20 @@ def _registered(
     return op
 
 
-_DEVICES = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+def _runs_next(keyset: torch._C.DispatchKeySet) -> bool:
+    """Whether nothing but the kernels of a device is left to the dispatcher after autograd.
+
+    Then an operator may run them itself, which spares the host some microseconds.
+    """
+    kind = keyset.raw_repr()
+    if kind not in _RUN_NEXT:
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        devices = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+        _RUN_NEXT[kind] = below.highestPriorityTypeId() in devices
+    return _RUN_NEXT[kind]
+
+
+_RUN_NEXT = {}
 
 
 def _function(name: str, *, vmap_is_generated: bool = False, **parts: Callable) -> type:
