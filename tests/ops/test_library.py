@@ -332,7 +332,7 @@ def test_a_call_from_compiled_code_goes_through_few_functions():
             sys.setprofile(None)
     assert torch.equal(y, 2 * x)
     assert entered.count("_twice") == 1
-    assert len(entered) <= 4  # of PyTorch's, the operator's gradient, which next, the function
+    assert len(entered) <= 4  # PyTorch's own, autograd's, what asks which comes next, and _twice
     assert torch.equal(torch.autograd.grad(twice.op(x).sum(), x)[0], torch.full_like(x, 2))
 
 

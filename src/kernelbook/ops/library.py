@@ -2,13 +2,14 @@
 
 Whoever looks at a call cannot follow what a kernel does: ``torch.compile``, ``torch.export``, a
 fake tensor, ``vmap``. They meet an operator of PyTorch's dispatcher, which says what its results
-look like, what its gradient is, and how a batch of calls is one call. The dispatcher costs some ten
+look like, what its gradient is, and how a batch of calls is one call. The dispatcher costs some
 microseconds. So in eager mode, where nobody looks, the kernels run at once.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -80,9 +81,6 @@ class Operator:
         return self.run(*args)
 
 
-_LIBRARY = torch.library.Library("kernelbook", "DEF")
-
-
 def _registered(
     name: str,
     run: Callable,
@@ -94,12 +92,12 @@ def _registered(
     """Register an operator, and return it.
 
     :func:`torch.library.custom_op` would do, but compiled code that calls what it registers enters
-    Python twice, and goes through ten functions on the way to the kernels. Here it enters once, and
-    where no gradient is recorded, as in compiled code, what it enters runs the kernels.
+    Python twice, and goes through a dozen functions before it comes to ``run``. Here it enters
+    once, and where no gradient is recorded, as in compiled code, what it enters calls ``run``.
     """
-    _LIBRARY.define(
-        name + torch.library.infer_schema(run, mutates_args=()), tags=[torch.Tag.pt2_compliant_tag]
-    )
+    library = get_library_allowing_overwrite("kernelbook", name)  # by who imports the book anew
+    schema = name + torch.library.infer_schema(run, mutates_args=())
+    library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     op = getattr(torch.ops.kernelbook, name).default
 
     def below_autograd(*args):
@@ -120,10 +118,10 @@ def _registered(
             return run(*args)
         return below_autograd(*args)
 
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
-    torch.library.register_fake(op, fake, lib=_LIBRARY)
-    torch.library.register_vmap(op, batch, lib=_LIBRARY)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(op, fake, lib=library)
+    torch.library.register_vmap(op, batch, lib=library)
     return op
 
 
