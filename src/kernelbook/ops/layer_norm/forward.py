@@ -450,8 +450,9 @@ def _forward(
 
     ``looping`` asks for the kernel that reads a row three times, whatever its length. Without
     ``keep_statistics``, mean and rstd are None: small as they are, at 1,024 columns of bfloat16
-    storing them took an H200 two per cent of the time. ``y`` is where the result goes, and
-    ``statistics``, (2, n_rows), where mean and rstd go; both are allocated unless given.
+    storing them took an H200 two per cent of the time. ``y`` is where the result goes, of
+    any shape and contiguous, and ``statistics``, (2, n_rows), where mean and rstd go; both are
+    allocated unless given.
     """
     # I/O: read x + write y (weight, bias, mean and rstd are small)
     n_rows, n_cols = x.shape
