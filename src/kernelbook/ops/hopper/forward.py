@@ -669,8 +669,7 @@ def _launch(
         # The first queries of a head see fewer keys: with their tiles after all others, programs
         # end together. L2 still holds what is read: in one half the keys, in the other the values.
         bytes_of_keys = min(seqlen_k, left + right + 1) * head_dim * dtype.itemsize
-        fitting = tuned.heads_in_l2(bytes_of_keys, heads // heads_k, device)
-        heads_at_once = min(fitting, batch * heads)
+        heads_at_once = tuned.heads_in_l2(bytes_of_keys, heads // heads_k, device)
     run = tiles.KnownLaunch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,
