@@ -34,6 +34,7 @@ _PROVIDERS = {
     "SDPA cuDNN": ("#bf3989", "#ff8bcf"),
     "FlexAttention": ("#7d4e24", "#d9ab7c"),
     "FlashAttention": ("#a40e26", "#ff8a8a"),
+    "FlashAttention, deterministic": ("#cf5a5a", "#ffbdb5"),
 }
 _STEPS = [  # what a chapter makes on the way to its best: each keeps one of these
     ("#5b8fc9", "#5f97d6"),
