@@ -563,8 +563,9 @@ def waits_of(name):
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
-#          three stages fills 128 of 227 KiB of shared memory and three quarters of the registers, and
-#          a second one does not fit. On the right two programs with two stages take 96 KiB and half of the registers each.
+#          three stages fills 128 of 227 KiB of shared memory and three quarters of the registers,
+#          and a second one does not fit. On the right two programs with two stages take 96 KiB and
+#          half of the registers each.
 #
 # **Shared memory**, from which Hopper's matmul instructions read, holds the tiles. The queries take
 # 32 KiB and each tile of 64 keys or values 16 KiB. ``num_stages``, the number of *pipeline stages*,
@@ -1183,8 +1184,8 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
 )
 lab.read(
     (
-        f"Two more changes are worth more than the ladder showed, because of the registers. Without "
-        f"descriptors, addresses compete for them with the scores that are computed ahead, and "
+        f"Two more changes are worth more than the ladder showed, because of the registers. "
+        f"Without descriptors, addresses compete for them with the scores that are computed ahead, and "
         f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
         f"code again waits for each matmul instruction, as before that rung. "
         if crowded
