@@ -1185,7 +1185,7 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
 lab.read(
     (
         f"Two more changes are worth more than the ladder showed, because of the registers. "
-        f"Without descriptors, addresses compete for them with the scores that are computed ahead, and "
+        f"Without descriptors, addresses compete with the scores that are computed ahead, and "
         f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
         f"code again waits for each matmul instruction, as before that rung. "
         if crowded
