@@ -772,6 +772,18 @@ def lighten(app, doctree, docname):
             block += nodes.Text(block.rawsource)
 
 
+def keep_punctuation(app, doctree, docname):
+    """Let no line begin with the comma after a formula: MathJax makes a box, which may break."""
+    for formula in list(doctree.findall(nodes.math)):
+        after = formula.next_node(descend=False, siblings=True)
+        if not isinstance(after, nodes.Text) or not (mark := re.match(r"[.,;:)?]+", after)):
+            continue
+        whole = nodes.inline(classes=["kb-nowrap"])
+        formula.parent.replace(after, nodes.Text(after[mark.end() :]))
+        formula.parent.replace(formula, whole)
+        whole += [formula, nodes.Text(mark.group())]
+
+
 def add_questions(app, pagename, templatename, context, doctree):
     """Tell the links to the pages before and after which question a chapter there answers."""
     relations = app.env.collect_relations().get(pagename, [None, None, None])
@@ -787,5 +799,6 @@ def setup(app):
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
     app.connect("doctree-resolved", lighten)
+    app.connect("doctree-resolved", keep_punctuation)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
     return {"env_version": 2, "parallel_read_safe": False, "parallel_write_safe": True}

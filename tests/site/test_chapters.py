@@ -184,7 +184,7 @@ PROSE = '''r"""
 Trial
 =====
 
-Does :math:`a + b` survive, and :func:`kernelbook.dropout`, and ``code``?
+Does :math:`a + b`, survive, and :func:`kernelbook.dropout`, and ``code``?
 """
 print("first cell")  # fmt: skip
 
@@ -358,7 +358,7 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
     for words in (
         "# Trial",
-        "Does $a + b$ survive, and `kernelbook.dropout()`, and `code`?",
+        "Does $a + b$, survive, and `kernelbook.dropout()`, and `code`?",
         "## A section",
         r"\begin{aligned}",
         "[link](https://example.org) in **bold**, and Trial book",
@@ -373,6 +373,7 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     assert [source.split("\n")[0] for source in hidden] == firsts
     page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
     assert "first cell" in page
+    assert re.search(r'<span class="kb-nowrap"><span [^>]*>[^<]*a \+ b[^<]*</span>,</span>', page)
     assert "fmt: skip" not in page
     assert '<details class="kb-solution"><summary>Solution: add</summary>' in page
     assert page.index('<div class="kb-read">') < page.index('<details class="kb-code">')
