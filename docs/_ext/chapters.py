@@ -296,6 +296,15 @@ the gallery nor a test takes it for a chapter.
 
 ORDER = tuple(CHAPTERS)
 
+PARTS = {
+    "first_kernel": "Begin",
+    "dropout": "Element by element, row by row",
+    "attention_forward": "Attention",
+    "warps_with_roles": "Hopper and several GPUs",
+    "transformer": "All of it in a model",
+}
+"""The titles of the parts of the book, by the first chapter of each."""
+
 
 # -- what Sphinx-Gallery calls while it runs the scripts ------------------------------------------
 
