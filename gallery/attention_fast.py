@@ -563,8 +563,9 @@ def waits_of(name):
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
-#          three stages fills 128 of 227 KiB of shared memory, and a second one does not fit. On the
-#          right two programs with two stages take 96 KiB and half of the registers each.
+#          three stages fills 128 of 227 KiB of shared memory and three quarters of the registers,
+#          and a second one does not fit. On the right two programs with two stages take 96 KiB and
+#          half of the registers each.
 #
 # **Shared memory**, from which Hopper's matmul instructions read, holds the tiles. The queries take
 # 32 KiB and each tile of 64 keys or values 16 KiB. ``num_stages``, the number of *pipeline stages*,
@@ -813,6 +814,18 @@ lab.read(
 #
 # So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step. The
 # next iteration begins with their exponentials, while its values and the keys after them arrive.
+# The scores of the first tile have to be there before the loops, which then end one tile early:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _rung_kernel
+#    :start-at: k_0 = _tile
+#    :end-at: end = tl.maximum(tl.cdiv
+#    :dedent:
+#
+# Behind the loops, the last tile is weighed and multiplied by its values, and no next one follows.
+# The loop always passes ``True`` for ``MASKED`` when it loads the next tile of keys, because that
+# one may reach past the end even where the tile at hand does not.
 
 # Reading
 ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
@@ -1171,10 +1184,10 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
 )
 lab.read(
     (
-        f"Two changes are worth more than the ladder showed, because of the registers. Without "
-        f"descriptors, addresses compete for them with the scores that are computed ahead, and "
+        f"Two more changes are worth more than the ladder showed, because of the registers. "
+        f"Without descriptors, addresses compete with the scores that are computed ahead, and "
         f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
-        f"assembler again finds too few, and the code waits for each matmul instruction. "
+        f"code again waits for each matmul instruction, as before that rung. "
         if crowded
         and scarce
         and all(

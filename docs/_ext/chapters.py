@@ -43,6 +43,9 @@ BOOKKEEPING = {
 }
 """What any other cell folds under that does this and holds no kernel."""
 
+FOR_THE_FORMATTER = "# fmt: skip"
+"""A comment that no listing of a page shows."""
+
 PLAIN = (["n"], ["p"], ["w"])
 """Pygments' classes of the tokens that have no colour of their own in the book's two styles."""
 
@@ -292,6 +295,15 @@ the gallery nor a test takes it for a chapter.
 """
 
 ORDER = tuple(CHAPTERS)
+
+PARTS = {
+    "first_kernel": "Begin",
+    "dropout": "Element by element, row by row",
+    "attention_forward": "Attention",
+    "warps_with_roles": "Hopper and several GPUs",
+    "transformer": "All of it in a model",
+}
+"""The titles of the parts of the book, by the first chapter of each."""
 
 
 # -- what Sphinx-Gallery calls while it runs the scripts ------------------------------------------
@@ -755,11 +767,30 @@ def lighten(app, doctree, docname):
 
     Sphinx-Gallery gives every token a span. These have the colour of the block in both themes, and
     were a third of the bytes of a chapter. A name within a link keeps its span, because a link has
-    a colour of its own.
+    a colour of its own. What only the formatter reads, ``# fmt: skip``, is left out.
     """
     for token in list(doctree.findall(nodes.inline)):
-        if token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
+        if token.astext() == FOR_THE_FORMATTER:
+            token.parent.remove(token)
+        elif token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
             token.parent.replace(token, nodes.Text(token.astext()))
+    for block in doctree.findall(nodes.literal_block):
+        if block.rawsource == block.astext() and FOR_THE_FORMATTER in block.rawsource:
+            block.rawsource = block.rawsource.replace(f"  {FOR_THE_FORMATTER}", "")
+            block.clear()
+            block += nodes.Text(block.rawsource)
+
+
+def keep_punctuation(app, doctree, docname):
+    """Let no line begin with the comma after a formula: MathJax makes a box, which may break."""
+    for formula in list(doctree.findall(nodes.math)):
+        after = formula.next_node(descend=False, siblings=True)
+        if not isinstance(after, nodes.Text) or not (mark := re.match(r"[.,;:)?]+", after)):
+            continue
+        whole = nodes.inline(classes=["kb-nowrap"])
+        formula.parent.replace(after, nodes.Text(after[mark.end() :]))
+        formula.parent.replace(formula, whole)
+        whole += [formula, nodes.Text(mark.group())]
 
 
 def add_questions(app, pagename, templatename, context, doctree):
@@ -777,5 +808,6 @@ def setup(app):
     # Before Sphinx collects the images of a page (priority 500).
     app.connect("doctree-read", on_doctree_read, priority=400)
     app.connect("doctree-resolved", lighten)
+    app.connect("doctree-resolved", keep_punctuation)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
     return {"env_version": 2, "parallel_read_safe": False, "parallel_write_safe": True}

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, opening_bars, reading_order, reading_times
+from chapters import CHAPTERS, PACE, PARTS, opening_bars, reading_order, reading_times
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -135,11 +135,18 @@ class Chapters(SphinxDirective):
         stems = [script.stem for script in chapter_scripts(self.env.app)]
         if not stems:
             return [paragraph("No chapter has been written yet.")]
-        cards = "".join(map(self.card, stems))
-        lines = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::".split("\n")
+        parts = {}
+        for stem in stems:
+            title = PARTS.get(stem, list(parts)[-1] if parts else "Chapters")
+            parts.setdefault(title, []).append(stem)
         content = nodes.container(classes=["kb-cards"])
         content += paragraph(self.legend(stems), classes=["kb-small"])
-        self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
+        level = 2 if self.env.docname == "chapters" else 3
+        for title, members in parts.items():
+            cards = "".join(map(self.card, members))
+            grid = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::"
+            lines = f"```{{rubric}} {title}\n:heading-level: {level}\n```\n\n{grid}".split("\n")
+            self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
         if self.env.docname == "chapters":
             content += self.toctree([(None, f"chapters/{stem}") for stem in stems])
         return [content]

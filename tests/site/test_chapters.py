@@ -184,9 +184,9 @@ PROSE = '''r"""
 Trial
 =====
 
-Does :math:`a + b` survive, and :func:`kernelbook.dropout`, and ``code``?
+Does :math:`a + b`, survive, and :func:`kernelbook.dropout`, and ``code``?
 """
-print("first cell")
+print("first cell")  # fmt: skip
 
 # %%
 # A section
@@ -222,6 +222,10 @@ print("first cell")
 #
 #    2 + 2
 #    3 + 3
+#
+# .. code-block:: python
+#
+#    4 + 4  # fmt: skip
 #
 # .. dropdown:: For a second reading
 #
@@ -354,7 +358,7 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
     for words in (
         "# Trial",
-        "Does $a + b$ survive, and `kernelbook.dropout()`, and `code`?",
+        "Does $a + b$, survive, and `kernelbook.dropout()`, and `code`?",
         "## A section",
         r"\begin{aligned}",
         "[link](https://example.org) in **bold**, and Trial book",
@@ -368,6 +372,9 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     firsts = ["# Solution: add", "# Reading", "# Folded: The function whole"]
     assert [source.split("\n")[0] for source in hidden] == firsts
     page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
+    assert "first cell" in page
+    assert re.search(r'<span class="kb-nowrap"><span [^>]*>[^<]*a \+ b[^<]*</span>,</span>', page)
+    assert "fmt: skip" not in page
     assert '<details class="kb-solution"><summary>Solution: add</summary>' in page
     assert page.index('<div class="kb-read">') < page.index('<details class="kb-code">')
     assert '<details class="kb-code"><summary>The function whole</summary><div hidden>' in page
