@@ -132,7 +132,7 @@ def drawn_roles(axes):
     def rectangle(x, y, width, height, text, style):
         axes.add_patch(Rectangle((x, y), width, height, **style))
         axes.text(
-            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9
+            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=11
         )
 
     def arrow(start, end, text, at):
@@ -142,7 +142,7 @@ def drawn_roles(axes):
             xytext=start,
             arrowprops={"arrowstyle": "->", "color": "#59636e"},
         )
-        axes.text(*at, text, fontsize=8, ha="center", color="#59636e")
+        axes.text(*at, text, fontsize=10, ha="center", color="#59636e")
 
     rectangle(0, 6, 2.6, 1.4, "loader\n1 warp", box)
     rectangle(0, 2.6, 2.6, 1.4, "copy engine\n(TMA)", unit)
@@ -152,11 +152,11 @@ def drawn_roles(axes):
     rectangle(7.4, 2.6, 2.6, 1.4, "tensor cores", unit)
     for me in range(2):
         rectangle(4.3 + 3 * me, 6, 2.7, 1.4, f"consumer {me}\n4 warps", box)
-    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.1, 4.9))
+    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.5, 4.9))
     arrow((1.3, 1), (1.3, 2.55), "", (0, 0))
     arrow((2.65, 3.3), (3.95, 3.3), "writes", (3.3, 3.45))
     arrow((6.65, 3.3), (7.35, 3.3), "reads", (7.0, 3.45))
-    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.9, 5.2))
+    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.5, 5.35))
     arrow((8.8, 6), (8.8, 4.05), "", (0, 0))
     axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.6))
     axes.axis("off")
@@ -761,18 +761,13 @@ lab.read(
 #
 # The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
 # ``[240, 24]`` as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader 24.
-# What is left, another 240, goes to the default partition, consumer 0.
+# What is left of 3 × 168, another 240, goes to the default partition, consumer 0.
 #
 # .. dropdown:: More: where 168 comes from
 #
 #    An SM has 65,536 registers. A program of two consumers and a loader takes 12 warps, because a
 #    role's warps come in groups of four, of which three sleep beside the loader. These are 384
 #    threads, and 65,536 / 384 is 170, which is rounded down to a multiple of 8.
-
-# Measuring
-given = 3 * 168  # per thread, in three warpgroups
-registers_left = given - 240 - 24
-assert registers_left == 240
 
 # %%
 # Taking turns
@@ -923,8 +918,7 @@ lab.read(
     f"{taken:.0f} %."
     + (" So two barriers are enough to keep them apart." if taken < 10 < free else "")
     + (
-        " The first bars of both are short when free, because the first pause ended early, as "
-        "`nanosleep` may: it sleeps for anything between no time and twice what is asked."
+        " When free, the first bars of both are short, because a pause may end early."
         if alternated.rows and first_pause() < 1000
         else ""
     )
@@ -1323,7 +1317,7 @@ def said(rows):
 def drawn_trace(axes, rows):
     lanes = in_lanes(rows)
     shades = {
-        "waits at a barrier": lab.colour("waits at a barrier"),
+        "waits at a barrier": "#d1d9e0",
         "waits for a matmul": lab.colour("Kernel Book"),
         "asks for tiles": lab.colour("PyTorch"),
     }
@@ -1336,7 +1330,8 @@ def drawn_trace(axes, rows):
             ("asks for tiles", row["ends"], row["asked"]),
         )
         for label, begin, end in parts:
-            look = {"color": shades[label], "height": 0.66}
+            look = {"color": shades[label], "edgecolor": "#59636e", "height": 0.66}
+            look["linewidth"] = 0.3 * label.startswith("waits at")
             axes.barh(at, (end - begin) / 1000, left=begin / 1000, **look)
     for label, shade in shades.items():
         axes.barh([0], [0], color=shade, label=label)
@@ -1377,10 +1372,9 @@ lab.read(
 # Reading
 waits = [share.get(lane, nan) for lane in ROLES]
 lab.read(
-    f"Who waits with roles? The loader does, for {waits[0]:.0f} % of its time, and so do the "
-    f"consumers at their barriers, for {waits[1]:.0f} and {waits[2]:.0f} %. This costs nothing, "
-    "because they have nothing else to do while a matmul is in flight. A kernel that has more to "
-    "do could do it in this time."
+    f"With roles the loader waits for {waits[0]:.0f} % of its time, and the consumers wait at "
+    f"their barriers for {waits[1]:.0f} and {waits[2]:.0f} %. This costs nothing here, because a "
+    "matmul is in flight meanwhile. Attention fills this time with exponentials."
 )
 
 # %%
@@ -1457,7 +1451,7 @@ def roles_behind():
         return "At no size do roles lose to that loop by 1 % or more."
     sizes = " and ".join(f"{n:,}" for n in behind)
     return (
-        f"Roles even lose to that loop by 1 % or more at size {sizes}, the most by "
+        f"Roles even lose to that loop by 1 % or more at sizes {sizes}, the most by "
         f"{max(behind.values()):.1f} %; why, we have not measured."
     )
 
@@ -1466,7 +1460,7 @@ lab.read(roles_behind())
 
 # %%
 
-# Reading
+# Folded: Why fewer cycles save less time
 slower = bare / in_roles
 longer = (
     climbed.rate("roles", n=4096) / climbed.rate("ring", n=4096)
@@ -1485,10 +1479,8 @@ lab.read(
 )
 
 # %%
-# How far a busy GPU lowers its clock is measured in :doc:`/chapters/measuring`.
-#
-# Attention has something to do between two matmuls: while one consumer computes exponentials, the
-# other can keep the tensor cores busy.
+# So a plain loop is enough for a plain matmul. Attention has something to do between two matmuls:
+# while one consumer computes exponentials, the other can keep the tensor cores busy.
 #
 # What breaks it
 # --------------
@@ -1617,6 +1609,7 @@ def provoked():
 
 # %%
 
+# Measuring
 broken = lab.measure("Six tiles, two slots, and one mistake at a time", provoked)
 broken
 
