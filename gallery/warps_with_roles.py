@@ -148,15 +148,15 @@ def drawn_roles(axes):
     rectangle(0, 2.6, 2.6, 1.4, "copy engine\n(TMA)", unit)
     rectangle(0, 0, 10, 1, "global memory: a, b", store)
     for slot in range(3):
-        rectangle(4 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
+        rectangle(3.8 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
     rectangle(7.4, 2.6, 2.6, 1.4, "tensor cores", unit)
     for me in range(2):
         rectangle(4.3 + 3 * me, 6, 2.7, 1.4, f"consumer {me}\n4 warps", box)
     arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.5, 4.9))
     arrow((1.3, 1), (1.3, 2.55), "", (0, 0))
-    arrow((2.65, 3.3), (3.95, 3.3), "writes", (3.3, 3.45))
-    arrow((6.65, 3.3), (7.35, 3.3), "reads", (7.0, 3.45))
-    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.5, 5.35))
+    arrow((2.65, 3.3), (3.75, 3.3), "writes", (3.2, 3.45))
+    arrow((6.45, 3.3), (7.35, 3.3), "reads", (6.9, 3.45))
+    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.75, 5.5))
     arrow((8.8, 6), (8.8, 4.05), "", (0, 0))
     axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.6))
     axes.axis("off")
@@ -199,8 +199,8 @@ lab.sketch(
 # has written before the launch.
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
-# when the tile is there. What ``expect`` does, and the 0 in ``wait``, is the subject of the next
-# section. A store has no barrier, but ``store_wait``.
+# when the tile is there. The next section explains ``expect`` and the 0 in ``wait``. A store needs
+# no barrier: ``store_wait(0)`` waits until no store is unfinished.
 
 
 @gluon.jit
