@@ -77,8 +77,8 @@ if not HOPPER and not REPLAYED:
 lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 
 # %%
-# The problem in PyTorch
-# ----------------------
+# The problem
+# -----------
 #
 # How fast must tiles arrive, if the multiplication is never to wait for them? We multiply two
 # square matrices, ``c = a @ b``, in bfloat16. One :term:`program` computes a tile of 128 × 256
@@ -132,7 +132,7 @@ def drawn_roles(axes):
     def rectangle(x, y, width, height, text, style):
         axes.add_patch(Rectangle((x, y), width, height, **style))
         axes.text(
-            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9
+            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=11
         )
 
     def arrow(start, end, text, at):
@@ -142,21 +142,21 @@ def drawn_roles(axes):
             xytext=start,
             arrowprops={"arrowstyle": "->", "color": "#59636e"},
         )
-        axes.text(*at, text, fontsize=8, ha="center", color="#59636e")
+        axes.text(*at, text, fontsize=10, ha="center", color="#59636e")
 
     rectangle(0, 6, 2.6, 1.4, "loader\n1 warp", box)
     rectangle(0, 2.6, 2.6, 1.4, "copy engine\n(TMA)", unit)
     rectangle(0, 0, 10, 1, "global memory: a, b", store)
     for slot in range(3):
-        rectangle(4 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
+        rectangle(3.8 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
     rectangle(7.4, 2.6, 2.6, 1.4, "tensor cores", unit)
     for me in range(2):
         rectangle(4.3 + 3 * me, 6, 2.7, 1.4, f"consumer {me}\n4 warps", box)
-    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.1, 4.9))
+    arrow((1.3, 6), (1.3, 4.05), "names a tile", (2.5, 4.9))
     arrow((1.3, 1), (1.3, 2.55), "", (0, 0))
-    arrow((2.65, 3.3), (3.95, 3.3), "writes", (3.3, 3.45))
-    arrow((6.65, 3.3), (7.35, 3.3), "reads", (7.0, 3.45))
-    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.9, 5.2))
+    arrow((2.65, 3.3), (3.75, 3.3), "writes", (3.2, 3.45))
+    arrow((6.45, 3.3), (7.35, 3.3), "reads", (6.9, 3.45))
+    arrow((5.6, 6), (8.2, 4.05), "issue wgmma", (7.75, 5.5))
     arrow((8.8, 6), (8.8, 4.05), "", (0, 0))
     axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.6))
     axes.axis("off")
@@ -171,24 +171,36 @@ lab.sketch(
 )
 
 # %%
+# Gluon in five lines
+# -------------------
+#
+# What must you know to read a kernel in Gluon? Five things, if you know Triton:
+#
+# - **Layouts.** A block in registers has a *layout*, which says which thread holds which number. In
+#   ``gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])`` a thread holds 1 × 4 numbers, the 32
+#   threads of a warp stand 4 × 8, and four warps 4 × 1. Together they hold 16 × 32 numbers, and a
+#   larger block is covered by repeating this pattern. ``[1, 0]`` says that columns run fastest.
+# - **Shared memory.** ``gl.allocate_shared_memory(dtype, shape, layout)`` names a block of it.
+#   ``block.index(i)`` is entry ``i`` of the first dimension, and ``block.slice(start, length)`` are
+#   some of its rows. ``load(layout)`` brings it into registers, and ``store`` takes it back.
+# - **Descriptors.** ``x_desc`` describes a tensor in global memory as a table of tiles. Tiles have
+#   the shape ``x_desc.block_shape`` and take ``x_desc.block_type.nbytes`` bytes.
+# - **Constants.** A ``gl.constexpr`` is known when the kernel is compiled. Layouts must be.
+# - **Whose names.** ``tma_load`` and ``tma_store`` are Gluon's copies under names of the book,
+#   because Gluon's own differ from version to version. The book also adds ``named_barrier``,
+#   ``clock`` and ``pause``, one instruction each. All other names are Gluon's, or of this page.
+#
 # A tile by the copy engine
 # -------------------------
 #
 # How can a single warp load for eight others? It has little to do, because the copy engine needs no
 # address for each number: a thread names a tile by its first row and column, and the engine fetches
-# it into :term:`shared memory`. The host has described the tensor before the launch, in a
-# *descriptor*.
-#
-# .. dropdown:: More: what a descriptor says
-#
-#    Address, sizes, :term:`strides <stride>`, the shape of a tile, and how its rows are laid out in
-#    shared memory. That layout is swizzled, which means that the 16-byte pieces of each row are
-#    permuted, so that later reads use all banks (the parts of the memory that can answer at the
-#    same time).
+# it into :term:`shared memory`. Where the tensor lies, it knows from the descriptor, which the host
+# has written before the launch.
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
-# when the tile is there. What ``expect`` does, and the 0 in ``wait``, is the subject of the next
-# section. A store has no barrier, but ``store_wait``.
+# when the tile is there. The next section explains ``expect`` and the 0 in ``wait``. A store needs
+# no barrier: ``store_wait(0)`` waits until no store is unfinished.
 
 
 @gluon.jit
@@ -230,7 +242,7 @@ def describe(x, *block):
 #
 # Because phases repeat, a waiter must say which one it means. It has one bit for that, the
 # *parity*: phases are numbered 0, 1, 2, …, and ``wait(parity)`` lets a thread pass when the last
-# phase that has ended has this parity. A model in Python says it exactly:
+# phase that has ended has this parity. As a model in Python, with arrivals but no bytes:
 
 
 class Barrier:
@@ -383,23 +395,41 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # The ring in Gluon
 # -----------------
 #
-# How do two roles become one kernel? The same two, in the fold, add up tiles of 32 × 32 numbers,
-# and ``warp_specialize`` starts them. Its first function is the *default partition*: it runs in the
-# warps that the launch has asked for, here four. For each of the others, two lists say how many
-# warps of its own it gets, here one, and how many registers per thread. When all have ended, the
-# kernel goes on. ``FIRST``, ``MISTAKE`` and ``log_ptr`` are for the section on what breaks.
+# How do two roles become one kernel? Each generator of the model becomes a function. This is the
+# loop of the loader, ``load_tiles``. ``FIRST`` is 1, as in the model, and ``expect`` and
+# ``tma_load`` stand where the model's loader arrives at ``full``.
 #
-# .. dropdown:: More: layouts, arrivals, and what the roles note down
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: load_tiles
+#    :lines: 5-6,8,10-12
+#    :dedent:
 #
-#    In Gluon each block of numbers in registers has a *layout*, which says which thread holds which
-#    number: in ``add_tiles`` a thread holds four neighbouring columns, so the 4 × 8 threads of a
-#    warp hold four rows. ``index(slot)`` is one slot of the ring. An arrival must mean that *all*
-#    threads of the consumer have read the slot. Gluon's ``arrive`` counts once for the whole role,
-#    and Triton puts a barrier of the role's own threads before it. ``pause`` lets the threads sleep
-#    for some microseconds, as if they had to compute exponentials, so that mistakes will show.
+# The consumer, ``add_tiles``, adds up tiles of 32 × 32 numbers. Without a ``MISTAKE`` it waits with
+# the right parity, and arrives after the load; the other branches are for the section on what
+# breaks. ``pause`` lets the threads sleep, as if they had to compute exponentials. An arrival must
+# mean that *all* threads have read the slot: Gluon's ``arrive`` counts once for the whole role, and
+# Triton puts a barrier of the role's own threads before it.
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: add_tiles
+#    :lines: 5-8,10-13,15-20
+#    :dedent:
+#
+# The kernel allocates the ring with its barriers, and ``warp_specialize`` starts the roles. The
+# first is the *default partition*: it runs in the warps that the launch has asked for, here four.
+# For each of the others, two lists say how many warps of its own it gets, here one, and how many
+# registers per thread. When all roles have ended, the kernel goes on.
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: sum_kernel
+#    :lines: 6-19
+#    :dedent:
 
 
-# Whole
+# Whole: sum_kernel and its roles
 @gluon.jit
 def note_progress(log_ptr, value):
     gl.store(log_ptr, value, cache_modifier=".wt")  # through all caches, to the host
@@ -444,9 +474,6 @@ def add_tiles(
     gl.store(out_ptr + rows[:, None] * 32 + columns[None, :], total)
 
 
-# %%
-
-
 @gluon.jit
 def sum_kernel(
     x_desc, out_ptr, n, log_ptr,
@@ -473,21 +500,31 @@ def sum_kernel(
 # ----------------------------
 #
 # What can a consumer do while the tensor cores multiply? Anything else, because ``wgmma`` is
-# asynchronous, too. The warpgroup issues it and goes on; ``warpgroup_mma_wait(n)`` waits until at
-# most ``n`` of the matmuls that it has issued are unfinished. Between the two, attention computes
-# its exponentials.
+# asynchronous, too. Here a warpgroup multiplies two tiles of 64 × 64 numbers, which the copy engine
+# has brought into ``a_s`` and ``b_s``:
 #
-# .. dropdown:: More: where the operands lie, and a kernel that multiplies twice
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: chain_kernel
+#    :lines: 4-5,15-18
+#    :dedent:
 #
-#    Attention multiplies twice, and the result of its first matmul can be an operand of the second
-#    where it lies, without a :term:`shuffle` and without shared memory. The reason is that the
-#    first operand of ``wgmma`` may lie in registers, in exactly the layout that the hardware
-#    prescribes for accumulators. The second always lies in shared memory.
+# - ``layout`` says which thread holds which sum, and the hardware prescribes it. ``[3, 0]`` is the
+#   version of the matmul instruction, Hopper's. ``[4, 1]`` puts the four warps one below the other.
+#   ``[16, 64, 16]`` is what one instruction does for each warp: 16 rows of 64 sums, over 16 columns
+#   of ``a``. So the compiler issues four of them for the 64 columns.
+# - ``warpgroup_mma`` issues ``a_s @ b_s + zeros``, and the warps go on at once.
+# - ``warpgroup_mma_wait(n)`` waits until at most ``n`` of the matmuls issued so far are unfinished.
+#   ``deps`` names the results, which nothing may read before. Between the two calls, attention
+#   computes its exponentials.
 #
-#    The figure in the next fold shows which thread of a warp holds which number of 16 rows and 16
-#    columns; for thread 5, in orange, the number after the colon is the register. The kernel beside
-#    it computes ``c = relu(a b) v``, and ``assert_trivial`` makes the compiler fail if the change
-#    of layout would move a number to another thread.
+# .. dropdown:: More: two matmuls in a row, without shared memory between them
+#
+#    The first operand of ``wgmma`` may lie in registers, in exactly the layout of the sums; the
+#    second always lies in shared memory. So ``relu(a b)`` is an operand of ``relu(a b) v`` where it
+#    lies, and ``assert_trivial`` in ``chain_kernel`` makes the compiler fail if a number would have
+#    to move to another thread. In the figure, thread 5 is orange, and the number after the colon is
+#    its register.
 
 
 # Drawing
@@ -530,7 +567,7 @@ lab.sketch(
 # %%
 
 
-# Whole
+# Whole: chain_kernel
 @gluon.jit
 def chain_kernel(a_desc, b_desc, v_desc, c_desc):
     # -- load: three tiles, and one barrier for all of them
@@ -569,8 +606,8 @@ def chain_kernel(a_desc, b_desc, v_desc, c_desc):
 # Is a barrier enough, whoever writes and whoever reads? No: threads and asynchronous units reach
 # shared memory by different paths, which NVIDIA calls :term:`proxies <proxy>`, and a barrier does
 # not order one path with the other. What a thread has written may not be visible to the copy engine
-# until the writer executes ``fence_async_shared``. Here one role doubles a tile and another asks
-# the engine to store it.
+# until the writer executes ``fence_async_shared``. Here one role doubles a tile, and another, which
+# waits at ``doubled``, asks the engine to store it.
 
 
 @gluon.jit
@@ -583,6 +620,10 @@ def double_role(tile, loaded, doubled, FENCE: gl.constexpr):
     mbarrier.arrive(doubled)
 
 
+# %%
+
+
+# Whole: double_kernel and its other role
 @gluon.jit
 def copy_role(x_desc, y_desc, tile, loaded, doubled):
     row = gl.program_id(0) * x_desc.block_shape[0]
@@ -593,10 +634,6 @@ def copy_role(x_desc, y_desc, tile, loaded, doubled):
     tma.store_wait(0)
 
 
-# %%
-
-
-# Whole
 @gluon.jit
 def double_kernel(x_desc, y_desc, FENCE: gl.constexpr):
     tile = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_shape, x_desc.layout)
@@ -696,31 +733,17 @@ def count(kernel, column):
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
-    f"What the compiler made of this kernel has {written or 'no'} fence with our line and "
-    f"{left_out or 'none'} without it. "
+    "Triton inserts the fence where it sees both sides in one kernel. We write it all the same, "
+    "because a compiler may see less in another kernel, and a fence that is missing shows by "
+    "chance only."
+    if left_out >= written
+    else "Triton does not insert the fence for us. "
     + (
-        "Triton inserts it where it sees both sides in one kernel. We write it all the same, "
-        "because a compiler may see less in another kernel, and a fence that is missing shows by "
-        "chance only."
-        if left_out >= written
-        else "So Triton does not insert it for us. "
-        + (
-            "No number was wrong without it all the same, but by luck only, because nothing orders "
-            "the two paths."
-            if wrong == 0
-            else f"Without it {wrong:,.0f} numbers were wrong."
-        )
+        "No number was wrong without it, but by luck only, because nothing orders the two "
+        "paths."
+        if wrong == 0
+        else f"Without it {wrong:,.0f} numbers were wrong."
     )
-)
-
-# %%
-
-# Folded: Does the kernel that multiplies twice shuffle?
-lab.read(
-    f"It has {count('chain', 'wgmma'):.0f} `wgmma` and {count('chain', 'shuffles') or 'no'} "
-    "shuffles, so the result of its first matmul is an operand of the second where it lies."
-    if not count("chain", "shuffles") > 0
-    else f"It has {count('chain', 'shuffles'):.0f} shuffles."
 )
 
 # %%
@@ -734,18 +757,13 @@ lab.read(
 #
 # The instruction ``setmaxnreg`` lets a warpgroup give registers back or ask for more. With
 # ``[240, 24]`` as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader 24.
-# What is left, another 240, goes to the default partition, consumer 0.
+# What is left of 3 × 168, another 240, goes to the default partition, consumer 0.
 #
 # .. dropdown:: More: where 168 comes from
 #
 #    An SM has 65,536 registers. A program of two consumers and a loader takes 12 warps, because a
 #    role's warps come in groups of four, of which three sleep beside the loader. These are 384
 #    threads, and 65,536 / 384 is 170, which is rounded down to a multiple of 8.
-
-# Measuring
-given = 3 * 168  # per thread, in three warpgroups
-registers_left = given - 240 - 24
-assert registers_left == 240
 
 # %%
 # Taking turns
@@ -757,11 +775,21 @@ assert registers_left == 240
 #
 # The tool is a :term:`named barrier`, one of 16 counters of each program: ``sync`` waits until a
 # number of threads has come, here all 256 of both consumers, and ``arrive`` counts without waiting.
-# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, and whoever has issued its matmuls
-# arrives at the other's. ``ME`` is the number of the consumer, and ``log_ptr`` takes the clock at
-# the begin and the end of each turn.
+# Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, because Triton itself uses the low
+# numbers. Whoever has issued its matmuls arrives at the other's barrier. ``ME`` is the number of
+# the consumer, and two pauses stand for its work:
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: work_in_turns
+#    :lines: 3-5,8,11-13
+#    :dedent:
+#
+# So each waits for the other, and somebody must open the first turn, or both would wait for ever.
+# Consumer 1 does: before its loop it arrives at barrier 9, where consumer 0 waits.
 
 
+# Whole: turns_kernel and its roles, with their clocks
 @gluon.jit
 def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
     for i in range(n):
@@ -777,11 +805,6 @@ def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
         pause(1000)  # stands for the exponentials
 
 
-# %%
-# So each waits for the other, and somebody must open the first turn, or both would wait for ever.
-# Consumer 1 does: before its loop it arrives at barrier 9, where consumer 0 waits.
-
-
 @gluon.jit
 def follows(log_ptr, n, TURNS: gl.constexpr):
     if TURNS:
@@ -789,10 +812,6 @@ def follows(log_ptr, n, TURNS: gl.constexpr):
     work_in_turns(log_ptr, n, 1, TURNS)
 
 
-# %%
-
-
-# Whole
 @gluon.jit
 def begins(log_ptr, n, TURNS: gl.constexpr):
     work_in_turns(log_ptr, n, 0, TURNS)
@@ -878,7 +897,14 @@ lab.draw(
 
 # %%
 
+
 # Reading
+def first_pause():
+    """The cycles of the shorter first bar when both are free, of about 2,000."""
+    firsts = [r for r in alternated.rows if (r["run"], r["number"]) == ("free", 0)]
+    return min(r["ends, cycles"] - r["begins, cycles"] for r in firsts)
+
+
 free, taken = (
     100 * overlap(alternated.rows, run) if alternated.rows else nan
     for run in ("free", "in turns")
@@ -887,6 +913,11 @@ lab.read(
     f"Left alone, consumer 1 works during {free:.0f} % of consumer 0's work, and in turns during "
     f"{taken:.0f} %."
     + (" So two barriers are enough to keep them apart." if taken < 10 < free else "")
+    + (
+        " When free, the first bars of both are short, because a pause may end early."
+        if alternated.rows and first_pause() < 1000
+        else ""
+    )
 )
 
 # %%
@@ -895,17 +926,22 @@ lab.read(
 #
 # With all the parts at hand, what is each of them worth in a matmul?
 #
-# **One buffer, then a ring, without roles.** All eight warps load and multiply. ``STAGES`` is the
+# **One buffer, then a ring, without roles.** All eight warps load and multiply. ``fetch`` announces
+# the bytes of both tiles of a step at ``full`` and asks the copy engine for them; its last argument
+# says whether to ask at all, because the last steps have nothing left to fetch. ``STAGES`` is the
 # number of slots. With ``IN_FLIGHT = 1`` the loop leaves one matmul unfinished while it waits for
-# the next tile, and refills the slot of the one before.
+# the next tile, and refills the slot of the matmul before.
 #
-# .. dropdown:: More: why there are no ``empty`` barriers
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: loop_kernel
+#    :lines: 22-23,25,27-28,30-34
+#    :dedent:
 #
-#    The same warps read and refill, and Triton puts barriers of all threads between reading and
-#    refilling.
+# There are no ``empty`` barriers, because the same warps read a slot and refill it.
 
 
-# Whole
+# Whole: loop_kernel, and stamp, which notes the clock
 @gluon.jit
 def stamp(log_ptr, role, step, which, TRACED: gl.constexpr):
     # store the SM's clock, if this launch is traced
@@ -981,13 +1017,26 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loop falls into two. Here is the loader. ``work`` is all that a role needs:
-# descriptors, slots, barriers, the place of its tile of ``c``, and the number of steps. ``fetch``,
-# which the loops above use as well, announces the bytes of both tiles at ``full`` and asks the copy
-# engine for them. ``stamp`` notes the clock for the next section, if the launch is ``TRACED``, and
-# does nothing otherwise.
+# **Roles.** The loop falls into two. The loader's, of ``load_role``, has ``empty`` barriers again:
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: load_role
+#    :lines: 4-5,7,9
+#    :dedent:
+#
+# A consumer, ``multiply_role``, multiplies its 64 rows of the tile of ``a`` with all of the tile of
+# ``b``. It always has one matmul in flight, and releases the slot of the one before, which in the
+# first step is none (``pred=i > 0``). ``empty`` counts two arrivals, one from each consumer.
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: multiply_role
+#    :lines: 7-10,12,14-16,18-19
+#    :dedent:
 
 
+# Whole: roles_kernel and its roles
 @gluon.jit
 def load_role(work, log_ptr, STAGES: gl.constexpr, TRACED: gl.constexpr):
     a_desc, b_desc, a_s, b_s, full, empty, row, column, steps = work
@@ -998,13 +1047,6 @@ def load_role(work, log_ptr, STAGES: gl.constexpr, TRACED: gl.constexpr):
         stamp(log_ptr, 0, i, 1, TRACED)
         fetch(a_desc, b_desc, a_s, b_s, full, row, column, i, slot, True)
         stamp(log_ptr, 0, i, 2, TRACED)
-
-
-# %%
-# A consumer multiplies its 64 rows of the tile of ``a`` with all of the tile of ``b``. It always
-# has one matmul in flight, and releases the slot of the one before, which in the first step is none
-# (``pred=i > 0``). ``empty`` counts two arrivals, one from each consumer. ``layout`` says which
-# thread holds which sum, and through ``c_s``, in shared memory, the sums go out.
 
 
 @gluon.jit
@@ -1032,10 +1074,6 @@ def multiply_role(
     tma.store_wait(0)
 
 
-# %%
-
-
-# Whole
 @gluon.jit
 def roles_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps, log_ptr,
@@ -1075,7 +1113,7 @@ def roles_kernel(
 # compiler makes the ring and the waits, and there are no roles.
 
 
-# Whole
+# Whole: dot_kernel
 @triton.jit
 def dot_kernel(
     a_desc, b_desc, c_desc, n_m, n_n, steps,
@@ -1198,24 +1236,28 @@ needed
 
 # %%
 
-# Folded: Does any rung spill?
+# Folded: Does any rung spill, and what does setmaxnreg ask for?
 spills = sum(row["spills"] for row in needed.rows) if needed.rows else nan
+asked = "".join(row["setmaxnreg"] for row in needed.rows if row["rung"] == "roles")
 lab.read(
     f"{f'{spills:.0f}' if spills else 'No'} value{'s' * (spills > 1)} "
     f"spill{'s' * (spills <= 1)} from the registers of any rung."
+    + (
+        " Consumers have 240 registers and the loader 24. Before and after the roles, Triton gives "
+        "the default partition 256 and the two other warpgroups 120 each."
+        if asked == "24, 120, 240, 256"
+        else ""
+    )
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# Where do the cycles go? One program of a matmul of size 4,096 stamps the clock before and after
-# each wait, for sixteen steps, without roles and with them.
-#
-# .. dropdown:: More: what a bar of "multiplies" shows
-#
-#    It begins when a matmul is issued and ends when the wait for matmuls lets the warps go on. With
-#    one matmul in flight, and with roles, this is the wait for the matmul *before*.
+# Where do the cycles go, and why do roles gain nothing here? One program of a matmul of size 4,096
+# stamps the clock before and after each wait, for sixteen steps. Its warps wait for tiles and for
+# matmuls. The ring waits for the matmul that it has just issued, the other two for the one
+# *before*, so that the next is in flight during all of their waits.
 
 
 # Measuring
@@ -1271,22 +1313,22 @@ def said(rows):
 def drawn_trace(axes, rows):
     lanes = in_lanes(rows)
     shades = {
-        "waits at a barrier": "#fff4e5",
-        "multiplies": lab.colour("Kernel Book"),
-        "loads": lab.colour("PyTorch"),
+        "waits at a barrier": "#d1d9e0",
+        "waits for a matmul": lab.colour("Kernel Book"),
+        "asks for tiles": lab.colour("PyTorch"),
     }
     for row in rows:
         at = lanes.index((row["kernel"], row["lane"]))
-        work = "loads" if row["lane"] == "loader" else "multiplies"
+        work = "asks for tiles" if row["lane"] == "loader" else "waits for a matmul"
         parts = (
             ("waits at a barrier", row["waits"], row["works"]),
             (work, row["works"], row["ends"]),
-            ("loads", row["ends"], row["asked"]),
+            ("asks for tiles", row["ends"], row["asked"]),
         )
         for label, begin, end in parts:
-            look = {"color": shades[label], "edgecolor": "#59636e"}
-            look["linewidth"] = 0.3 * label.startswith("waits")
-            axes.barh(at, (end - begin) / 1000, left=begin / 1000, height=0.66, **look)
+            look = {"color": shades[label], "edgecolor": "#59636e", "height": 0.66}
+            look["linewidth"] = 0.3 * label.startswith("waits at")
+            axes.barh(at, (end - begin) / 1000, left=begin / 1000, **look)
     for label, shade in shades.items():
         axes.barh([0], [0], color=shade, label=label)
     axes.set_yticks(range(len(lanes)), [f"{kernel}: {lane}" for kernel, lane in lanes])
@@ -1300,12 +1342,10 @@ lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace)
 # %%
 
 # Reading
-share, cycles, ended = {}, {}, {}
+share, cycles = {}, {}
 for lane in in_lanes(trace.rows) if trace.rows else ():
     share[lane], cycles[lane] = waiting(trace.rows, *lane)
     share[lane] *= 100
-    ends = [r["ends"] for r in trace.rows if (r["kernel"], r["lane"]) == lane]
-    ended[lane] = sum(ends[4:]) / len(ends[4:])  # on average
 ROLES = [("roles", lane) for lane in ("loader", "consumer 0", "consumer 1")]
 bare, ahead = (
     cycles.get((kernel, "all warps"), nan) for kernel in ("ring", "one in flight")
@@ -1314,12 +1354,12 @@ in_roles = cycles.get(ROLES[1], nan)
 lab.read(
     f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring takes "
     f"{bare:,.0f}, because it has no matmul in flight: the tensor cores are idle while its warps "
-    "wait for a tile or ask for the next one. "
+    f"wait for a tile or ask for the next one. With one in flight a step takes {ahead:,.0f}, and "
+    f"with roles {in_roles:,.0f}. "
     + (
-        f"With one in flight a step takes {ahead:,.0f}, and with roles {in_roles:,.0f}."
-        if ahead == ahead
-        else f"With roles a step takes {in_roles:,.0f}, and a consumer, too, keeps one matmul in "
-        "flight."
+        "Both leave the tensor cores no idle cycle, so roles have nothing left to gain."
+        if max(ahead, in_roles) < 1.01 * step_cycles
+        else "So the tensor cores still wait for a part of each step."
     )
 )
 
@@ -1328,20 +1368,9 @@ lab.read(
 # Reading
 waits = [share.get(lane, nan) for lane in ROLES]
 lab.read(
-    f"So who waits with roles? The loader does, for {waits[0]:.0f} % of its time, and so do the "
-    f"consumers, consumer 0 for {waits[1]:.0f} % and consumer 1 for {waits[2]:.0f} %. "
-    + (
-        "The tensor cores do not, because a consumer waits at its barrier while its last matmul is "
-        "in flight."
-        if in_roles < 1.03 * step_cycles
-        else "The tensor cores do, too, because a step takes longer than its matmuls."
-    )
-    + (
-        " Consumer 1 waits longer, because both wait for the same tile, and its own matmul of the "
-        "step before ends sooner."
-        if waits[2] > waits[1] + 5 and ended[ROLES[2]] < ended[ROLES[1]]
-        else ""
-    )
+    f"With roles the loader waits for {waits[0]:.0f} % of its time, and the consumers wait at "
+    f"their barriers for {waits[1]:.0f} and {waits[2]:.0f} %. This costs nothing here, because a "
+    "matmul is in flight meanwhile. Attention fills this time with exponentials."
 )
 
 # %%
@@ -1385,19 +1414,12 @@ speed = {
     for name in (*NAMES, "matmul")
 }
 against = 100 * speed["roles"] / speed["matmul"]
-beside = speed["roles"] / speed["one in flight"]
 of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
 lab.read(
     f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
     f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight raises it to "
     f"{of_cublas['one in flight']:.0f} %. Roles reach {against:.0f} %, and `tl.dot` "
     f"{of_cublas['tl.dot']:.0f} %. "
-    + (
-        "So in this matmul roles gain nothing over a loop that keeps one matmul in flight, because "
-        "such a loop has nothing to do between two matmuls."
-        if beside < 1.01
-        else f"So roles are {beside:.2f} times as fast as a loop with one matmul in flight."
-    )
 )
 
 # %%
@@ -1405,22 +1427,21 @@ lab.read(
 
 # Reading
 def roles_behind():
-    """Where roles lose to the loop with one matmul in flight, in points of cuBLAS' speed."""
+    """Where roles lose to the loop with one matmul in flight, by 1 % or more."""
     behind = {}
     for n in (2048, 4096, 8192):
         loop, roles = (
-            100 * climbed.share(name, n=n) if climbed.rows else nan
+            climbed.rate(name, n=n) if climbed.rows else nan
             for name in ("one in flight", "roles")
         )
-        if not loop - roles < 0.5:
-            behind[n] = loop - roles
+        if not roles > 0.99 * loop:
+            behind[n] = 100 * (1 - roles / loop)
     if not behind:
-        return "At no size do roles lose to that loop by more than half a point."
-    worst = max(behind, key=behind.get)
-    where = "at every size" if len(behind) == 3 else "at some sizes"
+        return "At no size do roles lose to the loop with one matmul in flight by 1 % or more."
+    sizes = " and ".join(f"{n:,}" for n in behind)
     return (
-        f"Roles even lose to that loop {where}, the most at size {worst:,}, by "
-        f"{behind[worst]:.1f} points; why, we have not measured."
+        f"Roles lose to the loop with one matmul in flight by 1 % or more at sizes {sizes}, the "
+        f"most by {max(behind.values()):.1f} %; why, we have not measured."
     )
 
 
@@ -1428,35 +1449,27 @@ lab.read(roles_behind())
 
 # %%
 
-
-# Reading
-def cycles_and_time():
-    slower = bare / in_roles
-    longer = climbed.rate("roles", n=4096) / climbed.rate("ring", n=4096)
-    said = (
-        f"How do these bars fit the cycles above? At size 4,096 a step of the ring takes "
-        f"{slower:.2f} times the cycles of one with roles, and the whole matmul {longer:.2f} times "
-        "the time"
-    )
-    if slower > longer + 0.05:
-        return (
-            f"{said}. The rest is the clock, as far as we can tell: a GPU lowers it when its "
-            "tensor cores draw much power, and the ring leaves them idle for a part of each step."
-        )
-    return f"{said}, so the two agree."
-
-
+# Folded: Why fewer cycles save less time
+slower = bare / in_roles
+longer = (
+    climbed.rate("roles", n=4096) / climbed.rate("ring", n=4096)
+    if climbed.rows
+    else nan
+)
 lab.read(
-    cycles_and_time()
-    if climbed.rows and trace.rows
-    else f"The ring takes {nan} times the time."
+    f"At size 4,096 a step of the ring takes {slower:.2f} times the cycles of one with roles, and "
+    f"the whole matmul {longer:.2f} times the time. "
+    + (
+        "The rest is the clock, as far as we can tell: a GPU lowers it when its tensor cores draw "
+        "much power, and the ring leaves them idle for a part of each step."
+        if slower > longer + 0.05
+        else "So the two agree."
+    )
 )
 
 # %%
-# How far a busy GPU lowers its clock is measured in :doc:`/chapters/measuring`.
-#
-# Attention has something to do between two matmuls: while one consumer computes exponentials, the
-# other can keep the tensor cores busy.
+# So a plain loop is enough for a plain matmul. Attention has something to do between two matmuls:
+# while one consumer computes exponentials, the other can keep the tensor cores busy.
 #
 # What breaks it
 # --------------
@@ -1585,6 +1598,7 @@ def provoked():
 
 # %%
 
+# Measuring
 broken = lab.measure("Six tiles, two slots, and one mistake at a time", provoked)
 broken
 
@@ -1604,6 +1618,7 @@ def listed(names):
 
 
 early = outcome.get("releases before it reads", "")
+stopped = {row["mistake"]: row["consumer"] for row in broken.rows}
 lab.read(
     f"{nan} mistakes"
     if not outcome
@@ -1611,6 +1626,12 @@ lab.read(
     + (
         "The model predicted the first two: they stop where it stopped. "
         if set(list(MISTAKES)[1:3]) <= set(hung)
+        else ""
+    )
+    + (
+        "“always waits for parity 0” hangs in the second round: at tile 2, phase 1 has ended at "
+        "`full[0]`, so the last phase that has ended has parity 1. "
+        if stopped.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
     + f"A wrong sum comes from {listed(wrong)}. "
@@ -1639,8 +1660,8 @@ lab.read(
 #   round.
 # - **It is wrong, and differently each time.** Make each side slow in turn, with a pause: after
 #   each release, before each read. A right kernel stays right however slow a role is.
-# - **It is wrong from the second round on.** A wait passes with the parity of an older phase. Test
-#   with more than twice as many tiles as slots, or no parity ever flips back.
+# - **It breaks in the second round.** A wait asks for the parity of an older phase, and passes too
+#   early or never. Test with more than twice as many tiles as slots, or no parity ever flips back.
 #
 # In short
 # --------
@@ -1687,23 +1708,7 @@ lab.read(
 )
 
 # %%
-# **2. A third consumer.** Attention at head_dim 64 uses three consumers of 64 queries each. How
-# many registers does a thread start with, and may consumers have 160 and the loader 32?
-
-# %%
-
-# Solution: a third consumer
-threads = 4 * 128
-start = 65536 // threads // 8 * 8
-assert start == 128
-assert 4 * start == 3 * 160 + 32
-lab.read(
-    f"16 warps are {threads} threads, so each starts with {start} registers. Three warpgroups of "
-    f"160 and one of 32 need {3 * 160 + 32} per thread of a warpgroup, which is all of 4 × {start}."
-)
-
-# %%
-# **3. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
+# **2. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
 # Why can it not have four with these tiles, if a program can have 227 KiB of shared memory?
 
 # %%

@@ -26,7 +26,7 @@ FOLDED = {
     "# Measuring": "How this was measured",
     "# Whole": "The kernel whole",
 }
-"""What a cell folds under that begins so."""
+"""What a cell folds under that begins so; "# Whole: name" says which kernel is whole."""
 
 ONLY_OUTPUT = "# Folded: "
 """A cell that begins so, and a label, folds what it shows, and shows no code of its own."""
@@ -555,6 +555,8 @@ def fold_label(code):
         return first.removeprefix(ONLY_OUTPUT)
     if label := FOLDED.get(first):
         return label
+    if first.startswith("# Whole: "):
+        return f"{FOLDED['# Whole']}: {first.removeprefix('# Whole: ')}"
     kernel = re.search(r"@(triton|gluon)\.jit", source)
     if kernel or source.startswith("# Solution:") or within(code, MISTAKES):
         return None

@@ -166,16 +166,14 @@ def assert_no_markup_left(notebook):
                 assert not re.search(pattern, prose), f"{kind} left in: {prose}"
 
 
-def test_listings_of_rungs_hold_no_stamps():
+@pytest.mark.parametrize("stem", ["attention_hopper", "warps_with_roles"])
+def test_listings_of_rungs_hold_no_stamps(stem):
     """They choose their lines by number, which an edit of the kernel would shift."""
-    page = (ROOT / "build" / "html" / "chapters" / "attention_hopper.html").read_text("utf-8")
-    rungs = [
-        listing
-        for listing in re.findall(r'(?s)<div class="highlight-python .*?</pre>', page)
-        if "warpgroup_mma_wait" in listing and "def" not in listing
-    ]
-    assert len(rungs) == 3
-    assert not any("_stamp" in listing for listing in rungs)
+    page = (ROOT / "build" / "html" / "chapters" / f"{stem}.html").read_text("utf-8")
+    listings = re.findall(r'(?s)<div class="highlight-python .*?</pre>', page)
+    pieces = [listing for listing in listings if "def" not in listing]
+    assert sum("warpgroup_mma_wait" in piece for piece in pieces) == 3
+    assert not any(re.search("stamp|note_progress|clock", piece) for piece in pieces)
 
 
 # -- what stops a build ---------------------------------------------------------------------------
