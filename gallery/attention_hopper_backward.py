@@ -157,12 +157,21 @@ lab.table(
 # :term:`warpgroups <warpgroup>` that compute, the *consumers*. So :math:`dS^\top` is written to
 # shared memory, once, and is read from there transposed, which the matmul does on its way.
 #
-# The sweep in PyTorch, with the names of the kernel: a program owns the keys of a tile, and meets
-# tiles of queries from the last to the first. The check compares its gradients with float64.
+# One step in PyTorch, with the names of the kernel. ``keys`` is the tile of keys that a program
+# owns, and ``queries`` a tile that it meets, from the last to the first. The check compares the
+# gradients of all steps with float64.
+#
+# .. literalinclude:: attention_hopper_backward.py
+#    :language: python
+#    :pyobject: one_sweep
+#    :start-at: # -- in registers
+#    :end-before: return dq
+#    :dedent:
 
 
-def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64, order=None):
-    """(dq, dk, dv), where ``order`` is the order in which tiles of keys add to dq."""
+# Measuring
+def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64):
+    """(dq, dk, dv), by a loop over tiles of keys and one over tiles of queries."""
     n_q, n_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
     seen = seen.tril(n_k - n_q) if is_causal else seen
@@ -172,7 +181,7 @@ def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64, order=None):
     delta = (do * (s.softmax(-1) @ v)).sum(-1)
 
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for tile in order or range(-(-n_k // block_n)):
+    for tile in range(-(-n_k // block_n)):
         keys = slice(tile * block_n, (tile + 1) * block_n)
         for start in reversed(range(0, n_q, block_m)):
             queries = slice(start, start + block_m)
@@ -192,10 +201,6 @@ def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64, order=None):
     return dq, dk, dv
 
 
-# %%
-
-
-# Measuring
 def drawn(sizes, dtype):
     """Random q, k, v and do of (batch, heads, heads of keys, queries, keys, head_dim)."""
     batch, heads, heads_k, n_q, n_k, head_dim = sizes
@@ -588,6 +593,7 @@ def _one_sweep_kernel(
 # "Kernel Book", is the package's kernel: the last rung for any length, which *writes* the first
 # part of :math:`dQ` instead of adding it, so that no sums need zeros.
 
+# Measuring
 LADDER = {
     "one sweep with roles": {
         "OVERLAP": False, "HALVES": False, "ADDER": False, "IN_ORDER": False,
@@ -599,10 +605,6 @@ LADDER = {
     "heads apart": {"heads": 4},
 }  # fmt: skip
 
-# %%
-
-
-# Measuring
 VERSIONS, so_far = {}, {}
 for name, change in LADDER.items():
     VERSIONS[name] = so_far = so_far | change
@@ -905,6 +907,7 @@ lab.read(
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: position_of
+#    :lines: 1-2, 8-12
 #
 # ``ld.acquire.gpu`` is the other end of the release, and the fence puts what it saw before the
 # additions of its own engine. ``redux.sync.min`` gives all lanes the smallest count that one saw.
@@ -1221,14 +1224,6 @@ lab.read(
 )
 
 # %%
-# Head_dim 64: statistics read late
-# ---------------------------------
-#
-# What is different at head_dim 64? There :math:`dK` and :math:`dV` take half as many registers, so
-# a tile may have 128 queries, and the consumers meet half as often. But then each thread holds 64
-# scores and 64 elements of :math:`dP`, and registers are full again. If it reads ``lse`` and
-# ``delta`` early, while a matmul is under way, the time of the read is hidden, but they occupy
-# registers all the while. So the package reads them only *after* the matmul.
 
 
 # Measuring
@@ -1268,7 +1263,7 @@ spills = lab.attempt(
     spilled if HOPPER else NEEDS_HOPPER,
 )
 
-# Reading
+# Folded: One more rung, at head_dim 64: statistics read late
 
 
 def spills_of(mask, when):
@@ -1282,10 +1277,14 @@ def change(mask):
 
 
 lab.read(
+    "At head_dim 64, `dK` and `dV` take half as many registers, so a tile may have 128 queries, "
+    "and the consumers meet half as often. But then each thread holds 64 scores and 64 elements of "
+    "`dP`, and registers are full again. If it reads `lse` and `delta` while a matmul is under "
+    "way, the time of the read is hidden, but they occupy registers all the while. So the package "
+    "reads them only after the matmul. "
     f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
     f"{change('causal')} with a causal one, where spilled registers go from "
-    f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}. At "
-    f"head_dim 128, where a tile has 64 queries, the package reads early."
+    f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
 )
 
 # %%
@@ -1326,9 +1325,9 @@ lab.check(
 )
 
 # %%
-# "auto" runs the kernel in Gluon on a Hopper GPU, for float16 and bfloat16, where the table below
-# says that it was measured to be faster, and two sweeps elsewhere. ``deterministic=False`` frees
-# that kernel from the order where that was faster when the table was made.
+# On a Hopper GPU, for float16 and bfloat16, "auto" runs the kernel in Gluon where it was measured
+# to be faster, and two sweeps elsewhere: at head_dim 64 with a causal mask or a window, if
+# sequences are short. ``deterministic=False`` frees it from the order where that was faster.
 #
 # .. dropdown:: Other backends, and which Triton
 #
@@ -1365,6 +1364,10 @@ for head_dim in (128, 64):
             row["deterministic"] = str(deterministic)
             row |= {f"{n:,}": chosen(head_dim, mask, n, deterministic) for n in LENGTHS}
             rows.append(row)
+
+# %%
+
+# Folded: Which kernel runs, by head_dim, mask and length
 lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 
 # %%
@@ -1672,7 +1675,7 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: The floors that we had set ourselves
 FLOORS = {"full": 0.88, "causal": 0.78}
 
 
@@ -1690,7 +1693,7 @@ def missed(floor, best):
 
 
 lab.read(
-    f"**Floors.** Before we wrote the kernel, we had set ourselves shares of the fastest library "
+    f"Before we wrote the kernel, we had set ourselves shares of the fastest library "
     f"to reach. That of a fixed order, {100 * FLOORS['full']:.0f} % without a mask and "
     f"{100 * FLOORS['causal']:.0f} % with a causal one, is "
     f"{missed(lambda row: FLOORS[row['mask']], best_in_order)}. That of a free order, 88 %, is "
@@ -1836,18 +1839,16 @@ lab.read(
 )
 
 # %%
-# The five matmuls of a step would need fewer cycles. But to keep more of them under way did not
-# help: we issued those of the next step ahead, took two buffers for parts, let the adder ask early,
-# and made weights before waiting for :math:`dP`. All were right, and none was faster in our trials.
-# So what else does a step need? We measure each part of the GPU alone.
+# Why not keep more matmuls under way? We issued those of the next step ahead, took two buffers for
+# parts, and let the adder ask early; none was faster in our trials. So what else does a step need?
+# We measure each part of the GPU alone.
 #
 # **Shared memory** gives an SM 128 bytes per cycle. A matmul of 64 rows by 64 columns with both
 # operands there reads it in every cycle in which it computes, so all else that a step moves comes
-# on top. Two consumers issue the matmuls of a step over and over, and store as many bytes as a step
-# moves.
+# on top. Two consumers issue the matmuls of a step over and over, and store as many bytes.
 #
 # **The additions** are done in L2, which all SMs share. Programs only ask the copy engine for one
-# addition after another, on one SM and on all.
+# after another, on one SM and on all.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2172,10 +2173,6 @@ lab.read(
 # everything else is as long: one exponential, the conversions of :math:`P` and :math:`dS`, writing
 # :math:`dS` and meeting. Tiles of 128 by 128 also compute more pairs at the diagonal that nobody
 # needs. Both weigh most at short lengths, so there the package takes two sweeps.
-#
-# **Short sequences.** Before the sweep, a kernel computes ``delta``; behind it, another converts
-# the sums of :math:`dQ` to 16 bits. Both take as long at length 1,024 as at 16,384, because the
-# number of tokens is the same, while the sweep has a sixteenth of the work.
 
 
 # Measuring
@@ -2200,7 +2197,7 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 
 # %%
 
-# Reading
+# Folded: Short sequences, and the order at 16,384
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
 
 
@@ -2225,13 +2222,11 @@ of_order = "; ".join(f"{how} ({where})" for where, how in costs.items())
 if len(set(costs.values())) == 1:
     of_order = f"{verdict(cost(128, 'full'))} at either head_dim with either mask"
 lab.read(
-    f"At head_dim 128 without a mask, these two kernels take {share_around(1024):.0f} % of the "
-    f"time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order** costs nothing "
-    f"there that we can measure: at 16,384 it {of_order}."
-    if set(costs.values()) == {NO_DIFFERENCE}
-    else f"At head_dim 128 without a mask, these two kernels take {share_around(1024):.0f} % of "
-    f"the time at length 1,024 and {share_around(16384):.1f} % at 16,384. **The order**, at "
-    f"16,384: it {of_order}."
+    f"Before the sweep, a kernel computes `delta`; behind it, another converts the sums of `dQ` "
+    f"to 16 bits. Both take as long at any length, because the number of tokens is the same, while "
+    f"the sweep of short sequences has less work. At head_dim 128 without a mask, they take "
+    f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
+    f"16,384. There the order {of_order}, against additions as they come."
 )
 
 # %%
@@ -2242,12 +2237,11 @@ lab.read(
 # still, as soon as a head has more tiles of keys than there are SMs: each program waits for one
 # that has not started. On a GPU that is a kernel which never returns.
 #
-# **To trust that zeros stay zeros.** The last tile of keys may be longer than the keys are. The
-# copy engine fills it with zeros, so the score of a key that is not there is 0, and its weight
-# :math:`e^{0 - \mathrm{lse}}`. In two sweeps that is harmless, because it reaches only the gradient
-# of that key, which is not written. In one sweep it is multiplied by a row of zeros and added to
+# **To trust that zeros stay zeros.** The last tile of keys may be longer than the keys are, and the
+# copy engine fills it with zeros. So the score of a key that is not there is 0, and its weight
+# :math:`e^{0 - \mathrm{lse}}`. In one sweep it is multiplied by a row of zeros and added to
 # :math:`dQ`. If all scores are far below zero, so is lse, and the weight is more than float32
-# holds.
+# holds: infinity times zero is not a number.
 
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
 weight = (0.0 - lse).exp()
@@ -2260,25 +2254,6 @@ for mistake in (True, False):
     rows.append(row)
 assert [row["lse -100"] for row in rows] == ["nan", "0"]
 lab.table(rows, "What a key that is not there adds to dq")
-
-# %%
-# **To expect the same bits of the same numbers.** Any order of the tiles of keys gives right
-# gradients, and each gives others:
-
-# Measuring
-rows = []
-q, k, v, do = drawn((1, 2, 2, 64, 512, 64), torch.float32)
-orders = {"ascending": list(range(8)), "again": list(range(8))}
-orders["descending"] = list(reversed(range(8)))
-first = one_sweep(q, k, v, do)[0]
-for name, order in orders.items():
-    dq, _, _ = one_sweep(q, k, v, do, order=order)
-    off = ((dq - first).norm() / first.norm()).item()
-    differ = 100 * (dq != first).float().mean().item()
-    rows.append({"order": name, "elements that differ, %": round(differ)})
-    assert off < 1e-5
-assert [row["elements that differ, %"] > 0 for row in rows] == [False, False, True]
-lab.table(rows, "dq in float32, by the order in which tiles of keys add to it")
 
 # %%
 # In short
