@@ -868,9 +868,9 @@ lab.read(
 #
 # Can all runs add in the same order? The program of the first keys adds first, then that of the
 # next keys, and so on, for each tile of queries. So a program has to wait until the one *before* it
-# has added, and a consumer should not wait with it. It puts its half into the buffer, tells the
-# *adder*, a warp of its own, by an mbarrier, and goes on. It waits only if the buffer still holds
-# the part of the step before.
+# has added, and its consumers should not wait with it. A consumer puts its half into the buffer,
+# tells the *adder*, a warp of its own, by an mbarrier, and goes on. It waits only if the buffer
+# still holds the part of the step before.
 #
 # Each program has a **counter** in memory, which is 0 before the launch. Its own adder alone writes
 # it: :math:`i + 1` says that the additions of steps 0 to :math:`i` are in memory. The adder of the
@@ -1036,7 +1036,7 @@ lab.sketch(
 #
 # On the GPU as many heads alternate as fill its SMs, times the ``heads`` of a configuration. But
 # programs that run at one time then read the queries of more heads and add to more sums, which L2
-# has to hold. So we time the package's kernel with 1, 2, 4 and 8 times as many heads.
+# has to hold. So we time the package's kernel with 1, 2, 4 and 8 times as many heads, × 1 to × 8.
 
 
 # Measuring
@@ -1152,14 +1152,14 @@ simulated = {n: at_work(simulate(16, 32, 16, True, at_once=n)) for n in TIMES}
 assert sorted(simulated.values()) == list(simulated.values())
 promised = simulated[4] / simulated[1] - 1
 lab.read(
-    f"**Measured:** heads apart, with × 4, {told('heads apart')}. The adder waits for its turn "
-    f"during {of_waits('adder waits, %', 1):.0f} % of a causal program's time with × 1, and still "
-    f"during {of_waits('adder waits, %', 4):.0f} % with × 4. The simulation promised more, "
-    f"{100 * promised:.0f} %, because an SM there stands still whenever it waits, while on the GPU "
-    f"the consumers go on. Over × 1, the package's kernel with × 4 {of_heads(4, 4096)} at length "
-    f"4,096; at 16,384 it {of_heads(4, 16384)}, and × 8 {of_heads(8, 16384)}. The package takes × "
-    f"{choice.CONFIGS[128].heads}, and × {choice.SHORT.heads} up to 2,048 keys, where a head has "
-    f"fewer tiles."
+    f"**Measured:** heads apart, ×\u00a04, {told('heads apart')}. The adder waits for its turn "
+    f"during {of_waits('adder waits, %', 1):.0f} % of a causal program's time with ×\u00a01, and "
+    f"still during {of_waits('adder waits, %', 4):.0f} % with ×\u00a04. The simulation promised "
+    f"more, {100 * promised:.0f} %, because an SM there stands still whenever it waits, while on "
+    f"the GPU the consumers go on. Against ×\u00a01, the package's kernel with ×\u00a04 "
+    f"{of_heads(4, 4096)} at length 4,096 and {of_heads(4, 16384)} at 16,384, where ×\u00a08 "
+    f"{of_heads(8, 16384)}. The package takes ×\u00a0{choice.CONFIGS[128].heads}, and "
+    f"×\u00a0{choice.SHORT.heads} up to 2,048 keys, where a head has fewer tiles."
 )
 
 # %%
@@ -1534,10 +1534,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# All points have 16,384 tokens in all, and only the backward pass is timed. Beside the package
-# stand cuDNN, which PyTorch calls as a backend of SDPA, and FlashAttention 4, which takes one sweep
-# as well. Only its deterministic mode promises what "Kernel Book" does, which is what a caller gets
-# who names no backend: two sweeps or one in order.
+# All points have 16,384 tokens in all, and only the backward pass is timed. "Kernel Book" is what a
+# caller gets who names no backend: two sweeps, or one in order. Beside it stand cuDNN, which
+# PyTorch calls as a backend of SDPA, and FlashAttention 4, which takes one sweep as well and adds
+# parts as they come. Its deterministic mode promises the same bits, as ours does.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1748,7 +1748,7 @@ SHADES = {  # from one point to another
     ("scores", "dS"): ("makes P and dS", "Kernel Book"),
     ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
     ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
-    ("matmuls", "handed over"): ("hands it over", "FlexAttention"),
+    ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
     ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
     ("its turn", "has parts"): ("waits for parts", "matmul"),
     ("has parts", "added"): ("adds", "quack"),
