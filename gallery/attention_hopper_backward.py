@@ -158,8 +158,7 @@ lab.table(
 # shared memory, once, and is read from there transposed, which the matmul does on its way.
 #
 # One step in PyTorch, with the names of the kernel. ``keys`` is the tile of keys that a program
-# owns, and ``queries`` a tile that it meets, from the last to the first. The check compares the
-# gradients of all steps with float64.
+# owns, and ``queries`` a tile that it meets, from the last to the first:
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -243,16 +242,18 @@ def cases_in_pytorch():
             yield from three_cases(what, ours, *inputs, is_causal, factor=8)
 
 
+# %%
+
+# Folded: The sweep in PyTorch, whole and against float64
 lab.check("The sweep in PyTorch", cases_in_pytorch())
 
 # %%
 # One kernel, many switches
 # -------------------------
 #
-# What is each change worth that leads to a fast kernel? One kernel can do all rungs of the ladder,
-# and each rung turns one switch on. It takes head_dim 128 and lengths that 128 divides. Each
-# section shows its piece; the whole is in the next box, where ``_stamp`` notes the time for a
-# timeline later.
+# What is each change worth that leads to a fast kernel? One kernel, of head_dim 128 and lengths
+# that 128 divides, can do all rungs of the ladder, and each rung turns one switch on. The sections
+# show their pieces; the whole is in the next box, where ``_stamp`` notes the time for a timeline.
 
 # Whole
 import triton
@@ -587,11 +588,9 @@ def _one_sweep_kernel(
 
 
 # %%
-# The bars are of one run at length 4,096, beside a :term:`cuBLAS` matmul and both ways of plain
-# Triton, and each rung keeps the switches of those above it. Times are those of the whole backward
-# pass, with ``delta`` before the sweep and the conversion of :math:`dQ` behind it. The last bar,
-# "Kernel Book", is the package's kernel: the last rung for any length, which *writes* the first
-# part of :math:`dQ` instead of adding it, so that no sums need zeros.
+# Each rung keeps the switches of those above it, and times are those of the whole backward pass at
+# length 4,096. The last bar, "Kernel Book", is the package's kernel: the last rung for any length,
+# which *writes* the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
 
 # Measuring
 LADDER = {
@@ -1310,7 +1309,7 @@ in_any_order = gradients(deterministic=False)  # bits of dq may differ between r
 
 # %%
 
-# Measuring
+# Folded: The check of these three calls
 lab.check(
     "The public call",
     [
@@ -1389,9 +1388,9 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # Is it right?
 # ------------
 #
-# The check compares all gradients at both head sizes with float64, over odd and different lengths,
-# grouped heads, causal masks and windows, in a fixed order and without one. Without a Hopper GPU,
-# the sweep in PyTorch stands in for the kernel, and its rows say so.
+# The check compares all gradients with float64, over odd and different lengths, grouped heads,
+# causal masks and windows, in a fixed order and without one. Without a Hopper GPU, the sweep in
+# PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1425,10 +1424,10 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
 lab.check("The package's kernel", every_case())
 
 # %%
-# **Are they the same bits?** We launch one input again and again, in a fixed order and without,
-# while a second stream keeps the GPU busy, so that programs start at other times in every launch. A
-# race between the roles would show here, too, because ``dk`` and ``dv`` have to be the same bits in
-# either case. A long series of random shapes then has to come to its end.
+# **Are they the same bits?** We launch one input again and again, while a second stream keeps the
+# GPU busy, so that programs start at other times in every launch. A race between the roles would
+# show here, too, because ``dk`` and ``dv`` have to be the same bits in any order. A long series of
+# random shapes then has to come to its end.
 #
 # .. dropdown:: What compute-sanitizer says
 #
@@ -2168,11 +2167,6 @@ lab.read(
 # %%
 # Wider tiles would need less of both, because an operand that is read would serve more queries, and
 # more keys would mean fewer parts to add. Registers have no room for twice as many of either.
-#
-# **Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim 128, and
-# everything else is as long: one exponential, the conversions of :math:`P` and :math:`dS`, writing
-# :math:`dS` and meeting. Tiles of 128 by 128 also compute more pairs at the diagonal that nobody
-# needs. Both weigh most at short lengths, so there the package takes two sweeps.
 
 
 # Measuring
@@ -2197,7 +2191,7 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 
 # %%
 
-# Folded: Short sequences, and the order at 16,384
+# Folded: Where we are furthest behind: head_dim 64, and short sequences
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
 
 
@@ -2222,9 +2216,14 @@ of_order = "; ".join(f"{how} ({where})" for where, how in costs.items())
 if len(set(costs.values())) == 1:
     of_order = f"{verdict(cost(128, 'full'))} at either head_dim with either mask"
 lab.read(
-    f"Before the sweep, a kernel computes `delta`; behind it, another converts the sums of `dQ` "
-    f"to 16 bits. Both take as long at any length, because the number of tokens is the same, while "
-    f"the sweep of short sequences has less work. At head_dim 128 without a mask, they take "
+    "**Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim "
+    "128, and everything else is as long: one exponential, the conversions of `P` and `dS`, "
+    "writing `dS` and meeting. Tiles of 128 by 128 also compute more pairs at the diagonal that "
+    "nobody needs. Both weigh most at short lengths, so there the package takes two sweeps. "
+    "**Short sequences.** Before the sweep, a kernel computes `delta`; behind it, another converts "
+    "the sums of `dQ` to 16 bits. Both take as long at any length, because the number of tokens is "
+    "the same, while the sweep of short sequences has less work. At head_dim 128 without a mask, "
+    "they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
     f"16,384. There the order {of_order}, against additions as they come."
 )
@@ -2243,6 +2242,8 @@ lab.read(
 # :math:`dQ`. If all scores are far below zero, so is lse, and the weight is more than float32
 # holds: infinity times zero is not a number.
 
+
+# Measuring
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
 weight = (0.0 - lse).exp()
 rows = []
