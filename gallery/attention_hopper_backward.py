@@ -1262,6 +1262,8 @@ spills = lab.attempt(
     spilled if HOPPER else NEEDS_HOPPER,
 )
 
+# %%
+
 # Folded: One more rung, at head_dim 64: statistics read late
 
 
