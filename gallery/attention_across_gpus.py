@@ -13,9 +13,7 @@ You will learn
 - how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
 
 The measurements need two NVIDIA GPUs or more. Elsewhere two processes of the CPU run the same
-checks in Triton's :term:`interpreter`, and the speeds are those of a recorded run. The chapter
-builds on :doc:`/chapters/attention_backward`, because the ring runs both passes, and on the merge
-of :doc:`/chapters/attention_in_models`.
+checks in Triton's :term:`interpreter`, and the speeds are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -239,13 +237,13 @@ lab.sketch(
 )
 
 # %%
-# Count the scores of one part with another as one unit. The first step, under the mask, takes half
-# a unit; each of the others takes a whole unit with contiguous parts and half a unit with zig-zag.
-# That makes :math:`W - \frac{1}{2}` units against :math:`\frac{W}{2}`, so zig-zag is 1.5 times as
-# fast with two ranks, and nearly twice as fast with many. Or: contiguous parts leave a third of two
-# ranks' time idle, and nearly half of that of many. Nearly all other operations of a model
-# work token by token, so the order does not matter to them; only the positions that the model adds
-# must follow it.
+# *How much does that gain?* Count the scores of one part with another as one unit. The first step,
+# under the mask, takes half a unit; each of the others takes a whole unit with contiguous parts and
+# half a unit with zig-zag. That makes :math:`W - \frac{1}{2}` units against :math:`\frac{W}{2}`, so
+# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many. Or: contiguous
+# parts leave a third of two ranks' time idle, and nearly half of that of many. Nearly all other
+# operations of a model work token by token, so the order does not matter to them; only the
+# positions that the model adds must follow it.
 #
 # The loop of a rank
 # ------------------
@@ -796,15 +794,9 @@ lab.read(
 #    The number of ranks and the size of the heads cancel. What counts is the number of tokens *per
 #    rank*, because the scores grow with its square and the bytes only with the number itself.
 #
-# In the backward pass, a step does 2.5 times the FLOPs. Beside keys and values of 16 bits it sends
-# their gradients, which have 32 bits with more than two ranks:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    \text{backward:} \quad & \frac{10 H D \cdot n^2 / 2}{S} \;\ge\; \frac{(4 + 8)\, n H_k D}{B} \\
-#    \Longleftrightarrow\quad & n \;\ge\; 2.4\, \frac{H_k}{H} \cdot \frac{S}{B}
-#    \end{aligned}
+# In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it sends three
+# times the bytes, because the gradients of keys and values travel, too, and have 32 bits. So the 2
+# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
 #
 # We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
 # the two kinds of steps: a rank's own part, under the mask, and half of the scores with another
@@ -972,7 +964,6 @@ lab.read(
 )
 
 # %%
-
 # Where short sequences lose
 # --------------------------
 #
@@ -1374,8 +1365,7 @@ for seqlen in LENGTHS:
     predicted.append((seqlen, told_by, real))
 off_by = {n: 100 * (told_by / real - 1) for n, told_by, real in predicted}
 lab.read(
-    f"We first let it predict what was measured. For {predicted[-1][0]:,} tokens it says "
-    f"{predicted[-1][1]:.0f} ms, and {predicted[-1][2]:.0f} were measured. Its times are off by "
+    "We first let it predict what was measured. Its times are off by "
     + ", ".join(
         f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
         for n, off in off_by.items()
@@ -1499,7 +1489,10 @@ lab.read(
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
 # contiguous part passed as zig-zag has the right shape, and raises no error. Its result is wrong:
 
+# %%
 
+
+# Measuring
 def passed_as(rank, world, q, k, v, layout):
     """Contiguous parts, passed as a layout; the whole output."""
     parts = [ring.shard_sequence(x, 2) for x in (q, k, v)]
@@ -1509,6 +1502,8 @@ def passed_as(rank, world, q, k, v, layout):
     return ring.unshard_sequence(out, 2).cpu()
 
 
+# %%
+
 q, k, v = torch.randn(3, 1, 2, 8 * ranks.world, HEAD_DIM).to(DTYPE).unbind()
 truth, _ = reference.attention(q, k, v, True)
 for layout in ring.LAYOUTS:
@@ -1517,8 +1512,9 @@ for layout in ring.LAYOUTS:
     print(f"contiguous parts passed as {layout}: error {error:.1e}")
 
 # %%
-# **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank makes each
-# mistake, and the table shows what it and rank 0 are told, and after how long.
+# **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank passes a
+# longer part; or comes later than the others have patience; or ends without a word. The table shows
+# what it and rank 0 are told, and after how long.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1543,6 +1539,7 @@ def parts_of(length):
 # %%
 
 
+# Measuring
 def another_shape(rank, world):
     """The last rank passes a longer part."""
     q, k, v = parts_of(10 if rank == world - 1 else 8)
