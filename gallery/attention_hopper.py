@@ -967,7 +967,7 @@ lab.read(
 #    :pyobject: _ahead
 #    :start-at: for i in range
 #    :end-before: return acc
-#    :lines: 1-2, 4-6, 11-15, 19-21, 23-24, 28-29, 33-34, 36-37
+#    :lines: 1-6, 11-15, 19-21, 23-24, 28-29, 33-34, 36-37
 #    :dedent:
 #
 # Before the loop a consumer makes the weights of its first tile. After it, it computes the last
@@ -1091,8 +1091,9 @@ lab.read(
 #
 # **Expected:** a gain, because if both consumers issue their matmuls at the same time, both wait
 # for them, and then both compute exponentials. To prevent that they take turns, which
-# FlashAttention-3 calls :term:`ping-pong scheduling`: a consumer waits for its turn at a
-# :term:`named barrier` before it issues, and passes it on when both of its matmuls are issued.
+# FlashAttention-3 calls :term:`ping-pong scheduling`: before it issues, a consumer waits for its
+# turn at a :term:`named barrier`, by ``wait_for_turn(ME)``, where ``ME`` is its number. When both
+# of its matmuls are issued, it passes the turn on, by ``pass_turn(ME, 2)``.
 
 # Reading
 small = max(abs(gain("turns", mask)) for mask in ("full", "causal")) < 0.01
@@ -1369,9 +1370,9 @@ filled, of_cublas = ideal / by_version["turns"], steps.share("turns", mask="full
 lab.read(
     "**Why scores ahead help.** At its matmuls, to issue them and to wait, a consumer of rung 1 "
     f"spends {stops('two roles'):,.0f} of the {by_version['two roles']:,.0f} cycles of a tile, and "
-    f"one of rung 5 {stops('no turns'):,.0f} of {by_version['no turns']:,.0f}. In rung 1, for "
-    f"{100 * together:.0f} % of the time for which one consumer weighs, the other weighs, too, and "
-    "no matmul is under way. "
+    f"one of rung 5 spends {stops('no turns'):,.0f} of {by_version['no turns']:,.0f}. In rung 1, "
+    f"for {100 * together:.0f} % of the time for which one consumer weighs, the other weighs, too, "
+    "and no matmul is under way. "
     + (
         "In rung 5 the two almost never issue at the same time, even without turns, so turns find "
         "nothing to mend."
@@ -1715,6 +1716,7 @@ lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 
 # %%
+
 # Drawing
 lab.table(
     [
@@ -1794,9 +1796,8 @@ lab.read(
         else ""
     )
     + (
-        "At head_dim 64 the matmuls are half as long beside the same exponentials, so consumers "
-        "set the pace even more. That does not explain why plain Triton wins where it does, and we "
-        "have no timeline there. "
+        "What stops it at head_dim 64, and why plain Triton wins where it does, we do not know, "
+        "because there we have no timeline."
         if any(row["head_dim"] == 64 for row in [*behind, *slower])
         else ""
     )
@@ -1859,9 +1860,8 @@ lab.table(rows, "Error of the whole, relative to its size")
 #   per tile; and one program per SM that takes its tiles in pairs, a long one and a short one.
 # - **One surprise.** Roles let us write an order, but the assembler compiles another. To force ours
 #   hardly pays, and turns do not, because two consumers fill each other's gaps anyway.
-# - **One open question.** A consumer weighs a tile for longer than its instructions account for,
-#   also if we count the time in which the other weighs on the same units. What is left to gain lies
-#   there.
+# - **One open question.** A consumer weighs a tile for longer than its instructions account for.
+#   What is left to gain lies there.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #

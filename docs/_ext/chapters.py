@@ -237,8 +237,8 @@ CHAPTERS = {
         {"mask": "full"},
         {
             "plain Triton": "plain Triton",
-            "two roles": "a loader, two consumers",
-            "scores ahead": "scores one tile ahead",
+            "two roles": "two roles",
+            "scores ahead": "scores ahead",
             "Kernel Book": "after all changes",
         },
     ),
