@@ -2383,7 +2383,8 @@ lab.read(
             ]
         )
         + (
-            f". Launched by the host, it takes up to {1 / launched[0]:.1f} times as long as SDPA's. "
+            f". Launched by the host, it takes up to {1 / launched[0]:.1f} times as long as that "
+            "with SDPA. "
             if launched and launched[0] < 1
             else ". "
         )
