@@ -14,12 +14,11 @@ You will learn
 - what each operator of the book is worth in a whole model, eager, compiled and as a graph, beside
   PyTorch's own and its fused attention.
 
-We follow one step of one model, the size *large* at a context of 1,024. The clock, the profiler and
-the allocator tell where its time and its memory go. Then we replace one operator after the other,
-beginning where it costs most, and time the whole step again. The bars at the top are of one layer
-on the GPU alone; in a whole step the host has to launch the kernels, which can turn their order
-round. What else the second assignment of the Stanford course CS336 asks, which this book follows,
-stands in folds whose titles are its questions.
+We follow one step of one model, the size *large* at a context of 1,024, and then replace one
+operator after the other. The bars at the top are of one layer on the GPU alone; in a whole step the
+host has to launch the kernels, which can turn their order round. What else the second assignment of
+the Stanford course CS336 asks, which this book follows, stands in folds whose titles are its
+questions.
 
 The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
 ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
@@ -373,23 +372,11 @@ def profiled(run):
 
 
 # %%
-# A step launches thousands of kernels under long names, but from a few operations of PyTorch. So we
-# group them by operation: ``profiler.key_averages()`` has an entry for each, whose ``key`` is its
-# name and whose ``self_device_time_total`` are the microseconds of the kernels that it launched
-# itself. The entries of the kernels have the ``device_type`` of the GPU, and would count twice.
-
-OURS = r"(kernelbook::)?{}(_backward|Backward)?$"
-GROUPS = {  # what the operations of PyTorch belong to, by their names; the first that fits
-    "attention": OURS.format("attention")
-    + r"|.*(scaled_dot_product|flash|cudnn)_attention",
-    "matmul": r"aten::(mm|addmm|bmm|baddbmm)$",
-    "softmax": OURS.format("softmax") + r"|aten::_softmax",
-    "layer norm": OURS.format("layer_norm") + r"|aten::native_layer_norm",
-    "dropout": OURS.format(r"\w*dropout") + r"|aten::native_dropout",
-    "GELU": r"aten::gelu",
-    "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
-    "AdamW": r"aten::_fused_adamw_",
-}
+# A step launches thousands of kernels, but from a few operations of PyTorch. So we group them by
+# operation: ``GROUPS`` has a pattern for each group, such as ``aten::(mm|addmm|bmm|baddbmm)$`` for
+# matmuls. ``profiler.key_averages()`` has an entry for each operation: ``key`` is its name, and
+# ``self_device_time_total`` the microseconds of the kernels that it launched. The kernels have
+# entries of their own, with another ``device_type``, and would count twice.
 
 
 def group(operation):
@@ -409,6 +396,18 @@ def by_group(averages):
 # %%
 
 # Measuring
+OURS = r"(kernelbook::)?{}(_backward|Backward)?$"
+GROUPS = {  # what the operations of PyTorch belong to, by their names; the first that fits
+    "attention": OURS.format("attention")
+    + r"|.*(scaled_dot_product|flash|cudnn)_attention",
+    "matmul": r"aten::(mm|addmm|bmm|baddbmm)$",
+    "softmax": OURS.format("softmax") + r"|aten::_softmax",
+    "layer norm": OURS.format("layer_norm") + r"|aten::native_layer_norm",
+    "dropout": OURS.format(r"\w*dropout") + r"|aten::native_dropout",
+    "GELU": r"aten::gelu",
+    "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
+    "AdamW": r"aten::_fused_adamw_",
+}
 REPEATS = 2
 
 
@@ -696,11 +695,10 @@ lab.read(
     f"In the forward pass, softmax does {100 * 5 / (4 * head):.1f} % of the FLOPs of these "
     "matmuls, and in bfloat16 takes "
     f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % of their time, because "
-    "it reads and writes every score for so few FLOPs. Autocast runs it in float32, so of the "
-    f"{ranges['bfloat16']['softmax']:.1f} ms of that line of the model only {its_kernels:.1f} are "
-    "softmax's own kernels; the figure counts the others among the casts, and softmax's own in "
-    "backward as well. The mask does no FLOPs at all, and its line takes "
-    f"{ranges['bfloat16']['mask']:.1f} ms."
+    "it reads and writes every score for so few FLOPs. Autocast runs it in float32, so of these "
+    f"{ranges['bfloat16']['softmax']:.1f} ms only {its_kernels:.1f} are softmax's own kernels, and "
+    "the rest are casts, which have a bar of their own in the figure. The mask does no FLOPs at "
+    f"all, and takes {ranges['bfloat16']['mask']:.1f} ms."
 )
 
 # %%
@@ -764,6 +762,10 @@ def toy_dtypes():
 
 
 toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
+
+# %%
+
+# Folded: Which dtypes do its parameters, activations, loss and gradients have?
 toy
 
 # %%
@@ -1120,11 +1122,10 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it; the teeth are "
-    "tensors that live for one operation. At the end the gradients are released one by one, and "
-    f"{at_end:.1f} GiB remain, the parameters and AdamW's averages. A step also begins with these; "
-    "the line begins higher, because each of its points is the highest of an eightieth of a pass, "
-    "and the first has tables of the first layer in it. Checkpointing lowers the peak "
+    "Forward climbs by the same step in each layer and backward descends by it. At the end the "
+    f"gradients are released, and {at_end:.1f} GiB remain, the parameters and AdamW's averages. A "
+    "step begins with these, too, but each point of the line is the highest of an eightieth of a "
+    "pass, and the first has tables of the first layer in it. Checkpointing lowers the peak "
     f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
     "forward pass. **The memory goes to what forward keeps for backward; the largest of it are the "
     "tables of attention, which alone grow with the square of the context.**"
@@ -1396,15 +1397,6 @@ missing = sorted(
 )
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
-beside_compiled = {
-    length: [in_grid("both, ms", name, length) for name in ("PyTorch", "torch.compile")]
-    for length in LENGTHS
-}
-not_gained = [
-    f"{length:,}"
-    for length, (eager, compiled) in beside_compiled.items()
-    if not isinstance(eager, str) and not isinstance(compiled, str) and compiled > eager
-]
 lab.read(
     "From 4,096 to 8,192 the memory that PyTorch holds grows by a factor of "
     f"{growth['PyTorch']:.1f}, with the square of the length, and that of the book's attention by "
@@ -1413,11 +1405,6 @@ lab.read(
     + (
         f"At 16,384 it is {times:.0f} times as fast as the formula in PyTorch. "
         if times == times or not grid.rows
-        else ""
-    )
-    + (
-        f"Compiled, the formula takes longer than eager at {' and '.join(not_gained)}. "
-        if not_gained
         else ""
     )
     + "**Without the table, the memory of attention grows with the length and not with its "
@@ -1462,17 +1449,19 @@ EAGER = {
     "+ dropout": Operators(ours, layer_norm, dropout),
     "SDPA": Operators(sdpa),
 }
+
+# %%
+# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but cannot
+# look into an operator of ours, nor fuse with it. So we also compile PyTorch's operators, SDPA, the
+# book's attention alone, and all of the book's operators, the version called *Kernel Book*.
+
+# Measuring
 COMPILED = {
     "torch.compile": decoder.PYTORCH,
     "SDPA, compiled": Operators(sdpa),
     "attention, compiled": Operators(ours),
     "Kernel Book": Operators(ours, layer_norm, dropout),
 }
-
-# %%
-# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but it cannot
-# look into an operator of ours, nor fuse with it. So there are two compiled versions: with the
-# book's attention alone, and with all of its operators, which is the version called *Kernel Book*.
 
 # %%
 # Is it the same model?
@@ -1535,10 +1524,10 @@ def gradient_cases():
 lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# Then we train both on the source of the package, in which a token is a byte. Both versions start
-# from the same parameters and see the same batches, but draw different masks. An orange line of the
-# figure is the loss of one seed with PyTorch's operators minus the mean of three seeds, and shows
-# what a seed changes. A blue line is the loss with ours minus PyTorch's with the same seed.
+# Then we train both on the source of the package, in which a token is a byte, from the same
+# parameters and on the same batches, but with different masks. A blue line is the loss with ours
+# minus PyTorch's with the same seed. An orange one is PyTorch's with one seed minus the mean of
+# three, and shows what a seed changes.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1679,10 +1668,9 @@ lab.read(
             else ". "
         )
         + "**The gradients say that it is the same model; the losses of three seeds leave a "
-        "doubt.** Chance can part two runs that draw different masks: in an earlier recording it "
-        "was PyTorch's version that stayed behind, with another seed and nearly as far. To decide "
-        "it, one would train many seeds, and PyTorch's version with other masks as well, which we "
-        "have not done."
+        "doubt.** Chance can part runs that draw different masks: in an earlier recording it was "
+        "PyTorch's that stayed behind, with another seed and nearly as far. Many seeds would "
+        "decide it, which we have not run."
     )
 )
 
@@ -2206,7 +2194,6 @@ lab.read(
 )
 
 # %%
-# %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
@@ -2237,16 +2224,24 @@ lab.table(
 # How long is a step in which the GPU waits for nobody? A :term:`CUDA graph` records the launches of
 # a step once and hands all of them to the GPU in one call, so that what remains is the time of the
 # kernels. We capture the whole step: forward, backward and optimiser.
+#
+# .. code-block:: python
+#
+#    with torch.cuda.stream(stream):  # not in the graph: what a stream sets up once
+#        training.whole()
+#    for group in optimizer.param_groups:
+#        group["capturable"] = True   # AdamW counts its steps on the GPU
+#    with torch.cuda.graph(graph, stream=stream):
+#        training.whole()             # recorded, and not run
+#    graph.replay()                   # one step
+#
+# A number of the host, such as AdamW's count of steps, would stay what it was. Dropout still draws
+# new masks, because its seeds come from the GPU's generator, which moves on with each replay.
 
+# Folded: The function that captures, whole
 lab.source(decoder.captured)
 
 # %%
-# Within ``torch.cuda.graph`` nothing runs: what ``whole()`` launches is only recorded, and
-# ``graph.replay()`` runs it. So two steps run before, on a stream of their own, because what a
-# library sets up in its first call must not be part of each step. ``capturable`` makes AdamW keep
-# its number of steps on the GPU, because a number of the host would stay what it was. Dropout still
-# draws new masks, because its seeds come from the GPU's generator, which moves on with each replay.
-#
 # Here are more models, with SDPA and with the book's operators, both compiled. At 16,384 the batch
 # is a single sequence. A time is the median of eight steps, the :term:`p50`, and the middle 60 % of
 # them lie between p20 and p80. We call two times different if they are at least 1 % apart and these
@@ -2470,16 +2465,15 @@ share_of = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
 }
-between = max((abs(more_of("between", name)) for name in race), default=nan)
 lab.read(
-    f"Attention is {share_of[CONTEXT]:.0f} % of the FLOPs of a layer of large at {CONTEXT:,}, and "
-    f"{share_of[LONG]:.0f} % at {LONG:,}"
+    f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead of "
+    f"{share_of[CONTEXT]:.0f} %"
     + (
-        f", where the book's takes {-more_of('attention', far):.1f} ms less"
+        f", and the book's takes {-more_of('attention', far):.1f} ms less than SDPA"
         if far in race and more_of("attention", far) < 0
         else ""
     )
-    + f". What is between the matmuls differs by at most {between:.1f} ms."
+    + "."
     + "".join(
         lost(name) for name, value in by_model.items() if value < 1 and apart(name)
     )
@@ -2500,10 +2494,6 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A model that is compiled again and again.** Were layers different to the compiler, it would
-# compile each and, after a few, run eagerly without an error. ``unique_graphs``, a counter of
-# ``torch._dynamo.utils``, tells: our measurement stops if it counts more than one per version.
-#
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. A new batch has to be copied there.
 #
@@ -2522,17 +2512,12 @@ for dtype in (torch.float32, torch.bfloat16):
 
 # Reading
 finished = "Kernel Book, CUDA graph"
-remaining = sum(
-    step(f"{kind}, ms", "Kernel Book") for kind in ("linear layers", "AdamW")
-)
 lab.read(
     f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
-    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. The linear layers were only "
-    f"{step('linear layers, ms', 'PyTorch'):.0f} of the {step('busy, ms', 'PyTorch'):.0f} ms of "
-    "its kernels, and most of the others moved bytes. Attention without a table removed most of "
-    "that, and the tables from the memory. Our layer norm and dropout spared the GPU "
-    f"{-change('busy, ms', *last):.0f} ms more, and cost the host more than that. Compiled and "
-    "as a CUDA graph, which spares it the host, **the step takes "
+    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved bytes; attention without a "
+    "table removed most of these, and the tables from the memory. Our layer norm and dropout "
+    f"spared the GPU {-change('busy, ms', *last):.0f} ms more, and cost the host more than that. "
+    "Compiled and as a CUDA graph, which spares it the host, **the step takes "
     f"{step('step, ms', finished):.0f} ms and {step('peak, GiB', finished):.0f} GiB.** "
     "PyTorch with its own fused attention takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
@@ -2540,10 +2525,7 @@ lab.read(
     + ". Launched by the host, the compiled step takes "
     f"{step('step, ms', 'Kernel Book'):.0f} ms with our operators and "
     f"{step('step, ms', 'SDPA, compiled'):.0f} with SDPA, because a call of ours keeps the host "
-    "busy for longer: where the kernels of a model are this short, take SDPA or capture a graph. "
-    "The linear layers and AdamW, which no kernel of this book changes, are "
-    f"{100 * remaining / step('busy, ms', 'Kernel Book'):.0f} % of the time of the kernels that "
-    "are left."
+    "busy for longer: where the kernels of a model are this short, take SDPA or capture a graph."
 )
 
 # %%
