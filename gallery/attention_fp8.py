@@ -12,7 +12,7 @@ You will learn
 - why the values need another memory layout than queries and keys;
 - where the error comes from: the operands, the weights, and the accumulators;
 - what it costs to quantise q, k and v, and from which length FP8 pays for that;
-- what a kernel with roles gains in eight bits.
+- why attention is not twice as fast in eight bits.
 
 On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and for the last kernel
 Hopper.
@@ -21,6 +21,7 @@ Hopper.
 # sphinx_gallery_thumbnail_number = 5
 import math
 import re
+import statistics
 import subprocess
 import tempfile
 from functools import partial
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
-from kernelbook.ops.attention import Quantized, attention, fp8, quantize, tuned
+from kernelbook.ops.attention import Quantized, attention, forward, fp8, quantize, tuned
 from kernelbook.ops.hopper import fp8 as hopper_fp8
 
 lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp8")
@@ -84,8 +85,8 @@ nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
 lab.read(
     f"The matmul runs at {slow:,.0f} TFLOP/s in bfloat16 and at {fast:,.0f} in FP8, "
-    f"{fast / slow:.2f} times as fast. Attention cannot gain more than its matmuls do, because "
-    "its exponentials stay in float32."
+    f"{fast / slow:.2f} times as fast. That is the most that attention can gain, because its "
+    "exponentials stay in float32 and get no faster."
 )
 
 # %%
@@ -284,7 +285,7 @@ NEEDS_HOPPER = lab.Absent("it needs a GPU of compute capability 9.0, which is Ho
 
 
 def in_gluon(q, k, v, is_causal=False):
-    """Return (out, lse) of the last section's kernel, for what ``quantize`` returns."""
+    """Return (out, lse) of the kernel with roles, for what ``quantize`` returns."""
     stored, descales = zip(q, k, v, strict=True)
     scale = stored[0].shape[3] ** -0.5
     options = (is_causal, scale, torch.bfloat16)
@@ -568,14 +569,24 @@ lab.read(
 # ----------
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with the changes above, in smaller tiles: up
-# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. For each
-# tile of keys it computes weights, with 8 for ``P_LOG2``, and then ``add_values``. On a GPU,
-# ``to_e4m3(p, ...)`` is ``p.to(tl.float8e4nv)``, because Triton names e4m3 so. The flag
-# ``PROMOTED`` is the subject of the next section.
+# to head_dim 128 they have 64 queries and 4 warps, so that more programs fit on an SM. A program
+# keeps three things for its queries: ``m_i``, the largest score so far; ``l_i``, the sum of the
+# weights; and ``acc``, the sum of weights times values. ``weigh`` makes the weights ``p`` of a tile
+# of dot products ``qk``, and ``alpha``, which converts the old sums to the new maximum. In FP8
+# ``P_LOG2`` is 8, and ``scale_log2`` contains the descales of q and k:
 
-lab.source(fp8.attend_fp8, "weigh")
+lab.source(forward.weigh, "rescale")
 
 # %%
+# The loop over tiles of keys weighs one tile, adds its values, and computes the dot products of the
+# next. V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T``
+# only says which dimension is which:
+
+lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
+
+# %%
+# ``add_values`` rounds the weights. On a GPU, ``to_e4m3(p, ...)`` is ``p.to(tl.float8e4nv)``, which
+# is how Triton names e4m3. The flag ``PROMOTED`` is the subject of the next section.
 
 lab.source(fp8.add_values)
 
@@ -583,16 +594,6 @@ lab.source(fp8.add_values)
 # .. dropdown:: The kernel whole
 #
 #    The weights become e4m3 even where V is e5m2, because they need precision and not range.
-#
-#    The loop over tiles of keys, which calls ``weigh`` of the 16-bit kernel:
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
-#       :language: python
-#       :pyobject: attend_fp8
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
-#       :language: python
-#       :pyobject: weigh
 #
 #    The kernel, from the place of a program to what it writes:
 #
@@ -611,10 +612,14 @@ lab.source(fp8.add_values)
 # every bit that lies more than 13 places below that one's leading bit, although its accumulators
 # are float32 registers with 24 significant bits.
 #
-# The remedy is *promotion*: the matrix unit sums over one tile of keys only, starting from zero,
-# and the kernel adds the sums of the tiles in ordinary float32 registers. This is nearly free,
-# because the old sum has to be multiplied by ``alpha`` anyway. Grey is what a sum can hold, and the
-# bits of the next term outside it are lost:
+# The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
+# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. That is one
+# addition beside the multiplication by ``alpha``, which comes anyway; its time we did not measure.
+#
+# In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
+# that are all about 1: one sum has grown to :math:`2^{12}` and keeps 13 more bits, down to
+# :math:`2^{-1}` (grey). The next term has 8 bits, from :math:`2^0` to :math:`2^{-7}`, and only its
+# first two still count.
 
 
 # Drawing
@@ -640,10 +645,18 @@ def windows(growing, promoted):
             for bit in range(0, -TERM, -1):
                 ink = lab.colour("Kernel Book" if bit >= lowest else "PyTorch")
                 axes.barh(place, 0.8, 0.45, bit - 0.4, color=ink)
+    for label, ink, alpha in (
+        ("bits of the sum", "matmul", 0.25),
+        ("bits of the term, kept", "Kernel Book", 1),
+        ("bits of the term, lost", "PyTorch", 1),
+    ):
+        growing.barh(0, 0, color=lab.colour(ink), alpha=alpha, label=label)
+    for axes in (growing, promoted):
         axes.set_yticks(range(len(counts)), [f"{count:,}" for count in counts])
-        axes.invert_yaxis()
+        axes.set(ylim=(len(counts) - 0.4, -0.6), xlim=(15.5, -14))
         axes.grid(visible=False)
-        axes.set(xlim=(15.5, -14), xlabel="bit, as a power of two")
+        axes.set_xlabel("bit, as a power of two")
+    growing.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
     growing.set_ylabel("terms so far")
     growing.set_title("one sum", loc="left", fontsize=11)
     promoted.set_title(f"a new sum every {tile} terms", loc="left", fontsize=11)
@@ -659,7 +672,7 @@ lab.sketch(
     f"low, and at most the last bits are lost.",
     windows,
     panels=2,
-    height=3.1,
+    height=3.4,
 )
 
 # %%
@@ -855,8 +868,8 @@ nearest = min(apart, key=lambda places: max(apart[places]))
 of_others = min(min(found) for places, found in apart.items() if places != nearest)
 lab.read(
     f"From {KEYS[1]:,} keys on, the model with {nearest} places is within "
-    f"{100 * max(apart[nearest]):.1f} % of what we measure. At each of these "
-    f"lengths the others are off by {100 * of_others:.0f} % or more. **At {KEYS[-1]:,} "
+    f"{math.ceil(100 * max(apart[nearest]))} % of what we measure, and the others are off by more "
+    f"than {math.floor(100 * of_others)} %. **At {KEYS[-1]:,} "
     f"keys promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
     f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Rounding the weights alone, in float64, makes "
     f"{sum_error(1, KEYS[-1], 'rounding alone'):.2f} %. Values around 0 need promotion "
@@ -870,22 +883,20 @@ lab.read(
 # *How does one test a kernel that is meant to round?*
 #
 # The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
-# the kernel's fault. The yardstick, in the column "PyTorch's", is float64 with only the weights
-# rounded as in the kernel. The kernel may err twice as much, because its result is rounded to 16
-# bits, too. Each head is compared on its own, because a wrong head could hide behind one whose
-# values are larger.
+# the kernel's fault. The *yardstick* is float64 with only the weights rounded as in the kernel. The
+# output may err twice as much, because it is rounded to 16 bits, too. Each head is compared on its
+# own, because a wrong head could hide behind one whose values are larger.
 #
-# .. dropdown:: What the name of an input lists, and what lse may err by
+# Rounding the weights does not affect lse, so its yardstick is one rounding to float32. But with
+# 8-bit q and k the matrix unit cuts every term of a score 13 places below the largest. So lse may
+# err by :math:`2^{-12}` of its size, about :math:`2.4 \cdot 10^{-4}`, which is twice one cut.
+#
+# .. dropdown:: What the name of an input lists, and the other tolerances
 #
 #    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
 #    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
-#
-#    Rounding the weights does not affect lse. Where q and k have 16 bits, its scores are sums in
-#    float32, and it may err eight times as much as one rounding to float32. With 8-bit operands the
-#    matrix unit cuts each term of a score 13 places below the leading bit of the largest, and a
-#    score sums head_dim of them, all cut towards zero. So lse may err by :math:`2^{-12}` of its
-#    size, twice the size of one cut, which is 4,096 times half a unit in the last place
-#    (:term:`ulp`).
+#    Where q and k have 16 bits, the scores are sums in float32, and lse may err eight times as much
+#    as one rounding to float32.
 
 
 # Measuring
@@ -974,7 +985,7 @@ def every_case():
                 yield from heads_apart(what, operands, *found, meant, is_causal)
 
 
-lab.check("The worst head", every_case())
+lab.check("The worst head", every_case(), theirs="yardstick")
 
 # %%
 
@@ -1109,12 +1120,11 @@ def in_all(operands, data, part="in all"):
 
 
 lab.read(
-    f"With V alone in e4m3, the output is off by {in_all('V in e4m3', 'normal'):.1f} % on normal "
-    f"data; the kernel alone, which rounds the weights, errs by "
-    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. With all operands in e4m3 the output is off "
-    f"by {in_all('all in e4m3', 'normal'):.1f} %, and with outliers by "
-    f"{in_all('all in e4m3', 'outliers'):.1f} %. e5m2 errs more, because its mantissa has one bit "
-    "less. "
+    f"With all operands in e4m3, the output is off by {in_all('all in e4m3', 'normal'):.1f} % on "
+    f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. With V alone it "
+    f"is off by {in_all('V in e4m3', 'normal'):.1f} %, and rounding the weights alone makes "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. e5m2 errs more, because its mantissa has "
+    "one bit less. "
     + (
         f"V alone errs less with outliers, by {in_all('V in e4m3', 'outliers'):.1f} %, because the "
         f"kernel errs by only {in_all('V in e4m3', 'outliers', 'kernel'):.1f} %: where a large "
@@ -1155,10 +1165,10 @@ lab.table(rows, "The larger the scores, the more q and k matter")
 # Reading
 small, large = rows[0], rows[-1]
 lab.read(
-    f"On a smaller input, {q.shape[2]} tokens with head_dim {q.shape[3]}, we make the scores "
-    f"{large['scores times']} times as large. The error with V alone in e4m3 then goes from "
-    f"{small['V in e4m3, %']:.1f} to {large['V in e4m3, %']:.1f} %, and with all operands from "
-    f"{small['all in e4m3, %']:.1f} to {large['all in e4m3, %']:.1f} %."
+    f"They do: on a smaller input, with scores {large['scores times']} times as large, the error "
+    f"with all operands in e4m3 goes from {small['all in e4m3, %']:.1f} to "
+    f"{large['all in e4m3, %']:.1f} %, and with V alone from {small['V in e4m3, %']:.1f} to "
+    f"{large['V in e4m3, %']:.1f} %."
 )
 
 # %%
@@ -1168,9 +1178,10 @@ lab.read(
 # *How much of the faster matmul reaches attention?*
 #
 # The :term:`limit` is a cuBLAS matmul in bfloat16, which a kernel with 8-bit operands may exceed.
-# The operands have 8 bits before the clock starts. *All in FP8* and *V in FP8* are variants of the
-# kernel in plain Triton; *Kernel Book bf16* is what ``attention`` runs by default, which may be a
-# kernel for Hopper alone. A later section explains *Gluon*.
+# The operands have 8 bits before the clock starts. *All in FP8* and *V in FP8* are the kernel
+# above, and *plain Triton bf16* is the same in 16 bits. *Kernel Book bf16* is what ``attention``
+# runs by default, a faster kernel for Hopper alone. *All in FP8, Gluon* is such a kernel in 8 bits,
+# and a section below says what became of it.
 
 
 # Measuring
@@ -1232,35 +1243,20 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 WORK = "4 * batch * heads * seqlen * seqlen * head_dim * causal"
 units = {"limit": "matmul", "work": WORK, "limit_work": LIMIT_WORK, "unit": "TFLOP/s"}
-for name in ("Kernel Book bf16", "plain Triton bf16", "all in FP8", "V in FP8"):
+for name in ("plain Triton bf16", "Kernel Book bf16", "all in FP8, Gluon", "V in FP8"):
     lab.colour(name)  # in this order, so that lines that lie close differ in colour
+lab.colour("FP8 alone")
 speed = lab.bench("fp8", points([1024, 4096, 16384], [64, 128]), providers, **units)
 lab.plot(
-    speed, "Speed, head_dim 128, full mask", where={"head_dim": 128, "mask": "full"}
+    speed,
+    "Speed, head_dim 128, full mask",
+    where={"head_dim": 128, "mask": "full"},
+    names={"with transposition": "FP8, V transposed in the time"},
 )
 
 # %%
 
-# Folded: The same with a causal mask
-lab.plot(
-    speed, "Speed, head_dim 128, causal mask", where={"head_dim": 128, "mask": "causal"}
-)
-
-# %%
-
-# Folded: The same with head_dim 64, full mask
-lab.plot(speed, "Speed, head_dim 64, full mask", where={"head_dim": 64, "mask": "full"})
-
-# %%
-
-# Folded: The same with head_dim 64, causal mask
-lab.plot(
-    speed, "Speed, head_dim 64, causal mask", where={"head_dim": 64, "mask": "causal"}
-)
-
-# %%
-
-# Folded: TFLOP/s at length 16,384 with each mask, and what cycles predict
+# Folded: With each mask and head_dim: FP8 over bf16, by length, and TFLOP/s at length 16,384
 EXPONENTIAL, IN_16, IN_8 = (
     1 / 16,
     4 / 4096,
@@ -1277,19 +1273,19 @@ def gain_if(combine, head_dim):
 rows = []
 for head_dim in (128, 64):
     for mask in ("full", "causal"):
-        where = {"head_dim": head_dim, "mask": mask, "seqlen": 16384}
-        fp8_rate, bf16_rate, plain_rate = (
-            speed.rate(name, **where)
-            for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
-        )
         row = {"head_dim": head_dim, "mask": mask}
-        row |= {"FP8": shown(fp8_rate, 0), "bf16": shown(bf16_rate, 0)}
-        row["FP8 / bf16"] = shown(fp8_rate / bf16_rate, 2)
-        row["FP8 / plain bf16"] = shown(fp8_rate / plain_rate, 2)
-        row["if one after the other"] = shown(gain_if(sum, head_dim), 2)
+        for length in (1024, 4096, 16384):
+            where = {"head_dim": head_dim, "mask": mask, "seqlen": length}
+            fp8_rate, bf16_rate, plain_rate = (
+                speed.rate(name, **where)
+                for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
+            )
+            row[f"{length:,}"] = shown(fp8_rate / bf16_rate, 2)
+        row["over plain bf16"] = shown(fp8_rate / plain_rate, 2)
+        row["if in turns"] = shown(gain_if(sum, head_dim), 2)
         row["if overlapped"] = shown(gain_if(max, head_dim), 2)
-        rows.append(row)
-lab.table(rows, "TFLOP/s at length 16,384, and how many times as fast")
+        rows.append(row | {"FP8": shown(fp8_rate, 0), "bf16": shown(bf16_rate, 0)})
+lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384")
 
 # %%
 # **Why is FP8 not twice as fast?** In a cycle an SM does 4,096 operations of a matmul with 16 bits
@@ -1310,26 +1306,25 @@ in_8, in_16, plain_16 = (
     rate.get(name, nan)
     for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
 )
-in_turns, overlapped = (gain_if(combine, 128) for combine in (sum, max))
+in_turns = gain_if(sum, 128)
 at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
-of_64 = speed.rate("all in FP8", **at_64) / speed.rate("plain Triton bf16", **at_64)
+of_64 = [
+    speed.rate("all in FP8", **at_64) / speed.rate(name, **at_64)
+    for name in ("plain Triton bf16", "Kernel Book bf16")
+]
 lab.read(
-    f"We measure {in_8 / plain_16:.2f} times the speed of the same kernel in bfloat16, "
+    f"With head_dim 128, FP8 makes the plain kernel {in_8 / plain_16:.2f} times as fast, where "
+    f"{in_turns:.2f} was predicted without overlap. "
     + (
-        f"less than {in_turns:.2f}: the count leaves out that in FP8 the kernel also promotes sums "
-        "and converts weights. "
+        "The count leaves out every other instruction, and FP8 adds some, which convert the "
+        "weights. "
         if in_8 / plain_16 < in_turns
-        else f"between {in_turns:.2f} without overlap and {overlapped:.2f}. "
-    )
-    + (
-        "The bfloat16 kernel for Hopper is faster than that one, and FP8 has "
-        f"{in_8 / in_16:.2f} times its speed. "
-        if in_16 > 1.03 * plain_16
         else ""
     )
-    + f"With head_dim 64, FP8 makes the plain kernel {of_64:.2f} times as fast. There an "
-    "exponential takes as long as its share of the 16-bit matmuls, so a kernel with perfect "
-    "overlap would gain nothing."
+    + f"Beside the default bfloat16 kernel it is {in_8 / in_16:.2f} times as fast. With head_dim "
+    f"64 FP8 gains less, {of_64[0]:.2f} times over the plain kernel and {of_64[1]:.2f} times over "
+    "the default one. There an exponential takes as long as its share of the 16-bit matmuls, so a "
+    "kernel with perfect overlap would gain nothing."
 )
 
 # %%
@@ -1352,12 +1347,6 @@ lab.read(
     )
     + f"t runs at {of_v[16384]:.2f} times its speed at length 16,384"
     + (f", and at {of_v[worst]:.2f} times at {worst:,}." if worst != 16384 else ".")
-    + (
-        " *With transposition*, in the older figures of another GPU, is *all in FP8* where V is "
-        "transposed within the time."
-        if any("with transposition" in each.providers for each in speed.elsewhere)
-        else ""
-    )
 )
 
 # %%
@@ -1485,7 +1474,7 @@ lab.read(
     "PyTorch operations. "
     + (
         f"At length 4,096 FP8 saves {saved:.3f} ms of attention. In longer sequences it saves "
-        "more, while quantising as many tokens costs the same. So FP8 should begin to pay at a "
+        "more, and quantising as many tokens should cost the same. So FP8 should begin to pay at a "
         f"length of about {round(begin, -2):,.0f}, and at twice that with a causal mask."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
@@ -1591,6 +1580,23 @@ def in_words(mask):
 
 
 met = all(begins(mask)[0] < expected[mask] <= begins(mask)[1] for mask in expected)
+added = {
+    (mask, n): whole.milliseconds_at("quantize + FP8", mask=mask, seqlen=n)
+    - whole.milliseconds_at("FP8 alone", mask=mask, seqlen=n)
+    for mask in ("full", "causal")
+    for n in LENGTHS
+}
+usual = statistics.median(added.values())
+unusual = {at: more for at, more in added.items() if abs(more / usual - 1) > 0.1}
+
+
+def scatter(mask, n):
+    """The distance of the 20th and the 80th percentile of both times, the larger of the two."""
+    points = whole.at(mask=mask, seqlen=n)
+    points = points[points["provider"].isin(("quantize + FP8", "FP8 alone"))]
+    return (points["p80"] - points["p20"]).max()
+
+
 in_operations = max(
     whole.milliseconds_at("bf16 attention", mask=mask, seqlen=n)
     / whole.milliseconds_at("PyTorch + FP8", mask=mask, seqlen=n)
@@ -1606,31 +1612,168 @@ lab.read(
         if in_operations < 1
         else f"reaches {in_operations:.2f} times the speed of bfloat16 at best. "
     )
-    + "A model that writes text can keep earlier keys and values in 8 bits, and then avoids nearly "
-    "all of the cost."
+    + f"Quantising adds about {usual:.2f} ms at every length"
+    + "".join(
+        f", except at {n:,} with a {mask} mask: {more:.2f} ms, where the times scatter by "
+        f"{scatter(mask, n):.2f} ms"
+        for (mask, n), more in unusual.items()
+    )
+    + ". A model that writes text can keep earlier keys and values in 8 bits, and then avoids "
+    "nearly all of it."
 )
 
 # %%
 # Eight bits with roles
 # ---------------------
 #
-# *Do warps with roles win in FP8, too?*
+# *A faster kernel for Hopper wins in 16 bits. Does it win in FP8, too?*
 #
-# If you have not read the next two chapters, :doc:`/chapters/warps_with_roles` and
-# :doc:`/chapters/attention_hopper`, skip to *What breaks it*. They build a kernel whose
-# :term:`warps <warp>` have roles, some to load tiles and others to compute, and in bfloat16 it
-# beats plain Triton.
-#
-# For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take 1,024 cycles of an
-# SM in 16 bits and 512 in 8. The exponentials of its weights take 512 in either. So in 8 bits the
-# matmuls leave no time, and **every other instruction counts**. The kernel, in :term:`Gluon`,
-# Triton's lower language, saves what it can.
-#
-# **Weights stay in their threads.** The second matmul can read weights from :term:`registers
-# <register>`, but it expects them in other threads than those in which the first one leaves its
-# scores. A softmax, however, does not depend on the order of its keys. So we load them in an order
-# in which each thread gets the scores of just those keys whose weights it must hold. This costs
-# nothing, because the copy engine (:term:`TMA`) brings that order.
+# On Hopper, the fastest kernel in bfloat16 gives its :term:`warps <warp>` *roles*: some only load
+# tiles, others only compute, so that matmuls and exponentials overlap. We built one in 8 bits, in
+# :term:`Gluon`, Triton's lower language. :doc:`/chapters/warps_with_roles` and
+# :doc:`/chapters/attention_hopper` explain how such kernels work; here, only what it gains.
+
+# Folded: Its speed in numbers
+rows, ratios = [], {}
+for head_dim in (128, 64):
+    for mask in ("full", "causal"):
+        row = {"head_dim": head_dim, "mask": mask}
+        for length in (1024, 4096, 16384):
+            where = {"head_dim": head_dim, "mask": mask, "seqlen": length}
+            both = [
+                speed.rate(name, **where)
+                for name in ("all in FP8", "all in FP8, Gluon")
+            ]
+            ratios[head_dim, mask, length] = both[1] / both[0]
+            row[f"{length:,}"] = shown(both[1] / both[0], 2)
+        rows.append(row | {"plain": shown(both[0], 0), "in Gluon": shown(both[1], 0)})
+lab.table(rows, "In Gluon over plain, both in FP8, by length, and TFLOP/s at 16,384")
+
+# %%
+
+# Reading
+best = {
+    mask: max(
+        speed.rate(name, head_dim=128, mask=mask, seqlen=16384)
+        for name in ("all in FP8, Gluon", "all in FP8")
+    )
+    for mask in ("full", "causal")
+}
+AIMS = {"full": 950, "causal": 900}  # TFLOP/s, set before the kernel was written
+wide, narrow = (
+    [ratio for (d, _, _), ratio in ratios.items() if d == head_dim]
+    for head_dim in (128, 64)
+)
+met = [mask for mask in AIMS if best[mask] >= AIMS[mask]]
+ahead = [
+    f"head_dim {head_dim}, a {mask} mask and {length:,} keys"
+    for (head_dim, mask, length), ratio in ratios.items()
+    if ratio > 1.02
+]
+lab.read(
+    f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
+    f"plain kernel in FP8, and with head_dim 64 at {min(narrow):.2f} to {max(narrow):.2f} times. "
+    + ("**So roles do not pay here.** " if 2 * len(ahead) < len(ratios) else "")
+    + f"Before we wrote it, we aimed at {AIMS['full']} TFLOP/s at length 16,384 without a mask and "
+    f"{AIMS['causal']} with a causal one. The faster of the two kernels reaches "
+    f"{best['full']:.0f} and {best['causal']:.0f}, so "
+    + (
+        "both aims are met. "
+        if len(met) == 2
+        else f"only the aim for a {met[0]} mask is met. "
+        if met
+        else "**both aims are missed.** "
+    )
+    + "The package runs the kernel with roles only where we measured it to be faster."
+)
+
+# %%
+# **What stops it?** For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take
+# 1,024 cycles of an SM in 16 bits and 512 in 8. The exponentials of its weights take 512 in either.
+# So in 16 bits there is time for other instructions while the matmuls run, and in 8 bits there is
+# none. We count the instructions of the loop, and the cycles that they take if an SM executes them
+# at its full rate.
+
+
+# Measuring
+RATES = {  # per SM and cycle, and the instruction
+    "exponential": (16, "MUFU.EX2"), "maximum": (64, "FMNMX"),
+    "multiply-add": (128, "FFMA"), "sum": (128, "FADD"),
+    "conversion of two": (64, "F2FP.SATFINITE.E4M3"),
+}  # fmt: skip
+
+
+def machine_code(compiled):
+    """All of a kernel's SASS."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+
+
+def counted(sass):
+    """The instructions of a thread in an iteration, from the wait for the scores on."""
+    loop = re.search(
+        r"gsb0, 0x1\s*;(.*?gsb0, 0x0\s*;.*?\bBRA\b)(.*?)gsb0", sass, re.DOTALL
+    )
+    if loop is None:
+        raise LookupError("the machine code has no loop that waits as expected")
+    rows = []
+    for what, (rate, name) in RATES.items():
+        # weights are converted behind the branch that writes the output
+        code = loop[2] if name.startswith("F2FP") else loop[1]
+        count = len(re.findall(rf"\b{re.escape(name)}", code))
+        row = {"instruction": what, "SASS": name, "per thread": count}
+        rows.append(
+            row | {"per SM and cycle": rate, "cycles": round(128 * count / rate)}
+        )
+    return rows
+
+
+def instructions_in_gluon():
+    size = (3, 4, 16, 4096, 128)
+    operands, _ = prepare(*torch.randn(size, device=runtime.DEVICE))
+    ((_, compiled),) = lab.compiled_by(lambda: in_gluon(*operands))
+    return counted(machine_code(compiled))
+
+
+# %%
+
+# Folded: The instructions, and their cycles
+work = lab.attempt(
+    "One consumer, one tile of 64 queries and 128 keys, head_dim 128, no mask",
+    instructions_in_gluon if HOPPER else NEEDS_HOPPER,
+)
+work
+
+# %%
+
+# Reading
+cycles = {row["instruction"]: row["cycles"] for row in work.rows}
+exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
+of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
+of_alpha = exponentials - 64 * 128 / 16  # all but one for each weight
+of_matmul = rate.get("all in FP8, Gluon", nan) / fast
+slowest = max(of_two_matmuls, exponentials)
+lab.read(
+    f"Beside the {of_two_matmuls:.0f} cycles of the matmuls, the exponentials take "
+    f"{exponentials:,.0f}"
+    + (f" ({of_alpha:.0f} of them for `alpha`)" if of_alpha > 0 else "")
+    + f", and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
+    f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
+    "its matmuls. If only the matmuls ran beside the rest, it would be "
+    f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
+    f"{100 * of_matmul:.0f} %** of the 8-bit matmul at the top of this page. Which instructions "
+    "wait for which, we have not measured"
+    + (
+        ", nor why plain Triton, which has no roles, is faster with head_dim 64."
+        if max(narrow) < 1
+        else "."
+    )
+)
+
+# %%
 
 # Folded: Which thread has which key, in both orders
 TILE = hopper_fp8.CONFIGS[128].block_n
@@ -1721,20 +1864,22 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: The order of the keys, and how it is loaded
+# .. dropdown:: For readers of those chapters: how weights stay in their threads, and the kernel
+#
+#    The second matmul can read weights from :term:`registers <register>`, but it expects them in
+#    other threads than those in which the first one leaves its scores. A softmax, however, does not
+#    depend on the order of its keys. So we load them in an order in which each thread gets the
+#    scores of just those keys whose weights it must hold. The figure above shows it: the number in
+#    a cell is a key, and its colour the thread, and each key of the last row has the colour that it
+#    has in the middle.
 #
 #    Four threads share a row. Each holds two neighbours of every 8 columns of a result, and four
 #    neighbours of every 16 columns of an 8-bit operand. So most weights would have to move, by a
 #    :term:`shuffle` or through shared memory. In our order, the first half of a tile holds the
-#    first two of every four keys, and the second half the last two. In the figure above, the number
-#    in a cell is a key, and its colour the thread: each key of the last row has the colour that it
-#    has in the middle.
-#
-#    We describe the keys to the copy engine as groups of four, so it can copy the first two keys of
-#    all groups of a tile, and then the last two. Weights are converted, four to a register, as soon
-#    as they are made, so they wait in a quarter of the registers.
-#
-# .. dropdown:: The kernel whole
+#    first two of every four keys, and the second half the last two. We describe the keys to the
+#    copy engine (:term:`TMA`) as groups of four, so it can copy the first two keys of all groups of
+#    a tile, and then the last two. Weights are converted, four to a register, as soon as they are
+#    made, so they wait in a quarter of the registers.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/fp8.py
 #       :language: python
@@ -1759,7 +1904,6 @@ lab.read(
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/fp8.py
 #       :language: python
 #       :pyobject: attention_hopper_fp8_fwd_kernel
-#
 
 
 # Measuring
@@ -1796,150 +1940,8 @@ def cases_in_gluon():
 
 # %%
 
-# Folded: The check, beside float64 that begins with the last tile of keys, as this kernel does
-lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER)
-
-# %%
-# **Is it faster?** We checked it as we checked the plain kernel, and timed it in the figures above
-# as *all in FP8, Gluon*.
-
-# Folded: Its speed in numbers
-rows, ratios = [], {}
-for head_dim in (128, 64):
-    for mask in ("full", "causal"):
-        row = {"head_dim": head_dim, "mask": mask}
-        for length in (1024, 4096, 16384):
-            where = {"head_dim": head_dim, "mask": mask, "seqlen": length}
-            both = [
-                speed.rate(name, **where)
-                for name in ("all in FP8", "all in FP8, Gluon")
-            ]
-            ratios[head_dim, mask, length] = both[1] / both[0]
-            row[f"{length:,}"] = shown(both[1] / both[0], 2)
-        rows.append(row | {"plain": shown(both[0], 0), "in Gluon": shown(both[1], 0)})
-lab.table(rows, "Gluon over plain Triton, by length, and TFLOP/s at 16,384")
-
-# %%
-
-# Reading
-best = {
-    mask: max(
-        speed.rate(name, head_dim=128, mask=mask, seqlen=16384)
-        for name in ("all in FP8, Gluon", "all in FP8")
-    )
-    for mask in ("full", "causal")
-}
-AIMS = {"full": 950, "causal": 900}  # TFLOP/s, set before the kernel was written
-wide, narrow = (
-    [ratio for (d, _, _), ratio in ratios.items() if d == head_dim]
-    for head_dim in (128, 64)
-)
-met = [mask for mask in AIMS if best[mask] >= AIMS[mask]]
-ahead = [
-    f"head_dim {head_dim}, a {mask} mask and {length:,} keys"
-    for (head_dim, mask, length), ratio in ratios.items()
-    if ratio > 1.02
-]
-lab.read(
-    f"With head_dim 128, the kernel in Gluon runs at {min(wide):.2f} to {max(wide):.2f} times the "
-    f"speed of plain Triton. With head_dim 64 it runs at {min(narrow):.2f} to {max(narrow):.2f} "
-    "times. "
-    + ("**So roles do not pay here.** " if 2 * len(ahead) < len(ratios) else "")
-    + f"We had aimed at {AIMS['full']} TFLOP/s at length 16,384 without a mask and "
-    f"{AIMS['causal']} with a causal one. The faster of the two kernels reaches "
-    f"{best['full']:.0f} and {best['causal']:.0f}, so "
-    + (
-        "both aims are met. "
-        if len(met) == 2
-        else f"only the aim for a {met[0]} mask is met. "
-        if met
-        else "neither aim is met. "
-    )
-    + "By default, the package runs the kernel in Gluon only where we measured it to be faster."
-)
-
-# %%
-# **What stops it?** We count the instructions of its loop, and the cycles that they take for the
-# 128 threads of a consumer if an SM executes them at its full rate.
-
-
-# Measuring
-RATES = {  # per SM and cycle, and the instruction
-    "exponential": (16, "MUFU.EX2"), "maximum": (64, "FMNMX"),
-    "multiply-add": (128, "FFMA"), "sum": (128, "FADD"),
-    "conversion of two": (64, "F2FP.SATFINITE.E4M3"),
-}  # fmt: skip
-
-
-def machine_code(compiled):
-    """All of a kernel's SASS."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-
-
-def counted(sass):
-    """The instructions of a thread in an iteration, from the wait for the scores on."""
-    loop = re.search(
-        r"gsb0, 0x1\s*;(.*?gsb0, 0x0\s*;.*?\bBRA\b)(.*?)gsb0", sass, re.DOTALL
-    )
-    if loop is None:
-        raise LookupError("the machine code has no loop that waits as expected")
-    rows = []
-    for what, (rate, name) in RATES.items():
-        # weights are converted behind the branch that writes the output
-        code = loop[2] if name.startswith("F2FP") else loop[1]
-        count = len(re.findall(rf"\b{re.escape(name)}", code))
-        row = {"instruction": what, "SASS": name, "per thread": count}
-        rows.append(
-            row | {"per SM and cycle": rate, "cycles": round(128 * count / rate)}
-        )
-    return rows
-
-
-def instructions_in_gluon():
-    size = (3, 4, 16, 4096, 128)
-    operands, _ = prepare(*torch.randn(size, device=runtime.DEVICE))
-    ((_, compiled),) = lab.compiled_by(lambda: in_gluon(*operands))
-    return counted(machine_code(compiled))
-
-
-# %%
-
-# Folded: The instructions, and their cycles
-work = lab.attempt(
-    "One consumer, one tile of 64 queries and 128 keys, head_dim 128, no mask",
-    instructions_in_gluon if HOPPER else NEEDS_HOPPER,
-)
-work
-
-# %%
-
-# Reading
-cycles = {row["instruction"]: row["cycles"] for row in work.rows}
-exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
-of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
-of_alpha = exponentials - 64 * 128 / 16  # all but one for each weight
-of_matmul = rate.get("all in FP8, Gluon", nan) / fast
-slowest = max(of_two_matmuls, exponentials)
-lab.read(
-    f"Beside the {of_two_matmuls:.0f} cycles of the matmuls, the exponentials take "
-    f"{exponentials:,.0f}"
-    + (f" ({of_alpha:.0f} of them for `alpha`)" if of_alpha > 0 else "")
-    + f", and the other instructions {in_all_cycles - exponentials:,.0f}. If all "
-    f"overlapped, the kernel would run at {100 * of_two_matmuls / slowest:.0f} % of the speed of "
-    "its matmuls. If only the matmuls ran beside the rest, it would be "
-    f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. **We measure "
-    f"{100 * of_matmul:.0f} %** of the 8-bit matmul at the top of this page. Which instructions "
-    "wait for which, we have not measured"
-    + (
-        ", nor why plain Triton, which has no roles, is faster with head_dim 64."
-        if max(narrow) < 1
-        else "."
-    )
-)
+# Folded: Its check, beside float64 that begins with the last tile of keys, as this kernel does
+lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstick")
 
 # %%
 # What breaks it
@@ -1951,11 +1953,11 @@ lab.read(
 # many times. It describes V, (heads, head_dim, length), as *one* matrix of :math:`D` rows and
 # :math:`H N` columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, and selects the
 # tile of a head by its column. Within a head, rows begin only :math:`N` elements apart, so this is
-# the row stride of the matrix, and its rows overlap in memory. Head :math:`h` begins at element
-# :math:`h D N`, so the kernel asks for column :math:`h D N`. The address is right, but the hardware
-# that copies tiles also checks the bounds. Two heads with head_dim 2 and 3 keys make 6 columns, 0
-# to 5, and head 1 begins at column 6, so it reads as zero. So does every head with
-# :math:`h \ge H / D`.
+# the row stride of the matrix, and its rows overlap in memory. The column that the kernel asks for
+# is the element at which the head begins, :math:`h D N` for head :math:`h`. This address is right,
+# but the hardware that copies tiles also checks the bounds. Two heads with head_dim 2 and 3 keys
+# make 6 columns, 0 to 5, and head 1 begins at column 6, so it reads as zero. So does every head
+# from :math:`H / D` on.
 
 
 @triton.jit
@@ -2063,7 +2065,7 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # it gains little or no speed over the package's kernel in bfloat16. Eight bits need one descale per
 # head, a transposed V, weights scaled up to where the format has numbers, and accumulators emptied
 # after every tile. They do not double the speed, because the exponentials, which stay in float32,
-# take as long as 8-bit matmuls with head_dim 128.
+# take as long as 8-bit matmuls with head_dim 128. Warps with roles do not change that.
 #
 # Exercises
 # ---------

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import attention, attention_varlen, lab, runtime
+from kernelbook.lab import results
 from kernelbook.lab.attention_bench import flash, flex, library, sdpa, timed
 from kernelbook.ops.attention import decoding, forward, scope, tuned, varlen
 from kernelbook.ops.hopper import choice
@@ -154,26 +155,40 @@ lab.read(
 #
 # The loop over keys becomes three: over the tiles at the left edge, which are masked, the whole
 # tiles in the middle, which are not, and the tiles at the right edge, masked again. Tiles outside
-# are not visited. ``key_stages`` finds where each loop begins: it rounds the bounds of *some*
-# outwards to tiles, and those of *all* inwards.
+# are not visited. ``key_stages`` finds where each loop begins. It asks ``seen_keys`` for the first
+# key that a query sees and for one past the last, by the bounds above. The first query of the tile
+# gives the first key of *some* and the end of *all*, and the last query gives the other two. The
+# bounds of *some* are rounded outwards to tiles, and those of *all* inwards:
 
 lab.source(scope.key_stages, "stages")
 
 # %%
-# In the row of tile 3 in the figure, ``first`` is where tile 1 of the keys begins, ``whole`` where
-# tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last that is loaded. The
-# kernel calls ``attend`` for each loop, which weighs each tile and computes the scores of the next.
+# ``HAS_LEFT`` and ``HAS_RIGHT`` are known when the kernel is compiled, and say whether there is
+# such a bound at all. In the row of tile 3 in the figure, ``first`` is where tile 1 of the keys
+# begins, ``whole`` where tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last
+# that is loaded.
+#
+# The kernel calls ``attend`` for each loop. It is the loop of :doc:`/chapters/attention_fast`,
+# which weighs each tile of keys from one position to another and computes the scores of the next.
 # After ``last`` there is no next, so the third loop ends before it and the kernel weighs it
-# separately. For a single query, ``first_visible`` is the first key it sees, and ``n_visible`` one
-# past the last. ``LEFT`` and ``MASKED`` say which of the two ``attend`` has to apply:
+# separately. Each query is masked by its own bounds: ``n_visible``, one past the last key that it
+# sees, where ``MASKED`` (the bare ``True`` of the first call), and ``first_visible``, the first,
+# where ``LEFT``. Without a mask at all, ``ALL_WHOLE`` leaves the third loop out:
 
 lab.source(forward.attention_fwd_kernel, "attend")
 
 # %%
-# .. dropdown:: What a kernel without a window pays for this
+# ``left`` and ``right`` themselves reach the kernel at run time, so a new window compiles nothing.
 #
-#    ``left`` and ``right`` reach the kernel at run time, so a new window compiles nothing. Whether
-#    there is a bound at all is known at compile time, so a kernel without one pays nothing for it.
+# **Backward also asks the inverse:** which queries see this tile of keys? The gradient of a tile of
+# queries takes a loop over keys, as forward does. The gradients of a tile of keys take a loop over
+# queries, and key :math:`j` is seen by
+#
+# .. math::
+#
+#    j - s - \text{right} \;\le\; i \;\le\; j - s + \text{left}
+#
+# Again the first and the last key of the tile decide, and the loop becomes three.
 #
 # **What is outside is never loaded.** To see this, we poison the values of one tile of keys after
 # the other with NaN, and note which tiles of queries become NaN. Zero times NaN is NaN, so a
@@ -262,8 +277,9 @@ lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
 # head_dim 128 in bfloat16.
 #
 # SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table. *Plain Triton* is the
-# yardstick's kernel. *Kernel Book* is what ``attention`` runs, on a Hopper GPU :doc:`perhaps
-# another kernel </chapters/attention_hopper>` in :term:`Gluon`, Triton's lower language.
+# yardstick's kernel, given the window. *Kernel Book* is what ``attention`` runs by default: on a
+# Hopper GPU a faster kernel in :term:`Gluon`, which :doc:`a later chapter
+# </chapters/attention_hopper>` explains.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -326,8 +342,9 @@ lab.plot(
 # %%
 # **Why is a short window slow per visible score?** There are two reasons. A tile that a bound cuts
 # is computed whole. And some work is done once per program, from loading its queries to writing its
-# output, so it weighs more beside few tiles. We estimate that work from the shortest and the
-# longest window in plain Triton, and predict the time of the one between them.
+# output, so it weighs more beside few tiles. In the table, 1.5 means half as long again as the
+# visible scores would take at the yardstick's speed. Its first line counts the scores computed for
+# each visible one, which is the first reason alone.
 
 
 # Measuring
@@ -336,13 +353,17 @@ CONFIG = tuned.HOPPER["forward", 128, 2]
 
 
 def tiles_of(left, block_m, block_n):
-    """The most tiles of keys in a program of a causal window, and scores computed per visible."""
+    """The tiles of keys that a program of a causal window loads, and scores computed per visible.
+
+    The former is an average over the programs.
+    """
     starts = range(0, TOKENS, block_m)
     met = [
         -(-(start + block_m) // block_n) - max(start - left, 0) // block_n
         for start in starts
     ]
-    return max(met), sum(met) * block_m * block_n / pairs(TOKENS, left)
+    computed = sum(met) * block_m * block_n / pairs(TOKENS, left)
+    return sum(met) / len(met), computed
 
 
 def slowdown(name, left, passes):
@@ -366,29 +387,43 @@ for name in ("plain Triton", "Kernel Book", "FlexAttention", "FlashAttention"):
         for left in LEFTS:
             row[f"left {left:,}"] = said(slowdown(name, left, passes))
         rows.append(row)
-lab.table(rows, "Time over that of the visible scores at the yardstick's speed")
+lab.table(
+    rows, "Times as long as the visible scores would take at the yardstick's speed"
+)
 
 # %%
 
 # Reading
 short, middle, wide = LEFTS
-n_short, n_middle, n_wide = (
-    tiles_of(left, CONFIG.block_m, CONFIG.block_n)[0] for left in LEFTS
+
+
+def once_in_tiles(name, block_m, block_n):
+    """How many tiles what a program does once is worth, by the shortest and the longest window."""
+    took = {
+        left: windows.milliseconds_at(name, left=left, passes="forward")
+        for left in LEFTS
+    }
+    met = {left: tiles_of(left, block_m, block_n)[0] for left in LEFTS}
+    per_tile = (took[wide] - took[short]) / (met[wide] - met[short])
+    return max(took[short] / per_tile - met[short], 0)
+
+
+fixed = once_in_tiles("plain Triton", CONFIG.block_m, CONFIG.block_n)
+(loaded, computed), (all_loaded, all_computed) = (
+    tiles_of(left, CONFIG.block_m, CONFIG.block_n) for left in (middle, TOKENS)
 )
-took = {
-    left: windows.milliseconds_at("plain Triton", left=left, passes="forward")
-    for left in LEFTS
-}
-per_tile = (took[wide] - took[short]) / (n_wide - n_short)
-fixed = took[short] / per_tile - n_short
-masked = tiles_of(middle, CONFIG.block_m, CONFIG.block_n)[1]
-once = 1 + max(fixed, 0) / n_middle
+expected = computed / all_computed * (1 + fixed / loaded) / (1 + fixed / all_loaded)
 ahead, back = (slowdown("plain Triton", middle, passes) for passes in PASSES)
 lab.read(
-    f"With `left` = {middle:,} the kernel computes {masked:.2f} times the scores that are visible. "
-    f"What a program does once takes as long as {max(fixed, 0):.1f} tiles, and most programs load "
-    f"only {n_middle}. Together these predict that the window takes {masked * once:.2f} times as "
-    f"long as its visible scores would without one. **We measure {ahead:.2f} times.**"
+    f"With `left` = {middle:,} a program of plain Triton loads {loaded:.0f} tiles on average, and "
+    f"what it does once takes as long as {fixed:.1f} more, if we estimate it from the shortest and "
+    f"the longest window. The yardstick does the same once per {all_loaded:.0f} tiles. Together "
+    f"the two reasons predict {expected:.2f} times. **We measure {ahead:.2f} times**"
+    + (
+        f", so another {100 * (ahead / expected - 1):.0f} % have reasons that we did not measure."
+        if ahead > 1.03 * expected
+        else "."
+    )
 )
 
 # %%
@@ -406,24 +441,42 @@ def of_flash(reason):
     leads, missing = [], []
     for passes in PASSES:
         by = {
-            left: [
-                slowdown(name, left, passes)
-                for name in ("FlashAttention", "Kernel Book")
-            ]
+            left: slowdown("Kernel Book", left, passes)
+            / slowdown("FlashAttention", left, passes)
             for left in LEFTS
         }
-        at = [f"{left:,}" for left, (theirs, own) in by.items() if 1.01 * theirs < own]
-        where = (
-            f"`left` = {' and '.join(at)}" if len(at) < len(LEFTS) else "every window"
-        )
-        leads += [f"{passes} at {where}"] if at else []
-        missing += (
-            [passes] if any(theirs != theirs for theirs, _ in by.values()) else []
-        )
-    text = f"FlashAttention is ahead of us {' and '.join(leads)}. " if leads else ""
+        at = {left: more for left, more in by.items() if more > 1.01}
+        if at:
+            most = max(at.values()) - 1
+            where = "at every window" if len(at) == len(by) else "at `left` = "
+            where += "" if len(at) == len(by) else " and ".join(f"{n:,}" for n in at)
+            up_to = "up to " if len(at) > 1 else ""
+            leads.append(f"{passes} {where}, by {up_to}{100 * most:.0f} %")
+        missing += [passes] if any(more != more for more in by.values()) else []
+    text = f"FlashAttention is faster {', and '.join(leads)}. " if leads else ""
     if missing and reason:
         text += f"FlashAttention was not timed {' and '.join(missing)}: {why(reason)}. "
     return text
+
+
+def without_a_window():
+    """How many times as fast as plain Triton `attention` is without a window, causal.
+
+    Both were timed at this size in the chapter on FP8; NaN where they were not.
+    """
+    found = results.find("attention_fp8") or {"sweeps": {}}
+    sweep = found["sweeps"].get("fp8", {"points": [], "milliseconds": {}})
+    plain, ours = (
+        sweep["milliseconds"].get(name)
+        for name in ("plain Triton bf16", "Kernel Book bf16")
+    )
+    at = {"seqlen": TOKENS, "heads": HEADS, "head_dim": 128, "mask": "causal"}
+    places = [
+        n for n, point in enumerate(sweep["points"]) if at.items() <= point.items()
+    ]
+    if not (places and plain and ours):
+        return nan
+    return plain[places[0]][1] / ours[places[0]][1]
 
 
 dense = [
@@ -451,24 +504,16 @@ AIM = 1.15
 over = [passes for passes in PASSES if by_attention[passes] > AIM]
 config = choice.CONFIGS[128]
 queries = 64 * config.consumers
-tiles_met = {  # tiles of keys that a tile of queries meets, on average
-    left: tiles_of(left, queries, config.block_n)[1]
-    * pairs(TOKENS, left)
-    / (TOKENS * config.block_n)
-    for left in LEFTS
-}
-took = {
-    left: windows.milliseconds_at("Kernel Book", left=left, passes="forward")
-    for left in LEFTS
-}
-a_tile = (took[wide] - took[short]) / (tiles_met[wide] - tiles_met[short])
-beyond = took[short] / a_tile - tiles_met[short]
-alone = by_attention["forward"] * a_tile * tiles_met[middle] / took[middle]
+met = tiles_of(middle, queries, config.block_n)[0]
+beyond = once_in_tiles("Kernel Book", queries, config.block_n)
+own = without_a_window()
 lab.read(
     (
-        f"With `attention`, which runs kernels in Gluon {' and '.join(in_gluon)} here, this is "
-        + " and ".join(f"{by_attention[passes]:.2f} {passes}" for passes in in_gluon)
-        + " (and would be more beside Gluon's own speed without a window, which is higher). "
+        "`attention`, in Gluon here, takes "
+        + " and ".join(
+            f"{by_attention[passes]:.2f} times {passes}" for passes in in_gluon
+        )
+        + ". "
         if in_gluon
         else "`attention` itself takes as long as this kernel. "
     )
@@ -483,15 +528,16 @@ lab.read(
         else f"We aim at no more than {AIM} here, and reach it in both directions. "
     )
     + (
-        f"In Gluon, a tile of {queries} queries meets {tiles_met[middle]:.1f} tiles of "
-        f"{config.block_n} keys forward, and takes as long as {beyond:.1f} more. "
-        f"Without that, {alone:.2f} would be left"
-        + (
-            ", so it is what stops us. "
-            if alone <= AIM < by_attention["forward"]
-            else ". "
-        )
+        f"A program meets {met:.1f} of its larger tiles of keys, and what it does once for them "
+        f"takes as long as {beyond:.1f} more. It masks only the edge that is cut, and takes the "
+        "tiles of several heads in turn, so that all SMs end at about the same time. "
         if "forward" in in_gluon and beyond > 0
+        else ""
+    )
+    + (
+        f"Beside its own speed without a window, which the chapter on FP8 measures, that is "
+        f"{own * by_attention['forward']:.2f} times forward. "
+        if "forward" in in_gluon and own > 1.01
         else ""
     )
     + of_flash(windows.skipped.get("FlashAttention", ""))
@@ -529,7 +575,8 @@ lab.read(
 # **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
 # them. It knows only the length of the longest sequence, so for each sequence it launches as many
 # programs as that one needs. A program reads two neighbouring offsets, and if its tile lies past
-# the end of the sequence, it returns at once. The rest is the kernel that we know.
+# the end of the sequence, it returns at once. The rest is the kernel that we know. Backward finds
+# its sequence in the same way, with tiles of keys in the place of tiles of queries.
 
 lab.source(varlen.sequence)
 
@@ -703,15 +750,9 @@ own_full = {passes: boxed[passes] / used_padded for passes in PASSES}
 of_own = " and ".join(f"{100 * kept[p] / own_full[p]:.0f}" for p in PASSES)
 below_own = any(kept[p] < OF_FULL * own_full[p] for p in PASSES)
 lab.read(
-    f"Packed, the kernel does useful work at {100 * kept['forward']:.1f} % of the speed of a full "
-    f"batch forward and at {100 * kept['backward']:.1f} % backward. A padded batch reaches "
-    f"{100 * boxed['forward']:.0f} and {100 * boxed['backward']:.0f} %"
-    + (
-        f", more than the {100 * used_padded:.0f} % of its scores that are useful, because "
-        "`attention` runs faster kernels than the plain one that is the limit. "
-        if min(own_full.values()) > 1.02
-        else ". "
-    )
+    f"Packed, the kernel does useful work at {100 * kept['forward']:.0f} % of the speed of a full "
+    f"batch forward and at {100 * kept['backward']:.0f} % backward. A padded batch reaches "
+    f"{100 * boxed['forward']:.0f} and {100 * boxed['backward']:.0f} %. "
     + (
         f"**We aim at {100 * OF_FULL:.0f} %, and "
         + ("just miss" if min(kept.values()) > OF_FULL - 0.01 else "miss")
@@ -733,8 +774,8 @@ lab.read(
 )
 
 # %%
-# Short sequences have short programs, so we expect that the rest is lost for the two reasons that
-# slow short windows. We did not measure them apart.
+# We expect that the rest is lost for the two reasons that slow short windows; we did not measure
+# it.
 
 # %%
 # Decoding
@@ -925,14 +966,8 @@ lab.read(
 )
 
 # %%
-
-# Reading
-lab.read(
-    f"`attention` chooses the number of parts by itself: at most {decoding.PROGRAMS} programs for "
-    f"each SM, no part of fewer than {decoding.FEWEST_TILES} tiles, and a single one below "
-    f"{decoding.FEWEST_KEYS:,} keys. The next figure varies the number of keys; “one part” is our "
-    "kernel without a split."
-)
+# ``attention`` chooses the number of parts by itself, by the numbers of SMs and of tiles. The next
+# figure varies the number of keys; *one part* is our kernel without a split.
 
 # %%
 
@@ -1009,6 +1044,8 @@ def next_to_nothing():
 
 
 # %%
+
+# Folded: The same launches, with a single tile of keys in each part
 launched = lab.measure("One tile of keys in each part", next_to_nothing)
 launched
 
@@ -1058,9 +1095,7 @@ unsplit = {
     name: steps.share("one part", **long) / steps.share(name, **long)
     for name in READERS[:-1]
 }
-unsplit = [
-    f"{by:.1f} times that with {name}" for name, by in unsplit.items() if by > 0.5
-]
+unsplit = [f"{name} takes {by:.1f} times" for name, by in unsplit.items() if by > 0.5]
 lab.read(
     f"**With {names[0]} our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy**, "
     f"and at {100 * of_ours[1]:.0f} % with {names[1]}, which only the table shows. "
@@ -1070,10 +1105,11 @@ lab.read(
         else f"We aimed at {aims[0]:.0f} and {aims[1]:.0f} %, and reach both. "
     )
     + (f"Ahead of us by more than 1 %: {', '.join(ahead)}. " if ahead else "")
-    + (f"{' and '.join(equal)} is as fast as ours. " if equal else "")
+    + (f"{' and '.join(equal)} is as fast, less than 1 % apart. " if equal else "")
     + (
-        "With the long cache a split should save most of the time of “one part”, but the time is "
-        f"{' and '.join(unsplit)}."
+        f"{' and '.join(unsplit)} as long as “one part”, our kernel without a split, so they do "
+        "not seem to split the keys here. (We ask FlashAttention to choose the number of parts, "
+        "where it accepts that.)"
         if unsplit
         else ""
     )
@@ -1083,21 +1119,13 @@ lab.read(
 
 # Reading
 reached = dict(zip(names, of_ours, strict=True))
-*others, most_lost = sorted(lost, key=lambda found: -reached[found[0]]) or [None]
+most_lost = min(lost, key=lambda found: reached[found[0]], default=None)
 more_than_all = [name for name, more, start in losing if start > more]
 lab.read(
-    f"With {most_lost[0]} it reaches {100 * reached[most_lost[0]]:.0f} %, because it takes "
-    f"{most_lost[1]} µs longer than reading at the copy's speed. With next to nothing to read, the "
-    f"same launches still take {most_lost[2]} µs"
-    + (
-        ", more than that difference, because the copy that we compare with has to start too. "
-        if most_lost[0] in more_than_all
-        else ". "
-    )
-    + "".join(
-        f"With {name} it takes {beyond} µs longer, and the launches {start}. "
-        for name, beyond, start in others
-    )
+    f"**Where is the rest?** With {most_lost[0]} our kernel reaches "
+    f"{100 * reached[most_lost[0]]:.0f} %, and takes {most_lost[1]} µs longer than at the copy's "
+    f"speed. With next to nothing to read, the same launches still take {most_lost[2]} µs"
+    + (" (the copy has to start, too). " if most_lost[0] in more_than_all else ". ")
     + f"So {'most' if mostly_starts else 'a part, and not all,'} of what is lost is the time that "
     "the kernels take to start, to merge and to end."
     if lost
@@ -1110,10 +1138,9 @@ lab.read(
 #
 # *What does attention cost in a training step, forward and backward?*
 #
-# Stanford's course CS336, *Language modeling from scratch*, ranks what its students write in Triton
-# by one time: forward and backward with a causal mask, 16 heads of head_dim 64 and 16,384 tokens in
-# bfloat16. The loss is the sum of the output. We time the same call with Triton's ``do_bench``, so
-# the host and the loss are part of it. *PyTorch* is the formula of the first section.
+# Stanford's course CS336 ranks its students' Triton code by one time: forward and backward with a
+# causal mask, 16 heads of head_dim 64 and 16,384 tokens in bfloat16. We time the same call, with
+# the host and the loss, a sum of the output. *PyTorch* is the formula of the first section.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)
@@ -1194,7 +1221,7 @@ def course():
 
 # %%
 
-# Folded: Every version, with its peak memory, and why one has no time
+# Folded: Every version, with its peak memory, and the reason where there is no time
 test = lab.measure("Forward and backward in turn, 16 × 16,384 × 64, causal", course)
 test
 
@@ -1246,33 +1273,30 @@ lab.draw(
 # Reading
 times = {row["version"]: row["milliseconds"] for row in timed_rows(test.rows)}
 own, plain = (times.get(name, nan) for name in ("Kernel Book", "plain Triton"))
-slower = [
-    f"{times[name] / own:.1f} times as long {how}"
+by_formula_in = {
+    how: times[name] / own
     for name, how in (
         ("PyTorch", "in PyTorch"),
         ("torch.compile", "under `torch.compile`"),
     )
     if name in times
-]
-libraries = {
-    name: took
-    for name, took in times.items()
-    if name not in ("PyTorch", "torch.compile", "plain Triton", "Kernel Book")
 }
-quicker, behind = (
-    [f"{name} with {took:.2f} ms" for name, took in libraries.items() if is_so(took)]
-    for is_so in (lambda took: took < own, lambda took: took >= own)
-)
+quicker = [
+    f"{name} takes {100 * (1 - took / own):.0f} % less"
+    for name, took in times.items()
+    if took < 0.99 * own and name != "plain Triton"
+]
 lab.read(
-    f"`attention` takes {own:.2f} ms, "
-    + (
-        f"and {plain:.2f} ms with the kernels in plain Triton. "
-        if abs(plain / own - 1) > 0.02
-        else "and as long with the kernels in plain Triton. "
+    f"`attention` takes {own:.2f} ms, and {plain:.2f} ms in plain Triton. "
+    + "".join(
+        f"The formula {how} takes {more:.1f} times as long. "
+        for how, more in by_formula_in.items()
     )
-    + (f"The formula takes {' and '.join(slower)}. " if slower else "")
-    + f"Of the libraries, {' and '.join(quicker) or 'none'} is faster"
-    + (f", and {' and '.join(behind)} slower." if behind else ".")
+    + (
+        f"**{' and '.join(quicker)} than ours.**"
+        if quicker
+        else "No library is faster."
+    )
     + "".join(
         f" No time for {row['version']}: {why(row['reason'])}."
         for row in test.rows
@@ -1286,12 +1310,10 @@ lab.read(
 #
 # *Are the results right where tiles are cut or skipped?*
 #
-# We compare output and gradients with the formula in float64, for all three uses. Packed batches
-# are compared sequence by sequence, because the error of a short sequence would disappear beside
-# the large numbers of a long one. In float32 the error may be up to eight times PyTorch's, as in
-# :doc:`the chapter on the kernel </chapters/attention_fast>`. In 16 bits it may be twice PyTorch's,
-# and four times for gradients, because the kernel also rounds the weights. PyTorch's error counts
-# as half a unit in the last place at least.
+# We compare output and gradients with the formula in float64. Packed batches are compared sequence
+# by sequence, because the error of a short sequence would disappear beside the large numbers of a
+# long one. In float32 the error may be eight times PyTorch's. In 16 bits it may be twice PyTorch's,
+# and four times for gradients, because the kernel also rounds the weights.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")

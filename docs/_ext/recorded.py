@@ -429,7 +429,8 @@ def pictured_input(record):
     else:
         size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
         size += [point["mask"]]
-    return ", ".join([*size, *filter(None, [point.get("dtype")])])
+    dtype = None if "all in FP8" in facts.bars else point.get("dtype")  # there the bars say it
+    return ", ".join([*size, *filter(None, [dtype])])
 
 
 def bars_of(record):

@@ -22,6 +22,15 @@ def test_a_right_result_passes_and_is_shown():
     assert "pass" in shown.plain
     assert "direction" in shown.plain
     assert "kb-ok" in shown.html
+    assert "PyTorch's" in shown.plain
+
+
+def test_the_column_of_the_other_error_can_have_another_name():
+    truth = torch.tensor([1.0, -2.0, 3.0]).double() / 3
+    shown = lab.check("thirds", [case(truth.half(), truth)], theirs="yardstick")
+    assert "yardstick" in shown.plain
+    assert "yardstick" in shown.html
+    assert "PyTorch" not in shown.plain
 
 
 def test_of_many_rows_one_of_each_dtype_is_seen_and_the_others_are_folded(monkeypatch):

@@ -21,6 +21,9 @@ def test_source_shows_the_piece_under_its_heading():
     assert "randint4x" in piece.plain
     assert "tl.store" not in piece.plain
     assert piece.plain.splitlines()[1].startswith("# -- draw:")
+    both = lab.source(seeded_dropout_kernel, "draw", "decide").plain
+    assert both.startswith(piece.plain)
+    assert "tl.store" in both
     parameters = lab.source(seeded_dropout_kernel, "def").plain
     assert parameters.splitlines()[1].startswith("def seeded_dropout_kernel(")
     assert "x_ptr" in parameters

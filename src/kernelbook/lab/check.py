@@ -172,31 +172,36 @@ def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) ->
     return bound
 
 
-def check(name: str, cases: Iterable[Case], *, here: bool = True) -> Shown:
+def check(
+    name: str, cases: Iterable[Case], *, here: bool = True, theirs: str = "PyTorch's"
+) -> Shown:
     """Compare each case with float64 truth, part by part.
 
     Return one line that says how many passed, where, and how near the worst came to its tolerance;
     the row of each dtype that came nearest; and, folded, all rows. What the recorded run found on
     its GPU stands before what Triton's interpreter finds here. ``here=False`` says that the kernels
     cannot run on this machine: then no case is looked at, and the recorded rows stand alone.
+    ``theirs`` names the column of the other error, where that is not PyTorch's.
 
     Raises:
         CheckFailed: one row is over its tolerance, or there is none. Nothing is recorded then.
     """
     if not here:
         runs = chapter.checked(name)
-        return show(_summary(name, runs)) if runs else table([], f"{name}. {NOT_RECORDED}")
+        return show(_summary(name, runs, theirs)) if runs else table([], f"{name}. {NOT_RECORDED}")
     rows = [case.row() for case in cases]
     if not rows:
         raise CheckFailed(f"{name}: no case was checked.")
     if failed := [row for row in rows if not row["ok"]]:
-        _, plain = tabulated(_columns(failed), f"{name}: error of the worst part against float64")
+        _, plain = tabulated(
+            _columns(failed, theirs), f"{name}: error of the worst part against float64"
+        )
         raise CheckFailed(f"{len(failed)} of {len(rows)} rows failed.\n{plain}")
     chapter.keep("checks", name, rows)
-    return show(_summary(name, chapter.checked(name, rows)))
+    return show(_summary(name, chapter.checked(name, rows), theirs))
 
 
-def _summary(name: str, runs: dict[str, list[dict]]) -> Shown:
+def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
     """Return a check in short, with all rows folded. ``runs`` maps where it ran to its rows."""
     line = f"{name}: " + "; ".join(_passed(where, rows) for where, rows in runs.items()) + "."
     first = next(iter(runs.values()))
@@ -204,9 +209,11 @@ def _summary(name: str, runs: dict[str, list[dict]]) -> Shown:
     nearest.sort(key=first.index)
     what = "the row of each dtype that came nearest to its tolerance"
     what = what if len(first) > len(nearest) else "every row"
-    html, plain = tabulated(_columns(nearest), f"{name}, {what}")
+    html, plain = tabulated(_columns(nearest, theirs), f"{name}, {what}")
     folded = "".join(
-        tabulated(_columns(rows), f"{name}, {where}: error of the worst part against float64")[0]
+        tabulated(
+            _columns(rows, theirs), f"{name}, {where}: error of the worst part against float64"
+        )[0]
         for where, rows in runs.items()
     )
     html = (
@@ -226,7 +233,7 @@ def _nearness(row: dict) -> float:
     return row["error"] / row["tolerance"]
 
 
-def _columns(rows: list[dict]) -> list[dict]:
+def _columns(rows: list[dict], theirs: str) -> list[dict]:
     """Return the rows of a check as a reader sees them."""
     return [
         {
@@ -234,7 +241,7 @@ def _columns(rows: list[dict]) -> list[dict]:
             "dtype": row["dtype"],
             "direction": row["direction"],
             "error": f"{row['error']:.1e}",
-            "PyTorch's": f"{row['torch_error']:.1e}",
+            theirs: f"{row['torch_error']:.1e}",
             "tolerance": f"{row['tolerance']:.1e}",
             "verdict": row["ok"],
         }

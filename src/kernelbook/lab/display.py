@@ -196,13 +196,13 @@ def read(text: str) -> Markdown:
     return show(Markdown(f'<div class="kb-read"><p>{html}</p></div>', text, text))
 
 
-def source(thing, piece: str | None = None) -> Markdown:
-    """Return the source of a function or kernel, or the piece of it under a heading.
+def source(thing, *pieces: str) -> Markdown:
+    """Return the source of a function or kernel, or the pieces of it under some headings.
 
     A heading is a comment ``# -- name: what happens``; its piece ends at the next heading. The
     piece "def" is what stands before the first heading: the parameters.
     """
-    return show(_sourced(thing, piece))
+    return show(_sourced(thing, *pieces))
 
 
 def listing(parts: dict[str, object]) -> Markdown:
@@ -217,17 +217,20 @@ def listing(parts: dict[str, object]) -> Markdown:
     )
 
 
-def _sourced(thing, piece: str | None = None) -> Markdown:
+def _sourced(thing, *pieces: str) -> Markdown:
     function = getattr(thing, "fn", thing)  # a kernel keeps its Python function there
     lines, first = inspect.getsourcelines(function)
-    if piece is not None:
-        heads = [i for i, line in enumerate(lines) if line.strip().startswith("# -- ")]
+    heads = [i for i, line in enumerate(lines) if line.strip().startswith("# -- ")]
+    shown = []
+    for piece in pieces:
         opens = "def " if piece == "def" else f"# -- {piece}:"
         starts = [i for i, line in enumerate(lines) if line.strip().startswith(opens)]
         if len(starts) != 1:
             raise ValueError(f"{function.__name__} has {len(starts)} pieces named {piece!r}.")
         end = min((i for i in heads if i > starts[0]), default=len(lines))
-        lines, first = lines[starts[0] : end], first + starts[0]
+        shown += range(starts[0], end)
+    if pieces:
+        lines, first = [lines[i] for i in shown], first + shown[0]
     code = inspect.cleandoc("\n" + "".join(lines))
     name = inspect.getmodule(function).__name__.replace(".", "/")
     where = f"src/{name}.py, line {first}"
