@@ -1179,7 +1179,7 @@ LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP
 BESIDE = {  # where the label of a family stands from its points, and which end of it
     "dropout": ((24, -14), "left"),
     "weighted sum": ((50, -36), "left"),
-    "softmax": ((-36, 32), "right"),
+    "softmax": ((-20, 34), "right"),
     "layer norm": ((44, -6), "left"),
     "attention": ((0, -34), "center"),
 }

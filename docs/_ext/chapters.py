@@ -78,7 +78,7 @@ CHAPTERS = {
         {
             "PyTorch": "two PyTorch operations",
             "one row a program": "first kernel",
-            "Kernel Book": "the operator, any shape",
+            "Kernel Book": "the book's operator",
         },
     ),
     "measuring": Facts(
