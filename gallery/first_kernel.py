@@ -1131,9 +1131,9 @@ found = {
 least = min(found, key=found.get)
 lab.read(
     f"Rows of other lengths reach at most {max(found.values()):.0f} % of the copy. The slowest are "
-    f"those of {least:,}, with {min(found.values()):.0f} %: there the results, which the count of "
-    f"bytes leaves out, are {100 / (1 + least):.0f} % of all that is moved. `torch.compile` is faster "
-    f"{ahead(shapes, 'torch.compile')} columns."
+    f"those of {least:,} columns, with {min(found.values()):.0f} %: there the results, which the "
+    f"count of bytes leaves out, are {100 / (1 + least):.0f} % of all that is moved. "
+    f"`torch.compile` is faster {ahead(shapes, 'torch.compile')} columns."
 )
 
 # %%
@@ -1188,10 +1188,14 @@ large, medium = (
 theirs, ours = (
     backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
+shares_of_backward = [
+    backward.share("Kernel Book", rows=2**power) for power in (4, 8, 10, 12, 14)
+]
 per_byte = ", because they are slower per byte, too" if theirs > 2.2 * ours else ""
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, "
-    f"`torch.compile` {large['torch.compile']:.0f} % and `x @ w` {large['x @ w']:.0f} %. "
+    f"`torch.compile` {large['torch.compile']:.0f} % and `x @ w` {large['x @ w']:.0f} %. With "
+    f"fewer rows ours falls to {100 * min(shares_of_backward):.0f} %. "
     f"`torch.compile` is faster than the operator {ahead(backward, 'torch.compile')} rows. "
     "PyTorch's operations move twice our bytes, because they write `dy * x` and read it again, and "
     f"take {theirs / ours:.1f} times as long{per_byte}."

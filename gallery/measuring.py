@@ -3,7 +3,8 @@ Measuring a kernel
 ==================
 
 Time one call of one kernel in the five usual ways and you get five times, and some of them are not
-times of the kernel at all. *Which way measures the kernel, and how far can its number be trusted?*
+times of the kernel at all. *Which way measures the kernel, how far can its number be trusted, and
+what makes the same kernel several times as slow?*
 
 You will learn
 

@@ -83,7 +83,7 @@ CHAPTERS = {
     ),
     "measuring": Facts(
         "Time one kernel in the five usual ways and you get five times: which of them measures the "
-        "kernel?",
+        "kernel, and what makes the same kernel several times as slow?",
         "introductory",
         ("first_kernel",),
         "registers",
