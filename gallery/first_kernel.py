@@ -702,14 +702,14 @@ def cases():
 lab.check("weighted_sum", cases())
 
 # %%
-# The interpreter as a debugger
-# -----------------------------
-#
-# What if a result is wrong? Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment,
-# Python executes a kernel with NumPy, one program after another. So ``print`` shows a block, and
-# ``breakpoint()`` stops inside the kernel.
+# And if a result is wrong? Without a GPU, or with ``TRITON_INTERPRET=1`` in the environment, Python
+# executes a kernel with NumPy, one program after another. So ``breakpoint()`` stops inside the
+# kernel, and ``print`` shows a block, here those of ten numbers:
+
+# %%
 
 
+# Whole
 @triton.jit
 def talking_kernel(x_ptr, n, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -959,8 +959,8 @@ lab.read(
 )
 
 # %%
-# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, take ``w`` from a
-# cache, and keep everything else in registers.
+# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, and keep all else
+# in caches and registers.
 
 # %%
 
