@@ -3,7 +3,8 @@ Measuring a kernel
 ==================
 
 Time one call of one kernel in the five usual ways and you get five times, and some of them are not
-times of the kernel at all. *Which way measures the kernel, and how far can its number be trusted?*
+times of the kernel at all. *Which way measures the kernel, how far can its number be trusted, and
+what makes the same kernel several times as slow?*
 
 You will learn
 
@@ -255,32 +256,25 @@ lab.read(
 # %%
 
 # Reading
-still = (
-    "more than the clock, although they should leave the host out"
-    if small["events"] > small["clock and wait"]
-    else "hardly less than the clock"
-    if small["events"] > small["clock and wait"] / 2
-    else "less than the clock"
-)
 lab.read(
     "For the small softmax nearly all of the time is the host's. The clock with its wait shows "
-    f"{small['clock and wait']:.0f} µs, and events show {small['events']:.0f}, {still}. "
-    f"After a pause the kernel takes {small['events after a pause']:.1f} µs."
+    f"{small['clock and wait']:.0f} µs, and two events "
+    + (
+        f"even {small['events']:.0f}: they leave the host out only if the GPU never waits for it. "
+        "Why they exceed the clock, nothing here shows. "
+        if small["events"] > 1.01 * small["clock and wait"]
+        else f"{small['events']:.0f}: they leave the host out only if the GPU never waits for it. "
+    )
+    + f"After a pause {small['events after a pause']:.1f} are left, and from a cold cache "
+    f"{small[best]:.1f}. Of these, {nothing[best]:.1f} pass between two events even with nothing "
+    "between them."
 )
 
 # %%
-
-# Folded: What a flush adds, and what two events add
-lab.read(
-    f"From a cold cache the small softmax takes {small[best]:.1f} µs. Of these, "
-    f"{nothing[best]:.1f} pass between two events even with nothing between them: the table above "
-    "holds a function that does nothing, whose time is what each way adds of its own."
-)
-
-# %%
-# So the kernel's own time is that between two events, after a pause and from a cold cache. The
-# figures of this book use it, because they compare kernels. A user who waits for one answer waits
-# for the host too, and ``clock_and_wait`` is then the honest way.
+# So the best time is that between two events, after a pause and from a cold cache: it is the
+# kernel's own, and a few microseconds of the events, which are little beside a large kernel and
+# much beside a small one. The figures of this book use it, because they compare kernels. A user who
+# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # One such number is not yet a claim. We ask next what else moves it, then whether the result is
 # right, and last whether the time is good.
@@ -356,8 +350,6 @@ def falling(axes, rows):
     axes.set_xticks([row["call"] for row in rows])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
-
-# %%
 
 lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
@@ -510,7 +502,8 @@ def sorted_runs(rows):
 def curve(axes, rows):
     times, ours = at_most(rows), lab.colour("Kernel Book")
     axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
-    axes.plot(times.values(), times.keys(), color=ours)
+    shown = {share: took for share, took in times.items() if share < 100}
+    axes.plot(shown.values(), shown.keys(), color=ours)
     for share in (20, 50, 80):
         axes.plot(times[share], share, "o", color=ours)
         axes.annotate(
@@ -527,9 +520,10 @@ lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
 times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
 lab.read(
     f"The fastest took {100 * (1 - times[0] / times[50]):.0f} % less than the median, and the "
-    f"slowest {100 * (times[100] / times[50] - 1):.0f} % more, because much can delay a run and "
-    "little can speed it up. One long delay moves the mean and hardly the median. That is why this "
-    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+    f"slowest, to the right of the figure, {times[100]:,.0f} µs, because much can delay a run and "
+    "little can speed it up. One long delay moves the mean of all runs, and hardly the median. So "
+    "this book reports the median, **p50**, and shows the spread as the band from **p20** to "
+    "**p80**."
 )
 
 # %%
@@ -538,44 +532,33 @@ lab.read(
 
 
 # Measuring
-def strays(estimate, n, draws=1000):
-    """By how many % an estimate from n runs strays at most, in 95 of 100 samples."""
+def strays(n, draws=1000):
+    """By how many % the median of n runs strays at most, in 95 of 100 samples."""
     shares = 100 * numpy.random.default_rng(0).random((draws, n))
     times = at_most(spread.rows)
     samples = numpy.interp(shares, list(times), list(times.values()))
-    all_runs = numpy.interp(
-        numpy.arange(0.05, 100, 0.1), list(times), list(times.values())
-    )
-    off = numpy.abs(estimate(samples, axis=1) / estimate(all_runs) - 1)
+    off = numpy.abs(numpy.median(samples, axis=1) / times[50] - 1)
     return 100 * float(numpy.quantile(off, 0.95))
 
 
 IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
 SAMPLES = (5, 20, 100, IN_ALL)
 rows = [
-    {
-        "runs": n,
-        "median strays by, %": round(strays(numpy.median, n), 2),
-        "mean strays by, %": round(strays(numpy.mean, n), 2),
-    }
+    {"runs": n, "their median strays by, %": round(strays(n), 2)}
     for n in SAMPLES
     if spread.rows
 ]
+lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
+
 # %%
 
 # Reading
-by_median = [row["median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, if we leave out the "
-    f"worst twentieth of the draws. That of {SAMPLES[-1]} runs, as many as this book makes of a "
-    f"short kernel, strays by {by_median[-1]:.1f} %. More runs do not help against a disturbance "
-    "that outlasts all of them, such as a lower clock."
+    f"The median of {SAMPLES[0]} runs strays by up to {by_median[0]:.1f} %, and that of "
+    f"{SAMPLES[-1]}, as many as this book makes of a short kernel, by {by_median[-1]:.1f} %. More "
+    "runs do not help against a disturbance that outlasts all of them, such as a lower clock."
 )
-
-# %%
-
-# Folded: How far the median and the mean stray
-lab.table(rows, "How far a sample strays, in 95 of 100 samples")
 
 # %%
 # Clocks and power
@@ -676,7 +659,8 @@ def load_bars(axes, rows):
         for row in rows
     ]
     axes.figure.set_size_inches(5.4, 3.2)
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), names, multialignment="right")
+    axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
     axes.axvline(0, color=lab.colour("copy"), linewidth=1)
 
 
@@ -727,25 +711,18 @@ if (
     and clock_at[names[1]] < clock_at[names[2]]
 ):
     puzzle = (
-        f" On zeros the clock falls, too, to {clock_at[names[1]]:,.0f} MHz at only "
-        f"{watts[names[1]]:.0f} W, less than a copy draws at a higher clock. So the power limit "
-        "does not explain it, and nothing here shows what does."
+        " Bits that do not change draw less power, and the clock stays at "
+        f"{clock_at[names[1]]:,.0f} MHz. This cannot be the whole reason: a copy draws still more "
+        "power at a higher clock, so something else than the power limit lowers the clock on "
+        "zeros, and nothing here shows what."
     )
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
-    f"On zeros it takes {100 * (1 - zeros / random):.0f} % less time, because a transistor that "
-    f"does not switch draws less power. **Never time a matmul on zeros**, or on memory that nobody "
-    f"has filled.{puzzle}"
+    f"On zeros it takes {100 * (1 - zeros / random):.0f} % less time.{puzzle} **Never time a "
+    "matmul on zeros**, or on memory that nobody has filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
-)
-
-# %%
-
-# Folded: What a copy notices
-lab.read(
-    f"A busy copy takes {busy[names[2]]:.1f} µs on random numbers and {busy[names[3]]:.1f} on ones."
 )
 
 # %%
@@ -791,10 +768,6 @@ def twins_in_the_loop():
 in_the_loop = lab.measure(
     "One kernel under two names, in the book's loop", twins_in_the_loop
 )
-
-# %%
-
-# Folded: Three kernels under two names each, beside a matmul
 in_the_loop
 
 # %%
@@ -803,26 +776,26 @@ in_the_loop
 resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
+counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 lab.read(
-    "We give each of three kernels two names, and time both beside a large matmul. The two names "
+    "We gave each of three kernels two names, and timed both beside a large matmul. The two names "
     f"differ by up to {resolved:.2f} %, and the median of {SAMPLES[-1]} runs strayed by "
-    f"{by_median[-1]:.1f} %. By the larger of the two, rounded up, we count a difference below "
-    f"{numpy.ceil(10 * max(by_median[-1], resolved)) / 10:.1f} % as none, also for other kernels "
-    "of this book, although only these three were tried, on one GPU."
+    f"{by_median[-1]:.1f} %. So in this book less than {counts_as_none:g} % is no difference, "
+    "although only three kernels were tried, on one GPU."
 )
 
 # %%
 
-# Folded: How many runs the loop makes
-lab.read(
-    f"It makes up to {IN_ALL} runs of each kernel: {ROUNDS} rounds of {MOST_REPEATS}, or of as "
-    f"many as fit in {REPEAT_MS} milliseconds."
-)
-
-# %%
-
-# Folded: The loop of this book
+# Folded: The loop of this book, and how many runs it makes
 lab.source(_time_in_turn)
+
+# %%
+
+# Reading
+lab.read(
+    f"The loop makes up to {IN_ALL} runs of each kernel: {ROUNDS} rounds of {MOST_REPEATS}, or of "
+    f"as many as fit in {REPEAT_MS} milliseconds."
+)
 
 # %%
 # Ready-made loops
@@ -877,22 +850,22 @@ by_events, by_timer = (
     cell(suites, name, sizes[0])
     for name in ("events around a loop", "torch.utils.benchmark")
 )
-disagree = (
-    f", and differ by {abs(by_events - by_timer):.1f} µs, for which nothing here shows a reason"
-    if not 0.9 < by_events / by_timer < 1.1
-    else ""
-)
 from_cache = (
     1e-3 * 2 * 2048 * 4096 * 2 / graphed
 )  # GB/s, beside a copy that no cache helps
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    f"the small one the first two measure how fast the host launches{disagree}. On the middle one "
-    "`do_bench_cudagraph` finds its input in the cache"
+    f"the small one the first two measure how fast the host launches, and nothing here shows why "
+    f"one finds {by_events:.0f} µs and the other {by_timer:.0f}. `do_bench`, with "
+    f"{cell(suites, 'do_bench', sizes[0]):.0f}, seems to measure the host, too, as if its flush "
+    "were over before the kernel is queued. "
+    f"`do_bench_cudagraph` finds {cell(suites, 'do_bench_cudagraph', sizes[0]):.1f} µs where this "
+    f"book's loop finds {cell(suites, 'this book' + chr(39) + 's', sizes[0]):.1f}, because its "
+    "input is in the cache and no event stands between two runs. On the middle one it"
     + (
-        ", and seems to move more bytes per second than a copy"
+        " therefore seems to move more bytes per second than a copy"
         if from_cache > 1.05 * unwarmed[last]
-        else ""
+        else " finds its input in the cache, too"
     )
     + ". Each loop answers another question, so a figure must say which one it used."
 )
@@ -923,67 +896,9 @@ def cases():
 lab.check("What is timed", cases())
 
 # %%
-# The error of a sum
-# ------------------
+# A sum is the most common way to be wrong: :doc:`/chapters/first_kernel` showed one in float16 that
+# stops growing, and exercise 2 mends it.
 #
-# A time is worth nothing if the result is wrong, and a sum is easily wrong: its error depends on
-# the dtype of its accumulator. We add 0.01 a thousand times, which should give 10.
-
-
-def summed(total, number):
-    for _ in range(1000):
-        total += number  # the result keeps the dtype of total
-    return total.item()
-
-
-def hundredth(dtype):
-    return torch.tensor(0.01, dtype=dtype)
-
-
-# %%
-
-rows = []
-for total, number in (
-    ("float32", "float32"),
-    ("float16", "float16"),
-    ("float32", "float16"),
-    ("float32", "float16, cast first"),
-    ("bfloat16", "bfloat16"),
-    ("float32", "bfloat16"),
-    ("float32", "bfloat16, cast first"),
-):
-    term = hundredth(getattr(torch, number.partition(",")[0]))
-    term = term.float() if "cast" in number else term
-    found = summed(torch.zeros((), dtype=getattr(torch, total)), term)
-    eps = torch.finfo(getattr(torch, total)).eps
-    stop = next(2**k for k in range(32) if 2**k * eps / 2 > 0.01)
-    rows.append(
-        {
-            "sum in": total,
-            "numbers in": number,
-            "sum": f"{found:.4f}",
-            "off by": f"{100 * (found / 10 - 1):+.3f} %",
-            "stops at": f"{stop:,}",
-        }
-    )
-assert rows[2]["sum"] == rows[3]["sum"]
-assert rows[5]["sum"] == rows[6]["sum"]
-lab.table(
-    [row for row in rows if "cast" not in row["numbers in"]], "0.01, a thousand times"
-)
-
-# %%
-# The gap between neighbouring floats grows with their size. In bfloat16 half of the gap is more
-# than 0.01 from 4 on, so that 4 + 0.01 is rounded back to 4 and the sum stops. With a float32
-# accumulator only the rounding of 0.01 to 16 bits is left. So numbers may be stored in 16 bits, but
-# sums must be kept in 32, as every kernel of this book does.
-#
-# .. dropdown:: More: must the numbers be cast first?
-#
-#    No. PyTorch casts each of them to the dtype of the sum before it adds, so that the sum has the
-#    same bits if we cast them ourselves, which the script asserts.
-
-# %%
 # What a launch costs the host
 # ----------------------------
 #
@@ -1047,7 +962,8 @@ lab.read(
     f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
     "it looks at every argument to find the compiled kernel. The book's operators remember the "
     f"compiled kernel, and launch it in {took['a cached launch']:.1f} µs. Checks, the output and "
-    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f} µs."
+    f"autograd bring a call to {took['seeded_dropout, with autograd']:.1f} µs, where a whole call "
+    f"of PyTorch's `copy_` takes {cell(host, 'copy_ of PyTorch', 'µs'):.1f}."
 )
 
 # %%
@@ -1133,15 +1049,9 @@ few, *_, many = heights
 marks = 10 * nothing[best]
 lab.read(
     f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
-    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway."
-)
-
-# %%
-
-# Folded: Why the kernels alone take longer than the graph
-lab.read(
-    "Timed alone, each kernel starts from a cold cache and pays for its own two events, "
-    f"{marks:.0f} µs for all ten."
+    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The dashed "
+    "line lies above the graph, although the graph runs the same kernels: timed alone, each starts "
+    f"from a cold cache and pays for its own two events, {marks:.0f} µs for all ten."
 )
 
 # %%
@@ -1267,8 +1177,13 @@ def operators_in_words(rows):
 
 
 LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
-BESIDE = {"left": (10, -4), "right": (-10, -4), "center": (0, -34)}
-SIDES = {"softmax": "right", "attention": "center"}
+BESIDE = {  # where the label of a family stands from its points, and which end of it
+    "dropout": ((24, -14), "left"),
+    "weighted sum": ((50, -36), "left"),
+    "softmax": ((-20, 34), "right"),
+    "layer norm": ((44, -6), "left"),
+    "attention": ((0, -34), "center"),
+}
 
 
 def roofline(axes, rows):
@@ -1289,18 +1204,21 @@ def roofline(axes, rows):
         axes.plot(*point, LOOKS[kind][0], color=lab.colour(family), ms=4.5, **hollow)
         families.setdefault(family, []).append(point)
     for family, points in families.items():
-        side = SIDES.get(family, "left")
+        ink, (away, side) = lab.colour(family), BESIDE[family]
         x, y = numpy.exp(numpy.log(points).mean(axis=0))
-        x = {"left": max(points)[0], "right": min(points)[0], "center": x}[side]
-        axes.annotate(
-            family, (x, y), BESIDE[side], ha=side, color=lab.colour(family), **near
-        )
+        if family != "attention":  # a line leads to the forward points
+            x, y = numpy.exp(
+                numpy.log([p for p in points if p[0] == points[0][0]]).mean(axis=0)
+            )
+            near["arrowprops"] = {"arrowstyle": "-", "color": ink, "shrinkA": 0}
+        axes.annotate(family, (x, y), away, ha=side, va="center", color=ink, **near)
+        near.pop("arrowprops", None)
     axes.set(xlabel="FLOPs per byte", ylabel="TFLOP/s")
 
 
 lab.draw(
     machine,
-    "The operators of the book under the roofline",
+    "The operators of the book and the roofline",
     operators_in_words,
     roofline,
 )
@@ -1323,15 +1241,33 @@ def waits_for(points):
 
 
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
-[(intensity, _), *_] = placed.get("weighted sum") or [(nan, nan)]
+above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 101]
+record = results.find("first_kernel")
+levels = (
+    record["tables"]["The levels of memory: size, speed, latency"] if record else {}
+)
+reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
+why = {
+    "attention, in FP8": "attention in FP8, because the matrix units multiply FP8 at twice the "
+    "rate of the bfloat16 matmul that is the roof here",
+    "softmax, back": "the backward pass of softmax, because it reads two numbers for each that it "
+    f"writes and a copy one, and memory reads at {reads:,.0f} GB/s but copies at {beta:,.0f}"
+    if reads > beta
+    else "the backward pass of softmax",
+}
+reasons = "; and ".join(why.get(name, name) for name in reversed(above))
+*others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"The weighted sum has an intensity of {intensity:.0f}, so its roof is "
-    f"{beta * intensity / pi / 10:.1f} % of what the matrix units can calculate. Of the "
-    f"{len(placed)} operators in the figure, each pass counted as one, {len(waiting)} lie left of "
-    f"the ridge, which is at {ridge:,.0f} FLOPs per byte. There, what runs near the roof can only "
+    f"Of the operators, {', '.join(others)} and {last_one} lie left of the ridge, at "
+    f"{ridge:,.0f} FLOPs per byte. There, what runs near the roof can only "
     "become faster by moving fewer bytes. "
     "Attention lies right of it, because its FLOPs grow with the square of the length and its "
     "bytes with the length."
+    + (
+        f" Two kinds of points stand above the roof: {reasons}."
+        if len(above) == 2
+        else ""
+    )
 )
 
 # %%
@@ -1366,29 +1302,6 @@ lab.table(
         for name, points in placed.items()
     ],
     "Every operator of the book",
-)
-
-# %%
-
-# Folded: Which operators stand above their roof, and why
-record = results.find("first_kernel")
-levels = (
-    record["tables"]["The levels of memory: size, speed, latency"] if record else {}
-)
-reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
-above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 100]
-why = {
-    "attention, in FP8": "The roof of attention in FP8 is that of a matmul in bfloat16, and the "
-    "GPU's matrix units multiply FP8 at twice that rate.",
-    "softmax, back": "The backward pass of softmax reads two numbers for each that it writes, and "
-    f"a copy one: memory reads faster than it reads and writes, {reads:,.0f} GB/s in the first "
-    f"chapter against the {beta:,.0f} of a copy here, so such a kernel can beat a copy."
-    if reads > beta
-    else "",
-}
-lab.read(
-    f"Above their roof: {'; '.join(above) or 'none'}. "
-    f"{' '.join(reason for name, reason in why.items() if name in above)}"
 )
 
 # %%
@@ -1665,12 +1578,11 @@ counted = lab.measure("Counters of two softmaxes, 16,384 × 8,192", counters)
 
 # %%
 
-# Folded: The counters (whose times are no benchmark, because ncu flushes caches)
+# Folded: All counters (whose times are no benchmark, because ncu flushes caches)
 counted
 
 # %%
 
-# Reading
 counts = {row["what"]: row for row in counted.rows}
 
 
@@ -1684,6 +1596,26 @@ read, twice, written, kept = (
     for what in ("read from", "written to")
     for kernel in KERNELS
 )
+shown = {
+    "read from HBM, MB": (read, twice),
+    "written to HBM, MB": (written, kept),
+    "HBM busy, % of its peak": [count("HBM, of its peak", name) for name in KERNELS],
+    "SMs busy, % of their peak": [
+        count("SMs, of their peak", name) for name in KERNELS
+    ],
+}
+lab.table(
+    [
+        {"counted": what} | dict(zip(KERNELS, (f"{n:.0f}" for n in found), strict=True))
+        for what, found in shown.items()
+        if "absent" not in counts
+    ],
+    "What the hardware counted",
+)
+
+# %%
+
+# Reading
 again = (
     "`online` reads no more from HBM, because the second time it finds the row in L2."
     if twice < 1.05 * paper
@@ -1817,9 +1749,9 @@ for n in (20, 100):
 lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
 
 # %%
-# **2. A sum in float16 that loses nothing.** Keep what each addition rounds away in a second number
-# and give it back with the next (Kahan, 1965). Both numbers are float16. How far off is the sum of
-# a thousand times 0.01 now?
+# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times. Keep what each addition
+# rounds away in a second number and give it back with the next (Kahan, 1965). Both numbers are
+# float16. How far off is the sum, and how far is it without the second number?
 
 # %%
 
@@ -1835,8 +1767,14 @@ def compensated(number):
     return total
 
 
-term = hundredth(torch.float16)
+term = torch.tensor(0.01, dtype=torch.float16)
 truth = 1000 * term.double()
+plain = torch.zeros_like(term)
+for _ in range(1000):
+    plain += term
+print(
+    f"Without the second number the sum is {plain.item():.4f}, of {truth.item():.4f}."
+)
 lab.check(
     "A compensated sum",
     [

@@ -81,12 +81,12 @@ CHAPTERS = {
         {
             "PyTorch": "two PyTorch operations",
             "one row a program": "first kernel",
-            "Kernel Book": "the operator, any shape",
+            "Kernel Book": "the book's operator",
         },
     ),
     "measuring": Facts(
         "Time one kernel in the five usual ways and you get five times: which of them measures the "
-        "kernel?",
+        "kernel, and what makes the same kernel several times as slow?",
         "introductory",
         ("first_kernel",),
         "registers",

@@ -70,7 +70,7 @@ def test_each_operator_stands_where_its_formulas_say():
 
 def test_the_page_shows_every_point():
     alts = re.findall(r'<img alt="([^"]*)"', PAGE.read_text(encoding="utf-8"))
-    [roofline] = {unescape(alt) for alt in alts if "under the roofline" in alt}
+    [roofline] = {unescape(alt) for alt in alts if "and the roofline" in alt}
     for name in {name for name, *_ in POINTS}:
         assert re.search(rf"{re.escape(name)} at [\d,. to]+ FLOPs per byte reaches \d", roofline)
 
