@@ -110,7 +110,7 @@ CHAPTERS = {
         "Softmax needs the maximum and the sum of a row before it can write anything: must it read "
         "the row three times?",
         "intermediate",
-        ("dropout",),
+        ("measuring",),
         "ladder",
         {"columns": 65536},
         {
