@@ -619,9 +619,10 @@ lab.source(exchange.wait)
 # threads of the program agree on that.
 #
 # **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
-# of all ``N_PARTS`` parts as above. If some did not come, ``row_statistics`` reads the whole row
-# instead, which is slow but right. Last, the part is rescaled from its own maximum ``m`` to that of
-# the row.
+# of all ``N_PARTS`` parts as above. (``LOOKS`` is ``N_PARTS`` or more: the fold on the exchange
+# says why some slots are read twice, and ``parts < N_PARTS`` leaves these copies out.) If a pair
+# did not come, ``row_statistics`` reads the whole row instead, which is slow but right. Last, the
+# part is rescaled from its own maximum ``m`` to that of the row.
 
 lab.source(split_row_fwd_kernel, "collect")
 
