@@ -348,14 +348,11 @@ lab.read(
 )
 
 # %%
-# **Four numbers, seven rounds.** The third kernel uses all four. In the place of a mask or of ``p``
-# it takes ``threshold``, which is :math:`p \cdot 2^{32}` rounded to an integer, and ``N_ROUNDS`` is
-# how many rounds of Philox it runs. Its seed may be a pointer, because ``dropout`` draws the seed
-# on the GPU: so the :term:`host` never has to wait for the GPU to learn it.
-
-lab.source(seeded_dropout_kernel, "def")
-
-# %%
+# **Four numbers, seven rounds.** The third kernel uses all four. Beside ``x_ptr`` and ``y_ptr`` it
+# takes ``seed``, an integer or a pointer to one; ``threshold``, which is :math:`p \cdot 2^{32}`
+# rounded to an integer; and ``N_ROUNDS``, the rounds of Philox. The seed is a pointer when
+# ``dropout`` draws it on the GPU, because then the :term:`host` need not wait to learn it.
+#
 # The first piece loads ``x`` early, so that the random numbers can be computed while the load is
 # under way. ``start`` is the number of the program's first element.
 
@@ -384,6 +381,11 @@ lab.source(seeded_dropout_kernel, "draw")
 # counters of these very elements itself.
 
 lab.source(seeded_dropout_kernel, "decide")
+
+# %%
+
+# Folded: The kernel whole
+lab.source(seeded_dropout_kernel)
 
 # %%
 # The kernel selects with ``tl.where`` instead of multiplying by the mask, because a dropped element

@@ -65,8 +65,7 @@ def simple_softmax(x):
 #
 # A single :term:`kernel` can do all five steps, and this page builds the six that the picture
 # names. Those of one read keep the row in the registers of a streaming multiprocessor
-# (:term:`SM`). The others read it in blocks, which need a maximum and a sum that none of them knows
-# alone.
+# (:term:`SM`), the others read it in blocks.
 #
 # Blocks, done wrong
 # ------------------
@@ -215,31 +214,27 @@ for pieces in (2, 7, 100):
 
 # %%
 
-# Folded: Pairs merged in a random order
+# Folded: A check: pairs merged in a random order
 lab.table(rows, "Pairs merged in a random order, float64")
-
-# %%
-
-# Reading
-worst_sum = max(float(row["sum off by"]) for row in rows)
-lab.read(
-    "As a check, we cut a row into 2, 7 and 100 pieces and merge their pairs in a random order. "
-    "The maximum is the same each time, and the sum is off by at most "
-    f"{1e16 * worst_sum:.0f} · 10⁻¹⁶, which is the rounding of float64."
-)
 
 # %%
 # Three reads: three_pass
 # -----------------------
 #
 # How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
-# times: for maximum, sum and result.
-#
-# Two helpers return in every kernel of this page. ``exp`` is the exponential, computed as a power
-# of two, the only one that the hardware has. ``finite`` replaces a maximum of minus infinity by
-# zero, because :math:`-\infty - (-\infty)` is not a number. ``m_i`` and ``d_i`` hold one maximum
-# and one sum for each column of a block, and become one number of the row after their loop.
+# times: for maximum, sum and result. Here is the second loop.
 
+lab.source(three_pass_fwd_kernel, "sum")
+
+# %%
+# ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
+# block. ``exp`` and ``finite`` return in every kernel of this page: the exponential, computed as a
+# power of two, the only one that the hardware has; and zero in the place of a maximum of minus
+# infinity, because :math:`-\infty - (-\infty)` is not a number.
+
+# %%
+
+# Folded: The three_pass kernel whole
 lab.source(three_pass_fwd_kernel)
 
 # %%
@@ -350,17 +345,17 @@ lab.read(
 
 lab.source(online_fwd_kernel, "recur")
 
-# %%
-# The second loop computes the results from the pair, with ``scale`` as 1 over the sum.
-
-lab.source(online_fwd_kernel, "write")
-
 # %% An animation
-# Here is the first loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha``
+# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha``
 # is less than 1 and shrinks the old sum before the block adds its own share. When it does not,
 # ``alpha`` is 1 and the sum only grows.
 #
 # .. animation:: online_softmax
+
+# %%
+
+# Folded: The online kernel whole
+lab.source(online_fwd_kernel)
 
 # %%
 
@@ -514,11 +509,10 @@ lab.read(
 # numbers share a register, and the kernel widens them each time it uses them. Every exponential is
 # computed twice, but two programs fit where there was room for one.
 #
-# In the code, ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns
-# such pairs into float32, by a shift or a conversion for each half, and ``narrow`` turns the
-# results back into pairs. The second line is a trick: the compiler could widen the row once and
-# keep it, with all its registers. ``zero`` is an argument that is always 0, but the compiler does
-# not know that, so after ``raw += zero`` it has to widen anew.
+# ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns such pairs into
+# float32, by a shift or a conversion for each half, and ``narrow`` turns the results back. ``zero``
+# is an argument that is always 0, but the compiler does not know that, so after ``raw += zero`` it
+# has to widen anew, and cannot keep the wide row in registers.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -588,11 +582,10 @@ lab.read(
 # ---------------------------
 #
 # What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
-# when it is packed. So in the kernel ``split`` several programs share it, and here the merge pays
-# off: each program keeps its part in registers and computes the pair of that part, its maximum
-# ``m`` and the sum of its ``numerator``. Then the programs exchange their pairs, and each merges
-# all of them. This :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>`
-# uses the same.
+# when it is packed. So in the kernel ``split`` several programs share it. Each computes the pair of
+# its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their pairs, and
+# each merges all of them. This :term:`exchange` has three steps, and :doc:`layer norm
+# </chapters/layer_norm>` uses the same.
 #
 # .. animation:: publish_and_collect
 
@@ -609,14 +602,13 @@ lab.source(split_row_fwd_kernel, "publish")
 # again, until none is 0. ``volatile`` makes each look a new read of memory, where the compiler may
 # otherwise keep what it has read before.
 
-lab.source(exchange.wait)
+lab.source(exchange.wait, "poll")
 
 # %%
-# The loop could wait for ever, if a program that has not begun needs the place of one that waits
-# for it. GPUs start programs in the order of their numbers, so the parts of a row run at about the
-# same time; but the hardware does not promise this, and so a program gives up after ``max_polls``
-# looks. ``ready`` says whether all pairs came; in the last line of ``wait``, all ``THREADS``
-# threads of the program agree on that.
+# GPUs start programs in the order of their numbers, so the parts of a row run at about the same
+# time. The hardware does not promise this, however, and a program could wait for ever for one that
+# cannot begin before it ends. So it gives up after ``max_polls`` looks. ``ready`` says whether all
+# pairs came; at the end, all ``THREADS`` threads of the program agree on that.
 #
 # **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
 # of all ``N_PARTS`` parts as above. (``LOOKS`` is ``N_PARTS`` or more: the fold on the exchange
@@ -675,12 +667,10 @@ lab.read(
 # Is it right?
 # ------------
 #
-# Do all of these kernels give the same result? We check each against float64, at row lengths that
-# fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow four times,
-# because multiplying by the reciprocal rounds once more than a division, and the hardware's
-# ``exp2`` errs in its last two bits.
-#
-# In the tables, ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
+# Do all of these kernels give the same result? We check each against float64, and allow twice
+# PyTorch's error. In float32 we allow four times, because multiplying by the reciprocal rounds
+# once more than a division, and the hardware's ``exp2`` errs in its last two bits. In the tables,
+# ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -786,22 +776,6 @@ lab.read(forward.summary(**in_dtypes[0]))
 
 # %%
 
-# Reading
-eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
-lowest = min(eager, key=eager.get)
-liger_stops = forward.at(provider="Liger", **in_dtypes[0])["columns"].max()
-lab.read(
-    f"PyTorch's own kernel is at its lowest at {lowest:,} columns, with {eager[lowest]:.0f} %; a "
-    "fold below says what its source shows."
-    + (
-        f" Liger's line ends at {liger_stops:,} columns, because it refuses longer rows."
-        if liger_stops < long
-        else ""
-    )
-)
-
-# %%
-
 # Folded: The same in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
@@ -813,6 +787,8 @@ lab.read(forward.summary(**in_dtypes[1]))
 # %%
 
 # Folded: Where PyTorch and torch.compile fall, and why
+eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
+lowest = min(eager, key=eager.get)
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
@@ -852,25 +828,21 @@ lab.read(
 # Does the gradient need the exponentials again? Let :math:`y` be the output and :math:`dy` the
 # gradient that arrives with it. Differentiating :math:`y_j = e^{x_j - m} / d` gives
 # :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. The maximum does not appear, because a shift of the whole row
-# changes no output. By the chain rule,
+# :math:`i = j` and 0 otherwise. By the chain rule,
 #
 # .. math::
 #
-#    \begin{aligned}
-#    dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
-#    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#    \end{aligned}
+#    dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i) = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
-# So the gradient needs no exponentials, and not even :math:`x`: one :term:`reduction` over the row
-# of :math:`y` and :math:`dy`, after which every element can be computed by itself. The least it can
-# move is two reads and one write.
+# So it needs no exponentials, and not even :math:`x`: one :term:`reduction` over the row of
+# :math:`y` and :math:`dy`, and at least two reads and one write.
 
-lab.source(row_bwd_kernel)
+lab.source(row_bwd_kernel, "gradient")
 
 # %%
-# ``stride_row`` is the distance between two rows of ``dy``. For rows that do not fit in one
-# program, a second kernel splits them as the forward pass does, and exchanges shares of the sum.
+
+# Folded: The backward kernel whole
+lab.source(row_bwd_kernel)
 
 # %%
 
@@ -954,9 +926,8 @@ apart = max(
 lab.read(
     "A library is ahead of ours "
     + (" and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
-    + ". The table names every such point, and counts less than 1 % as no difference. This page "
-    f"timed our forward kernel in two sweeps, which differ by up to {apart:.1f} points, so the "
-    "smallest of these gaps may be chance."
+    + ". The table counts less than 1 % as no difference. Our own two sweeps differ by up to "
+    f"{apart:.1f} points, so the smallest of these gaps may be chance."
 )
 
 # %%
@@ -968,9 +939,8 @@ lab.table(
 )
 
 # %%
-# At the widest rows quack takes a shorter path than L2: the hardware groups some SMs in a
-# *cluster*, in which they read each other's shared memory directly. Triton 3.6, which the book
-# supports, cannot reduce across a cluster.
+# At the widest rows quack takes a shorter path than L2: the SMs of a *cluster* read each other's
+# shared memory, and Triton 3.6, which the book supports, cannot reduce across a cluster.
 
 # %%
 
@@ -1155,21 +1125,6 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **No maximum subtracted.** The formula is right on paper, but the exponential overflows.
-
-x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
-unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
-
-# %%
-
-# Reading
-with_it, without = (
-    ", ".join(f"{value:.3g}" for value in y[0]).replace("nan", "NaN")
-    for y in (softmax(x), unshifted)
-)
-lab.read(f"Softmax of 1, 50, 100 is {with_it}, and without the maximum {without}.")
-
-# %%
 # **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
 # :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
 
@@ -1202,6 +1157,7 @@ lab.read(
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
 # The row is sorted here, because with its maximum in the first block the mistake would not show.
 
+# Measuring
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
 for piece in pieces:
