@@ -376,9 +376,8 @@ lab.source(seeded_dropout_kernel, "draw")
 #          the other eight to thread 1.
 #
 # Element 5, for example, needs number 1 of counter 1: follow the box of ``r1`` with a 1 below it.
-# The interleaving is free, because no number has to move from one thread to another: a thread that
-# loads 16 bytes at once holds eight consecutive elements, and computes the numbers of the two
-# counters of these very elements itself.
+# No number moves from one thread to another, so this is free: a thread that loads 16 bytes at once
+# holds eight consecutive elements, and computes the numbers of their two counters itself.
 
 lab.source(seeded_dropout_kernel, "decide")
 
@@ -737,8 +736,7 @@ lab.table(rows, "Do both runs use the same mask?")
 # %%
 # Without the state restored, the two operators that draw from the generator use another mask in the
 # second run, and the gradient is silently wrong. A seed that is passed by hand is the same in both
-# runs. Draw it anew for every step, though, outside the checkpointed function, because otherwise
-# the same elements are dropped for the whole training.
+# runs, but has to be drawn anew for every step, outside the checkpointed function.
 #
 # The cost of Philox
 # ------------------
@@ -909,9 +907,8 @@ lab.read(
 )
 
 # %%
-# The host needs time for each call as well, and on inputs this small it is the bottleneck. PyTorch
-# is faster there, because our host code is Python where PyTorch's is C++; :doc:`/hardware` says
-# where that time goes.
+# On inputs this small the host is the bottleneck. PyTorch is faster there, because our host code is
+# Python where PyTorch's is C++; :doc:`/hardware` says where that time goes.
 
 # Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1016,9 +1013,8 @@ lab.read(
 #
 # A mask that is a function of seed and index need not be stored, because any thread can compute any
 # part of it again. One call of Philox serves four elements, which makes the random numbers cheap
-# enough that memory stays the limit. The seed has to be drawn anew for every call, and by the
-# generator that checkpointing restores. :doc:`/chapters/softmax` is next, where the elements of a
-# row depend on each other.
+# enough that memory stays the limit. :doc:`/chapters/softmax` is next, where the elements of a row
+# depend on each other.
 #
 # Exercises
 # ---------
@@ -1125,9 +1121,8 @@ lab.check(
 )
 
 # %%
-# **3. A random projection that is never stored.** By the Johnson–Lindenstrauss lemma, a random
-# matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly preserves their
-# distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
+# **3. A random projection that is never stored.** A random matrix :math:`R` of shape (d, k) maps
+# points of d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
 # each, and zero otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is
 # used. ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
 

@@ -54,9 +54,9 @@ def simple_softmax(x):
 # large to store. The shift does not change the result, because it scales the numerator and the
 # denominator by the same factor, :math:`e^{-m}`.
 #
-# Each operation reads its input from memory and writes its output back. For a row of :math:`N`
-# elements, the five operations together make 5 reads and 3 writes of :math:`N` numbers. One read
-# and one write would do, so this version moves four times as many bytes as necessary.
+# Each operation reads its input from memory and writes its output back, which makes 5 reads and 3
+# writes of the row. One read and one write would do, so this version moves four times as many bytes
+# as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
@@ -70,8 +70,8 @@ def simple_softmax(x):
 # Blocks, done wrong
 # ------------------
 #
-# Why not treat each block as if it were a row of its own, with its own maximum and its own sum? In
-# this kernel, each :term:`program` takes one row and loops over its blocks.
+# Why not give each block its own maximum and its own sum? In this kernel, each :term:`program`
+# takes one row and loops over its blocks.
 
 import triton
 import triton.language as tl
@@ -246,8 +246,8 @@ lab.source(three_pass_fwd_kernel)
 # - ``Kernel Book`` is the public ``softmax``. It runs ``row`` up to 8,192 columns of 16 bits, then
 #   ``packed`` up to 32,768, and ``split`` beyond: all of them read a row once.
 #
-# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
-# once and write it once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
+# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read and write
+# every row once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
 
 
 # Measuring
@@ -339,9 +339,9 @@ lab.read(
 # Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
 # it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
 #
-# The kernel works on one row or on several: ``m_i`` and ``d_i`` now hold a pair for each row of the
-# program, and ``x_ptrs`` points to where these rows begin. ``evict_last`` asks the cache to keep
-# this data longer than other data, because a second loop reads the row again to write the result.
+# ``m_i`` and ``d_i`` now hold a pair for each row of the program, which may have several.
+# ``evict_last`` asks the cache to keep this data longer than other data, because a second loop
+# reads the row again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -469,9 +469,8 @@ lab.read(
 lab.source(row_fwd_kernel)
 
 # %%
-# A block has a power of two of elements and a row seldom does, so the load fills the slots past the
-# end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
-# exponential is 0.
+# A block has a power of two of elements and a row seldom does, so the load fills the rest with
+# minus infinity (``other``), which never wins a maximum and whose exponential is 0.
 
 # %%
 
@@ -481,8 +480,8 @@ ahead = share["online", short] > 1.01 * share["one program", short]
 lab.read(
     f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed"
     + (
-        f", and `online` {share['online', short]:.0f}, although it reads the row twice. We looked "
-        "for the reason, and the fold below the last table says how far we came."
+        f", and `online` {share['online', short]:.0f}, although it reads the row twice; the fold "
+        "below the last table says what we know of the reason."
         if ahead
         else "."
     )
@@ -611,10 +610,9 @@ lab.source(exchange.wait, "poll")
 # pairs came; at the end, all ``THREADS`` threads of the program agree on that.
 #
 # **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
-# of all ``N_PARTS`` parts as above. (``LOOKS`` is ``N_PARTS`` or more: the fold on the exchange
-# says why some slots are read twice, and ``parts < N_PARTS`` leaves these copies out.) If a pair
-# did not come, ``row_statistics`` reads the whole row instead, which is slow but right. Last, the
-# part is rescaled from its own maximum ``m`` to that of the row.
+# of all ``N_PARTS`` parts as above. (It takes ``LOOKS`` looks, some at the same slot; the fold on
+# the exchange says why.) If a pair did not come, ``row_statistics`` reads the whole row instead,
+# which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the row.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -701,8 +699,7 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# A row of nothing but minus infinity has no finite maximum: PyTorch gives NaN, and so do we. A row
-# with *some* of them is fine, even if a whole block of them comes before the first number.
+# A row of nothing but minus infinity gives NaN, as in PyTorch, and one with *some* of them is fine.
 
 # Folded: Rows that break things
 inf = float("inf")
@@ -1126,7 +1123,7 @@ lab.read(
 # --------------
 #
 # **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
-# :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
+# :math:`e^{0 - m}`.
 
 
 # Measuring
@@ -1190,9 +1187,8 @@ lab.read(
 # ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are the
 # exponentials of a block. That is the core of FlashAttention.
 #
-# **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
-# default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
-# of 23; ``input_precision="ieee"`` keeps all of them.
+# **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
+# a matmul of two blocks in full float32.
 
 # %%
 
@@ -1252,8 +1248,8 @@ lab.check(
 #
 # Softmax need not read a row three times: a pair of maximum and sum, corrected by one factor,
 # carries all that is known of the blocks before, so ``online`` reads it twice. A row that stays on
-# chip is read once, and ``packed`` and ``split`` stretch how long such a row may be. The same pair,
-# with a weighted sum beside it, is what :doc:`/chapters/attention_forward` is built on.
+# chip is read once. The same pair, with a weighted sum beside it, is what
+# :doc:`/chapters/attention_forward` is built on.
 #
 # Exercises
 # ---------
@@ -1288,8 +1284,7 @@ lab.check(
 # %%
 # **2. Cross-entropy without probabilities.** For a row with target :math:`t`, the loss is
 # :math:`m + \log d - x_t`, and its gradient with respect to :math:`x_i` is
-# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both, so that
-# the probabilities are never stored beside the gradient.
+# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both.
 
 # %%
 
