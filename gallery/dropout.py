@@ -1122,9 +1122,10 @@ lab.check(
 
 # %%
 # **3. A random projection that is never stored.** A random matrix :math:`R` of shape (d, k) maps
-# points of d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
-# each, and zero otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is
-# used. ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
+# points of d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its
+# entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)` each, and zero
+# otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is used.
+# ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
 
 # %%
 
