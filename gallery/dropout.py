@@ -264,8 +264,7 @@ on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
 lab.read(
     f"In float16{on_gpu}, the four operations of `simple_dropout` reach "
     f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
-    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers; we did not time the "
-    "four apart."
+    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers."
 )
 
 # %%
@@ -742,8 +741,8 @@ lab.table(rows, "Do both runs use the same mask?")
 # ------------------
 #
 # Why does a kernel with seven rounds run as fast as one with fewer? As long as memory is the limit,
-# further rounds are free, because some warps compute while others wait for their bytes. From the
-# point where arithmetic takes longer than the bytes, every round adds time.
+# further rounds are free, because some warps compute while others wait for their bytes. Where
+# arithmetic takes longer than the bytes, every round adds time.
 
 
 # Measuring

@@ -570,7 +570,7 @@ lab.read(
     f"{share['Kernel Book', 32768]:.0f} %, where `row` reaches {one:.0f}."
     + (
         f" A GPU with a slower memory needs it less: {unharmed[0]}, probably because lone programs "
-        "ask for enough to keep such a memory busy."
+        "keep such a memory busy."
         if unharmed
         else ""
     )
@@ -615,10 +615,6 @@ lab.source(exchange.wait, "poll")
 # which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the row.
 
 lab.source(split_row_fwd_kernel, "collect")
-
-# %%
-
-lab.source(split_row_fwd_kernel, "write")
 
 # %%
 
@@ -727,8 +723,8 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# How does the public ``softmax`` compare with libraries? Beside PyTorch stand two: Liger, Triton
-# kernels by LinkedIn, and quack, by the authors of FlashAttention, in NVIDIA's CuTe DSL.
+# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is Triton kernels by
+# LinkedIn, and quack is by the authors of FlashAttention, in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -1328,36 +1324,6 @@ lab.check(
         lab.Case("(6, 1000)", "backward", dx, torch_dx, true_dx, factor=4),
     ],
 )
-
-# %%
-# **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
-# Write the maximum and the sum of a row as *one* reduction over pairs, with the merge from above.
-# Every element enters as the pair :math:`(x_j, 1)`.
-
-# %%
-
-# Solution: one reduction
-
-
-@triton.jit
-def _merge(m_a, d_a, m_b, d_b):
-    m = tl.maximum(m_a, m_b)
-    return m, d_a * tl.exp(m_a - m) + d_b * tl.exp(m_b - m)
-
-
-@triton.jit
-def pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, BLOCK_COLS))
-    m, d = tl.reduce((x, x * 0 + 1), 0, _merge)
-    tl.store(out_ptr, m)
-    tl.store(out_ptr + 1, d)
-
-
-x = 5 * torch.randn(256, device=runtime.DEVICE)
-out = torch.empty(2, device=runtime.DEVICE)
-pair_kernel[(1,)](x, out, 256)
-truth, theirs = torch.stack(pair(x.double())), torch.stack(pair(x))
-lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, factor=4)])
 
 # %%
 # References
