@@ -258,13 +258,13 @@ lab.ladder(
 
 # Reading
 half = {name: 100 * forward.share(name, dtype="float16") for name in shown}
-single = 100 * forward.share("Kernel Book", dtype="float32")
+ten = 100 * forward.share("four a call", dtype="float32")
+brain = 100 * forward.share("Kernel Book", dtype="bfloat16")
 on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
 lab.read(
     f"In float16{on_gpu}, the four operations of `simple_dropout` reach "
     f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
-    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers; we did not time the "
-    "four apart."
+    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers."
 )
 
 # %%
@@ -320,8 +320,8 @@ lab.read(
     f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and these bytes "
     f"would allow {100 * 4 / 5:.0f} %."
     + (
-        " It can beat that, because it reads more than it writes, and memory reads faster than it "
-        "reads and writes in equal parts, as a copy does."
+        " It can beat that, because memory reads faster than it reads and writes in equal parts, "
+        "as the chapter on the first kernel measured."
         if stored > 80.5
         else ""
     )
@@ -341,22 +341,25 @@ lab.source(rand_dropout_kernel)
 # Reading
 lab.read(
     "It reads no mask and moves the fewest bytes, and yet reaches only "
-    f"{half['one a call']:.0f} %, because arithmetic is now the limit. For every element `tl.rand` "
-    "calls Philox, gets four numbers, and discards three of them. So does the kernel that "
-    f"`torch.compile` writes ({half['torch.compile']:.0f} %)."
+    f"{half['one a call']:.0f} %. Arithmetic is now the limit, as the section “The cost of Philox” "
+    "shows: for every element `tl.rand` calls Philox, gets four numbers, and discards three of "
+    f"them. So does the kernel that `torch.compile` writes ({half['torch.compile']:.0f} %)."
 )
 
 # %%
-# **Four numbers, seven rounds.** The third kernel uses all four. Its first piece loads ``x`` early,
-# so that the random numbers can be computed while the load is under way. ``start`` is the number of
-# the program's first element.
+# **Four numbers, seven rounds.** The third kernel uses all four. Beside ``x_ptr`` and ``y_ptr`` it
+# takes ``seed``, an integer or a pointer to one; ``threshold``, which is :math:`p \cdot 2^{32}`
+# rounded to an integer; and ``N_ROUNDS``, the rounds of Philox. The seed is a pointer when
+# ``dropout`` draws it on the GPU, because then the :term:`host` need not wait to learn it.
+#
+# The first piece loads ``x`` early, so that the random numbers can be computed while the load is
+# under way. ``start`` is the number of the program's first element.
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# Next it draws. The seed may be an integer or, as ``is_ptr`` tells, a pointer to one. A block of
-# ``BLOCK_SIZE`` elements needs only a quarter as many counters, and ``tl.randint4x`` returns four
-# blocks of numbers, ``r0`` to ``r3``.
+# Next it draws. A block of ``BLOCK_SIZE`` elements needs only a quarter as many counters, and
+# ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
 #
 # Element 0 needs number 0 of counter 0, element 1 needs number 1 of the same counter, and so on.
 # ``tl.interleave(a, b)`` alternates between the elements of two blocks, so two inner calls and an
@@ -371,23 +374,11 @@ lab.source(seeded_dropout_kernel, "draw")
 #          r3 for each counter in order. The first eight numbers belong to thread 0 at every step,
 #          the other eight to thread 1.
 #
-# The interleaving is free, because no number has to move from one thread to another: a thread that
-# loads 16 bytes at once holds eight consecutive elements, and computes the numbers of the two
-# counters of these very elements itself.
+# Element 5, for example, needs number 1 of counter 1: follow the box of ``r1`` with a 1 below it.
+# No number moves from one thread to another, so this is free: a thread that loads 16 bytes at once
+# holds eight consecutive elements, and computes the numbers of their two counters itself.
 
 lab.source(seeded_dropout_kernel, "decide")
-
-# %%
-# ``threshold`` is :math:`p \cdot 2^{32}`, rounded to an integer by the host. The kernel selects
-# with ``tl.where`` instead of multiplying by the mask, because a dropped element must be zero even
-# where ``x`` is infinite, and zero times infinity is NaN.
-#
-# .. dropdown:: More: the seed
-#
-#    ``dropout`` draws its seed on the GPU and passes a pointer to it, so the :term:`host` never has
-#    to synchronise with the GPU to learn the seed. Triton would compile a kernel once more for an
-#    integer that is 1 and for those that 16 divides, because such values allow faster code;
-#    ``do_not_specialize`` turns that off for the seed, which changes with every call.
 
 # %%
 
@@ -395,13 +386,28 @@ lab.source(seeded_dropout_kernel, "decide")
 lab.source(seeded_dropout_kernel)
 
 # %%
+# The kernel selects with ``tl.where`` instead of multiplying by the mask, because a dropped element
+# must be zero even where ``x`` is infinite, and zero times infinity is NaN.
+
+# %%
 
 # Reading
+slower = [
+    sweep.provenance["gpu"]
+    for sweep in forward.elsewhere
+    if sweep.share("four a call", dtype="float16") > 0.99 > half["four a call"] / 100
+]
 lab.read(
     f"`four a call` reaches {half['four a call']:.0f} %, and `seven rounds`, with three rounds "
-    f"fewer, {half['seven rounds']:.0f} %. Drawing the seed costs `Kernel Book` little: it reaches "
-    f"{half['Kernel Book']:.0f} %, and {single:.0f} % in float32, where there are twice as many "
-    "bytes to hide the same arithmetic behind."
+    f"fewer, {half['seven rounds']:.0f} %. In float32, with twice as many bytes to hide the same "
+    f"arithmetic behind, ten rounds reach {ten:.0f} %"
+    + (
+        f", and so they do in float16 on {slower[0]}, whose memory is slower."
+        if slower
+        else "."
+    )
+    + f" Drawing the seed costs `Kernel Book` little: it reaches {half['Kernel Book']:.0f} % in "
+    f"float16 and {brain:.0f} % in bfloat16."
 )
 
 # %%
@@ -729,15 +735,14 @@ lab.table(rows, "Do both runs use the same mask?")
 # %%
 # Without the state restored, the two operators that draw from the generator use another mask in the
 # second run, and the gradient is silently wrong. A seed that is passed by hand is the same in both
-# runs. Draw it anew for every step, though, outside the checkpointed function, because otherwise
-# the same elements are dropped for the whole training.
+# runs, but has to be drawn anew for every step, outside the checkpointed function.
 #
 # The cost of Philox
 # ------------------
 #
 # Why does a kernel with seven rounds run as fast as one with fewer? As long as memory is the limit,
-# further rounds are free, because some warps compute while others wait for their bytes. From the
-# point where arithmetic takes longer than the bytes, every round adds time.
+# further rounds are free, because some warps compute while others wait for their bytes. Where
+# arithmetic takes longer than the bytes, every round adds time.
 
 
 # Measuring
@@ -772,16 +777,15 @@ def picoseconds(name, rounds):
 
 
 slope = {
-    name: (picoseconds(name, 28) - picoseconds(name, 20)) / 8
+    name: (picoseconds(name, 28) - picoseconds(name, 10)) / 18
     for name in ("one a call", "four a call")
 }
 lab.read(
-    f"A copy takes {picoseconds('copy', 7):.2f} picoseconds per element, and our seven rounds take "
-    f"{picoseconds('four a call', 7):.2f}, because their arithmetic hides behind the bytes. Where "
-    f"the lines fall, each further round costs {slope['one a call']:.2f} picoseconds with one "
-    f"number per call. With four it costs {slope['four a call']:.2f}, which is "
-    f"{slope['one a call'] / slope['four a call']:.1f} times less, because four elements then "
-    "share a call."
+    f"As time, a copy takes {picoseconds('copy', 7):.2f} picoseconds per element, and our seven "
+    f"rounds {picoseconds('four a call', 7):.2f}, because their arithmetic hides behind the bytes. "
+    f"From 10 to 28 rounds, each round more costs {slope['one a call']:.2f} picoseconds with one "
+    f"number per call. With four it costs {slope['one a call'] / slope['four a call']:.1f} times "
+    "less, because four elements share a call."
 )
 
 # %%
@@ -865,7 +869,8 @@ def lines_of_times(axes, rows):
         style = "--" if provider == "copy" else "o-"
         colour = lab.colour(provider)
         x, y = list(times), list(times.values())
-        axes.plot(x, y, style, label=label, color=colour, markersize=4.5)
+        above = 3 if provider == "copy" else 2  # or the dashes lie under a line as fast
+        axes.plot(x, y, style, label=label, color=colour, markersize=4.5, zorder=above)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     powers = {2**14: "16Ki", 2**18: "256Ki", 2**22: "4Mi", 2**26: "64Mi"}
@@ -901,9 +906,8 @@ lab.read(
 )
 
 # %%
-# The host needs time for each call as well, and on inputs this small it is the bottleneck. PyTorch
-# is faster there, because our host code is Python where PyTorch's is C++; :doc:`/hardware` says
-# where that time goes.
+# On inputs this small the host is the bottleneck. PyTorch is faster there, because our host code is
+# Python where PyTorch's is C++; :doc:`/hardware` says where that time goes.
 
 # Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1008,9 +1012,8 @@ lab.read(
 #
 # A mask that is a function of seed and index need not be stored, because any thread can compute any
 # part of it again. One call of Philox serves four elements, which makes the random numbers cheap
-# enough that memory stays the limit. The seed has to be drawn anew for every call, and by the
-# generator that checkpointing restores. :doc:`/chapters/softmax` is next, where the elements of a
-# row depend on each other.
+# enough that memory stays the limit. :doc:`/chapters/softmax` is next, where the elements of a row
+# depend on each other.
 #
 # Exercises
 # ---------
@@ -1117,11 +1120,11 @@ lab.check(
 )
 
 # %%
-# **3. A random projection that is never stored.** By the Johnson–Lindenstrauss lemma, a random
-# matrix :math:`R` of shape (d, k) maps points of d dimensions to k and nearly preserves their
-# distances. Its entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)`
-# each, and zero otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is
-# used. ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
+# **3. A random projection that is never stored.** A random matrix :math:`R` of shape (d, k) maps
+# points of d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its
+# entries may be sparse: :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)` each, and zero
+# otherwise. Write :math:`x R` such that each entry of :math:`R` is drawn where it is used.
+# ``tl.randint`` gives one number per index, and ``tl.sum`` reduces a block along an axis.
 
 # %%
 

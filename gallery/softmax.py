@@ -23,7 +23,6 @@ from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.packed import narrow, widen
 from kernelbook.ops.softmax.backward import row_bwd_kernel
 from kernelbook.ops.softmax.forward import (
-    finite,
     online_fwd_kernel,
     packed_row_fwd_kernel,
     row_fwd_kernel,
@@ -55,9 +54,9 @@ def simple_softmax(x):
 # large to store. The shift does not change the result, because it scales the numerator and the
 # denominator by the same factor, :math:`e^{-m}`.
 #
-# Each operation reads its input from memory and writes its output back. For a row of :math:`N`
-# elements, the five operations together make 5 reads and 3 writes of :math:`N` numbers. One read
-# and one write would do, so this version moves four times as many bytes as necessary.
+# Each operation reads its input from memory and writes its output back, which makes 5 reads and 3
+# writes of the row. One read and one write would do, so this version moves four times as many bytes
+# as necessary.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
@@ -66,14 +65,13 @@ def simple_softmax(x):
 #
 # A single :term:`kernel` can do all five steps, and this page builds the six that the picture
 # names. Those of one read keep the row in the registers of a streaming multiprocessor
-# (:term:`SM`). The others read it in blocks, which need a maximum and a sum that none of them knows
-# alone.
+# (:term:`SM`), the others read it in blocks.
 #
 # Blocks, done wrong
 # ------------------
 #
-# Why not treat each block as if it were a row of its own, with its own maximum and its own sum? In
-# this kernel, each :term:`program` takes one row and loops over its blocks.
+# Why not give each block its own maximum and its own sum? In this kernel, each :term:`program`
+# takes one row and loops over its blocks.
 
 import triton
 import triton.language as tl
@@ -216,29 +214,23 @@ for pieces in (2, 7, 100):
 
 # %%
 
-# Folded: Pairs merged in a random order
+# Folded: A check: pairs merged in a random order
 lab.table(rows, "Pairs merged in a random order, float64")
-
-# %%
-
-# Reading
-worst_sum = max(float(row["sum off by"]) for row in rows)
-lab.read(
-    "As a check, we cut a row into 2, 7 and 100 pieces and merge their pairs in a random order. "
-    "The maximum is the same each time, and the sum is off by at most "
-    f"{1e16 * worst_sum:.0f} · 10⁻¹⁶, which is the rounding of float64."
-)
 
 # %%
 # Three reads: three_pass
 # -----------------------
 #
 # How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
-# times: for maximum, sum and result.
-#
-# Two helpers return in every kernel of this page. ``exp`` is the exponential, computed as a power
-# of two, the only one that the hardware has. ``finite`` replaces a maximum of minus infinity by
-# zero, because :math:`-\infty - (-\infty)` is not a number.
+# times: for maximum, sum and result. Here is the second loop.
+
+lab.source(three_pass_fwd_kernel, "sum")
+
+# %%
+# ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
+# block. ``exp`` and ``finite`` return in every kernel of this page: the exponential, computed as a
+# power of two, the only one that the hardware has; and zero in the place of a maximum of minus
+# infinity, because :math:`-\infty - (-\infty)` is not a number.
 
 # %%
 
@@ -246,21 +238,16 @@ lab.read(
 lab.source(three_pass_fwd_kernel)
 
 # %%
-
-# Folded: The function finite
-lab.source(finite)
-
-# %%
 # The plot shows it beside what the next sections build, in bfloat16:
 #
 # - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
 # - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
 # - ``row`` reads it once and keeps it in registers.
-# - ``Kernel Book`` is the public ``softmax``. It runs ``row`` while rows are short, and for wider
-#   ones two other kernels of one read, ``packed`` and ``split``.
+# - ``Kernel Book`` is the public ``softmax``. It runs ``row`` up to 8,192 columns of 16 bits, then
+#   ``packed`` up to 32,768, and ``split`` beyond: all of them read a row once.
 #
-# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read every row
-# once and write it once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
+# The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read and write
+# every row once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
 
 
 # Measuring
@@ -327,22 +314,12 @@ share = {
     for n in COLUMNS
     if (name, n) != ("one program", long)
 }
+on_gpu = f"On {ladder.provenance['gpu']}, at" if ladder.provenance else "At"
 lab.read(
-    f"At {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
+    f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
     f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f} %. At "
     f"{short:,} columns it reaches {share['three_pass', short]:.0f} %, because its second and "
     "third read find the row in a cache."
-)
-
-# %%
-
-# Reading
-in_cache = {n: share["three_pass", n] for n in COLUMNS if n <= cached}
-least, most = min(in_cache, key=in_cache.get), max(in_cache, key=in_cache.get)
-lab.read(
-    "A read from a cache is not free either, because a program waits for it: up to "
-    f"{cached:,} columns `three_pass` varies between {in_cache[least]:.0f} % (at {least:,}) and "
-    f"{in_cache[most]:.0f} % (at {most:,}). Why it rises and falls there, we have not measured."
 )
 
 # %%
@@ -362,15 +339,15 @@ lab.read(
 # Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
 # it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
 #
-# The kernel works on one row or on several: ``m_i`` and ``d_i`` hold one pair for each row of the
-# program, and ``x_ptrs`` points to where these rows begin. ``evict_last`` asks the cache to keep
-# this data longer than other data, because a second loop reads the row again to write the result.
+# ``m_i`` and ``d_i`` now hold a pair for each row of the program, which may have several.
+# ``evict_last`` asks the cache to keep this data longer than other data, because a second loop
+# reads the row again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
 # %% An animation
-# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha`` is
-# less than 1 and shrinks the old sum before the block adds its own share. When it does not,
+# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha``
+# is less than 1 and shrinks the old sum before the block adds its own share. When it does not,
 # ``alpha`` is 1 and the sum only grows.
 #
 # .. animation:: online_softmax
@@ -492,27 +469,27 @@ lab.read(
 lab.source(row_fwd_kernel)
 
 # %%
-# A block has a power of two of elements and a row seldom does, so the load fills the slots past the
-# end of the row with minus infinity (``other=float("-inf")``), which never wins a maximum and whose
-# exponential is 0.
+# A block has a power of two of elements and a row seldom does, so the load fills the rest with
+# minus infinity (``other``), which never wins a maximum and whose exponential is 0.
 
 # %%
 
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
-ahead = share["online", short] > share["one program", short]
+ahead = share["online", short] > 1.01 * share["one program", short]
 lab.read(
-    f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed."
+    f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed"
     + (
-        f' `online` is a little ahead there, with {share["online", short]:.0f} %; the fold "More: '
-        'the last few percent", after the backward pass, asks why.'
+        f", and `online` {share['online', short]:.0f}, although it reads the row twice; the fold "
+        "below the last table says what we know of the reason."
         if ahead
-        else ""
+        else "."
     )
+    + f" At 32,768 columns `row` reaches {one:.0f} %, "
     + (
-        f" At 32,768 columns, though, `row` falls to {one:.0f} %, below `online` with {two:.0f}."
+        f"less than `online` with {two:.0f}."
         if one < two
-        else f" At 32,768 columns it reaches {one:.0f} %, and `online` {two:.0f}."
+        else f"and `online` {two:.0f}."
     )
 )
 
@@ -520,10 +497,10 @@ lab.read(
 # Packed: two programs on an SM
 # -----------------------------
 #
-# What slows ``row`` down at 32,768 columns? An SM has 65,536 registers of 4 bytes. A
-# row of 32,768 numbers, widened to float32, takes half of them, and the program needs some for
-# other values too, so a second program does not fit beside it. A lone program cannot overlap its
-# two kinds of work: while it computes, nothing is loaded, and while it loads, nothing is computed.
+# What slows ``row`` down at 32,768 columns? An SM has 65,536 registers of 4 bytes. A row of 32,768
+# numbers, widened to float32, takes half of them, and the program needs some for other values too,
+# so a second program does not fit beside it. A lone program asks memory for nothing while it
+# computes. Of two, one can load while the other computes.
 #
 # .. animation:: registers_of_an_sm
 #
@@ -531,38 +508,72 @@ lab.read(
 # numbers share a register, and the kernel widens them each time it uses them. Every exponential is
 # computed twice, but two programs fit where there was room for one.
 #
-# In the code, ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns
-# such pairs into float32, and ``narrow`` turns the results back into pairs. ``zero`` is an argument
-# that is always 0.
+# ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns such pairs into
+# float32, by a shift or a conversion for each half, and ``narrow`` turns the results back. ``zero``
+# is an argument that is always 0, but the compiler does not know that, so after ``raw += zero`` it
+# has to widen anew, and cannot keep the wide row in registers.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
-# Widening is cheap: a shift, or a conversion, for each half. ``raw += zero`` keeps the compiler
-# from doing it only once and keeping the result, because it cannot know that adding an argument of
-# the kernel changes nothing.
+
+# Folded: The packed kernel whole, with widen and narrow
+lab.listing(
+    {
+        "The kernel": packed_row_fwd_kernel,
+        "From pairs to float32": widen,
+        "And back": narrow,
+    }
+)
 
 # %%
 
-# Folded: The function widen
-lab.source(widen)
+
+# Measuring
+def launch(columns, dtype):
+    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
+    return lambda: softmax(x).sum().backward()
+
+
+facts = lab.facts(
+    "What the compiler made of the kernels",
+    {
+        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
+        for columns in (4096, 16384, 32768, 65536)
+    },
+)
 
 # %%
 
-# Folded: The function narrow, the reverse
-lab.source(narrow)
-
-# %%
-
-# Folded: The packed kernel whole
-lab.source(packed_row_fwd_kernel)
+# Folded: What the compiler made of the kernels
+facts
 
 # %%
 
 # Reading
+kernels = {(r["case"], r["kernel"]): r for r in facts.rows}
+made = kernels.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), {})
+nan = float("nan")
+registers, threads = made.get("registers", nan), 32 * made.get("warps", 0)
+# a thread is given registers by the eight
+fitting = int(65536 // (threads * -(-registers // 8) * 8)) if threads else nan
+spared = [
+    (sweep.provenance["gpu"], 100 * sweep.share("one program", columns=32768))
+    for sweep in ladder.elsewhere
+]
+unharmed = [
+    f"on {gpu} `row` keeps {kept:.0f} %" for gpu, kept in spared if kept > 98 > one
+]
 lab.read(
-    f"`packed` reaches {share['Kernel Book', 32768]:.0f} % at 32,768 columns, where `row` reaches "
-    f"{one:.0f}."
+    f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
+    f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
+    f"{share['Kernel Book', 32768]:.0f} %, where `row` reaches {one:.0f}."
+    + (
+        f" A GPU with a slower memory needs it less: {unharmed[0]}, probably because lone programs "
+        "keep such a memory busy."
+        if unharmed
+        else ""
+    )
 )
 
 # %%
@@ -570,130 +581,90 @@ lab.read(
 # ---------------------------
 #
 # What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
-# when it is packed. So in the kernel ``split`` several programs share it, and here the merge pays
-# off: each program keeps its part in registers and computes the pair of that part, its maximum
-# ``m`` and the sum of its ``numerator``. Then the programs exchange their pairs, and each merges
-# all of them. This :term:`exchange` has three steps, and :doc:`layer norm </chapters/layer_norm>`
-# uses the same.
-#
-# In the animation one of four programs starts late.
+# when it is packed. So in the kernel ``split`` several programs share it. Each computes the pair of
+# its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their pairs, and
+# each merges all of them. This :term:`exchange` has three steps, and :doc:`layer norm
+# </chapters/layer_norm>` uses the same.
 #
 # .. animation:: publish_and_collect
 
 # %%
-# *Publish.* Each part has a slot of 64 bits in memory, enough for a pair of float32. ``to_slot``
-# joins the two numbers, and ``publish`` stores them in the slot of this ``part`` with a single
-# 64-bit :term:`atomic`. So a reader finds either an empty slot or a complete pair, and no lock is
-# needed.
+# **Publish.** Each part has a slot of 64 bits in memory, which is 0 at first and has room for a
+# pair of float32. ``to_slot`` joins the two numbers to 64 bits, and ``publish`` stores them in the
+# slot of this ``part`` with a single :term:`atomic`. So a reader finds either an empty slot or a
+# complete pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "publish")
 
 # %%
+# **Wait.** How does a program learn that the others have published? It looks at the slots again and
+# again, until none is 0. ``volatile`` makes each look a new read of memory, where the compiler may
+# otherwise keep what it has read before.
 
-# Folded: The function publish
-lab.source(exchange.publish)
-
-# %%
-
-# Folded: The function to_slot
-lab.source(exchange.to_slot)
+lab.source(exchange.wait, "poll")
 
 # %%
-# *Wait.* ``wait`` reads the slots again and again until none is empty. GPUs start programs in the
-# order of their numbers, so the other parts of the row run at about the same time. The hardware
-# does not promise this order, however, so a program looks at most ``max_polls`` times: it would
-# otherwise wait for ever for others that cannot start before it ends. ``ready`` says whether all
-# pairs came.
-
-# %%
-
-# Folded: The function wait
-lab.source(exchange.wait)
-
-# %%
-
-# Folded: The function looks
-lab.source(exchange.looks)
-
-# %%
-# *Collect.* ``collect`` takes the pairs of all ``N_PARTS`` parts out of the slots, and the program
-# merges them. If some did not come, ``row_statistics`` reads the whole row instead, which is slow
-# but right. The fold "The exchange in detail" explains ``LOOKS`` and ``THREADS``.
+# GPUs start programs in the order of their numbers, so the parts of a row run at about the same
+# time. The hardware does not promise this, however, and a program could wait for ever for one that
+# cannot begin before it ends. So it gives up after ``max_polls`` looks. ``ready`` says whether all
+# pairs came; at the end, all ``THREADS`` threads of the program agree on that.
+#
+# **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
+# of all ``N_PARTS`` parts as above. (It takes ``LOOKS`` looks, some at the same slot; the fold on
+# the exchange says why.) If a pair did not come, ``row_statistics`` reads the whole row instead,
+# which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the row.
 
 lab.source(split_row_fwd_kernel, "collect")
 
 # %%
 
-# Folded: The function collect
-lab.source(exchange.collect)
-
-# %%
-
-# Folded: The function row_statistics
-lab.source(row_statistics)
-
-# %%
-# The last step rescales the part from its own maximum ``m`` to that of the row, and writes it.
-
-lab.source(split_row_fwd_kernel, "write")
-
-# %%
-
-# Folded: The split kernel whole
-lab.source(split_row_fwd_kernel)
+# Folded: The split kernel whole, and its functions
+lab.listing(
+    {
+        "The kernel": split_row_fwd_kernel,
+        "Two float32 as the 64 bits of a slot": exchange.to_slot,
+        "Fill a slot": exchange.publish,
+        "Slots as maxima and sums": exchange.collect,
+        "How many slots a program looks at, LOOKS, and its THREADS": exchange.looks,
+        "The whole row, if a part did not come": row_statistics,
+    }
+)
 
 # %%
 # .. dropdown:: The exchange in detail: when a slot is empty, and why 32 are read
 #
-#    *Publish.* The slots start as zeros, because zeros are cheap to write, but two zeros could also
-#    be a pair that a program has computed. So ``to_slot`` stores a pair XOR a constant, the bits of
-#    two NaN that no arithmetic produces. A slot of zeros then stands for these two NaN, and every
-#    pair that a program computes is stored as something other than zero. The atomic of ``publish``
-#    can be ``relaxed``, which means that it does not order any other memory access, because the
-#    reader needs no other memory of this part.
+#    *Empty.* Two zeros could also be a pair that a program has computed. So ``to_slot`` stores a
+#    pair XOR a constant, the bits of two NaN that no arithmetic produces, and every pair is stored
+#    as something other than zero. The atomic can be ``relaxed``, which means that it does not order
+#    any other memory access, because the reader needs no other memory of this part.
 #
-#    *Wait.* A row that is split into sixteen parts has sixteen slots, and yet a program reads 32.
-#    The reason is the :term:`warp`: its 32 threads, called *lanes*, execute the same instruction
-#    together, and if a warp loads a block of sixteen numbers, Triton gives each number to two
-#    lanes, which both load it. For other loads that makes no difference. These slots, however,
-#    change while they are read, and the load is ``volatile``: it asks the memory anew for each
-#    lane. So one lane may find a slot filled that its twin, a moment before, found empty. Half of
-#    the warp would then leave the loop, and the other half would compute with a pair that was never
-#    there. ``LOOKS`` is therefore at least the number of parts: the surplus looks repeat a slot,
-#    because ``parts % N_PARTS`` starts again at the first, and are later ignored by
-#    ``parts < N_PARTS``. With 32 reads, every lane looks for itself, and the warp goes on when its
-#    lanes have seen all slots filled. The other warps of the program look as well, and each goes on
-#    when it can, because all of them find the same pairs, some only later. Only giving up is a
-#    decision that the warps take together, at a barrier where each waits for the others; for it,
-#    ``wait`` needs ``THREADS``, the threads of the program.
-#
-#    *Collect.* What the program read beyond the last part are copies. Counted twice, they would
-#    change the sum, so ``collect`` replaces them by the :term:`neutral element` of the merge: a
-#    maximum of minus infinity and a sum of 0. A maximum of 0 would be wrong, because it exceeds
-#    that of every row of negative numbers, and if all of these lie below -104, all their
-#    exponentials become 0. A program that reads the row itself, in ``row_statistics``, keeps a
-#    separate pair in each lane, and merges these pairs at the end.
+#    *Why 32 are read.* The 32 threads of a :term:`warp`, called *lanes*, execute the same
+#    instruction together. If a warp loads a block of sixteen numbers, Triton gives each number to
+#    two lanes, which both load it. These slots change while they are read, so one lane may find a
+#    slot filled that its twin, a moment before, found empty: half of the warp would leave the loop,
+#    and the other half would compute with a pair that was never there. So a program makes at least
+#    32 ``LOOKS``, one for each lane. The surplus looks repeat a slot (``parts % N_PARTS``), and
+#    ``collect`` replaces them by the :term:`neutral element` of the merge, a maximum of minus
+#    infinity and a sum of 0, because counted twice they would change the sum.
 
 # %%
 
 # Reading
 lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
-    f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at "
-    f"{long:,}. Waiting probably costs the rest, because nothing new is loaded into a program's "
-    "registers while it waits for its slowest neighbour."
+    f"{share['one program', 65536]:.0f}. At {long:,} columns it reaches "
+    f"{share['Kernel Book', long]:.0f} %. Waiting probably costs the rest, because a program loads "
+    "nothing while it waits for its slowest neighbour."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# Do all of these kernels give the same result? We check each against float64, at row lengths that
-# fill its blocks and at others, and allow twice PyTorch's error. In float32 we allow four times,
-# because multiplying by the reciprocal rounds once more than a division, and the hardware's
-# ``exp2`` errs in its last two bits.
-#
-# In the tables, ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
+# Do all of these kernels give the same result? We check each against float64, and allow twice
+# PyTorch's error. In float32 we allow four times, because multiplying by the reciprocal rounds
+# once more than a division, and the hardware's ``exp2`` errs in its last two bits. In the tables,
+# ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -724,8 +695,7 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# A row of nothing but minus infinity has no finite maximum: PyTorch gives NaN, and so do we. A row
-# with *some* of them is fine, even if a whole block of them comes before the first number.
+# A row of nothing but minus infinity gives NaN, as in PyTorch, and one with *some* of them is fine.
 
 # Folded: Rows that break things
 inf = float("inf")
@@ -753,8 +723,8 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# How does the public ``softmax`` compare with libraries? Beside PyTorch stand two: Liger, Triton
-# kernels by LinkedIn, and quack, by the authors of FlashAttention, in NVIDIA's CuTe DSL.
+# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is Triton kernels by
+# LinkedIn, and quack is by the authors of FlashAttention, in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -799,37 +769,6 @@ lab.read(forward.summary(**in_dtypes[0]))
 
 # %%
 
-# Reading
-apart = max(
-    abs(
-        share["Kernel Book", n]
-        - 100 * forward.share("Kernel Book", **in_dtypes[0], columns=n)
-    )
-    for n in COLUMNS
-)
-lab.read(
-    "The first figure timed this kernel too, in another sweep. The two differ by up to "
-    f"{apart:.1f} percentage points, so a smaller gap between two lines means little."
-)
-
-# %%
-
-# Reading
-eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
-lowest = min(eager, key=eager.get)
-liger_stops = forward.at(provider="Liger", **in_dtypes[0])["columns"].max()
-lab.read(
-    f"PyTorch's own kernel is at its lowest at {lowest:,} columns, with {eager[lowest]:.0f} %; the "
-    "fold below says what its source shows."
-    + (
-        f" Liger's line ends at {liger_stops:,} columns, because it refuses longer rows."
-        if liger_stops < long
-        else ""
-    )
-)
-
-# %%
-
 # Folded: The same in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
@@ -841,6 +780,8 @@ lab.read(forward.summary(**in_dtypes[1]))
 # %%
 
 # Folded: Where PyTorch and torch.compile fall, and why
+eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
+lowest = min(eager, key=eager.get)
 compiled = [
     100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
 ]
@@ -874,34 +815,22 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: More: what quack does with the widest rows
-#
-#    It takes a shorter path than L2: the hardware groups some SMs in a *cluster*, in which they
-#    read each other's shared memory directly. Triton 3.6, which the book supports, cannot reduce
-#    across a cluster.
-#
 # Backward
 # --------
 #
 # Does the gradient need the exponentials again? Let :math:`y` be the output and :math:`dy` the
-# gradient that arrives with it. The gradient of the input is
-# :math:`dx_i = y_i \big( dy_i - \sum_j y_j\, dy_j \big)`: one :term:`reduction` over the row,
-# after which every element can be computed by itself. It needs :math:`y` and :math:`dy` but not
-# :math:`x`, so the least it can move is two reads and one write.
+# gradient that arrives with it. Differentiating :math:`y_j = e^{x_j - m} / d` gives
+# :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
+# :math:`i = j` and 0 otherwise. By the chain rule,
 #
-# .. dropdown:: The gradient, derived
+# .. math::
 #
-#    Differentiating :math:`y_j = e^{x_j - m} / d` gives
-#    :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1
-#    if :math:`i = j` and 0 otherwise. The maximum does not appear: a shift of the whole row does
-#    not change the output, so the derivative with respect to :math:`m` is zero. By the chain rule,
+#    dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i) = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
-#    .. math::
-#
-#       \begin{aligned}
-#       dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
-#       &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#       \end{aligned}
+# So it needs no exponentials, and not even :math:`x`: one :term:`reduction` over the row of
+# :math:`y` and :math:`dy`, and at least two reads and one write.
+
+lab.source(row_bwd_kernel, "gradient")
 
 # %%
 
@@ -965,25 +894,49 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
-rows = [
-    {"pass": name} | row
+# Reading
+lost = {
+    name: sweep.losses(*in_dtypes)
     for name, sweep in {"forward": forward, "backward": backward}.items()
-    for row in sweep.losses(*in_dtypes)
-]
+}
+
+
+def in_words(name, rows):
+    far = max(rows, key=lambda row: row["its %"] - row["our %"])
+    return (
+        f"{name} at {len(rows)} of {2 * len(COLUMNS)} points (at most {far['library']} with "
+        f"{far['its %']} % to our {far['our %']}, at {far['columns']:,} columns in {far['dtype']})"
+    )
+
+
+apart = max(
+    abs(
+        share["Kernel Book", n]
+        - 100 * forward.share("Kernel Book", **in_dtypes[0], columns=n)
+    )
+    for n in COLUMNS
+)
+lab.read(
+    "A library is ahead of ours "
+    + (" and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
+    + ". The table counts less than 1 % as no difference. Our own two sweeps differ by up to "
+    f"{apart:.1f} points, so the smallest of these gaps may be chance."
+)
+
+# %%
+
+rows = [{"pass": name} | row for name, found in lost.items() for row in found]
 lab.table(
     rows or [{"pass": "none"}],
     "Where a library is ahead of ours by more than 1 %, in % of a copy",
 )
 
 # %%
-# .. dropdown:: More: the last few percent
-#
-#    In the first figure ``online``, which reads every row twice, is a little ahead of ``row``, and
-#    backward ``torch.compile`` is a little ahead of ours. Are they faster, or do they save
-#    something once per launch? We time 32,768 rows and four times as many: a higher speed saves
-#    four times as much there, and a saving per launch no more. Both kernels run with 64 numbers per
-#    thread, as ``row`` does, and with 32, as ``online`` does: in the table, *one read* is ``row``
-#    and *two reads* is ``online``. The folds below give the times and what follows from them.
+# At the widest rows quack takes a shorter path than L2: the SMs of a *cluster* read each other's
+# shared memory, and Triton 3.6, which the book supports, cannot reduce across a cluster.
+
+# %%
+
 
 # Measuring
 HEIGHTS = (2**15, 2**17)
@@ -1124,72 +1077,21 @@ if written:
         f"{written['online']:.0f}. We did not find the reason."
     )
 
-
-def launch(columns, dtype):
-    x = torch.randn(64, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True)
-    return lambda: softmax(x).sum().backward()
-
-
-facts = lab.facts(
-    "What the compiler made of the kernels",
-    {
-        f"{columns:,} columns, bfloat16": launch(columns, torch.bfloat16)
-        for columns in (4096, 16384, 32768, 65536)
-    },
-)
-
-# %%
-
-# Folded: Four times as many rows
-rows = [
-    {
-        "direction": direction,
-        "kernel": name,
-        "32,768 rows, µs": round(times[0], 1),
-        "131,072 rows, µs": round(times[1], 1),
-        "TB/s of the further rows": round(further(sweep, name), 2),
-    }
-    for direction, sweep in {"forward": reads, "backward": gradients}.items()
-    if sweep.rows
-    for name in sweep.providers
-    for times in [times_of(sweep, name)]
-]
-lab.table(rows, "Four times as many rows of 8,192 columns, bfloat16")
-
-# %%
-
-# Folded: What follows from the times
 _, meaning = lead(gradients, "torch.compile", "Kernel Book")
 same = (
     " PyTorch's source shows that its kernel says `evict_first` as well, where it reads a number "
     "for the last time, and ours does not."
 )
 explains = "saving" in meaning and "evict_first" in text
-lab.read(
-    faster
-    + f" {text} "
-    + f"`torch.compile` leads our backward kernel by {meaning}{same if explains else ''}"
-)
 
 # %%
 
-# Folded: What the compiler made of the kernels
-facts
-
-# %%
-
-# Folded: How many packed programs fit on an SM
-registers = {(r["case"], r["kernel"]): r["registers"] for r in facts.rows}
-packed = registers.get(
-    ("32,768 columns, bfloat16", "packed_row_fwd_kernel"), float("nan")
-)
-warps = {(r["case"], r["kernel"]): r["warps"] for r in facts.rows}
-threads = 32 * warps.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), 0)
-# a thread is given registers by the eight
-fitting = int(65536 // (threads * -(-packed // 8) * 8)) if threads else float("nan")
+# Folded: More: why online is ahead of row, and torch.compile of our backward
 lab.read(
-    f"At 32,768 columns `packed` takes {packed:.0f} registers per thread, so "
-    f"{'two' if fitting == 2 else fitting} programs of {threads} threads fit on an SM."
+    "Are they faster, or do they save something once per launch? We timed 32,768 rows of 8,192 "
+    "columns and four times as many: a higher speed saves four times as much there, a saving per "
+    f"launch no more. {faster} {text} `torch.compile` leads our backward kernel by "
+    f"{meaning}{same if explains else ''}"
 )
 
 # %%
@@ -1216,23 +1118,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **No maximum subtracted.** The formula is right on paper, but the exponential overflows.
-
-x = torch.tensor([[1.0, 50.0, 100.0]], device=runtime.DEVICE)
-unshifted = x.exp() / x.exp().sum(-1, keepdim=True)
-
-# %%
-
-# Reading
-with_it, without = (
-    ", ".join(f"{value:.3g}" for value in y[0]).replace("nan", "NaN")
-    for y in (softmax(x), unshifted)
-)
-lab.read(f"Softmax of 1, 50, 100 is {with_it}, and without the maximum {without}.")
-
-# %%
 # **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
-# :math:`e^{0 - m}`. Where all elements are negative, zero even wins the maximum.
+# :math:`e^{0 - m}`.
 
 
 # Measuring
@@ -1263,6 +1150,7 @@ lab.read(
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
 # The row is sorted here, because with its maximum in the first block the mistake would not show.
 
+# Measuring
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
 for piece in pieces:
@@ -1295,9 +1183,8 @@ lab.read(
 # ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are the
 # exponentials of a block. That is the core of FlashAttention.
 #
-# **Try it:** write the kernel for one block of queries. ``tl.dot`` is a matmul of two blocks. By
-# default it may round float32 operands to TF32, a format with 10 bits after the leading one instead
-# of 23; ``input_precision="ieee"`` keeps all of them.
+# **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
+# a matmul of two blocks in full float32.
 
 # %%
 
@@ -1357,8 +1244,8 @@ lab.check(
 #
 # Softmax need not read a row three times: a pair of maximum and sum, corrected by one factor,
 # carries all that is known of the blocks before, so ``online`` reads it twice. A row that stays on
-# chip is read once, and ``packed`` and ``split`` stretch how long such a row may be. The same pair,
-# with a weighted sum beside it, is what :doc:`/chapters/attention_forward` is built on.
+# chip is read once. The same pair, with a weighted sum beside it, is what
+# :doc:`/chapters/attention_forward` is built on.
 #
 # Exercises
 # ---------
@@ -1393,8 +1280,7 @@ lab.check(
 # %%
 # **2. Cross-entropy without probabilities.** For a row with target :math:`t`, the loss is
 # :math:`m + \log d - x_t`, and its gradient with respect to :math:`x_i` is
-# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both, so that
-# the probabilities are never stored beside the gradient.
+# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both.
 
 # %%
 
@@ -1438,36 +1324,6 @@ lab.check(
         lab.Case("(6, 1000)", "backward", dx, torch_dx, true_dx, factor=4),
     ],
 )
-
-# %%
-# **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
-# Write the maximum and the sum of a row as *one* reduction over pairs, with the merge from above.
-# Every element enters as the pair :math:`(x_j, 1)`.
-
-# %%
-
-# Solution: one reduction
-
-
-@triton.jit
-def _merge(m_a, d_a, m_b, d_b):
-    m = tl.maximum(m_a, m_b)
-    return m, d_a * tl.exp(m_a - m) + d_b * tl.exp(m_b - m)
-
-
-@triton.jit
-def pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, BLOCK_COLS))
-    m, d = tl.reduce((x, x * 0 + 1), 0, _merge)
-    tl.store(out_ptr, m)
-    tl.store(out_ptr + 1, d)
-
-
-x = 5 * torch.randn(256, device=runtime.DEVICE)
-out = torch.empty(2, device=runtime.DEVICE)
-pair_kernel[(1,)](x, out, 256)
-truth, theirs = torch.stack(pair(x.double())), torch.stack(pair(x))
-lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, factor=4)])
 
 # %%
 # References

@@ -384,77 +384,59 @@ def registers_of_an_sm():
 
 
 PARTS = range(len(ROW))
-STARTS, READ, WRITE, PATIENCE = (0, 1, 6, 13), 3, 3, 8
-"""When the programs start, the late one last; how long a part takes to read and to write, and for
-how long a program polls."""
-
-
-def exchange():
-    """Yield (start, published, last poll, whether it gave up, end) for each program of a row."""
-    published = [start + READ for start in STARTS]
-    for start, at in zip(STARTS, published, strict=True):
-        gave_up = at + PATIENCE <= max(published)
-        polled = at + PATIENCE if gave_up else max(published) + 1
-        yield start, at, polled, gave_up, polled + gave_up * READ * len(ROW) + WRITE
+STARTS, READ, WRITE = (0, 1, 2, 5), 3, 3
+"""When the programs of a row start, and how long a part takes to read and to write."""
 
 
 def publish_and_collect():
-    """Four programs of a row exchange their pairs; the last is late, and some do not wait."""
-    programs = list(exchange())
-    left, top, high, each = 76, 76, 42, 0.4  # numbers of the picture; seconds of a tick
-    tick = (396 - left) / max(end for *_, end in programs)
-    drawing = Drawing("four programs, one of them late", 310, seconds=14, still=12.6)
+    """Four programs of a row exchange their pairs, and each waits for the last."""
+    published = [start + READ for start in STARTS]
+    polled, last = max(published) + 1, max(PARTS, key=lambda i: STARTS[i])
+    end = polled + WRITE
+    left, top, high, each = 76, 76, 42, 0.8  # numbers of the picture; seconds of a tick
+    tick = (396 - left) / end
+    drawing = Drawing("four programs of a row exchange their pairs", 310, seconds=14, still=12.6)
     add = drawing.add
     m_row, d_row = list(recurrence())[-1][1::4]
-    hasty = [str(i) for i, (*_, gave_up, _) in enumerate(programs) if gave_up]
-    late = max(PARTS, key=lambda i: STARTS[i])
-    [patient] = [i for i in PARTS if i != late and str(i) not in hasty]
     moments = (
         (0, "Each program reads its part, publishes m and d, then polls."),
-        (programs[0][2], f"Programs {' and '.join(hasty)} stop polling: they read the whole row."),
-        (
-            programs[late][1],
-            f"Program {late} publishes. Program {patient} still polls: both collect.",
-        ),
-        (
-            programs[0][4],
-            f"All four have m = {number(m_row)} and d = {number(d_row)}. Nobody waits forever.",
-        ),
+        (published[last], f"Program {last} publishes: now no slot is empty."),
+        (polled, "Each program merges the four pairs, and writes its part."),
+        (end, f"All four have found m = {number(m_row)} and d = {number(d_row)}."),
     )
     add(text(left - 8, 33, "slots", MUTED, "end", size=13))
     for i in PARTS:
-        x, second = left + 81 * i, programs[i][1] * each + 0.4
+        x, second = left + 81 * i, published[i] * each + 0.4
         add(rect(x, 14, 77, 30, stroke=LINE, dashed=True, radius=4))
         add(text(x + 38.5, 34, "empty", MUTED, size=13), gone(second))
         filled = rect(x, 14, 77, 30, KEPT_PALE, KEPT, radius=4)
         filled += text(x + 38.5, 34, f"({', '.join(map(number, pair(ROW[i])))})", size=13)
         add(filled, shown(second))
-    for i, (start, published, polled, gave_up, end) in enumerate(programs):
+    for i in PARTS:
         y = top + high * i
         add(text(left - 8, y + 19, f"program {i}", anchor="end", size=13))
         add(line(left, y + 32, 396, y + 32))
-        spans = [(start, published, "read", PALE, MUTED)]
-        if gave_up:
-            spans.append((polled, end - WRITE, "read the whole row", NEW_PALE, NEW))
-        spans.append((end - WRITE, end, "write", KEPT_PALE, KEPT))
-        for begin, stop, words, fill, stroke in spans:
+        for begin, stop, words, fill, stroke in (
+            (STARTS[i], published[i], "read", PALE, MUTED),
+            (polled, end, "write", KEPT_PALE, KEPT),
+        ):
             x, width = left + tick * begin, tick * (stop - begin)
             growing = stretched(x, 0, (begin * each, 1), over=(stop - begin) * each)
             add(rect(x, y, width, 28, fill, stroke), shown(begin * each), growing)
             seen = (begin + 0.85 * (stop - begin)) * each  # when the bar is as long as the words
             add(text(x + width / 2, y + 19, words, size=12), shown(seen))
-        for poll in range(published, polled):
+        for poll in range(published[i], polled):
             x = left + tick * (poll + 0.5)
             add(f'<circle cx="{x:g}" cy="{y + 14}" r="2.5" fill="{MUTED}"/>', shown(poll * each))
-        x, leaves = left + tick * published, published * each
+        x, leaves = left + tick * published[i], published[i] * each
         dot = f'<circle cx="{x:g}" cy="{y + 14}" r="5" fill="{KEPT}"/>'
         to_slot = moved((0, 0), (leaves, (left + 81 * i + 38.5 - x, 15 - y)))
         add(dot, shown(leaves - 0.2, leaves + 0.6), to_slot)
     add(text(left, 256, "a small dot: one look at the slots", MUTED, "start", size=12))
     drawing.tell("Four programs share a row, and each has a slot in memory.")
     seconds = [ticks * each for ticks, _ in moments]
-    for (_, words), start, end in zip(moments, seconds, [*seconds[1:], None], strict=True):
-        add(text(4, 290, words, anchor="start", size=13), shown(start, end))
+    for (_, words), start, stop in zip(moments, seconds, [*seconds[1:], None], strict=True):
+        add(text(4, 290, words, anchor="start", size=13), shown(start, stop))
         drawing.tell(words)
     return drawing
 

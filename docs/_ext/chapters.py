@@ -113,7 +113,7 @@ CHAPTERS = {
         "Softmax needs the maximum and the sum of a row before it can write anything: must it read "
         "the row three times?",
         "intermediate",
-        ("dropout",),
+        ("measuring",),
         "ladder",
         {"columns": 65536},
         {
@@ -359,7 +359,8 @@ def save_figures(block, block_vars, gallery_conf):
                 f'.. raw:: html\n\n   <p class="kb-raw">{links}</p>\n'
             )
         if gpu := getattr(figure, "gpu", None):
-            opening, closing = display.of_gpu(gpu, "|").split("|")
+            read = getattr(figure, "read", None)
+            opening, closing = display.of_gpu(gpu, "|", read).split("|")
             shown = f".. raw:: html\n\n   {opening}\n\n{shown}\n.. raw:: html\n\n   {closing}\n"
         rst.append(shown)
     plt.close("all")

@@ -120,6 +120,9 @@ def test_a_page_shows_every_gpu(gpus, site):
     assert [part.split('"')[0] for part in parts[1:]] == order
     for part, gpu in zip(parts[1:], order, strict=True):
         assert f"Recorded on {gpu}" in part
+        assert ("The text speaks of The Primary." in part) == (gpu != order[0])
+    read = [getattr(plt.figure(number), "read", None) for number in plt.get_fignums()]
+    assert read == [None, order[0], order[0]] * 3
 
 
 def test_a_script_draws_its_own_and_names_the_others(gpus, capsys):

@@ -443,6 +443,8 @@ def test_figures_and_tables_of_another_gpu_stand_behind_a_switch(build, tmp_path
     assert code not in before
     assert variants[3].index("</div>") < variants[3].index(code)
     assert ["older kernel" in variant for variant in variants] == [False, True] * 3
+    said = "The text speaks of NVIDIA H200."
+    assert [said in variant for variant in variants] == [False, True] * 3
     assert "OUT OF DATE" not in page
     images = sorted(path.name for path in (tmp_path / "docs/chapters/images").glob("*.svg"))
     numbered = [

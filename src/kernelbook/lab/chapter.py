@@ -207,8 +207,10 @@ class Table(Shown):
             where = f"Measured on {provenance['gpu']}."
         html, plain = display.shortened(rows, f"{name}. {where}")
         if others := display.beside(self.elsewhere):
-            variants = [(provenance, html), *((other.provenance, other.html) for other in others)]
-            html = "".join(display.of_gpu(made["gpu"], shown) for made, shown in variants)
+            own = provenance["gpu"]
+            html = display.of_gpu(own, html) + "".join(
+                display.of_gpu(other.provenance["gpu"], other.html, own) for other in others
+            )
         if self.elsewhere:
             also = (f"{other.provenance['slug']}/{running().name}.json" for other in self.elsewhere)
             plain += f"\nAlso recorded: {', '.join(also)}"

@@ -101,9 +101,13 @@ def beside(elsewhere: list) -> list:
     return of_primary[:1] if in_notebook() else []
 
 
-def of_gpu(gpu: str, html: str) -> str:
-    """Wrap what one GPU measured: of such neighbours, the page's switch shows one."""
-    return f'<div class="kb-gpu" data-gpu="{escape(gpu)}">{html}</div>'
+def of_gpu(gpu: str, html: str, read: str | None = None) -> str:
+    """Wrap what one GPU measured: of such neighbours, the page's switch shows one.
+
+    ``read`` is the GPU whose numbers the text reads, where that is another one: a line says so.
+    """
+    said = f'<p class="kb-read-gpu">The text speaks of {escape(read)}.</p>' if read else ""
+    return f'<div class="kb-gpu" data-gpu="{escape(gpu)}">{said}{html}</div>'
 
 
 def note(text: str, *, stale: bool = False, link: tuple[str, str] | None = None) -> Shown:

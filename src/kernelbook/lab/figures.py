@@ -234,7 +234,8 @@ def _draw(one: Callable, own: Sweep | Table, others: list) -> None:
     if others:
         for figure, measured in zip(figures, (own, *others), strict=True):
             figure.gpu = measured.provenance["gpu"]
-            figure.variant = "" if measured is own else measured.provenance["slug"]
+            if measured is not own:  # and the text reads the own
+                figure.variant, figure.read = measured.provenance["slug"], own.provenance["gpu"]
 
 
 @contextmanager

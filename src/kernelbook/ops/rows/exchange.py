@@ -65,6 +65,7 @@ def wait(slots_ptrs, max_polls, THREADS: tl.constexpr):
     There are as many pointers as :func:`looks` says. Warps that each read all of the slots need not
     wait for each other to continue, only to agree on giving up.
     """
+    # -- poll: until no slot is empty, or max_polls times
     slots = tl.zeros(slots_ptrs.shape, tl.int64)
     ready = tl.min((slots != 0).to(tl.int32))
     polls = 0

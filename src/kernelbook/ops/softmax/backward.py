@@ -30,6 +30,8 @@ def row_bwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
+
+    # -- gradient: of whole rows
     y = tl.load(y_ptr + rows * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + rows * stride_row + cols, mask=inside, other=0.0).to(tl.float32)
     dx = y * (dy - tl.sum(y * dy, axis=1, keep_dims=True))

@@ -157,18 +157,24 @@ def three_pass_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_row
     y_ptr += row * n_cols
+
+    # -- maximum: the first read of the row
     m_i = tl.full((BLOCK_COLS,), float("-inf"), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=float("-inf"))
         m_i = tl.maximum(m_i, x.to(tl.float32))
     m = finite(tl.max(m_i, axis=0))
+
+    # -- sum: the second read
     d_i = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=float("-inf"))
         d_i += exp(x.to(tl.float32) - m)
     scale = 1 / tl.sum(d_i, axis=0)
+
+    # -- write: the third and last read
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(x_ptr + cols, mask=cols < n_cols, other=float("-inf"))
