@@ -418,9 +418,9 @@ lab.source(moments)
 #      epsilon outweighs it.
 #    - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the
 #      mean of equal numbers is exactly that number.
-#    - ``two_sums`` reduces once instead of twice, because the warps of a program wait for each other
-#      in every reduction. The ``1`` is the axis of the columns, and ``True`` keeps it, so that each
-#      row has its sums beside it.
+#    - ``two_sums`` reduces once instead of twice, because the warps of a program wait for each
+#      other in every reduction. The ``1`` is the axis of the columns, and ``True`` keeps it, so that
+#      each row has its sums beside it.
 #    - ``without`` subtracts :math:`N` times the square of the correction, because the deviations
 #      were measured from the uncorrected mean.
 #    - ``square`` matters in rows with no more elements than a warp has threads. There the first
@@ -480,9 +480,9 @@ lab.source(widen)
 #    Weight and bias together would take twice as many registers as the packed row. The last step
 #    therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
 #    ``where_piece`` gives the positions of a piece and says which of them lie inside the row.
-#    ``load_parameter`` loads the same piece of the weight or bias, and ``narrow`` turns float32 back
-#    into pairs. ``afresh`` adds a zero that the compiler does not know to be zero: it would otherwise
-#    keep the numbers that the step before has widened.
+#    ``load_parameter`` loads the same piece of the weight or bias, and ``narrow`` turns float32
+#    back into pairs. ``afresh`` adds a zero that the compiler does not know to be zero: it would
+#    otherwise keep the numbers that the step before has widened.
 
 # Folded: The packed kernel whole
 lab.source(packed_row_fwd_kernel)
@@ -588,7 +588,8 @@ def what_it_waits_for():
                 if found[1] < 1.01 * found[0]
                 else f"packing raises 32,768 columns from {found[0]:.0f} to {found[1]:.0f} %"
             )
-            said += f" On {other.provenance['gpu']}{older} {gain}, and 65,536 reach {found[2]:.0f} %."
+            said += f" On {other.provenance['gpu']}{older} {gain}, "
+            said += f"and 65,536 reach {found[2]:.0f} %."
     return said
 
 
@@ -885,9 +886,8 @@ def listed_losses():
             f" On {other.provenance['gpu']}{older} there are {len(found)} such points"
         )
         if found:
-            said += (
-                f", by up to {max(row['its %'] - row['our %'] for row in found)} points"
-            )
+            most = max(row["its %"] - row["our %"] for row in found)
+            said += f", the largest by {most} percentage points"
         said += "."
     return said
 
@@ -930,9 +930,8 @@ lab.facts(
 # Called from Python
 # ------------------
 #
-# Is the operator as fast when it is called as in the figures, which time the GPU alone? No: it is
-# slower than PyTorch's at every size below, because the :term:`host` has to *start* every kernel.
-# A forward and a backward pass are three :term:`launches <launch>` from Python, and
+# The figures time the GPU alone. Is the operator as fast when Python calls it? No, because the
+# :term:`host` has to *start* every kernel. A forward and a backward pass are three :term:`launches <launch>` from Python, and
 # around them the host checks the arguments, allocates the results and runs autograd, whatever the
 # size of the input. A :term:`CUDA graph` records the launches once and replays them without that
 # work.
@@ -1014,16 +1013,16 @@ def small_said(rows):
         )
     )
     said = (
-        f"With {rows[0]['rows'] if rows else 16} rows the call takes {called[0]:.0f} µs and the GPU "
-        f"only {alone[0]:.0f}, as the graph shows. PyTorch's call takes {theirs[0]:.0f} µs, because "
-        "its host code is C++."
+        f"With 16 rows our call takes {called[0]:.0f} µs, of which the GPU works {alone[0]:.0f}, "
+        f"as the graph shows. PyTorch's call takes {theirs[0]:.0f} µs, because its host code is "
+        "C++."
     )
     if alone[-1] < theirs_alone[-1] and called[-1] > 1.01 * theirs[-1]:
         said += (
             " Even with 32,768 rows, where our kernels need less time than PyTorch's, our call is "
             "slower, because the GPU waits for the host."
         )
-    return said + " So small inputs, and this operator among them, want a graph."
+    return f"{said} So a network of small layers should run as a CUDA graph."
 
 
 lab.read(small_said(small.rows))
