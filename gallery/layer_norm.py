@@ -419,8 +419,8 @@ lab.source(moments)
 #    - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the
 #      mean of equal numbers is exactly that number.
 #    - ``two_sums`` reduces once instead of twice, because the warps of a program wait for each
-#      other in every reduction. The ``1`` is the axis of the columns, and ``True`` keeps it, so that
-#      each row has its sums beside it.
+#      other in every reduction. The ``1`` is the axis of the columns, and ``True`` keeps it, so
+#      that each row has its sums beside it.
 #    - ``without`` subtracts :math:`N` times the square of the correction, because the deviations
 #      were measured from the uncorrected mean.
 #    - ``square`` matters in rows with no more elements than a warp has threads. There the first
@@ -931,10 +931,10 @@ lab.facts(
 # ------------------
 #
 # The figures time the GPU alone. Is the operator as fast when Python calls it? No, because the
-# :term:`host` has to *start* every kernel. A forward and a backward pass are three :term:`launches <launch>` from Python, and
-# around them the host checks the arguments, allocates the results and runs autograd, whatever the
-# size of the input. A :term:`CUDA graph` records the launches once and replays them without that
-# work.
+# :term:`host` has to *start* every kernel. A forward and a backward pass are three :term:`launches
+# <launch>` from Python, and around them the host checks the arguments, allocates the results and
+# runs autograd, whatever the size of the input. A :term:`CUDA graph` records the launches once and
+# replays them without that work.
 
 
 # Measuring
