@@ -465,8 +465,8 @@ def waiting_said():
     )
     waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much of that is waiting? Partial sums per tile wait for nobody, but for each tile they "
-        "move a row of both sums to and from memory. At 1,024 columns that is "
+        "How much of that is waiting? Partial sums per tile wait for nobody, but move a row of both "
+        "sums to and from memory for each tile. At 1,024 columns that is "
         f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
         f"is {waits:.0f} %."
     )
