@@ -116,7 +116,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
-# is linear in :math:`x`, so it is a matrix :math:`P` times :math:`x`. This gives the first product:
+# is linear in :math:`x`, so it is a matrix :math:`P` times :math:`x`. Its second term subtracts the
+# mean:
 #
 # .. math::
 #
@@ -125,8 +126,9 @@ def simple_backward(x, w, mean, rstd, dy):
 # *Step 3*, in the fold, is the chain rule. :math:`r = (d^\top d / N + \epsilon)^{-1/2}` depends on
 # :math:`d`, and its derivative is :math:`-r^3 d^\top / N`. Epsilon stays inside :math:`r`.
 #
-# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. In the
-# second, :math:`r\, d`, which is :math:`\hat{x}`, appears twice, and so gives the other product:
+# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
+# subtracts the part along :math:`\hat{x}`, because :math:`r\, d`, which is :math:`\hat{x}`, appears
+# in it twice:
 #
 # .. math::
 #
@@ -465,7 +467,7 @@ def waiting_said():
     )
     waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much of that is waiting? Partial sums per tile wait for nobody, but move a row of both "
+        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both "
         "sums to and from memory for each tile. At 1,024 columns that is "
         f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
         f"is {waits:.0f} %."
