@@ -558,11 +558,8 @@ def buffer_sizes():
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
 lab.read(
-    "The buffers are no burden either: even through main memory they would add at most "
-    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
-    if not 2 * traffic > 10
-    else "Through main memory the buffers would add up to "
-    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
+    "Writing the buffers and reading them again adds at most "
+    f"{2 * traffic:.0f} % to the bytes of `x`, `dy` and `dx`."
 )
 
 # %%
@@ -603,16 +600,15 @@ lab.source(split_bwd_kernel, "ahead")
 # %%
 # Last it finishes the row before, of which it has kept ``x_before`` and ``dy_before``. ``wait`` and
 # ``collect`` are those of :doc:`the chapter before </chapters/layer_norm>`. If a slot is still
-# empty after ``max_polls`` looks (``ready == 0``), the program computes every part itself, and
-# ``tl.where`` puts its two sums in the place of that part's slot.
+# empty after ``max_polls`` looks (``ready == 0``), the program computes every part itself, whose
+# columns are ``others``, and ``tl.where`` puts its two sums in the place of that part's slot.
 
 lab.source(split_bwd_kernel, "collect")
 
 # %%
 # In the first iteration there is no row before, hence ``row > first``. After the last row the loop
-# makes one iteration more, for which ``load_part`` returns zeros, and which finishes that row.
-
-# %%
+# makes one iteration more, which the picture leaves out: ``load_part`` returns zeros for it, and it
+# finishes that row.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
