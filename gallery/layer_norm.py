@@ -309,12 +309,9 @@ fewer
 #
 # What changes if the row stays on the chip between the three steps? The second kernel gives each
 # :term:`program` a few rows and loads them whole into :term:`registers <register>`, the fastest
-# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``).
-#
-# .. dropdown:: More: what ``.cg`` does
-#
-#    It keeps ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, and
-#    so leaves that cache to the weight and the bias, which every row needs.
+# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``), and ``.cg`` keeps
+# ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, which so is left
+# to weight and bias.
 
 lab.source(row_fwd_kernel, "load")
 
