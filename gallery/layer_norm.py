@@ -61,9 +61,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # input from the GPU's main memory (:term:`HBM`) and writes its output back. Seven operations read
 # the whole row, and all of them but the two means write one.
 #
-# That makes 7 reads and 5 writes, where one read and one write would do. Layer norm does little
-# arithmetic per element, so its time is that of its bytes, and here they are six times as many as
-# needed.
+# That makes 7 reads and 5 writes, six times the bytes of the one read and one write that would do.
+# The bytes are what counts, because layer norm does little arithmetic per element.
 #
 # The idea
 # --------
@@ -133,10 +132,9 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 # -------------------
 #
 # How far does the simplest kernel get? It follows the formulas with three loops, each of which goes
-# through the row in blocks. So it takes rows of any length, and reads each of them three times. The
-# third loop writes the result, and the other two load the row in the same way. ``FULL`` says that
-# the blocks cover the row exactly, so that nothing has to be masked, and ``scale_and_shift``
-# multiplies by the weight and adds the bias.
+# through the row in blocks, so it reads a row of any length three times. This is the third loop.
+# ``FULL`` says that the blocks cover the row exactly, so that nothing has to be masked, and
+# ``scale_and_shift`` multiplies by the weight and adds the bias.
 
 lab.source(loop_fwd_kernel, "write")
 
@@ -148,8 +146,8 @@ lab.source(loop_fwd_kernel)
 # %%
 # The plot shows every version of this chapter as a share of the speed of a copy, because a copy,
 # too, reads one byte for each that it writes. For now only the two lowest lines matter, "loop" and
-# ``simple_layer_norm``. "one program" is the kernel of the next section, and "Kernel Book" the
-# public function, which takes the best kernel for each length.
+# ``simple_layer_norm``. "Kernel Book" is the public function, which takes the best kernel for each
+# length.
 
 
 # Measuring
@@ -227,9 +225,9 @@ lab.read(
 
 # Reading
 lab.read(
-    "The longest rows do not fit there beside those of all other running programs. They come from "
-    "main memory three times, which with the write is twice the bytes of a copy, and so the loop "
-    f"falls to {share['loop', 65536]:.0f} % at 65,536 columns."
+    "The longest rows do not fit there beside those of other programs. They come from main memory "
+    "three times, which with the write is twice the bytes of a copy, and the loop falls to "
+    f"{share['loop', 65536]:.0f} % at 65,536 columns."
 )
 
 # %%
@@ -309,9 +307,8 @@ fewer
 #
 # What changes if the row stays on the chip between the three steps? The second kernel gives each
 # :term:`program` a few rows and loads them whole into :term:`registers <register>`, the fastest
-# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``), and ``.cg`` keeps
-# ``x``, which is read once, out of :term:`L1`, the small cache of each :term:`SM`, which so is left
-# to weight and bias.
+# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``). ``.cg`` leaves
+# :term:`L1`, the small cache of each :term:`SM`, to weight and bias, because ``x`` is read once.
 
 lab.source(row_fwd_kernel, "load")
 
@@ -337,8 +334,9 @@ lab.source(row_fwd_kernel)
 
 # Reading
 lab.read(
-    f"At 4,096 columns one read instead of three reaches {share['one program', 4096]:.0f} % of a "
-    f"copy, where the loop reaches {share['loop', 4096]:.0f} %."
+    "At 4,096 columns one read, the line of one program in the plot, reaches "
+    f"{share['one program', 4096]:.0f} % of a copy, where the loop reaches "
+    f"{share['loop', 4096]:.0f} %."
 )
 
 # %%
@@ -397,11 +395,10 @@ lab.read(
 # - ``without`` takes out of ``m2`` what the wrong mean has added to it.
 #
 # Its ``tl.where`` leaves out the elements past the end of the row, which were loaded as zeros,
-# because their *deviation* is not zero but minus the mean. ``SMALL`` is :math:`2^{-16}`, by which
-# numbers are multiplied before they are summed, so that no sum overflows. The last branch is for
-# rows that need no correction, because equal numbers have an exact sum there: all of bfloat16, and
-# those of float16 with up to ``EXACT`` = 8,192 columns. In a *far* row, the squares themselves
-# overflow float32 and ``m2`` is infinite, so the kernel reads that row again.
+# because their *deviation* is not zero but minus the mean. Multiplying by ``SMALL``, which is
+# :math:`2^{-16}`, keeps sums from overflowing. The last branch needs no correction, because equal
+# numbers of bfloat16, and up to ``EXACT`` = 8,192 of float16, have an exact sum. In a *far* row the
+# squares themselves overflow, so ``m2`` is infinite, and the kernel reads that row again.
 
 lab.source(moments)
 
@@ -458,16 +455,15 @@ lab.listing(
 #    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
 #          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
 #
-# ``load_pairs`` loads a piece as ``PAIRS`` 32-bit integers of two numbers each, again without masks
-# if the four pieces cover the row exactly (``FULL``). ``tl.static_range`` makes a loop that the
-# compiler unrolls, so the tuple ``x`` can grow by a piece in each iteration.
+# ``load_pairs`` loads a piece as ``PAIRS`` 32-bit integers of two numbers each. The compiler
+# unrolls a loop over ``tl.static_range``, so the tuple ``x`` can grow by a piece in each iteration.
 
 lab.source(packed_row_fwd_kernel, "load")
 
 # %%
-# ``widen`` takes a piece apart. The low half of each integer is its first number and the high half,
+# ``widen`` takes a piece apart: the low half of an integer is its first number, and the high half,
 # shifted down, its second. ``bitcast=True`` keeps the bits and changes only their type, and
-# ``tl.interleave`` puts the numbers back in turn: first, second, first, second.
+# ``tl.interleave`` puts the numbers back in turn.
 
 lab.source(widen)
 
@@ -541,7 +537,7 @@ lines
 
 # Reading
 packed_keys = ("% of a copy", "without w, b")
-two, one, long, split = (
+two, _, long, _ = (
     [row[key] for key in packed_keys]
     for row in lines.rows or [dict.fromkeys(packed_keys, nan)] * 4
 )
@@ -562,12 +558,8 @@ def what_it_waits_for():
     most = "Most" if of_parameters > (two[0] - long[0]) / 2 else "A part"
     said = (
         f"{most} of the fall are the loads of weight and bias: without them such a row reaches "
-        f"{long[1]:.0f} %. "
+        f"{long[1]:.0f} %."
     )
-    if split[0] < long[0]:
-        said += f"Split among programs, as in the next section, it would reach {split[0]:.0f} %."
-    else:
-        said += f"Split among programs, it would be faster, at {split[0]:.0f} %."
     for other in ladder.elsewhere:
         found = [
             100 * other.share(name, columns=columns)
@@ -664,26 +656,21 @@ lab.source(merge_moments)
 
 # %%
 # The programs pass on their moments by the :term:`exchange` of the chapter on :doc:`softmax
-# </chapters/softmax>`: each publishes its own in a *slot* of memory, waits, and collects those of
-# all. ``wait`` reads the slots of all ``N_PARTS`` parts of a row again and again until none is
-# empty, but at most ``max_polls`` times; ``ready`` is 0 if some are still empty then. ``LOOKS`` is
-# how many slots the ``THREADS`` of a program read at once.
-
-lab.source(split_fwd_kernel, "collect")
-
-# %%
-# ``collect`` takes the two numbers of each slot apart. It puts zeros, which change no sum, where
-# there is no such row (``there``) or no such part.
+# </chapters/softmax>`: each publishes its own in a *slot* of memory and waits until the slots of
+# all parts are full. ``collect`` takes the two numbers of each slot apart, and puts zeros, which
+# change no sum, where there is no such row (``there``) or no such part.
 
 lab.source(split_fwd_kernel, "merge")
 
 # %%
 # .. dropdown:: More: what the split kernel does around the merge
 #
-#    A slot has 64 bits, which hold the two numbers of a part. A program reads ``LOOKS`` slots of a
-#    row at once, one per thread of a warp. If the row has fewer parts, it reads them several times
-#    over, hence ``% N_PARTS``, and the merge counts only the first ``N_PARTS``. A program that
-#    waited in vain for the others computes their moments itself, which is slow but just as correct.
+#    A slot has 64 bits, which hold the two numbers of a part. ``wait`` reads the slots again and
+#    again until none is empty, but at most ``max_polls`` times; ``ready`` is 0 if some still are
+#    then. A program reads ``LOOKS`` slots of a row at once, one per thread of a warp. If the row
+#    has fewer parts, it reads them several times over, hence ``% N_PARTS``, and the merge counts
+#    only the first ``N_PARTS``. A program that waited in vain for the others computes their moments
+#    itself, which is slow but just as correct.
 #
 #    Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come
 #    from a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of
@@ -772,8 +759,8 @@ lab.check(
 # ---------------
 #
 # The operator is timed anew, beside PyTorch, ``torch.compile`` and two libraries, so its numbers
-# differ a little from those above. The yardstick is again PyTorch's copy, which moves the same
-# bytes. It is a reference and not a limit: another kernel may move them a little faster.
+# differ a little from those above. The yardstick is again PyTorch's copy. It is a reference and not
+# a limit, because another kernel may move the same bytes a little faster.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -928,10 +915,9 @@ lab.facts(
 # ------------------
 #
 # The figures time the GPU alone. Is the operator as fast when Python calls it? No, because the
-# :term:`host` has to *start* every kernel. A forward and a backward pass are three :term:`launches
-# <launch>` from Python, and around them the host checks the arguments, allocates the results and
-# runs autograd, whatever the size of the input. A :term:`CUDA graph` records the launches once and
-# replays them without that work.
+# :term:`host` has to *start* every kernel, and to check arguments, allocate results and run
+# autograd, whatever the size of the input. A :term:`CUDA graph` records the :term:`launches
+# <launch>` once and replays them without that work.
 
 
 # Measuring
@@ -1045,8 +1031,8 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Four mistakes make layer norm wrong without an error. Two are above: the variance as a difference
-# of two means, and a mean that is not corrected. Here are the other two.
+# Three mistakes make layer norm wrong without an error. Two are above: the variance as a difference
+# of two means, and a mean that is not corrected. Here is the third.
 #
 # **The padding is squared.** Without ``tl.where``, the square of minus the mean is added to the
 # variance once for every element past the end of the row.
@@ -1084,23 +1070,6 @@ lab.table(rows, "The variance of a row with mean 3")
 # %%
 # With 1,024 columns both versions are right, because no element is past the end. The mistake also
 # hides when the mean is zero, as it is in most random tests.
-#
-# **The variance is divided by N - 1.** This is what ``torch.var`` does by default. In long rows the
-# difference is too small to notice; in short rows it changes the result.
-
-# Reading
-x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=runtime.DEVICE)
-deviation = x - x.mean()
-
-
-def listed(row):
-    return ", ".join(f"{value:.3f}" for value in row)
-
-
-lab.read(
-    f"From the row (1, 2, 3, 4) `layer_norm` makes ({listed(layer_norm(x, 4)[0])}), and with "
-    f"`x.var()` it becomes ({listed((deviation / (x.var() + 1e-5).sqrt())[0])})."
-)
 
 # %%
 # In short
@@ -1186,8 +1155,7 @@ lab.check(
 # **3. One reduction.** The formula of Chan, Golub and LeVeque merges two triples of count, mean and
 # sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``
 # over such triples. Every element enters as :math:`(1, x_j, 0)`, and an element past the end as
-# :math:`(0, 0, 0)`. Each merge rounds a few times, and the interpreter merges one element after
-# another, so allow 16 times PyTorch's error.
+# :math:`(0, 0, 0)`. Each merge rounds, so allow 16 times PyTorch's error.
 
 # %%
 

@@ -123,8 +123,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #
-# *Step 3*, in the fold, is the chain rule. :math:`r = (d^\top d / N + \epsilon)^{-1/2}` depends on
-# :math:`d`, and its derivative is :math:`-r^3 d^\top / N`. Epsilon stays inside :math:`r`.
+# *Step 3.* :math:`r = (d^\top d / N + \epsilon)^{-1/2}` depends on :math:`d` as well. The chain
+# rule, in the fold, gives :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
 #
 # *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
 # subtracts the part along :math:`\hat{x}`, because :math:`r\, d`, which is :math:`\hat{x}`, appears
@@ -247,14 +247,13 @@ lab.read(
 # How many programs should there be? One per row would leave two rows of float32 sums for each row
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
-# rows, ``BLOCK_ROWS`` at a time (one, or two if rows are short), and keeps its partial sums for
-# ``dw`` and ``db`` in :term:`registers <register>`, in float32, for the whole loop. ``load_weight``
-# gives ones where there is no weight.
+# rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
+# :term:`registers <register>`, in float32, for the whole loop.
 #
-# These sums leave registers for only few programs on an SM, so there is hardly another program that
-# loads while this one computes. With ``num_stages`` the program loads *ahead* instead: while it
-# works on one row, its next rows are already being copied into :term:`shared memory`, the fast
-# storage of the SM.
+# These sums leave registers for few programs on an SM, so hardly another one loads while this one
+# computes. With ``num_stages`` it therefore loads *ahead*: while it works on a row, its next rows
+# are already copied into :term:`shared memory`, the fast storage of the SM. ``load_weight`` gives
+# ones where there is no weight.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -437,11 +436,6 @@ race_share = {
     )
     for n in (1024, 4096, 8192)
 }
-not_there = [
-    other.provenance["gpu"]
-    for other in race.elsewhere
-    if other.at(provider="partial sums per tile").empty
-]
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
@@ -451,9 +445,6 @@ lab.read(
     "before they meet at the lock, these two are only "
     f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
     "points apart."
-    + "".join(
-        f" Partial sums per tile were not timed on {other}." for other in not_there
-    )
 )
 
 # %%
@@ -467,8 +458,8 @@ def waiting_said():
     )
     waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both "
-        "sums to and from memory for each tile. At 1,024 columns that is "
+        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both sums "
+        "to and from memory for each tile. At 1,024 columns that is "
         f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
         f"is {waits:.0f} %."
     )
@@ -577,38 +568,30 @@ sizes
 # one part of every row of the group, and publishes what its part adds to ``c1`` and ``c2``.
 #
 # A program would now have to wait for its neighbours' numbers. Instead it requests its part of the
-# next row and finishes the row *before*, whose numbers have usually arrived by then.
+# next row and finishes the row *before*, whose numbers have usually arrived by then. The price is
+# registers for two rows more.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# So an iteration has three steps. First it publishes: ``terms`` computes xhat and wdy of its part,
-# and ``to_slot`` packs the part's two sums into the 64 bits of its *slot* in memory, of which a row
-# has ``N_PARTS``.
-
-lab.source(split_bwd_kernel, "publish")
-
-# %%
-# Then it loads ahead, at the price of registers for one more row. ``load_part`` loads the columns
-# ``cols`` of a row of ``x`` and ``dy``, and its mean and rstd, from the pointers in ``row_of``. The
-# next row of the group is ``step`` rows further, one for each group:
-
-lab.source(split_bwd_kernel, "ahead")
-
-# %%
-# Last it finishes the row before, of which it has kept ``x_before`` and ``dy_before``. ``wait`` and
-# ``collect`` are those of :doc:`the chapter before </chapters/layer_norm>`. If a slot is still
-# empty after ``max_polls`` looks (``ready == 0``), the program computes every part itself, whose
-# columns are ``others``, and ``tl.where`` puts its two sums in the place of that part's slot.
-
-lab.source(split_bwd_kernel, "collect")
-
-# %%
-# In the first iteration there is no row before, hence ``row > first``. After the last row the loop
-# makes one iteration more, which the picture leaves out: ``load_part`` returns zeros for it, and it
-# finishes that row.
+# .. dropdown:: More: an iteration of the loop, step by step
+#
+#    *Publish.* ``terms`` computes xhat and wdy of my part, and ``to_slot`` packs the part's two
+#    sums into the 64 bits of its *slot* in memory, of which a row has ``N_PARTS``.
+#
+#    *Ahead.* ``load_part`` loads the columns ``cols`` of a row of ``x`` and ``dy``, and its mean
+#    and rstd, from the pointers in ``row_of``. The next row of the group is ``step`` rows further,
+#    one for each group.
+#
+#    *Collect.* The program finishes the row before, of which it has kept ``x_before`` and
+#    ``dy_before``. ``wait`` and ``collect`` are those of :doc:`the chapter before
+#    </chapters/layer_norm>`. If a slot is still empty after ``max_polls`` looks (``ready == 0``),
+#    the program computes every part itself, whose columns are ``others``, and ``tl.where`` puts its
+#    two sums in the place of that part's slot. In the first iteration there is no row before, hence
+#    ``row > first``. After the last row the loop makes one iteration more, which the picture leaves
+#    out: ``load_part`` returns zeros for it, and it finishes that row.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -617,9 +600,8 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# A lost addition would show here: all gradients are compared with float64, each part of at most 64
-# rows and 1,024 columns by itself. The error of a part may be twice PyTorch's, in float32 four
-# times for ``dx``, and eight times for ``dw`` and ``db``.
+# A lost addition would show here: all gradients are compared with float64. Their error may be twice
+# PyTorch's, in float32 four times for ``dx``, and eight times for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
@@ -872,8 +854,8 @@ def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
     said = (
-        "The table times the first kernel alone, without the sum of the buffers and autograd, so "
-        "its numbers are a little higher than the figures'. "
+        "The table times the first kernel without the sum of the buffers, so its numbers are a "
+        "little higher than the figures'. "
     )
     if three - none >= 10 and packed < three:
         said += (
@@ -884,16 +866,16 @@ def ahead_said():
         said += f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
     if four > 1.15 * two:
         said += (
-            "Shared rows get faster with every program that loads, and more would help, but the "
-            "registers are used up. "
+            "Shared rows get faster with every program that loads, but the registers are "
+            "used up. "
         )
     else:
         said += "More programs do not make shared rows faster. "
     if alone - four >= 5:
         return f"{said}Where no program waits for others, they reach {alone:.0f} %."
     return (
-        f"{said}Waiting for each other costs them little: in the last line no program waits, and "
-        "it is no faster."
+        f"{said}Waiting costs them little: in the last line no program waits, and it "
+        "is no faster."
     )
 
 
