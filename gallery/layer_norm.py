@@ -320,12 +320,8 @@ lab.source(row_fwd_kernel, "load")
 lab.source(row_fwd_kernel, "statistics")
 
 # %%
-# The last piece writes the result. If weight or bias is absent, its pointer is ``None``, which the
-# compiler knows, so ``scale_and_shift`` leaves the load out.
-
-lab.source(row_fwd_kernel, "write")
-
-# %%
+# The last piece writes the result as the third loop does. If weight or bias is absent, its pointer
+# is ``None``, which the compiler knows, so it leaves the load out.
 
 # Folded: The kernel whole
 lab.source(row_fwd_kernel)
@@ -547,7 +543,7 @@ lab.read(
     f"{share['Kernel Book', 32768]:.0f} % of a copy, where a widened one, that of one program, "
     f"reaches {share['one program', 32768]:.0f} %. At 65,536 it falls to "
     f"{share['Kernel Book', 65536]:.0f} %, because even packed such a row leaves room for only one "
-    "program on an SM, and nothing hides the time in which that program waits for its loads."
+    "program on an SM, which hides none of its loads."
 )
 
 # %%
@@ -590,8 +586,8 @@ lab.read(what_it_waits_for())
 #
 # What if not even that helps? A row that is longer still would fill an SM's registers, and a long
 # row of float32 cannot be packed in pairs. Several programs therefore share such a row. Each
-# computes the mean and the sum of squared deviations of its own part, its *moments*, and all of
-# them merge the moments of all parts.
+# computes the *moments* of its own part, the mean and the sum of squared deviations, and all of
+# them merge those of all parts.
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -824,8 +820,8 @@ def about_quack(sweep):
         if least > 0.5 * statistics.median(shares.values()):
             return ""
         return (
-            f"quack falls to {least:.0f} % at {at:,} columns of bfloat16, where we call it as at "
-            "the other lengths; we have not looked into its kernel."
+            f"quack falls to {least:.0f} % at {at:,} columns of bfloat16; we have not looked into "
+            "its kernel."
         )
     said = "quack did not run here."
     for other in sweep.elsewhere:
@@ -1076,8 +1072,8 @@ lab.table(rows, "The variance of a row with mean 3")
 # --------
 #
 # A row that stays on chip can be gone through three times for the price of one read. The variance
-# keeps its digits because the mean comes first, and because the sum of the deviations corrects it.
-# Longer rows stay on chip packed in pairs, or shared by several programs. The gradients, in
+# keeps its digits because the mean comes first and the sum of the deviations corrects it. Longer
+# rows stay on chip packed in pairs, or shared. The gradients, in
 # :doc:`/chapters/layer_norm_backward`, sum across rows as well.
 #
 # Exercises
@@ -1153,9 +1149,9 @@ lab.check(
 
 # %%
 # **3. One reduction.** The formula of Chan, Golub and LeVeque merges two triples of count, mean and
-# sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``
-# over such triples. Every element enters as :math:`(1, x_j, 0)`, and an element past the end as
-# :math:`(0, 0, 0)`. Each merge rounds, so allow 16 times PyTorch's error.
+# sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``,
+# where an element enters as :math:`(1, x_j, 0)`, and one past the end as :math:`(0, 0, 0)`. Each
+# merge rounds, so allow 16 times PyTorch's error.
 
 # %%
 

@@ -64,7 +64,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
 # elements they read :math:`16 N` and write :math:`9 N`. It would be enough to read ``x`` and ``dy``
 # and to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
-# deviation, come from the forward pass, which stored them because they are only 8 bytes per row.
+# deviation, come from the forward pass, which stored them, 8 bytes per row.
 #
 # The idea
 # --------
@@ -517,11 +517,10 @@ lab.read(
 # Folded: A hundred runs on one input
 differ
 
-# %%
-# Even a correct lock does not give reproducible results, because the programs add in the order in
-# which they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
-# always added in the same order, which depends only on the number of programs and thus on the GPU.
-# So ``layer_norm`` uses partial sums: they are faster *and* reproducible.
+# %% The programs add in the order in which they get the lock, and the last bits of a floating-point
+# sum depend on the order. Partial sums are always added in the same order, which depends only on
+# the number of programs and thus on the GPU. So ``layer_norm`` uses them: they are faster *and*
+# reproducible.
 #
 # .. raw:: html
 #
@@ -568,8 +567,7 @@ sizes
 # one part of every row of the group, and publishes what its part adds to ``c1`` and ``c2``.
 #
 # A program would now have to wait for its neighbours' numbers. Instead it requests its part of the
-# next row and finishes the row *before*, whose numbers have usually arrived by then. The price is
-# registers for two rows more.
+# next row and finishes the row *before*, whose numbers have usually arrived by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -1056,9 +1054,9 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** It is easy to lose in the backward pass, for example by dividing by the
-# plain standard deviation there. The error grows where the variance of a row is small, because
-# epsilon is then a large part of the sum under the root.
+# **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
+# deviation there. The error grows where the variance of a row is small, because epsilon is then a
+# large part of the sum under the root.
 
 # Measuring
 rows = []
