@@ -652,13 +652,9 @@ lab.source(merge_moments)
 
 # %%
 # The programs pass on their moments by the :term:`exchange` of the chapter on :doc:`softmax
-# </chapters/softmax>`: each publishes its own in a *slot* of memory and waits until the slots of
-# all parts are full. ``collect`` takes the two numbers of each slot apart, and puts zeros, which
-# change no sum, where there is no such row (``there``) or no such part.
-
-lab.source(split_fwd_kernel, "merge")
-
-# %%
+# </chapters/softmax>`: each publishes its own in a *slot* of memory, waits until the slots of all
+# parts are full, and merges them.
+#
 # .. dropdown:: More: what the split kernel does around the merge
 #
 #    A slot has 64 bits, which hold the two numbers of a part. ``wait`` reads the slots again and
@@ -667,6 +663,9 @@ lab.source(split_fwd_kernel, "merge")
 #    has fewer parts, it reads them several times over, hence ``% N_PARTS``, and the merge counts
 #    only the first ``N_PARTS``. A program that waited in vain for the others computes their moments
 #    itself, which is slow but just as correct.
+#
+#    ``collect`` takes the two numbers of each slot apart, and puts zeros, which change no sum, where
+#    there is no such row (``there``) or no such part.
 #
 #    Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come
 #    from a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of
