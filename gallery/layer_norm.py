@@ -664,8 +664,8 @@ lab.source(merge_moments)
 #    only the first ``N_PARTS``. A program that waited in vain for the others computes their moments
 #    itself, which is slow but just as correct.
 #
-#    ``collect`` takes the two numbers of each slot apart, and puts zeros, which change no sum, where
-#    there is no such row (``there``) or no such part.
+#    ``collect`` takes the two numbers of each slot apart, and puts zeros, which change no sum,
+#    where there is no such row (``there``) or no such part.
 #
 #    Weight and bias, loaded again for every row, are as many bytes as ``x`` and ``y``. They come
 #    from a cache, but the bandwidth of a cache is limited, too. A program that holds only a part of
