@@ -37,7 +37,7 @@ from kernelbook.ops.layer_norm.backward import (
 )
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
-from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
+from kernelbook.ops.layer_norm.sums import hand_over, sum_of_buffers
 
 lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 
@@ -64,7 +64,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
 # elements they read :math:`16 N` and write :math:`9 N`. It would be enough to read ``x`` and ``dy``
 # and to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
-# deviation, come from the forward pass, which stored them because they are only 8 bytes per row.
+# deviation, come from the forward pass, which stored them, 8 bytes per row.
 #
 # The idea
 # --------
@@ -115,26 +115,36 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
-# *Steps 2 to 5*, in the fold, take the derivative of :math:`\hat{x}` with respect to :math:`x`, in
-# which the two parts appear as two products with a minus. Epsilon stays inside :math:`r`; nothing
-# is dropped.
+# *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
+# is linear in :math:`x`, so it is a matrix :math:`P` times :math:`x`. Its second term subtracts the
+# mean:
+#
+# .. math::
+#
+#    P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
+#
+# *Step 3.* :math:`r = (d^\top d / N + \epsilon)^{-1/2}` depends on :math:`d` as well. The chain
+# rule, in the fold, gives :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
+#
+# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
+# subtracts the part along :math:`\hat{x}`, because :math:`r\, d`, which is :math:`\hat{x}`, appears
+# in it twice:
+#
+# .. math::
+#
+#    \frac{\partial \hat{x}}{\partial d} = r I - \tfrac{1}{N}\, r^3\, d\, d^\top
+#    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
+#
+# *Step 5.* This times :math:`P` is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. Here
+# :math:`\hat{x}^\top P = \hat{x}^\top`, because the elements of :math:`\hat{x}` sum to zero, so
+# subtracting their mean changes nothing:
 #
 # .. math::
 #
 #    J = r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
-# .. dropdown:: Steps 2 to 5: what the mean and ``rstd`` contribute
-#
-#    *Step 2.* The deviation :math:`d = x - m \mathbf{1}` is linear in :math:`x`. As a matrix, with
-#    :math:`\mathbf{1}` the column of ones:
-#
-#    .. math::
-#
-#       d = P x, \qquad P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
-#
-#    *Step 3.* In terms of :math:`d`, :math:`r = (d^\top d / N + \epsilon)^{-1/2}`. By the chain
-#    rule
+# .. dropdown:: Step 3: the derivative of ``rstd``
 #
 #    .. math::
 #
@@ -145,35 +155,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #       &= -\tfrac{1}{N}\, r^3\, d^\top
 #       \end{aligned}
 #
-#    Epsilon enters the derivative here. It stays inside :math:`r`, because the sum in brackets to
-#    the power :math:`-3/2` is just :math:`r^3`. Nothing is dropped.
-#
-#    *Step 4.* By the product rule, :math:`\hat{x} = r\, d` has the Jacobian
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       \frac{\partial \hat{x}}{\partial d} &= r I + d\, \frac{\partial r}{\partial d} \\
-#       &= r I - \tfrac{1}{N}\, r^3\, d\, d^\top \\
-#       &= r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
-#       \end{aligned}
-#
-#    The last line follows because :math:`r\, d` is :math:`\hat{x}`, and it appears twice.
-#
-#    *Step 5.* Together they give the Jacobian of :math:`\hat{x}` with respect to :math:`x`, in
-#    which :math:`P` subtracts the mean:
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       J &= \frac{\partial \hat{x}}{\partial x}
-#       = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big) P \\
-#       &= r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
-#                   - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
-#       \end{aligned}
-#
-#    The last line uses :math:`\hat{x}^\top P = \hat{x}^\top`, which holds because the elements of
-#    :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing.
+#    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
 # *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
 # never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
@@ -266,21 +248,16 @@ lab.read(
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32, for the whole loop. ``load_weight`` gives ones where
-# there is no weight.
+# :term:`registers <register>`, in float32, for the whole loop.
+#
+# These sums leave registers for few programs on an SM, so hardly another one loads while this one
+# computes. With ``num_stages`` it therefore loads *ahead*: while it works on a row, its next rows
+# are already copied into :term:`shared memory`, the fast storage of the SM. ``load_weight`` gives
+# ones where there is no weight.
 
 lab.source(row_bwd_kernel, "begin")
 
 # %%
-# .. dropdown:: More: ``num_stages``, and rows per iteration
-#
-#    ``num_stages`` tells the compiler how many iterations of the loop may be in flight: while the
-#    program works on one row, the next rows are already being copied into :term:`shared memory`,
-#    the fast storage of the :term:`SM`. Most kernels get the same effect by letting several
-#    programs share an SM, so that one loads while another computes. Here the partial sums take so
-#    many registers that only few programs fit on an SM. ``BLOCK_ROWS`` is one or, if rows are
-#    short, two.
-#
 # Each iteration adds its rows to the partial sums:
 
 lab.source(row_bwd_kernel, "add")
@@ -434,63 +411,64 @@ race = lab.bench(
 RENAMED = {"one tile a program": "lock per tile", "lock, looping": "lock per program"}
 for other in race.elsewhere:  # a record may be older than these names
     other.frame["provider"] = other.frame["provider"].replace(RENAMED)
-lab.plot(race, "Backward, with a lock and without, bfloat16", share=True)
+for sweep in (race, *race.elsewhere):  # what the operator does has the book's colour
+    sweep.frame["provider"] = sweep.frame["provider"].replace(
+        {"partial sums": "Kernel Book"}
+    )
+lab.plot(
+    race,
+    "Backward, with a lock and without, bfloat16",
+    share=True,
+    names={"Kernel Book": "partial sums"},
+)
 
 # %%
 
 # Reading
 nan = float("nan")
 race_share = {
-    name: 100 * race.share(name, columns=4096)
-    for name in ("lock per tile", "lock per program", "partial sums")
+    (name, n): 100 * race.share(name, columns=n)
+    for name in (
+        "lock per tile",
+        "lock per program",
+        "partial sums per tile",
+        "Kernel Book",
+    )
+    for n in (1024, 4096, 8192)
 }
-locked, stored, best = (
-    {n: race.milliseconds_at(name, columns=n) for n in (1024, 4096, 8192)}
-    for name in ("lock per tile", "partial sums per tile", "partial sums")
-)
-not_there = [
-    other.provenance["gpu"]
-    for other in race.elsewhere
-    if other.at(provider="partial sums per tile").empty
-]
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile']:.0f} % of the speed of a copy at 4,096 columns, and a lock per "
-    f"program {race_share['lock per program']:.0f} %. Partial sums reach "
-    f"{race_share['partial sums']:.0f} %."
-    + "".join(
-        f" Partial sums per tile were not timed on {other}." for other in not_there
-    )
+    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. A lock "
+    f"per program reaches {race_share['lock per program', 1024]:.0f} %, and partial sums "
+    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs sum longer "
+    "before they meet at the lock, these two are only "
+    f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
+    "points apart."
 )
 
 # %%
+
 
 # Reading
-lab.read(
-    "Most of the gain comes from summing many rows before anything is handed over: partial sums "
-    f"per tile wait for nobody, and yet take {stored[4096] / best[4096]:.1f} times as long as "
-    "partial sums, because for every tile they move a row of both sums to and from memory."
-)
-
-# %%
-
-
-# Folded: How much of it is waiting
 def waiting_said():
-    said = (
-        f"At 1,024 columns a lock per tile takes "
-        f"{locked[1024] / stored[1024]:.1f} times as long as partial sums per tile"
+    locked, stored, best = (
+        {n: race.milliseconds_at(name, columns=n) for n in (1024, 8192)}
+        for name in ("lock per tile", "partial sums per tile", "Kernel Book")
     )
-    if locked[1024] > stored[1024]:
-        waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
-        said += f", so waiting is {waits:.0f} % of what it adds to partial sums"
+    waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
+    said = (
+        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both sums "
+        "to and from memory for each tile. At 1,024 columns that is "
+        f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
+        f"is {waits:.0f} %."
+    )
     if locked[8192] < stored[8192]:
         said += (
-            ". At 8,192 it is the faster of the two, probably because its few buffers stay in the "
-            "cache"
+            " At 8,192 columns a lock per tile is even the faster of these two, probably because "
+            "its few buffers stay in the cache."
         )
-    return f"{said}."
+    return f"{said} So what helps most at every length is to sum many rows first."
 
 
 lab.read(waiting_said())
@@ -539,11 +517,10 @@ lab.read(
 # Folded: A hundred runs on one input
 differ
 
-# %%
-# Even a correct lock does not give reproducible results, because the programs add in the order in
-# which they arrive, and the last bits of a floating-point sum depend on the order. Partial sums are
-# always added in the same order, which depends only on the number of programs and thus on the GPU.
-# So ``layer_norm`` uses partial sums: they are faster *and* reproducible.
+# %% The programs add in the order in which they get the lock, and the last bits of a floating-point
+# sum depend on the order. Partial sums are always added in the same order, which depends only on
+# the number of programs and thus on the GPU. So ``layer_norm`` uses them: they are faster *and*
+# reproducible.
 #
 # .. raw:: html
 #
@@ -568,85 +545,17 @@ def buffer_sizes():
     return table
 
 
-def cache_experiment():
-    other, wanted = torch.ones(2**28, device=runtime.DEVICE), (torch.float32,) * 2
-    table = []
-    for mib in (2, 8, 32, 64, 128, 256):
-        sums = torch.empty(2, mib * 2**17 // 8192, 8192, device=runtime.DEVICE)
-        row = {"MiB": mib}
-        for name, then in {
-            "just written": lambda: None,
-            "others written": lambda: other.fill_(1.0),
-            "others read": lambda: other.sum(),
-        }.items():
-
-            def prepare(sums=sums, then=then):
-                sums.fill_(1.0)
-                then()
-
-            add = partial(_add_buffers, tuple(sums), wanted)
-            took = statistics.median(lab.event_times(add, before=prepare))
-            row[name] = round(mib * 2**20 / took / 1e6)
-        table.append(row)
-    return table
-
-
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
-cache = lab.measure("GB/s at which buffers are added up", cache_experiment)
 traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
 lab.read(
-    "The buffers are no burden either: even through main memory they would add at most "
-    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
-    if not 2 * traffic > 10
-    else "Through main memory the buffers would add up to "
-    f"{2 * traffic:.0f} % to the traffic of `x`, `dy` and `dx`."
+    "Writing the buffers and reading them again adds at most "
+    f"{2 * traffic:.0f} % to the bytes of `x`, `dy` and `dx`."
 )
 
 # %%
-# .. dropdown:: More: do partial sums stay in L2?
-#
-#    If they stay in :term:`L2`, the cache that all SMs share, they need not even come from main
-#    memory. The first table below compares the size of the partial sums with L2 and with ``x``,
-#    ``dy`` and ``dx``, which pass through the same cache; the partial sums are written last.
-#
-#    For the second, we add up buffers of growing size: right after they were written, after other
-#    data has been *written*, and after other data has been *read*. Other writes can slow the sum
-#    more than other reads, because L2 keeps what was written until it needs the room, and must then
-#    write it to memory first. At small sizes all rates are low, because the kernel is too short to
-#    reach full speed.
 
 # Folded: The size of the partial sums
 sizes
-
-# %%
-
-# Folded: How fast buffers are added up
-cache
-
-# %%
-
-
-# Folded: What the two tables say
-def cache_said(rows, sizes, l2):
-    rates = {row["MiB"]: row for row in rows}
-
-    def gain(mib):
-        row = rates.get(mib, {})
-        return row.get("just written", nan) / row.get("others read", nan)
-
-    largest = max((row["MiB"] for row in sizes), default=nan)
-    said = (
-        f"The partial sums are at most {largest:.0f} MiB, and L2 holds {l2:.0f}. Right after they "
-        f"are written, buffers of 8 and 32 MiB are read {gain(8):.1f} and {gain(32):.1f} times as "
-        "fast as when other data was read in between"
-    )
-    if max(gain(8), gain(32)) > 1.1:
-        return f"{said}, so at least a part of them stays."
-    return f"{said}, so this run does not show that they stay."
-
-
-l2 = sizes.provenance["l2_mib"] if sizes.rows else nan
-lab.read(cache_said(cache.rows, sizes.rows, l2))
 
 # %%
 # Wide rows
@@ -665,24 +574,22 @@ lab.read(cache_said(cache.rows, sizes.rows, l2))
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# So an iteration has three steps. First it publishes: ``terms`` computes xhat and wdy of its part,
-# and ``to_slot`` packs the part's two sums into the 64 bits of its *slot* in memory.
-
-lab.source(split_bwd_kernel, "publish")
-
-# %%
-# Then it loads ahead, at the price of registers for one more row:
-
-lab.source(split_bwd_kernel, "ahead")
-
-# %%
-# Last it finishes the row before, of which it has kept ``x_before`` and ``dy_before``. ``wait`` and
-# ``collect`` are those of :doc:`the chapter before </chapters/layer_norm>`; if a slot is still
-# empty after ``max_polls`` looks (``ready == 0``), the program computes all parts itself.
-
-lab.source(split_bwd_kernel, "collect")
-
-# %%
+# .. dropdown:: More: an iteration of the loop, step by step
+#
+#    *Publish.* ``terms`` computes xhat and wdy of my part, and ``to_slot`` packs the part's two
+#    sums into the 64 bits of its *slot* in memory, of which a row has ``N_PARTS``.
+#
+#    *Ahead.* ``load_part`` loads the columns ``cols`` of a row of ``x`` and ``dy``, and its mean
+#    and rstd, from the pointers in ``row_of``. The next row of the group is ``step`` rows further,
+#    one for each group.
+#
+#    *Collect.* The program finishes the row before, of which it has kept ``x_before`` and
+#    ``dy_before``. ``wait`` and ``collect`` are those of :doc:`the chapter before
+#    </chapters/layer_norm>`. If a slot is still empty after ``max_polls`` looks (``ready == 0``),
+#    the program computes every part itself, whose columns are ``others``, and ``tl.where`` puts its
+#    two sums in the place of that part's slot. In the first iteration there is no row before, hence
+#    ``row > first``. After the last row the loop makes one iteration more, which the picture leaves
+#    out: ``load_part`` returns zeros for it, and it finishes that row.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -691,9 +598,8 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# A lost addition would show here: all gradients are compared with float64 in parts, as in :doc:`the
-# chapter before </chapters/layer_norm>`, and the error of a part may be twice PyTorch's, in float32
-# four times for ``dx``, and eight times for ``dw`` and ``db``.
+# A lost addition would show here: all gradients are compared with float64. Their error may be twice
+# PyTorch's, in float32 four times for ``dx``, and eight times for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
@@ -836,11 +742,9 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-again = 100 * backward.share("Kernel Book", dtype="bfloat16", columns=4096)
 lab.read(
-    f"{backward.summary(**in_dtypes[0])} Up to 8,192 columns it is the kernel of partial sums, "
-    f"timed a second time and through autograd: at 4,096 columns {again:.0f} % here, and "
-    f"{race_share['partial sums']:.0f} % above."
+    f"{backward.summary(**in_dtypes[0])} Up to 8,192 columns these are the partial sums of above, "
+    "timed a second time and through autograd."
 )
 
 # %%
@@ -850,28 +754,30 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 # %%
 
 # Reading
-behind = [
-    n
-    for n in COLUMNS
-    if not backward.at(provider="quack", dtype="float32", columns=n).empty
-    and backward.share("quack", dtype="float32", columns=n)
-    > 1.01 * backward.share("Kernel Book", dtype="float32", columns=n)
-]
-unknown = (
-    "Our kernel shares such rows among programs; why quack is faster we have not measured."
-    if behind and min(behind) > 8192
-    else ""
-)
 losses = backward.losses(*in_dtypes)
-lab.read(
-    f"{backward.summary(**in_dtypes[1])} "
-    + (
-        "The table lists every point of both figures at which a library is ahead by more than 1 %. "
-        f"{unknown}"
+
+
+def listed_losses():
+    said = (
+        f"The table lists every point of both figures on {gpu} at which a library is ahead by more "
+        "than 1 %."
         if losses
-        else "No library in the figures is ahead of ours by more than 1 %."
+        else f"On {gpu} no library is ahead of ours by more than 1 %."
     )
-)
+    for other in backward.elsewhere:
+        older = ", with an older kernel," if other.mark else ""
+        found = other.losses(*in_dtypes)
+        said += f" On {other.provenance['gpu']}{older} there "
+        said += f"{'is' if len(found) == 1 else 'are'} {len(found)} such "
+        said += "point" if len(found) == 1 else "points"
+        if found:
+            most = max(row["its %"] - row["our %"] for row in found)
+            said += f", by {'up to ' if len(found) > 1 else ''}{most} percentage points"
+        said += "."
+    return said
+
+
+lab.read(f"{backward.summary(**in_dtypes[1])} {listed_losses()}")
 
 # %%
 
@@ -880,8 +786,18 @@ lab.table(
 ) if losses else None
 
 # %%
+
+# Reading
+wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
+lab.read(
+    "Rows of float32 with more than 8,192 columns are shared among programs in our kernel. Why "
+    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster there we have not "
+    "measured."
+) if wide else None
+
+# %%
 # Why are wide rows slower? A kernel is fast while each SM has enough bytes requested *ahead*. In
-# wider rows a thread holds parts of three rows and takes up to 255 registers, the most that it can
+# shared rows a thread holds parts of three rows and takes up to 255 registers, the most that it can
 # have, so few programs fit, and each has only its part of one row on the way.
 #
 # .. dropdown:: More: the experiment that tests this
@@ -890,8 +806,7 @@ lab.table(
 #    nothing is loaded while it computes. If that is the reason, the speed must follow the bytes
 #    ahead. The table takes away the two rows that the kernel for whole rows loads ahead
 #    (``num_stages``), and runs fewer programs of the kernel for shared rows. In its last line each
-#    part is a row of its own, so no program waits for another. It is timed apart, with whatever the
-#    runs before left in L2, so its numbers differ a little from the figures'.
+#    part is a row of its own, so no program waits for another.
 
 
 # Measuring
@@ -925,46 +840,44 @@ def loads_ahead():
 
 # %%
 
-# Folded: What an SM has requested ahead
+# Measuring
 ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
 ahead
 
 # %%
 
+
 # Reading
-speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
-three, none, packed, one, two, four, alone = speeds
-lab.read(
-    f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} % to {none:.0f} % "
-    "at 8,192 columns"
-    + (
-        f", and packed rows, which have none either, reach {packed:.0f} %."
-        if three - none >= 10 and packed < three
-        else f", so this is not why packed rows reach {packed:.0f} %."
-    )
-)
-
-# %%
-
-
-# Folded: What the table says of shared rows
-def shared_said():
+def ahead_said():
+    speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
+    three, none, packed, one, two, four, alone = speeds
     said = (
-        f"Shared rows reach {one:.0f}, {two:.0f} and {four:.0f} % with one, two and four programs "
-        "per SM, "
+        "The table times the first kernel without the sum of the buffers, so its numbers are a "
+        "little higher than the figures'. "
     )
+    if three - none >= 10 and packed < three:
+        said += (
+            f"Without its loads ahead, the kernel for whole rows falls to {none:.0f} %, and packed "
+            f"rows, which have none either, reach {packed:.0f} %. "
+        )
+    else:
+        said += f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
     if four > 1.15 * two:
-        said += "so more would be faster, but the registers are used up."
+        said += (
+            "Shared rows get faster with every program that loads, but the registers are "
+            "used up. "
+        )
     else:
-        said += "so the bytes ahead are not what limits them."
+        said += "More programs do not make shared rows faster. "
     if alone - four >= 5:
-        said += f" Where no program waits for others, four reach {alone:.0f} %."
-    else:
-        said += " Waiting for each other costs them little."
-    return said
+        return f"{said}Where no program waits for others, they reach {alone:.0f} %."
+    return (
+        f"{said}Waiting costs them little: in the last line no program waits, and it "
+        "is no faster."
+    )
 
 
-lab.read(shared_said())
+lab.read(ahead_said())
 
 # %%
 
@@ -1141,9 +1054,9 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** It is easy to lose in the backward pass, for example by dividing by the
-# plain standard deviation there. The error grows where the variance of a row is small, because
-# epsilon is then a large part of the sum under the root.
+# **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
+# deviation there. The error grows where the variance of a row is small, because epsilon is then a
+# large part of the sum under the root.
 
 # Measuring
 rows = []

@@ -398,6 +398,8 @@ def loop_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_row
     y_ptr += row * n_cols
+
+    # -- mean: the first loop over the row
     total = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
@@ -405,6 +407,8 @@ def loop_fwd_kernel(
         x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         total += x * (SMALL * SMALL)
     mean = divide(tl.sum(total, axis=0), n_cols) / (SMALL * SMALL)
+
+    # -- variance: the second, and the correction of the mean
     residue = tl.zeros((BLOCK_COLS,), tl.float32)
     m2 = tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
@@ -428,6 +432,8 @@ def loop_fwd_kernel(
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
+
+    # -- write: the third
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = FULL | (cols < n_cols)
