@@ -1666,7 +1666,7 @@ lab.read(
     f"{everywhere} {len(at_points)}**: of its speed the default has {shares(128, 'full')} at "
     f"head_dim 128 without a mask, and {shares(128, 'causal')} with a causal one. At head_dim 64 "
     f"it has {shares(64, 'full')} and {shares(64, 'causal')}. Beside FlashAttention's "
-    f"*deterministic* mode it is ahead at {len(over_theirs)} points and behind at "
+    f"deterministic mode it is ahead at {len(over_theirs)} points and behind at "
     f"{len(below_theirs)}. (One kernel that the page times twice differs by up to "
     f"{100 * max(abs(x - 1) for x in twice):.1f} %.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
@@ -1825,10 +1825,10 @@ if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
     f"The adder adds during {adds:.0f} % of a step and waits for its turn during {its_turn:.0f} %"
-    + (", so it is hardly ever idle. " if adds + its_turn > 90 else ". ")
+    + (", one or the other nearly always. " if adds + its_turn > 90 else ". ")
     + f"A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles to hand its part over"
     + (
-        ", **so it waits for the adder**. "
+        ", **so it waits for the adder, and the adder for its turn**. "
         if of_room > 0.2 * a_step and adds + its_turn > 90
         else ". "
     )
@@ -2121,7 +2121,7 @@ def beside_counts(what):
         return f"{nan}"
     told = f"{cycles(what):,.0f} cycles"
     if abs(off) < 0.05:
-        return f"{told}, as counted"
+        return f"{told}, within 5 % of the count"
     return (
         f"{told}, {100 * abs(off):.0f} % {'more' if off > 0 else 'less'} than counted"
     )
@@ -2244,17 +2244,19 @@ lab.read(
 # :math:`dQ`. If all scores are far below zero, so is lse, and the weight is more than float32
 # holds: infinity times zero is not a number.
 
-
-# Measuring
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
 weight = (0.0 - lse).exp()
+of_dq = weight * 0.0  # dS of this key, times the key, which is zeros
+
+# %%
+
+# Measuring
 rows = []
-for mistake in (True, False):
-    p = weight if mistake else torch.zeros_like(weight)
-    of_dq = p * 0.0  # dS of this key, times the key, which is zeros
-    row = {"padded keys are": "not masked" if mistake else "masked"}
-    row |= {f"lse {x:.0f}": f"{y:.0f}" for x, y in zip(lse, of_dq, strict=True)}
-    rows.append(row)
+for name, part in {"not masked": of_dq, "masked": 0 * of_dq.nan_to_num()}.items():
+    row = {"padded keys are": name}
+    rows.append(
+        row | {f"lse {x:.0f}": f"{y:.0f}" for x, y in zip(lse, part, strict=True)}
+    )
 assert [row["lse -100"] for row in rows] == ["nan", "0"]
 lab.table(rows, "What a key that is not there adds to dq")
 

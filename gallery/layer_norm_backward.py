@@ -517,7 +517,8 @@ lab.read(
 # Folded: A hundred runs on one input
 differ
 
-# %% The programs add in the order in which they get the lock, and the last bits of a floating-point
+# %%
+# The programs add in the order in which they get the lock, and the last bits of a floating-point
 # sum depend on the order. Partial sums are always added in the same order, which depends only on
 # the number of programs and thus on the GPU. So ``layer_norm`` uses them: they are faster *and*
 # reproducible.

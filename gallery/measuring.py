@@ -711,14 +711,14 @@ if (
     and clock_at[names[1]] < clock_at[names[2]]
 ):
     puzzle = (
-        " Bits that do not change draw less power, and the clock stays at "
-        f"{clock_at[names[1]]:,.0f} MHz. This cannot be the whole reason: a copy draws still more "
-        "power at a higher clock, so something else than the power limit lowers the clock on "
-        "zeros, and nothing here shows what."
+        " Bits that do not change draw less power, and the clock falls less, to "
+        f"{clock_at[names[1]]:,.0f} MHz. That it falls at all has another reason than power, "
+        "because a copy draws more at a higher clock; nothing here shows which."
     )
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}. "
-    f"On zeros it takes {100 * (1 - zeros / random):.0f} % less time.{puzzle} **Never time a "
+    f"On zeros the busy matmul takes {100 * (1 - zeros / random):.0f} % less time than on random "
+    f"numbers.{puzzle} **Never time a "
     "matmul on zeros**, or on memory that nobody has filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "

@@ -228,9 +228,9 @@ lab.source(three_pass_fwd_kernel, "sum")
 
 # %%
 # ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
-# block. ``exp`` and ``finite`` return in every kernel of this page: the exponential, computed as a
-# power of two, the only one that the hardware has; and zero in the place of a maximum of minus
-# infinity, because :math:`-\infty - (-\infty)` is not a number.
+# block. ``exp`` computes the exponential as a power of two, the only one that the hardware has.
+# ``finite`` puts zero in the place of a maximum of minus infinity, because
+# :math:`-\infty - (-\infty)` is not a number.
 
 # %%
 
@@ -1122,7 +1122,6 @@ lab.read(
 # :math:`e^{0 - m}`.
 
 
-# Measuring
 @triton.jit
 def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
     cols = tl.arange(0, BLOCK_COLS)

@@ -200,7 +200,8 @@ lab.sketch(
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
 # when the tile is there. The next section explains ``expect`` and the 0 in ``wait``. A store needs
-# no barrier: ``store_wait(0)`` waits until no store is unfinished.
+# no barrier: ``store_wait(0)`` waits until the copy engine has read every tile that is to be
+# stored, so that their places in shared memory are free.
 
 
 @gluon.jit
@@ -1480,9 +1481,9 @@ lab.read(
 # of the host how far they are.
 #
 # The kernel is ``sum_kernel``. Tile ``i`` is full of :math:`10^i`, so that each digit of the sum
-# counts how often a tile was added, and six tiles give 111111.
+# counts how often a tile was added, and six tiles give 111111. Each mistake sets the parity at which
+# the loader begins, and ``MISTAKE``:
 
-# Measuring
 MISTAKES = {
     "none": (1, ""),
     "the loader begins with parity 0": (0, ""),

@@ -43,8 +43,8 @@ BOOKKEEPING = {
 }
 """What any other cell folds under that does this and holds no kernel."""
 
-FOR_THE_FORMATTER = "# fmt: skip"
-"""A comment that no listing of a page shows."""
+FOR_TOOLS = re.compile(r"# (fmt: skip|noqa)")
+"""How a comment begins that no listing of a page shows."""
 
 PLAIN = (["n"], ["p"], ["w"])
 """Pygments' classes of the tokens that have no colour of their own in the book's two styles."""
@@ -770,16 +770,16 @@ def lighten(app, doctree, docname):
 
     Sphinx-Gallery gives every token a span. These have the colour of the block in both themes, and
     were a third of the bytes of a chapter. A name within a link keeps its span, because a link has
-    a colour of its own. What only the formatter reads, ``# fmt: skip``, is left out.
+    a colour of its own. What only a formatter or linter reads is left out.
     """
     for token in list(doctree.findall(nodes.inline)):
-        if token.astext() == FOR_THE_FORMATTER:
+        if FOR_TOOLS.match(token.astext()):
             token.parent.remove(token)
         elif token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
             token.parent.replace(token, nodes.Text(token.astext()))
     for block in doctree.findall(nodes.literal_block):
-        if block.rawsource == block.astext() and FOR_THE_FORMATTER in block.rawsource:
-            block.rawsource = block.rawsource.replace(f"  {FOR_THE_FORMATTER}", "")
+        if block.rawsource == block.astext() and FOR_TOOLS.search(block.rawsource):
+            block.rawsource = re.sub(f"  {FOR_TOOLS.pattern}.*", "", block.rawsource)
             block.clear()
             block += nodes.Text(block.rawsource)
 
