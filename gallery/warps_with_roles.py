@@ -1481,8 +1481,8 @@ lab.read(
 # of the host how far they are.
 #
 # The kernel is ``sum_kernel``. Tile ``i`` is full of :math:`10^i`, so that each digit of the sum
-# counts how often a tile was added, and six tiles give 111111. Each mistake sets the parity at which
-# the loader begins, and ``MISTAKE``:
+# counts how often a tile was added, and six tiles give 111111. Each mistake sets the first
+# parity of the loader, and ``MISTAKE``:
 
 MISTAKES = {
     "none": (1, ""),
