@@ -313,6 +313,7 @@ took = {
 ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
 gain = took[largest, "float32", "forward"] / took[largest, "bfloat16", "forward"]
 small, small_cast = (took[smallest, dtype, "forward"] for dtype in DTYPES)
+a_layer = [took[size, "bfloat16", "forward"] / SIZES[size].layers for size in SIZES]
 xl_cast = took["xl", "bfloat16", "forward"]
 scatter = {
     dtype: 100
@@ -333,8 +334,14 @@ lab.read(
         else f", and only {small / small_cast:.1f} times at {smallest}, because kernels this short "
         "wait for the host. "
     )
-    + "**Large models take the time of their kernels, and small ones that of the host that "
-    "launches them.**"
+    + (
+        f"Under autocast every size takes {min(a_layer):.1f} to {max(a_layer):.1f} ms a layer, "
+        "however wide: at this short context **even the largest waits for the host that launches "
+        "its kernels**."
+        if max(a_layer) < 1.5 * min(a_layer)
+        else "**Large models take the time of their kernels, and small ones that of the host that "
+        "launches them.**"
+    )
 )
 
 # %%
