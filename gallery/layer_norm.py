@@ -855,29 +855,7 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # Reading
 losses = forward.losses(*in_dtypes)
-
-
-def listed_losses():
-    said = (
-        f"The table lists every point of both figures on {gpu} at which a library is ahead by more "
-        "than 1 %."
-        if losses
-        else f"On {gpu} no library is ahead of ours by more than 1 %."
-    )
-    for other in forward.elsewhere:
-        older = ", with an older kernel," if other.mark else ""
-        found = other.losses(*in_dtypes)
-        said += (
-            f" On {other.provenance['gpu']}{older} there are {len(found)} such points"
-        )
-        if found:
-            most = max(row["its %"] - row["our %"] for row in found)
-            said += f", the largest by {most} percentage points"
-        said += "."
-    return said
-
-
-lab.read(f"{forward.summary(**in_dtypes[1])} {listed_losses()}")
+lab.read(f"{forward.summary(**in_dtypes[1])} {forward.losses_in_words(*in_dtypes)}")
 
 # %%
 

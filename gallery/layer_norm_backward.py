@@ -756,29 +756,7 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # Reading
 losses = backward.losses(*in_dtypes)
-
-
-def listed_losses():
-    said = (
-        f"The table lists every point of both figures on {gpu} at which a library is ahead by more "
-        "than 1 %."
-        if losses
-        else f"On {gpu} no library is ahead of ours by more than 1 %."
-    )
-    for other in backward.elsewhere:
-        older = ", with an older kernel," if other.mark else ""
-        found = other.losses(*in_dtypes)
-        said += f" On {other.provenance['gpu']}{older} there "
-        said += f"{'is' if len(found) == 1 else 'are'} {len(found)} such "
-        said += "point" if len(found) == 1 else "points"
-        if found:
-            most = max(row["its %"] - row["our %"] for row in found)
-            said += f", by {'up to ' if len(found) > 1 else ''}{most} percentage points"
-        said += "."
-    return said
-
-
-lab.read(f"{backward.summary(**in_dtypes[1])} {listed_losses()}")
+lab.read(f"{backward.summary(**in_dtypes[1])} {backward.losses_in_words(*in_dtypes)}")
 
 # %%
 

@@ -263,6 +263,25 @@ class Sweep:
                     rows.append(row | {"its %": round(100 * peer), "our %": round(100 * ours)})
         return rows
 
+    def losses_in_words(self, *wheres: dict) -> str:
+        """Return what a table of :meth:`losses` lists, and how many other GPUs would list."""
+        gpu = self.provenance["gpu"] if self.provenance else "this GPU"
+        said = (
+            f"The table lists every point of both figures on {gpu} at which a library is ahead by "
+            "more than 1 %."
+            if self.losses(*wheres)
+            else f"On {gpu} no library is ahead of ours by more than 1 %."
+        )
+        for other in self.elsewhere:
+            older = ", with an older kernel," if other.mark else ""
+            gaps = [row["its %"] - row["our %"] for row in other.losses(*wheres)]
+            said += f" On {other.provenance['gpu']}{older} there "
+            said += "is one such point" if len(gaps) == 1 else f"are {len(gaps)} such points"
+            if gaps:
+                said += f", by {'up to ' if len(gaps) > 1 else ''}{max(gaps)} percentage points"
+            said += "."
+        return said
+
     def _along(self, where: dict) -> list:
         """Return the values of the axis at the points that fit, in their order."""
         return [point[self.axis] for point in self.points if where.items() <= point.items()]
