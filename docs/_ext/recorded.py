@@ -218,7 +218,11 @@ class Bars(SphinxDirective):
 
 # -- what the home page says in numbers ------------------------------------------------------------
 
-LIMITS = {"copy": "a copy", "matmul": "a matmul by cuBLAS", "ideal": "one GPU, times the GPUs"}
+LIMITS = {
+    "copy": "a copy",
+    "matmul": "a matmul by cuBLAS in bfloat16",
+    "ideal": "one GPU, times the GPUs",
+}
 PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)
 LIBRARIES = ("Liger", "quack", "FlexAttention", "FlashAttention")

@@ -177,9 +177,15 @@ def test_a_sweep_says_where_it_is_slow_and_who_is_ahead(replayed):
     assert loss["elements"] == 2000
     assert loss["library"] == "peer"
     assert loss["its %"] == pytest.approx(loss["our %"] + 20)
+    other = dataclasses.replace(sweep, provenance={"gpu": "Another"})
+    behind = dataclasses.replace(sweep, provenance={"gpu": "This"}, elsewhere=[other])
+    said = behind.losses_in_words(in_float16)
+    assert said.startswith("The table lists every point of both figures on This at which")
+    assert said.endswith("On Another there is one such point, by 20 percentage points.")
     times["peer"] = [[], [2.48] * 3]  # ahead by 1 % and no more
     sweep = dataclasses.replace(sweep, milliseconds=times)
     assert sweep.losses(in_float16) == []
+    assert sweep.losses_in_words(in_float16).startswith("On ")
 
 
 def test_providers_keep_their_colour(replayed):
