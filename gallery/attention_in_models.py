@@ -529,8 +529,7 @@ lab.read(
     )
     + (
         f"A program meets {met:.1f} of its larger tiles of keys, and what it does once for them "
-        f"takes as long as {beyond:.1f} more. It masks only the edge that is cut, and takes the "
-        "tiles of several heads in turn, so that all SMs end at about the same time. "
+        f"takes as long as {beyond:.1f} more. "
         if "forward" in in_gluon and beyond > 0
         else ""
     )
