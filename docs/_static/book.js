@@ -24,9 +24,12 @@ window.addEventListener("load", markWideTables);
 window.addEventListener("resize", markWideTables);
 
 // On a phone most lines of code are too long. There each line becomes an element of its own, so that
-// what does not fit goes on below, further in than the line begins. What is copied does not change.
+// what does not fit goes on below, further in than the line begins. It breaks at spaces, and within
+// what has none for long, behind a bracket or comma, or else at a dot: never within a name. What is
+// copied does not change.
 
 const PHONE = window.matchMedia("(max-width: 40rem)");
+const LONG = 28; // letters in a row that may have to be broken
 
 function linesOf(code) {
   const lines = [document.createElement("span")];
@@ -43,10 +46,49 @@ function linesOf(code) {
     }
   }
   for (const line of lines) {
+    const number = line.querySelector(":scope > .linenos")?.textContent.length ?? 0;
+    const begins = number + line.textContent.slice(number).search(/\S|$/);
+    const gap = number ? " + 10px" : ""; // Pygments' own, around a number
     line.className = "kb-line";
-    line.style.setProperty("--indent", `${line.textContent.search(/\S|$/)}ch`);
+    line.style.setProperty("--indent", `(${begins}ch${gap})`);
+    const marks = [...placesToBreak(line.textContent)].map((place) => [place, "wbr"]);
+    if (begins && begins < line.textContent.length) marks.unshift([begins, "i"]);
+    insertAt(line, marks);
   }
   return found.filter((line) => line === "\n" || line.textContent);
+}
+
+function* placesToBreak(text) {
+  for (const run of text.matchAll(/\S+/g)) {
+    if (run[0].length <= LONG) continue;
+    for (const piece of run[0].matchAll(/[^([{,]*(?:[([{,]+|$)/g)) {
+      const begin = run.index + piece.index;
+      if (piece[0].length > LONG) {
+        for (const dot of piece[0].matchAll(/\b(?=\.[a-z_])|(?<==)\b/gi)) yield begin + dot.index;
+      }
+      if (piece.index + piece[0].length < run[0].length) yield begin + piece[0].length;
+    }
+  }
+}
+
+// Insert empty elements into a line: each stands before the letter of that number.
+function insertAt(line, marks) {
+  const walker = document.createTreeWalker(line, NodeFilter.SHOW_TEXT);
+  let passed = 0;
+  for (let text = walker.nextNode(); text && marks.length; text = walker.nextNode()) {
+    const [place, name] = marks[0];
+    if (place >= passed + text.length) {
+      passed += text.length;
+      continue;
+    }
+    const rest = place > passed ? text.splitText(place - passed) : text;
+    const mark = document.createElement(name);
+    if (name === "i") mark.className = "kb-begin";
+    rest.before(mark);
+    marks.shift();
+    passed = place;
+    walker.currentNode = mark; // and go on with the rest
+  }
 }
 
 function breakLines() {
