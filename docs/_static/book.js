@@ -29,7 +29,8 @@ window.addEventListener("resize", markWideTables);
 // copied does not change.
 
 const PHONE = window.matchMedia("(max-width: 40rem)");
-const LONG = 28; // letters in a row that may have to be broken
+const LONG = 22; // letters in a row that may have to be broken, if they hold a bracket or comma
+const LONGER = 28; // or if they hold none
 
 function linesOf(code) {
   const lines = [document.createElement("span")];
@@ -51,9 +52,10 @@ function linesOf(code) {
     const gap = number ? " + 10px" : ""; // Pygments' own, around a number
     line.className = "kb-line";
     line.style.setProperty("--indent", `(${begins}ch${gap})`);
-    const marks = [...placesToBreak(line.textContent)].map((place) => [place, "wbr"]);
-    if (begins && begins < line.textContent.length) marks.unshift([begins, "i"]);
-    insertAt(line, marks);
+    const places = [...placesToBreak(line.textContent)];
+    breakAt(line, places);
+    const word = begins + line.textContent.slice(begins).search(/\s|$/);
+    keepTogether(line, Math.min(word, ...places));
   }
   return found.filter((line) => line === "\n" || line.textContent);
 }
@@ -63,7 +65,7 @@ function* placesToBreak(text) {
     if (run[0].length <= LONG) continue;
     for (const piece of run[0].matchAll(/[^([{,]*(?:[([{,]+|$)/g)) {
       const begin = run.index + piece.index;
-      if (piece[0].length > LONG) {
+      if (piece[0].length > LONGER) {
         for (const dot of piece[0].matchAll(/\b(?=\.[a-z_])|(?<==)\b/gi)) yield begin + dot.index;
       }
       if (piece.index + piece[0].length < run[0].length) yield begin + piece[0].length;
@@ -71,24 +73,35 @@ function* placesToBreak(text) {
   }
 }
 
-// Insert empty elements into a line: each stands before the letter of that number.
-function insertAt(line, marks) {
+// The text node of a line that holds the letter before a place, and how much of it is before that.
+function letterBefore(line, place) {
   const walker = document.createTreeWalker(line, NodeFilter.SHOW_TEXT);
-  let passed = 0;
-  for (let text = walker.nextNode(); text && marks.length; text = walker.nextNode()) {
-    const [place, name] = marks[0];
-    if (place >= passed + text.length) {
-      passed += text.length;
-      continue;
-    }
-    const rest = place > passed ? text.splitText(place - passed) : text;
-    const mark = document.createElement(name);
-    if (name === "i") mark.className = "kb-begin";
-    rest.before(mark);
-    marks.shift();
-    passed = place;
-    walker.currentNode = mark; // and go on with the rest
+  let text = walker.nextNode();
+  while (text && text.length < place) {
+    place -= text.length;
+    text = walker.nextNode();
   }
+  return [text, place];
+}
+
+function breakAt(line, places) {
+  for (const place of places) {
+    const [text, before] = letterBefore(line, place);
+    if (before < text.length) text.splitText(before);
+    text.after(document.createElement("wbr"));
+  }
+}
+
+// No line breaks between its indent and its first word, however long that is.
+function keepTogether(line, end) {
+  if (!end) return;
+  const range = document.createRange();
+  range.setStart(line, 0);
+  range.setEnd(...letterBefore(line, end));
+  const begin = document.createElement("span");
+  begin.className = "kb-begin";
+  begin.append(range.extractContents());
+  line.prepend(begin);
 }
 
 function breakLines() {

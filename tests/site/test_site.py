@@ -267,6 +267,44 @@ def test_a_figure_enlarges_on_a_phone(visit):
     assert visit().open(CHAPTERS[0]).locator("button.kb-enlarge").count() == 0
 
 
+BROKEN_NAMES = """pre => [...pre.querySelectorAll(".kb-line")].flatMap(line => {
+    const walker = document.createTreeWalker(line, NodeFilter.SHOW_TEXT);
+    const range = document.createRange();
+    const broken = [];
+    for (let first = true; walker.nextNode(); ) {
+        for (const word of walker.currentNode.data.matchAll(/\\w+/g)) {
+            range.setStart(walker.currentNode, word.index);
+            range.setEnd(walker.currentNode, word.index + word[0].length);
+            const boxes = range.getClientRects();
+            const below = boxes[0].top - line.getBoundingClientRect().top > boxes[0].height;
+            if (boxes.length > 1 || (first && below)) broken.push(word[0] + " in " + line.innerText);
+            first = false;
+        }
+    }
+    return broken;
+})"""
+"""Names of a listing that are broken, and first words that stand below an empty line."""
+
+
+@pytest.mark.parametrize("stem", ["attention_backward", "transformer"])  # one numbers its lines
+def test_code_on_a_phone_breaks_between_names(stem, visit):
+    path = f"chapters/{stem}.html"
+    if path not in CHAPTERS:
+        pytest.skip(f"{path} was not built")
+    wide = visit().open(path).locator("main div.highlight pre")
+    phone = visit(width=390).open(path).locator("main div.highlight pre")
+    texts = "all => all.map(pre => pre.textContent)"
+    assert phone.evaluate_all(texts) == wide.evaluate_all(texts)
+    shown = [pre for pre in phone.all() if pre.is_visible()]
+    assert any(pre.locator(".kb-line").count() for pre in shown)
+    assert [name for pre in shown for name in pre.evaluate(BROKEN_NAMES)] == []
+    copied = """all => all.filter(pre => pre.checkVisibility()).slice(0, 5).map(pre => {
+        getSelection().selectAllChildren(pre);
+        return String(getSelection());
+    })"""
+    assert phone.evaluate_all(copied) == wide.evaluate_all(copied)
+
+
 def test_a_table_that_is_too_wide_says_so(visit):
     for width, said in ((390, True), (1280, False)):
         page = visit(width=width).open("index.html")
