@@ -645,8 +645,7 @@ def fold(doctree):
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
         elif label := fold_label(code):
-            kind = "kb-code kb-wrote" if first == "# Reading" else "kb-code"
-            opening = f'<details class="{kind}"><summary>{in_print(label)}</summary>'
+            opening = f'<details class="kb-code"><summary>{in_print(label)}</summary>'
             if first.startswith(ONLY_OUTPUT):
                 begin, end = code, last
                 if number and within_next[number - 1]:
@@ -658,10 +657,20 @@ def fold(doctree):
                     wrap(made, made, within, "</details>")
                 wrap(begin, end, opening, "</details>")
                 wrap(code, code, "<div hidden>", "</div>")
+            elif first == "# Reading" and outputs:
+                fold_into_paragraph(code, outputs, label)
             elif not within_next[number]:
                 if outputs:
                     move_behind(code, last)
                 wrap(code, code, opening, "</details>")
+
+
+def fold_into_paragraph(code, outputs, label):
+    """Let the code that wrote a paragraph open from a sign at its end: rows break the text."""
+    move_behind(code, outputs[-1])
+    opening = f'<details class="kb-code kb-wrote"><summary><span>{label}</span></summary>'
+    wrap(code, code, opening, "</details></div>")
+    code.parent.insert(code.parent.index(outputs[0]), html('<div class="kb-written">'))
 
 
 def move_behind(code, last):
@@ -796,6 +805,33 @@ def keep_punctuation(app, doctree, docname):
         whole += [formula, nodes.Text(mark.group())]
 
 
+LEGIBLE, NARROW = 10, 384
+"""The smallest letters of a figure on a phone, and how wide figures stand there, in pixels."""
+
+
+def width_to_read(svg):
+    """How wide a figure must be for its smallest label to be legible, in pixels.
+
+    What it was made with does not count, because it is larger where the figure is small.
+    """
+    svg = re.sub('(?s)<g id="made">.*?</g>', "", svg)
+    [width] = re.findall(r'viewBox="\S+ \S+ (\S+)', svg)
+    sizes = re.findall(r"<text[^>]*font(?:-size)?: (?:\w+ )?([\d.]+)px", svg)
+    return round(LEGIBLE * float(width) / min(map(float, sizes)))
+
+
+def let_figures_pan(app, doctree, docname):
+    """Let a figure whose labels a phone would show too small scroll sideways there, in a box."""
+    for image in list(doctree.findall(nodes.image)):
+        if not {"kb-figure", "only-light"} <= set(image["classes"]):
+            continue
+        svg = Path(app.srcdir, image["uri"].lstrip("/")).read_text(encoding="utf-8")
+        if (width := width_to_read(svg)) > 1.05 * NARROW:
+            about = 'role="group" aria-label="A figure that scrolls sideways"'
+            opening = f'<div class="kb-pan" {about} style="--legible: {width}px">'
+            wrap(image, image.next_node(descend=False, siblings=True), opening, "</div>")
+
+
 def add_questions(app, pagename, templatename, context, doctree):
     """Tell the links to the pages before and after which question a chapter there answers."""
     relations = app.env.collect_relations().get(pagename, [None, None, None])
@@ -812,5 +848,6 @@ def setup(app):
     app.connect("doctree-read", on_doctree_read, priority=400)
     app.connect("doctree-resolved", lighten)
     app.connect("doctree-resolved", keep_punctuation)
+    app.connect("doctree-resolved", let_figures_pan)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
     return {"env_version": 2, "parallel_read_safe": False, "parallel_write_safe": True}

@@ -12,16 +12,22 @@ window.addEventListener("load", () => window.MathJax?.startup.promise.then(reach
 window.addEventListener("resize", reachFormulas);
 document.addEventListener("toggle", () => window.dispatchEvent(new Event("resize")), true);
 
-// A table that is wider than the page says so, because a phone shows no bar to scroll with.
+// A table or figure that is wider than the page says so, because a phone shows no bar to scroll
+// with, and a figure can then be moved by the keyboard, too.
 
-function markWideTables() {
-  for (const box of document.querySelectorAll(".kb-table, .pst-scrollable-table-container")) {
-    box.classList.toggle("kb-wide", box.scrollWidth > box.clientWidth + 1);
+function markWide() {
+  const boxes = ".kb-table, .pst-scrollable-table-container, .kb-pan";
+  for (const box of document.querySelectorAll(boxes)) {
+    const wide = box.scrollWidth > box.clientWidth + 1;
+    box.classList.toggle("kb-wide", wide);
+    if (!box.matches(".kb-pan")) continue;
+    if (wide) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
   }
 }
 
-window.addEventListener("load", markWideTables);
-window.addEventListener("resize", markWideTables);
+window.addEventListener("load", markWide);
+window.addEventListener("resize", markWide);
 
 // On a phone most lines of code are too long. There each line becomes an element of its own, so that
 // what does not fit goes on below, further in than the line begins. It breaks at spaces, and within
@@ -146,13 +152,14 @@ function letFiguresEnlarge() {
       type: "button",
     });
     button.addEventListener("click", shown);
-    const below = dark.nextElementSibling;
+    const figure = dark.closest(".kb-pan") ?? dark;
+    const below = figure.nextElementSibling;
     if (below?.matches(".kb-raw")) {
       below.append(button);
     } else {
       const line = Object.assign(document.createElement("p"), { className: "kb-raw" });
       line.append(button);
-      dark.after(line);
+      figure.after(line);
     }
   }
 }

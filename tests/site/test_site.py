@@ -277,7 +277,7 @@ BROKEN_NAMES = """pre => [...pre.querySelectorAll(".kb-line")].flatMap(line => {
             range.setEnd(walker.currentNode, word.index + word[0].length);
             const boxes = range.getClientRects();
             const below = boxes[0].top - line.getBoundingClientRect().top > boxes[0].height;
-            if (boxes.length > 1 || (first && below)) broken.push(word[0] + " in " + line.innerText);
+            if (boxes.length > 1 || (first && below)) broken.push([word[0], line.innerText]);
             first = false;
         }
     }

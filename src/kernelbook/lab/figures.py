@@ -48,6 +48,11 @@ _FILLS = {"#eaf2fb": "#14283d", "#f6f8fa": "#1c2129", "#fff4e5": "#3a2a12", "#ff
 _DARK = _INK | dict(_PROVIDERS.values()) | dict(_STEPS) | _FILLS
 _MARKERS = "osD^vPX*hp"
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
+_MADE = "made"  # the group of an SVG that says with what its numbers were made
+_ON_A_PHONE = (
+    f'<style type="text/css">@media (max-width: 420px) {{ #{_MADE} text {{ '
+    "font-size: 10px !important } }</style>"
+)
 _STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
@@ -82,13 +87,22 @@ def colour(provider: str) -> str:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as SVG whose text is text, in the reader's own font."""
+    """Return a figure as SVG whose text is text, in the reader's own font.
+
+    The small print is larger where the whole figure is small.
+    """
     buffer = io.StringIO()
     with plt.rc_context(_STYLE | {"svg.hashsalt": "kernelbook"}):
         figure.savefig(
-            buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
+            buffer,
+            format="svg",
+            transparent=True,
+            bbox_inches="tight",
+            pad_inches=0.02,  # on a phone every pixel of a figure's width is one of its labels'
+            metadata={"Date": None},
         )
-    return typeset(re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", _FONTS, buffer.getvalue()))
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", _FONTS, buffer.getvalue())
+    return typeset(svg.replace("<defs>", f"<defs>\n  {_ON_A_PHONE}", 1))
 
 
 def to_dark(svg: str) -> str:
@@ -315,11 +329,12 @@ def _finish(figure: Figure, measured: Sweep | Table, title: str, alt: str) -> Fi
         figure.text(
             0.01,
             -0.02,
-            f"{source['gpu']}, driver {source['driver']}, torch {source['torch']}, "
-            f"triton {source['triton']},\n"
-            f"commit {results.short_commit(source['commit'])}, {state} {source['date'][:10]}"
-            + "".join(f"\n{fill(remark, 80)}" for remark in remarks),  # or the figure would shrink
+            f"{source['gpu']}, driver {source['driver']}, torch {source['torch']},\n"
+            f"triton {source['triton']}, commit {results.short_commit(source['commit'])}, "
+            f"{state} {source['date'][:10]}"
+            + "".join(f"\n{fill(remark, 70)}" for remark in remarks),  # or the figure would shrink
             fontsize=9,
+            gid=_MADE,
             color=colour("PyTorch") if measured.mark else MUTED,
             va="top",
         )
