@@ -162,7 +162,9 @@ class Chapters(SphinxDirective):
             uri, alt = thumbnail(self.env.srcdir, record)
             head += f":img-top: {uri}\n:img-alt: {alt}\n"
             remark = "" if state(self.env.app, record) == "current" else " Out of date."
-            reached = f"{with_spaces(record['reaches']).rstrip('.')}.{remark}"
+            said = with_spaces(record["reaches"]).rstrip(".")
+            named = "" if said[0].isupper() else "Reached: "
+            reached = f"{named}{said}.{remark}"
         body = f"{CHAPTERS[stem].question}\n\n{reached}"
         return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
 
@@ -322,22 +324,32 @@ def size_of(point):
     return " × ".join(f"{point[name]:,}" for name in names)
 
 
+def sweeps_of(operator, by_chapter):
+    """The sweeps of a row of the table; the last is the one whose points it counts."""
+    own = ((operator.chapter, name) for name in operator.sweeps)
+    places = [(stem, name) for stem, name in (*operator.also, *own) if stem in by_chapter]
+    return [sweep(by_chapter[stem], name) for stem, name in places]
+
+
+def unbeaten_points(sweeps):
+    """At how many points of the last sweep nothing else that was timed is faster than ours."""
+    return sum(is_unbeaten(percents(sweeps, point), OURS) for point in sweeps[-1].points)
+
+
 def operator_rows(app, docname):
     headers = ("Operator", OURS, "PyTorch", "Fastest library", "torch.compile", "Unbeaten", "Input")
     rows, by_chapter = [], {record["chapter"]: record for record in primary()}
     for operator in OPERATORS:
         if operator.chapter not in by_chapter:
             continue
-        own = ((operator.chapter, name) for name in operator.sweeps)
-        places = [(stem, name) for stem, name in (*operator.also, *own) if stem in by_chapter]
-        sweeps = [sweep(by_chapter[stem], name) for stem, name in places]
+        sweeps = sweeps_of(operator, by_chapter)
         points = sweeps[-1].points
         [point] = [p for p in points if operator.where.items() <= p.items()]
         found = percents(sweeps, point)
         groups = [best(found, names) for names in ([operator.ours], PYTORCH, LIBRARIES, COMPILED)]
         alike = operator.ours == OURS  # the peers of FP8 were timed in 16 bits
         fastest = max(percent for percent, _ in filter(None, groups)) if alike else None
-        unbeaten = sum(is_unbeaten(percents(sweeps, p), OURS) for p in points) if alike else 0
+        unbeaten = unbeaten_points(sweeps) if alike else 0
         rows.append(
             (
                 link(docname, f"chapters/{operator.chapter}", operator.name),
@@ -377,12 +389,25 @@ def operator_caption():
     return f"Speed in percent of the limit, {measured_on(primary())}"
 
 
-def count_derived(env):
-    """Lines of mathematics in all chapters."""
-    chapters = (env.metadata[f"chapters/{script.stem}"] for script in chapter_scripts(env.app))
-    return sum(
-        about[part]["lines of mathematics"] for about in chapters for part in ("amount", "folded")
-    )
+def compared():
+    """The sweeps of the table of operators that hold a peer in our dtype, each once."""
+    by_chapter = {record["chapter"]: record for record in primary()}
+    rows = {
+        (operator.chapter, operator.sweeps): sweeps_of(operator, by_chapter)
+        for operator in OPERATORS
+        if operator.chapter in by_chapter and operator.ours == OURS
+    }
+    return rows.values()
+
+
+def count_unbeaten(env):
+    """Inputs of the table of operators on which nothing else that was timed is faster."""
+    return sum(map(unbeaten_points, compared()))
+
+
+def count_compared(env):
+    """Inputs of the table of operators, of which both masks are in one sweep."""
+    return sum(len(sweeps[-1].points) for sweeps in compared())
 
 
 def count_checked(env):
@@ -404,7 +429,12 @@ def count_timed(env):
 class Count(SphinxRole):
     """A number that is counted when the book is built."""
 
-    COUNTS = {"derived": count_derived, "checked": count_checked, "timed": count_timed}
+    COUNTS = {
+        "checked": count_checked,
+        "timed": count_timed,
+        "unbeaten": count_unbeaten,
+        "compared": count_compared,
+    }
 
     def run(self):
         self.env.note_reread()
@@ -576,8 +606,13 @@ class Recorded(SphinxDirective):
     def run(self):
         self.env.note_reread()
         headers, rows = self.TABLES[self.arguments[0]](self.env.app, self.env.docname)
-        caption = operator_caption() if self.arguments[0] == "operators" else ""
-        return [table(headers, rows, caption) if rows else paragraph(NOT_RECORDED)]
+        if not rows:
+            return [paragraph(NOT_RECORDED)]
+        if self.arguments[0] != "operators":
+            return [table(headers, rows)]
+        shown = table(headers, rows, operator_caption())
+        shown["classes"].append("kb-operators")
+        return [shown]
 
 
 # -- the API reference ----------------------------------------------------------------------------
