@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+from chapters import width_to_read
 
 from kernelbook.lab import display
 
@@ -265,6 +266,35 @@ def test_a_figure_enlarges_on_a_phone(visit):
         page.keyboard.press("Escape")
         assert page.locator("dialog.kb-large").count() == 0
     assert visit().open(CHAPTERS[0]).locator("button.kb-enlarge").count() == 0
+
+
+def test_the_code_of_a_paragraph_opens_from_its_end(visit):
+    page = visit().open(CHAPTERS[0])
+    written = page.locator(".kb-written").first
+    sign = written.get_by_text("Code for this paragraph").locator("..")
+    ends = written.locator(".kb-read p").evaluate("p => [...p.getClientRects()].at(-1).bottom")
+    box = sign.evaluate("s => s.getBoundingClientRect().toJSON()")
+    assert box["top"] < ends < box["bottom"] + box["height"], "the sign has left its paragraph"
+    assert min(box["width"], box["height"]) >= 24, "a finger misses the sign"
+    sign.focus()
+    page.keyboard.press("Enter")
+    assert written.locator(".highlight").is_visible()
+
+
+@pytest.mark.parametrize("path", [p for p in CHAPTERS if re.search("fp8|dropout|roles", p)])
+def test_the_labels_of_a_figure_are_legible_on_a_phone(path, visit):
+    """What is wider than the phone scrolls in its box, also by keyboard, and says so."""
+    page = visit(width=390).open(path)
+    figures = page.locator("img.kb-figure.only-light:visible")
+    for figure in figures.all():
+        address = SITE / unquote(figure.get_attribute("src")).removeprefix("../")
+        width = figure.bounding_box()["width"]
+        assert 0.94 * width_to_read(address.read_text(encoding="utf-8")) < width
+        if width > 390:
+            box = figure.locator("..")
+            assert {"kb-pan", "kb-wide"} <= set(box.get_attribute("class").split())
+            assert box.get_attribute("tabindex") == "0"
+    assert figures.count()
 
 
 BROKEN_NAMES = """pre => [...pre.querySelectorAll(".kb-line")].flatMap(line => {
