@@ -817,7 +817,7 @@ def width_to_read(svg):
     svg = re.sub('(?s)<g id="made">.*?</g>', "", svg)
     [width] = re.findall(r'viewBox="\S+ \S+ (\S+)', svg)
     sizes = re.findall(r"<text[^>]*font(?:-size)?: (?:\w+ )?([\d.]+)px", svg)
-    return round(LEGIBLE * float(width) / min(map(float, sizes)))
+    return round(LEGIBLE * float(width) / min(map(float, sizes), default=LEGIBLE))
 
 
 def let_figures_pan(app, doctree, docname):
