@@ -576,7 +576,7 @@ lab.read(
     f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
     "tokens, because the scores grow with the square of the length and what is transferred with "
     f"the length itself. **All to all**, the simpler way, takes {compared(longer('all to all'))} "
-    "tokens, if less than 1 % is no difference. **Short sequences lose more in every version:** at "
+    "tokens. (Less than 1 % we count as no difference.) **Short sequences lose more in every version:** at "
     f"{LENGTHS[0]:,} tokens the ring keeps {100 * shortest:.0f} %. Why, a section below asks."
 )
 
@@ -1007,8 +1007,8 @@ ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 took = speed.milliseconds_at("Kernel Book", seqlen=length)
 lab.read(
     f"At {LENGTHS[0]:,} tokens, linear scaling would take {ideal_ms:.1f} ms, and the ring takes "
-    f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one, and its host "
-    f"alone {ring_cost:.1f} ms. "
+    f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one with a pause "
+    f"after each, and its host alone {ring_cost:.1f} ms. "
     + (
         "**So either explains the loss without the other**, and which of them it is, we cannot "
         "tell. "

@@ -1124,8 +1124,8 @@ def in_all(operands, data, part="in all"):
 lab.read(
     f"With all operands in e4m3, the output is off by {in_all('all in e4m3', 'normal'):.1f} % on "
     f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. With V alone it "
-    f"is off by {in_all('V in e4m3', 'normal'):.1f} %, of which rounding the weights makes "
-    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} % alone. e5m2 errs more, because its mantissa "
+    f"is off by {in_all('V in e4m3', 'normal'):.1f} %; rounding the weights alone makes "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. e5m2 errs more, because its mantissa "
     "has one bit less. "
     + (
         "V alone errs less with outliers, because a large score gives one key nearly all of the "
