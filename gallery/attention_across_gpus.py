@@ -576,8 +576,9 @@ lab.read(
     f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
     "tokens, because the scores grow with the square of the length and what is transferred with "
     f"the length itself. **All to all**, the simpler way, takes {compared(longer('all to all'))} "
-    "tokens. (Less than 1 % we count as no difference.) **Short sequences lose more in every version:** at "
-    f"{LENGTHS[0]:,} tokens the ring keeps {100 * shortest:.0f} %. Why, a section below asks."
+    "tokens. (Less than 1 % we count as no difference.) **Short sequences lose more in every "
+    f"version:** at {LENGTHS[0]:,} tokens the ring keeps {100 * shortest:.0f} %. Why, a section "
+    "below asks."
 )
 
 # %%
