@@ -589,9 +589,8 @@ lab.read(
 #
 # PyTorch's profiler notes when each kernel begins and ends. The figure shows one call on rank 0,
 # with 16,384 tokens per rank: above with transfers that are waited for, below with transfers behind
-# the computation. With two ranks a call makes four: keys and values in the forward pass, the same
-# in the backward pass, their gradients, and the complete gradients on their way home. A bar of
-# transfers also contains the time in which it waits for the other rank, which may have begun later.
+# the computation. There are four: keys and values in either pass, their gradients, and the complete
+# gradients on their way home. A bar also contains the wait for the other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -958,11 +957,10 @@ lab.read(
 #
 # *Why does the ring keep less of its speed there?*
 #
-# Two suspects are left besides transfers. The *kernels*: they are less efficient on small parts,
-# and the merge reads and writes the output once more. And the *host*: it launches kernels in each
-# step, and lets the ranks tell each other what they pass, so that a mismatch is an error and not a
-# hang. We look at each alone: we add up the kernels above, and time a call whose scores take next
-# to nothing.
+# Two suspects are left besides transfers: the *kernels*, which are less efficient on small parts
+# and merge in every step, and the *host*, which launches them and lets the ranks tell each other
+# what they pass, so that a mismatch is an error and not a hang. We look at each alone: we add up
+# the kernels above, and time a call whose scores take next to nothing.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1617,8 +1615,8 @@ lab.read(
 # travel: each rank of a ring computes with one part of them while the next arrives. Under a causal
 # mask, two pieces from both ends give every rank the same work. Whether the connection keeps up is
 # decided by the tokens per rank, so a ring suits few ranks with long parts, and short sequences
-# lose. All to all is simpler, and on two GPUs no slower in the longest sequences. What a
-# layer keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
+# lose. All to all is simpler, and on two GPUs no slower in the longest sequences. What a layer
+# keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
 #
 # Exercises
 # ---------

@@ -260,7 +260,7 @@ lab.source(fp8.attention_fp8_fwd_kernel, "load")
 # %%
 
 
-# Reading
+# Measuring
 def values(x):
     """Return what an operand stands for, in float64."""
     if not isinstance(x, Quantized):
@@ -292,6 +292,9 @@ def in_gluon(q, k, v, is_causal=False):
     return hopper_fp8.attention_fp8_forward(*stored, descales, *options)
 
 
+# %%
+
+# Folded: Does a descale count as the formula says?
 q, k, v = torch.randn(3, 1, 2, 60, 32, device=runtime.DEVICE)
 operands, meant = prepare(q, k, v)
 before = plain(*operands)
@@ -303,8 +306,7 @@ for x in operands:
         changes[name].append((plain(*changed) - before).abs().max().item())
 assert max(changes["doubled"]) < 0.05 < min(changes["forgotten"])
 lab.read(
-    "To check the formula, we halve what is stored of q, k and v in turn. If we double its "
-    "descale, the output "
+    "We halve what is stored of q, k and v in turn. If we double its descale, the output "
     + (
         f"changes by at most {max(changes['doubled']):.1g}"
         if max(changes["doubled"]) > 0
@@ -613,8 +615,8 @@ lab.source(fp8.add_values)
 # adding 0.9 changes nothing, however often we do it. Hopper's matrix unit has the same problem in
 # 8-bit matmuls. An instruction adds 32 products to the sum so far. It aligns them with the largest,
 # and cuts off every bit that lies more than 13 places below that one's leading bit, although its
-# accumulators are float32 registers with 24 significant bits. NVIDIA does not say so; the 13 we
-# measure below.
+# accumulators are float32 registers with 24 significant bits. The 13 we measure below; the 32 we
+# assume, and a model with it will agree with what we measure.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
 # zero, and the kernel adds the sums of the tiles in ordinary float32 registers. What this addition

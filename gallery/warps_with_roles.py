@@ -920,14 +920,13 @@ lab.read(
     f"Left alone, consumer 1 works during {free:.0f} % of consumer 0's work, and in turns during "
     f"{taken:.0f} %."
     + (
-        " So two barriers keep them apart. That both coincide when free proves little, because "
-        "pauses, unlike matmuls, do not compete for anything."
+        " So two barriers keep them apart. That they coincide when free proves little, because "
+        "pauses, unlike matmuls, compete for nothing."
         if taken < 10 < free
         else ""
     )
     + (
-        " The first two bars are short, because the GPU may end a pause early, or after twice its "
-        "time."
+        " Bars differ in length, because a pause may last from no time to twice what it says."
         if alternated.rows and first_pause() < 1000
         else ""
     )
@@ -1364,27 +1363,20 @@ bare, ahead = (
     cycles.get((kernel, "all warps"), nan) for kernel in ("ring", "one in flight")
 )
 in_roles = max((cycles.get(lane, nan) for lane in ROLES[1:]), default=nan)
+waits = [share.get(lane, nan) for lane in ROLES]
 lab.read(
     f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring takes "
     f"{bare:,.0f}, because they are idle while its warps wait for a tile or ask for the next one. "
     f"With one matmul in flight a step takes {ahead:,.0f} cycles, and with roles {in_roles:,.0f} "
     "in the slower of the two consumers. "
     + (
-        "Hardly a cycle is idle in either, so roles have nothing left to gain."
+        "Hardly a cycle is idle in either, so roles have nothing left to gain. "
         if max(ahead, in_roles) < 1.02 * step_cycles
-        else "So the tensor cores still wait for a part of each step."
+        else "So the tensor cores still wait for a part of each step. "
     )
-)
-
-# %%
-
-# Reading
-waits = [share.get(lane, nan) for lane in ROLES]
-lab.read(
-    f"With roles the loader waits for {waits[0]:.0f} % of its time, and the consumers wait at "
-    f"their barriers for {waits[1]:.0f} and {waits[2]:.0f} %. This costs nothing here, because a "
-    "matmul is in flight meanwhile. **In attention this time is free for exponentials**, and that "
-    "is where roles can pay."
+    + f"**But consumers are free for {min(waits[1:]):.0f} to {max(waits[1:]):.0f} % of the time**, "
+    "which they spend at a barrier here. Attention has exponentials to compute then, and that is "
+    "where roles can pay."
 )
 
 # %%
@@ -1429,17 +1421,8 @@ speed = {
 }
 against = 100 * speed["roles"] / speed["matmul"]
 of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
-lab.read(
-    f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
-    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight raises it to "
-    f"{of_cublas['one in flight']:.0f} %. Roles reach {against:.0f} %, and `tl.dot` "
-    f"{of_cublas['tl.dot']:.0f} %. "
-)
-
-# %%
 
 
-# Reading
 def beside_the_loop():
     """Roles against the loop with one matmul in flight, by size; below 1 % is no difference."""
     ahead = {
@@ -1459,7 +1442,9 @@ def beside_the_loop():
         f"Beside the loop with one matmul in flight **roles lose up to {max(behind.values()):.1f} "
         f"%** at sizes {sizes}"
         + (
-            "; less than 1 %, as at the other sizes, is no difference"
+            "; less than 1 %, as at "
+            + " and ".join(f"{n:,}" for n in ahead if n not in behind)
+            + ", is no difference"
             if len(behind) < 3
             else ""
         )
@@ -1467,7 +1452,12 @@ def beside_the_loop():
     )
 
 
-lab.read(beside_the_loop())
+lab.read(
+    f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
+    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight to "
+    f"{of_cublas['one in flight']:.0f} %. `tl.dot`, whose ring the compiler makes, reaches "
+    f"{of_cublas['tl.dot']:.0f} %. " + beside_the_loop()
+)
 
 # %%
 
