@@ -1184,7 +1184,7 @@ lab.read(
 # kernels may exceed it. The operands have 8 bits before the clock starts. *All in FP8* and *V in
 # FP8* are the kernel above, and *plain Triton bf16* is the same in 16 bits. *Kernel Book bf16* is
 # what ``attention`` runs by default, a faster kernel for Hopper alone. *All in FP8, Gluon* is such
-# a kernel in 8 bits, of which the section before "What breaks it" speaks.
+# a kernel in 8 bits, for a later section.
 
 
 # Measuring
@@ -1652,7 +1652,8 @@ lab.read(
 #
 # It gives its :term:`warps <warp>` *roles*: some only load tiles, others only compute.
 # :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and you need
-# them for the folds below. Here it is enough to know what became of such a kernel in 8 bits.
+# them for the folds below. Here it is enough to know what became of such a kernel in 8 bits, which
+# we wrote in :term:`Gluon`, Triton's lower language.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
