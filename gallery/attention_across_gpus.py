@@ -382,8 +382,8 @@ lab.check("Attention across ranks", cases())
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
 # *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
-# heads of 128 in bfloat16. Calls follow each other without a pause, as the layers of a model do,
-# and the slowest rank counts. One GPU and the ring run the same kernels.
+# heads of 128 in bfloat16. Calls follow each other as the layers of a model do, the slowest rank
+# counts, and one GPU runs the same kernels.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -793,8 +793,7 @@ lab.read(
 # becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
 #
 # We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
-# the two kinds of steps: a rank's own part, under the mask, and half of the scores with another
-# part, which is as many.
+# single steps.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1007,7 +1006,7 @@ took = speed.milliseconds_at("Kernel Book", seqlen=length)
 lab.read(
     f"At {LENGTHS[0]:,} tokens, linear scaling would take {ideal_ms:.1f} ms, and the ring takes "
     f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one with a pause "
-    f"after each, and its host alone {ring_cost:.1f} ms. "
+    f"after each, and its host alone {ring_cost:.1f}. "
     + (
         "**So either explains the loss without the other**, and which of them it is, we cannot "
         "tell. "
@@ -1316,7 +1315,7 @@ lab.read(
 #
 # *How far does a ring go?*
 #
-# We have no such machine, but we have measured the pieces, so we can simulate one. A step takes as
+# We have no such machine, but we can simulate one from the pieces that we measured. A step takes as
 # long as the longest of three: its scores, the transfer beside them, and, after the first step, the
 # host's time to launch it. The last gradients, which nothing hides, are added.
 
@@ -1355,8 +1354,7 @@ lab.read(
         f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
         for n, off in off_by.items()
     )
-    + " tokens. Its steps were timed one by one, with a pause after each, and it does not know "
-    "whether transfers slow down what is computed beside them."
+    + " tokens. Its steps were timed one by one, with a pause after each."
 )
 
 # %%
@@ -1454,8 +1452,7 @@ lab.read(
         for world, tokens in from_tokens.items()
         if tokens
     )
-    + ", in the simulation. Its errors above are for two ranks, and unknown for more, so a length "
-    f"at which it is just above {GOOD} % may be too short. Over a network, a rank needs "
+    + ", in the simulation, whose errors we know for two ranks only. Over a network, a rank needs "
     f"{network_crossing:,.0f} tokens to hide the transfers of the backward pass, and with 1,024 "
     "GPUs these are "
     f"{1024 * network_crossing / 1e6:,.0f} million. **A ring is for few ranks with long parts.** "
@@ -1466,9 +1463,9 @@ lab.read(
 # What breaks it
 # --------------
 #
-# In a program of several processes, a mistake on one rank usually shows as a hang on the others,
-# because they wait for a message that never comes. So the ranks first agree on what they are about
-# to compute, and wait for each other no longer than the time-out of their process group allows.
+# A mistake on one rank usually shows as a hang on the others, because they wait for a message that
+# never comes. So the ranks first agree on what they are about to compute, and wait for each other
+# no longer than the time-out of their process group allows.
 #
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
 # contiguous part passed as zig-zag has the right shape, and raises no error. Its result is wrong:
@@ -1601,10 +1598,9 @@ lab.read(
         if silent
         else ""
     )
-    + "Another shape is refused on all ranks, and the error names the rank that passed it. For a "
-    f"late rank the others wait until the time-out, here {LATE:.0f} s, is over. Then they give up, "
-    "and the late one gets an error, too, because nobody waits for it any more. For a dead rank "
-    "the others need not wait, because its connection is closed."
+    + f"For a late rank the others wait until the time-out, here {LATE:.0f} s, is over, and then "
+    "the late one gets an error, too. For a dead rank they need not wait, because its connection "
+    "is closed."
 )
 
 # %%

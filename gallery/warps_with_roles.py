@@ -1455,7 +1455,7 @@ def beside_the_loop():
 lab.read(
     f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
     f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight to "
-    f"{of_cublas['one in flight']:.0f} %. `tl.dot`, whose ring the compiler makes, reaches "
+    f"{of_cublas['one in flight']:.0f} %. `tl.dot` reaches "
     f"{of_cublas['tl.dot']:.0f} %. " + beside_the_loop()
 )
 
