@@ -154,12 +154,12 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 # Who holds which tokens
 # ----------------------
 #
-# *What does "zigzag" mean, and why does it matter?*
+# *Does it matter which tokens a rank holds?*
 #
-# Under a causal mask, the obvious layout leaves ranks idle. If rank 0 holds the first quarter of
-# the tokens and rank 3 the last, then no query of rank 0 sees a key of another rank. It computes in
-# one step and has nothing to do in three, while rank 3 computes in all four. The others wait for
-# it, because the next keys come from a neighbour.
+# Under a causal mask it does. If rank 0 holds the first quarter of the tokens and rank 3 the last,
+# then no query of rank 0 sees a key of another rank. It computes in one step and has nothing to do
+# in three, while rank 3 computes in all four. The others wait for it, because the next keys come
+# from a neighbour.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -168,10 +168,11 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 #    each rank two, one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces
 #    :math:`r` and :math:`2W - 1 - r`.
 #
-# If the keys that arrive come from a lower rank, then all queries see the early piece and none the
-# late one. If they come from a higher rank, the late queries see both pieces and the early ones
-# none. Either way the rank computes half of the scores, so no step has an idle rank. In the
-# package, ``_work`` returns which queries and keys meet, as slices, and whether under the mask:
+# A part of keys is now an early piece and a late one. If it comes from a lower rank, then all
+# queries see its early piece and none its late one. If it comes from a higher rank, the late
+# queries see both pieces and the early ones none. Either way a rank computes half of the scores, so
+# none is idle. In the package, ``_work`` returns which queries and keys meet, as slices, and
+# whether under the mask; ``source`` is the rank that the keys are from:
 
 lab.source(ring._work)
 
@@ -240,24 +241,30 @@ lab.sketch(
 # *How much does that gain?* Count the scores of one part with another as one unit. The first step,
 # under the mask, takes half a unit; each of the others takes a whole unit with contiguous parts and
 # half a unit with zig-zag. That makes :math:`W - \frac{1}{2}` units against :math:`\frac{W}{2}`, so
-# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many. Or: contiguous
-# parts leave a third of two ranks' time idle, and nearly half of that of many. Nearly all other
-# operations of a model work token by token, so the order does not matter to them; only the
-# positions that the model adds must follow it.
+# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many. It costs a model
+# little: nearly all its other operations work token by token, in any order, and only the positions
+# that it adds must follow the layout.
 #
 # The loop of a rank
 # ------------------
 #
 # *How does a rank send and compute at once?*
 #
-# The forward pass of the package is the loop above, as one rank sees it. ``operator.run`` is the
-# forward kernel of the earlier chapters, and ``_work`` cuts out what a step computes. New is the
-# transfer. ``_pass_on`` begins to send ``kv`` to the next rank and to receive ``following`` from
-# the one before; then the rank computes, and ``_wait`` waits for both. The two can overlap, because
-# NCCL, NVIDIA's library for communication, transfers in a :term:`stream` of its own. A part that
-# was sent and used is ``spare``, and the next but one arrives in its memory. Only the rank's own
-# part never becomes spare, because it belongs to the caller. (``_like`` makes empty tensors of the
-# same shapes, and ``_dtype_of_sums`` is float32 with more than two ranks.)
+# With calls that begin a transfer and return at once. ``_pass_on`` begins to send tensors to the
+# next rank and to receive those of the rank before, ``into`` memory that it is given. The transfer
+# runs beside the kernels that the rank launches next, because NCCL, NVIDIA's library for
+# communication, has a :term:`stream` of its own:
+
+lab.source(ring._pass_on)
+
+# %%
+# The forward pass of the package is ``ring_in_turn``, as one rank sees it. In each step it begins
+# to pass ``kv`` on, computes what ``_work`` tells it to, and waits for both transfers.
+# ``operator.run`` is the forward kernel of the earlier chapters, and what follows ``causal`` are
+# its options: no window, the scale, the same bits in every run, any backend. A part that was sent
+# and used is ``spare``, and the next but one arrives in its memory. Only the rank's own part never
+# becomes spare, because it belongs to the caller. (``_like`` makes empty tensors of the same
+# shapes, and ``_dtype_of_sums`` is float32 with more than two ranks.)
 
 lab.source(ring._Ring.forward)
 
@@ -276,11 +283,10 @@ lab.source(ring._Ring.forward)
 # rank adds its terms as they pass, and a last transfer brings them home. With more than two ranks,
 # the sums are float32 until they are complete.
 
-# Folded: The backward pass, and how a rank passes on
+# Folded: The backward pass, and the exchange of all to all
 lab.listing(
     {
         "The backward pass of a rank": ring._Ring.backward,
-        "Send tensors to the next rank, and receive those of the rank before": ring._pass_on,
         "The exchange of all to all": ring._exchange,
     }
 )
@@ -302,9 +308,11 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# Ring and all to all are compared with float64 and with PyTorch's attention on one device, output
-# and gradients. The error may be up to four times PyTorch's, also for the output, because each
-# part's result is rounded to the dtype of ``q`` before it is merged, and the merged one again.
+# *Do the ranks compute what one GPU would?*
+#
+# Outputs and gradients of both ways are compared with float64 and with PyTorch's attention on one
+# device. The error may be up to four times PyTorch's, also for the output, because each part's
+# result is rounded to the dtype of ``q`` before it is merged, and the merged one again.
 
 # Measuring
 METHODS = {
@@ -363,18 +371,19 @@ lab.check("Attention across ranks", cases())
 # How fast is it?
 # ---------------
 #
-# How much of their speed do the GPUs keep? The yardstick is *linear scaling*: the time that one GPU
-# takes alone for the same sequence, divided by the number of GPUs, so that 100 % means that sharing
-# loses nothing. The figures call it the ideal. Two changes lead from the obvious version to the
-# package's:
+# *How much of their speed do the GPUs keep?*
+#
+# The yardstick is *linear scaling*, in the figures the *ideal*: the time that one GPU takes alone
+# for the same sequence, divided by the number of GPUs, so that 100 % means that sharing loses
+# nothing. Two changes lead from the obvious version to the package's:
 #
 # 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
 # 2. *zig-zag*: the same with two pieces, one from either end;
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
 # *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
-# heads of 128 in bfloat16. Calls follow each other without a pause, as the layers of a model do,
-# and the slowest rank counts. One GPU and the ring run the same kernels.
+# heads of 128 in bfloat16. Calls follow each other as the layers of a model do, the slowest rank
+# counts, and one GPU runs the same kernels.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -536,54 +545,40 @@ lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
 
 # %%
 
-# Reading
-shares = {n: {name: speed.share(name, seqlen=n) for name in RUNGS} for n in LENGTHS}
-gains = {
-    n: 100
-    * (
-        speed.milliseconds_at("zig-zag", seqlen=n)
-        / speed.milliseconds_at("Kernel Book", seqlen=n)
-        - 1
-    )
-    for n in LENGTHS
-}
-lab.read(
-    f"**Short sequences lose more:** at {LENGTHS[0]:,} tokens the ring reaches "
-    f"{100 * shortest:.0f} %. Why, a section below asks. Hiding the transfers gains "
-    f"{gains[LENGTHS[0]]:.0f} % over zig-zag there, and {gains[LENGTHS[-1]]:.0f} % at "
-    f"{LENGTHS[-1]:,}"
-    + (
-        ", because the scores grow with the square of the length and what is transferred with the "
-        "length itself."
-        if gains[LENGTHS[0]] > gains[LENGTHS[-1]]
-        else "."
-    )
-    + (
-        " In the figure the line of zig-zag lies under that of all to all."
-        if max(abs(of["zig-zag"] - of["all to all"]) for of in shares.values()) < 0.01
-        else ""
-    )
-)
-
-# %%
 
 # Reading
-tied = [
-    n
-    for n, of in shares.items()
-    if abs(of["Kernel Book"] / of["all to all"] - 1) < 0.02
-]
+def longer(name):
+    """How many percent longer than the ring a version takes, by length."""
+    return {
+        n: 100
+        * (
+            speed.milliseconds_at(name, seqlen=n)
+            / speed.milliseconds_at("Kernel Book", seqlen=n)
+            - 1
+        )
+        for n in LENGTHS
+    }
+
+
+def compared(found):
+    """Percents by length, in words; less than 1 % is no difference."""
+    told = [
+        f"{abs(more):.0f} % {'longer' if more > 0 else 'shorter'} at {n:,}"
+        for n, more in found.items()
+        if abs(more) >= 1
+    ]
+    same = [f"{n:,}" for n, more in found.items() if abs(more) < 1]
+    told += [f"as long at {' and '.join(same)}"] if same else []
+    return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]])) or "nan"
+
+
 lab.read(
-    "**All to all**, which hides no transfer, reaches "
-    + ", ".join(f"{100 * of['all to all']:.0f} % at {n:,}" for n, of in shares.items())
-    + " tokens. "
-    + (
-        f"At {' and '.join(f'{n:,}' for n in tied)} it is within 2 % of the ring. "
-        if tied
-        else ""
-    )
-    + f"So on {WORLD} GPUs the simpler way is the better one wherever the ring is not clearly "
-    "ahead."
+    f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
+    "tokens, because the scores grow with the square of the length and what is transferred with "
+    f"the length itself. **All to all**, the simpler way, takes {compared(longer('all to all'))} "
+    "tokens. (Less than 1 % we count as no difference.) **Short sequences lose more in every "
+    f"version:** at {LENGTHS[0]:,} tokens the ring keeps {100 * shortest:.0f} %. Why, a section "
+    "below asks."
 )
 
 # %%
@@ -594,9 +589,8 @@ lab.read(
 #
 # PyTorch's profiler notes when each kernel begins and ends. The figure shows one call on rank 0,
 # with 16,384 tokens per rank: above with transfers that are waited for, below with transfers behind
-# the computation. With two ranks a call makes four: keys and values in the forward pass, the same
-# in the backward pass, their gradients, and the complete gradients on their way home. A bar of
-# transfers also contains the time in which it waits for the other rank, which may have begun later.
+# the computation. There are four: keys and values in either pass, their gradients, and the complete
+# gradients on their way home. A bar also contains the wait for the other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -799,8 +793,7 @@ lab.read(
 # becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
 #
 # We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
-# the two kinds of steps: a rank's own part, under the mask, and half of the scores with another
-# part, which is as many.
+# single steps.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -950,28 +943,23 @@ lab.read(
         else ". "
     )
     + f"A step of {largest:,} tokens computes at {flops / 1e12:.0f} TFLOP/s, or "
-    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"So by the formulas a transfer is hidden from {crossing['forward']:,.0f} tokens per rank on "
-    f"in the forward pass and from {crossing['backward']:,.0f} in the backward pass, if keys have "
-    "as many heads as queries. With an eighth as many, as in many models, an eighth of that is "
-    "enough. These are orders of magnitude, because small parts compute and travel more slowly."
+    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes. **So by the formulas a "
+    f"transfer is hidden from about {crossing['forward']:,.0f} tokens per rank on** in the forward "
+    f"pass and {crossing['backward']:,.0f} in the backward pass, or an eighth of that with an "
+    "eighth as many heads of keys. Small parts compute and travel more slowly, so these are orders "
+    "of magnitude."
 )
 
 # %%
 # Where short sequences lose
 # --------------------------
 #
-# *Why does the ring keep less of its speed there?* Two more things cost time besides transfers.
-# Kernels are less efficient on small parts, and the merge reads and writes the output once more.
-# And the host launches kernels in each step, and lets the ranks tell each other what they pass, so
-# that a mismatch is an error and not a hang. So we add up the kernels above, and time calls whose
-# scores take next to nothing:
+# *Why does the ring keep less of its speed there?*
+#
+# Two suspects are left besides transfers: the *kernels*, which are less efficient on small parts
+# and merge in every step, and the *host*, which launches them and lets the ranks tell each other
+# what they pass, so that a mismatch is an error and not a hang. We look at each alone: we add up
+# the kernels above, and time a call whose scores take next to nothing.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1017,17 +1005,17 @@ ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 took = speed.milliseconds_at("Kernel Book", seqlen=length)
 lab.read(
     f"At {LENGTHS[0]:,} tokens, linear scaling would take {ideal_ms:.1f} ms, and the ring takes "
-    f"{ring_ms:.1f}. Its kernels, timed one by one, take {by_kernels:.1f} ms, and its host needs "
-    f"{ring_cost:.1f} ms, however short the sequence. "
+    f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one with a pause "
+    f"after each, and its host alone {ring_cost:.1f}. "
     + (
-        "**So** kernels and host each explain the loss alone, and we cannot tell which of the two "
-        "it is; no transfer is needed to explain it. "
+        "**So either explains the loss without the other**, and which of them it is, we cannot "
+        "tell. "
         if min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
         else ""
     )
-    + f"All to all takes {exchange_ms:.1f} ms there, of which its host needs "
-    f"{cost.get('all to all', nan):.1f}. At {length:,} tokens, which take the ring {took:.0f} ms, "
-    "the host runs ahead of the GPU, and its time is hidden."
+    + f"All to all takes {exchange_ms:.1f} ms, and its host {cost.get('all to all', nan):.1f}. At "
+    f"{length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, and "
+    "its time is hidden."
 )
 
 # %%
@@ -1119,20 +1107,11 @@ lab.read(
         else ""
     )
     + f". A rank's tensors have 1/{most} of this size, but it holds {rank_holds:.0f} of them, "
-    "because a second part of keys and values, gradients that travel, and terms that are still to "
-    "be added come on top."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**What a model keeps falls by {100 * (1 - 1 / most):.0f} %**, because from the forward to "
-    "the backward pass a layer keeps `q`, `k`, `v` and `out` of the rank's own part, and nothing "
-    f"that travels. With {LAYERS} layers and {MEMORY_LENGTH:,} tokens these are {kept:.0f} GiB on "
-    f"one GPU and {kept / most:.0f} on each of {most}, on paper. What comes on top exists in one "
-    "layer at a time, and falls as ranks are added; but from three ranks on, sums have 32 bits "
-    "and take twice the room."
+    "because parts and gradients that travel come on top. These exist in one layer at a time. "
+    f"**What a model keeps from the forward to the backward pass falls by "
+    f"{100 * (1 - 1 / most):.0f} %**, because a layer keeps nothing that travels. With {LAYERS} "
+    f"layers and {MEMORY_LENGTH:,} tokens it is {kept:.0f} GiB on one GPU and {kept / most:.0f} on "
+    f"each of {most}, on paper."
 )
 
 # %%
@@ -1190,9 +1169,11 @@ lab.read(
 # Beside PyTorch
 # --------------
 #
-# PyTorch has a ring of its own, still experimental: within ``context_parallel``,
-# ``scaled_dot_product_attention`` runs on all ranks. It orders the tokens as our zig-zag does. We
-# run it around cuDNN's attention (*cuDNN CP*), and time it only if its output is that of our ring.
+# *Is PyTorch's own ring as fast?*
+#
+# It is still experimental: within ``context_parallel``, ``scaled_dot_product_attention`` runs on
+# all ranks, with the tokens in the order of our zig-zag. We run it around cuDNN's attention (*cuDNN
+# CP*), and time it only if its output is that of our ring.
 
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
@@ -1291,7 +1272,6 @@ lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
 
 # Reading
 at = PEER_LENGTHS[-1]
-ours = beside.share("Kernel Book", seqlen=at)
 timed_peers = [
     (name, beside.share(name, seqlen=at))
     for name in BACKENDS
@@ -1299,30 +1279,34 @@ timed_peers = [
 ]
 ours_ms = beside.milliseconds_at("Kernel Book", seqlen=at)
 
-lab.read(
-    "".join(
-        f"At {at:,} tokens, PyTorch's ring around {name.removesuffix(' CP')} takes "
-        f"{beside.milliseconds_at(name, seqlen=at):.0f} ms, {100 * found:.0f} % of linear scaling "
-        f"of the book's own kernel. "
-        for name, found in timed_peers
+
+def beside_ours(name):
+    """How long PyTorch's ring takes, as a paragraph; less than 1 % is no difference."""
+    took = beside.milliseconds_at(name, seqlen=at)
+    more = 100 * (took / ours_ms - 1)
+    judged = (
+        "as long as ours, which was timed again beside it"
+        if abs(more) < 1
+        else f"{more:.0f} % longer than ours, which was timed again beside it"
+        if more > 0
+        else f"{-more:.0f} % less than ours, so **PyTorch's is ahead**"
     )
-    + f"Ours, timed again beside it, takes {ours_ms:.0f} ms, {100 * ours:.0f} %. "
+    return (
+        f"At {at:,} tokens, PyTorch's ring around {name.removesuffix(' CP')} takes {took:.0f} ms, "
+        f"{judged}. We did not time its kernel on one GPU, so we cannot say how much of this is "
+        "the ring's and how much the kernel's. "
+    )
+
+
+lab.read(
+    "".join(beside_ours(name) for name, _ in timed_peers)
     + (
-        "The other library was not timed on one GPU, so these numbers do not tell its ring from "
-        "the kernel inside it. "
-        + (
-            "More than 100 % is possible, because the yardstick is our kernel."
-            if any(found > 1 for _, found in timed_peers)
-            else ""
-        )
-        if timed_peers
+        "More than 100 % is possible in the figure, because the yardstick is our kernel."
+        if any(found > 1 for _, found in timed_peers)
         else ""
     )
-    + (
-        ""
-        if timed_peers
-        else "PyTorch's context parallelism did not run here; the figure names the reason."
-    )
+    if timed_peers
+    else "PyTorch's context parallelism did not run here; the figure names the reason."
 )
 
 # %%
@@ -1331,7 +1315,7 @@ lab.read(
 #
 # *How far does a ring go?*
 #
-# We have no such machine, but we have measured the pieces, so we can simulate one. A step takes as
+# We have no such machine, but we can simulate one from the pieces that we measured. A step takes as
 # long as the longest of three: its scores, the transfer beside them, and, after the first step, the
 # host's time to launch it. The last gradients, which nothing hides, are added.
 
@@ -1370,8 +1354,7 @@ lab.read(
         f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
         for n, off in off_by.items()
     )
-    + " tokens. Its steps were timed one by one, with a pause after each, and it does not know "
-    "whether transfers slow down what is computed beside them."
+    + " tokens. Its steps were timed one by one, with a pause after each."
 )
 
 # %%
@@ -1469,22 +1452,20 @@ lab.read(
         for world, tokens in from_tokens.items()
         if tokens
     )
-    + ", in the simulation. Its errors above are for two ranks, and unknown for more, so a length "
-    f"at which it is just above {GOOD} % may be too short. Over a network, a rank needs "
+    + ", in the simulation, whose errors we know for two ranks only. Over a network, a rank needs "
     f"{network_crossing:,.0f} tokens to hide the transfers of the backward pass, and with 1,024 "
     "GPUs these are "
     f"{1024 * network_crossing / 1e6:,.0f} million. **A ring is for few ranks with long parts.** "
-    "Larger machines share heads within a host, pass parts round a ring of hosts, and compute "
-    "other sequences on the rest."
+    "Larger machines share heads within a host, and pass parts round a ring of hosts."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# In a program of several processes, a mistake on one rank usually shows as a hang on the others,
-# because they wait for a message that never comes. So the ranks first agree on what they are about
-# to compute, and wait for each other no longer than the time-out of their process group allows.
+# A mistake on one rank usually shows as a hang on the others, because they wait for a message that
+# never comes. So the ranks first agree on what they are about to compute, and wait for each other
+# no longer than the time-out of their process group allows.
 #
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
 # contiguous part passed as zig-zag has the right shape, and raises no error. Its result is wrong:
@@ -1513,8 +1494,15 @@ for layout in ring.LAYOUTS:
 
 # %%
 # **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank passes a
-# longer part; or comes later than the others have patience; or ends without a word. The table shows
-# what it and rank 0 are told, and after how long.
+# longer part; or comes later than the others have patience; or ends without a word, like this:
+#
+# .. literalinclude:: attention_across_gpus.py
+#    :language: python
+#    :pyobject: dies
+#    :lines: 3-7
+#    :dedent:
+#
+# The table shows what it and rank 0 are told, and after how many seconds.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1610,10 +1598,9 @@ lab.read(
         if silent
         else ""
     )
-    + "Another shape is refused on all ranks, and the error names the rank that passed it. For a "
-    f"late rank the others wait until the time-out, here {LATE:.0f} s, is over. Then they give up, "
-    "and the late one gets an error, too, because nobody waits for it any more. For a dead rank "
-    "the others need not wait, because its connection is closed."
+    + f"For a late rank the others wait until the time-out, here {LATE:.0f} s, is over, and then "
+    "the late one gets an error, too. For a dead rank they need not wait, because its connection "
+    "is closed."
 )
 
 # %%
@@ -1621,11 +1608,11 @@ lab.read(
 # --------
 #
 # Attention to parts of the keys can be merged by one number per query, so queries stay and keys
-# travel: each rank of a ring computes with one part of them while the next arrives. All to all is
-# simpler, and to be preferred where the heads suffice and the ring is not measurably faster. Under
-# a causal mask, two pieces from both ends give every rank the same work. Whether the connection
-# keeps up is decided by the tokens per rank, so a ring suits few ranks with long parts. What a
-# layer keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
+# travel: each rank of a ring computes with one part of them while the next arrives. Under a causal
+# mask, two pieces from both ends give every rank the same work. Whether the connection keeps up is
+# decided by the tokens per rank, so a ring suits few ranks with long parts, and short sequences
+# lose. All to all is simpler, and on two GPUs no slower in the longest sequences. What a layer
+# keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
 #
 # Exercises
 # ---------

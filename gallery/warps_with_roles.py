@@ -196,7 +196,7 @@ lab.sketch(
 # How can a single warp load for eight others? It has little to do, because the copy engine needs no
 # address for each number: a thread names a tile by its first row and column, and the engine fetches
 # it into :term:`shared memory`. Where the tensor lies, it knows from the descriptor, which the host
-# has written before the launch.
+# writes before the launch, as we show below the kernel.
 #
 # The copy is *asynchronous*: the thread goes on at once, and a barrier in shared memory tells it
 # when the tile is there. The next section explains ``expect`` and the 0 in ``wait``. A store needs
@@ -221,8 +221,10 @@ def copy_kernel(x_desc, y_desc):
 
 
 # %%
+# The host describes both tensors and launches one program per tile. The layout in a descriptor says
+# how a tile lies in shared memory, so that copy engine and tensor cores find the same number at the
+# same place. Every kernel of this page is launched like this, with other tiles and grids:
 
-# Measuring
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -232,6 +234,10 @@ def describe(x, *block):
 
 
 # %%
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: through_shared
+#
 # A barrier and its phases
 # ------------------------
 #
@@ -408,9 +414,9 @@ lab.table(rows, "Six tiles, two slots, in the model")
 #
 # The consumer, ``add_tiles``, adds up tiles of 32 × 32 numbers. Without a ``MISTAKE`` it waits with
 # the right parity, and arrives after the load; the other branches are for the section on what
-# breaks. ``pause`` lets the threads sleep, as if they had to compute exponentials. An arrival must
-# mean that *all* threads have read the slot: Gluon's ``arrive`` counts once for the whole role, and
-# Triton puts a barrier of the role's own threads before it.
+# breaks. ``pause(5000)`` lets the threads sleep for about 5,000 ns, as if they had to compute. An
+# arrival must mean that *all* threads have read the slot: Gluon's ``arrive`` counts once for the
+# whole role, and Triton puts a barrier of the role's own threads before it.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -419,8 +425,8 @@ lab.table(rows, "Six tiles, two slots, in the model")
 #    :dedent:
 #
 # The kernel allocates the ring with its barriers, and ``warp_specialize`` starts the roles. The
-# first is the *default partition*: it runs in the warps that the launch has asked for, here four.
-# For each of the others, two lists say how many warps of its own it gets, here one, and how many
+# first is the *default partition*: it runs in the ``num_warps`` warps of the launch, here four. For
+# each of the others, two lists say how many warps of its own it gets, here one, and how many
 # registers per thread. When all roles have ended, the kernel goes on.
 #
 # .. literalinclude:: warps_with_roles.py
@@ -516,8 +522,8 @@ def sum_kernel(
 #   of ``a``. So the compiler issues four of them for the 64 columns.
 # - ``warpgroup_mma`` issues ``a_s @ b_s + zeros``, and the warps go on at once.
 # - ``warpgroup_mma_wait(n)`` waits until at most ``n`` of the matmuls issued so far are unfinished.
-#   ``deps`` names the results, which nothing may read before. Between the two calls, attention
-#   computes its exponentials.
+#   ``deps`` names the results, which nothing may read before. Between the two calls, the warps are
+#   free to compute, in attention for example exponentials.
 #
 # .. dropdown:: More: two matmuls in a row, without shared memory between them
 #
@@ -735,13 +741,12 @@ written, left_out = (count(name, "fences") for name in ("double", "double, no fe
 wrong = count("double, no fence", "wrong numbers")
 lab.read(
     "Triton inserts the fence where it sees both sides in one kernel. We write it all the same, "
-    "because a compiler may see less in another kernel, and a fence that is missing shows by "
-    "chance only."
+    "because a compiler may see less in another kernel, and what happens without the fence, the "
+    "manual does not say."
     if left_out >= written
     else "Triton does not insert the fence for us. "
     + (
-        "No number was wrong without it, but by luck only, because nothing orders the two "
-        "paths."
+        "No number was wrong without it in our runs, but the manual promises nothing then."
         if wrong == 0
         else f"Without it {wrong:,.0f} numbers were wrong."
     )
@@ -770,15 +775,16 @@ lab.read(
 # Taking turns
 # ------------
 #
-# What if both consumers want the tensor cores at the same time? Two that start together do the same
-# things together: both multiply, and then both compute exponentials while the tensor cores are
-# idle. Attention, in the next chapter, wants them to alternate, which is called *ping-pong*.
+# What if both consumers want the tensor cores at the same time? If nothing keeps them apart, two
+# that start together may stay together: both multiply, and then both compute exponentials while the
+# tensor cores are idle. It would be better if they alternated, which is called *ping-pong*. Here is
+# the tool; whether attention needs it, the next chapter measures.
 #
-# The tool is a :term:`named barrier`, one of 16 counters of each program: ``sync`` waits until a
-# number of threads has come, here all 256 of both consumers, and ``arrive`` counts without waiting.
+# A :term:`named barrier` is one of 16 counters of each program: ``sync`` waits until a number of
+# threads has come, here all 256 of both consumers, and ``arrive`` counts without waiting.
 # Consumer 0 waits at barrier 9 and consumer 1 at barrier 10, because Triton itself uses the low
 # numbers. Whoever has issued its matmuls arrives at the other's barrier. ``ME`` is the number of
-# the consumer, and two pauses stand for its work:
+# the consumer, and two pauses of about 1,000 ns, or 2,000 cycles, stand for its work:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -913,9 +919,14 @@ free, taken = (
 lab.read(
     f"Left alone, consumer 1 works during {free:.0f} % of consumer 0's work, and in turns during "
     f"{taken:.0f} %."
-    + (" So two barriers are enough to keep them apart." if taken < 10 < free else "")
     + (
-        " When free, the first bars of both are short, because a pause may end early."
+        " So two barriers keep them apart. That they coincide when free proves little, because "
+        "pauses, unlike matmuls, compete for nothing."
+        if taken < 10 < free
+        else ""
+    )
+    + (
+        " Bars differ in length, because a pause may last from no time to twice what it says."
         if alternated.rows and first_pause() < 1000
         else ""
     )
@@ -1256,9 +1267,9 @@ lab.read(
 # ------------------
 #
 # Where do the cycles go, and why do roles gain nothing here? One program of a matmul of size 4,096
-# stamps the clock before and after each wait, for sixteen steps. Its warps wait for tiles and for
-# matmuls. The ring waits for the matmul that it has just issued, the other two for the one
-# *before*, so that the next is in flight during all of their waits.
+# stamps the clock before and after each wait, for sixteen steps. The ring waits for the matmul that
+# it has just issued (blue), so its tensor cores are busy in the blue time and idle in the rest. The
+# other two wait for the matmul *before*, so that one is in flight whatever their warps do.
 
 
 # Measuring
@@ -1351,27 +1362,21 @@ ROLES = [("roles", lane) for lane in ("loader", "consumer 0", "consumer 1")]
 bare, ahead = (
     cycles.get((kernel, "all warps"), nan) for kernel in ("ring", "one in flight")
 )
-in_roles = cycles.get(ROLES[1], nan)
-lab.read(
-    f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring takes "
-    f"{bare:,.0f}, because it has no matmul in flight: the tensor cores are idle while its warps "
-    f"wait for a tile or ask for the next one. With one in flight a step takes {ahead:,.0f}, and "
-    f"with roles {in_roles:,.0f}. "
-    + (
-        "Both leave the tensor cores no idle cycle, so roles have nothing left to gain."
-        if max(ahead, in_roles) < 1.01 * step_cycles
-        else "So the tensor cores still wait for a part of each step."
-    )
-)
-
-# %%
-
-# Reading
+in_roles = max((cycles.get(lane, nan) for lane in ROLES[1:]), default=nan)
 waits = [share.get(lane, nan) for lane in ROLES]
 lab.read(
-    f"With roles the loader waits for {waits[0]:.0f} % of its time, and the consumers wait at "
-    f"their barriers for {waits[1]:.0f} and {waits[2]:.0f} %. This costs nothing here, because a "
-    "matmul is in flight meanwhile. Attention fills this time with exponentials."
+    f"Tensor cores that never wait would need {step_cycles:,.0f} cycles for a step. The ring takes "
+    f"{bare:,.0f}, because they are idle while its warps wait for a tile or ask for the next one. "
+    f"With one matmul in flight a step takes {ahead:,.0f} cycles, and with roles {in_roles:,.0f} "
+    "in the slower of the two consumers. "
+    + (
+        "Hardly a cycle is idle in either, so roles have nothing left to gain. "
+        if max(ahead, in_roles) < 1.02 * step_cycles
+        else "So the tensor cores still wait for a part of each step. "
+    )
+    + f"**But consumers are free for {min(waits[1:]):.0f} to {max(waits[1:]):.0f} % of the time**, "
+    "which they spend at a barrier here. Attention has exponentials to compute then, and that is "
+    "where roles can pay."
 )
 
 # %%
@@ -1416,37 +1421,43 @@ speed = {
 }
 against = 100 * speed["roles"] / speed["matmul"]
 of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
-lab.read(
-    f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
-    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight raises it to "
-    f"{of_cublas['one in flight']:.0f} %. Roles reach {against:.0f} %, and `tl.dot` "
-    f"{of_cublas['tl.dot']:.0f} %. "
-)
-
-# %%
 
 
-# Reading
-def roles_behind():
-    """Where roles lose to the loop with one matmul in flight, by 1 % or more."""
-    behind = {}
-    for n in (2048, 4096, 8192):
-        loop, roles = (
-            climbed.rate(name, n=n) if climbed.rows else nan
-            for name in ("one in flight", "roles")
-        )
-        if not roles > 0.99 * loop:
-            behind[n] = 100 * (1 - roles / loop)
+def beside_the_loop():
+    """Roles against the loop with one matmul in flight, by size; below 1 % is no difference."""
+    ahead = {
+        n: climbed.rate("roles", n=n) / climbed.rate("one in flight", n=n)
+        if climbed.rows
+        else nan
+        for n in (2048, 4096, 8192)
+    }
+    behind = {n: 100 * (1 - ratio) for n, ratio in ahead.items() if not ratio > 0.99}
     if not behind:
-        return "At no size do roles lose to the loop with one matmul in flight by 1 % or more."
+        return (
+            "Beside the loop with one matmul in flight roles lose nothing at any size, if less "
+            "than 1 % is no difference, and gain nothing either."
+        )
     sizes = " and ".join(f"{n:,}" for n in behind)
     return (
-        f"Roles lose to the loop with one matmul in flight by 1 % or more at sizes {sizes}, the "
-        f"most by {max(behind.values()):.1f} %; why, we have not measured."
+        f"Beside the loop with one matmul in flight **roles lose up to {max(behind.values()):.1f} "
+        f"%** at sizes {sizes}"
+        + (
+            "; less than 1 %, as at "
+            + " and ".join(f"{n:,}" for n in ahead if n not in behind)
+            + ", is no difference"
+            if len(behind) < 3
+            else ""
+        )
+        + ". Why they lose, we have not measured."
     )
 
 
-lab.read(roles_behind())
+lab.read(
+    f"At size 8,192 a ring of three slots raises the speed from {of_cublas['one buffer']:.0f} to "
+    f"{of_cublas['ring']:.0f} % of cuBLAS, and one matmul in flight to "
+    f"{of_cublas['one in flight']:.0f} %. `tl.dot` reaches "
+    f"{of_cublas['tl.dot']:.0f} %. " + beside_the_loop()
+)
 
 # %%
 

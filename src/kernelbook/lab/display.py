@@ -236,6 +236,7 @@ def _sourced(thing, *pieces: str) -> Markdown:
     if pieces:
         lines, first = [lines[i] for i in shown], first + shown[0]
     code = inspect.cleandoc("\n" + "".join(lines))
+    code = re.sub(r"  # (fmt: skip|noqa\b.*)", "", code)  # for tools, not for readers
     name = inspect.getmodule(function).__name__.replace(".", "/")
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
