@@ -133,8 +133,7 @@ lab.sketch(
 #
 # As in :doc:`/chapters/warps_with_roles`, a *loader* :term:`warp` fills rings of tiles, and two
 # *consumers*, each a :term:`warpgroup` with 64 queries of its own, compute. Each slot of a ring has
-# a ``full`` and an ``empty`` :term:`barrier <mbarrier>`. We write the order of the loop first, and
-# then measure change by change what of it pays, and why.
+# a ``full`` and an ``empty`` :term:`barrier <mbarrier>`.
 
 # %%
 # The order of the loop
@@ -203,9 +202,18 @@ lab.sketch(
 
 # %%
 # This is the plan; rung 2 shows what the assembler makes of it. The rescaling comes after the sum,
-# because :math:`p_{i-1}` was computed with the old maximum. In PyTorch:
+# because :math:`p_{i-1}` was computed with the old maximum. In PyTorch, from the last tile to the
+# first, with two mistakes that the last section makes on purpose:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: one_tile_ahead
+#    :start-at: p = v_before = None
+#    :end-before: return acc
+#    :dedent:
 
 
+# Measuring
 def one_tile_ahead(q, k, v, scale, is_causal=False, block_n=32, mistake=None):
     """Attention in the order of the kernel's loop, from the last tile of keys to the first."""
     n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
@@ -237,10 +245,6 @@ def one_tile_ahead(q, k, v, scale, is_causal=False, block_n=32, mistake=None):
     return acc / l_i.clamp_min(torch.finfo(q.dtype).tiny)
 
 
-# %%
-
-
-# Measuring
 def drawn(sizes, dtype):
     """Random q, k and v of (batch, heads, heads of keys, queries, keys, head_dim)."""
     batch, heads, heads_k, n_q, n_k, head_dim = sizes
@@ -276,16 +280,15 @@ def cases_in_pytorch():
 
 # %%
 
-# Folded: The order of the loop, checked against float64
+# Folded: The loop in PyTorch, whole and against float64
 lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 
 # %%
 # One kernel, many switches
 # -------------------------
 #
-# *What is each step worth?* One kernel can do all rungs, and each rung turns one switch on. It
-# takes only lengths that 128 divides. Its listings below show the loop of a consumer, with these
-# names:
+# *What is each step worth?* One kernel, for lengths that 128 divides, can do all rungs, and each
+# rung turns one switch on. The listings show the loop of a consumer, with these names:
 #
 # - ``q`` are the 64 queries of this consumer, of which ``start_m`` is the first; ``ROWS`` is 64.
 #   ``k_s`` and ``v_s`` are the rings of keys and values. All are in shared memory, and
@@ -302,12 +305,7 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 #   weights of scores, and returns them, the factor ``alpha``, and the new :math:`l_i` and
 #   :math:`m_i`. (``IN_THREAD`` is the switch of rung 5.)
 #
-# .. literalinclude:: attention_hopper.py
-#    :language: python
-#    :pyobject: _weigh
-#
-# The loader fills the rings as in :doc:`/chapters/warps_with_roles`. The listings leave out the
-# calls of ``_stamp``, which write the timeline that a later section draws.
+# The listings leave out the calls of ``_stamp``, which write the timeline of a later section.
 
 # Whole
 import triton
@@ -1015,13 +1013,13 @@ beside = "exponentials before the sum is waited for"
 lab.read(
     told("scores ahead")
     + (
-        "But the reason is not the one that we expected. In an iteration a thread computes "
-        f"{compiled_to('a branch', beside):.0f} exponentials, of 64 scores and of two factors "
-        "α. In the machine code, here with a causal mask, none of them stands between the wait for "
-        "the scores and the wait for the sum, because the assembler has moved the second wait up. "
-        "So a consumer's exponentials still do not run during its own sum. **So** what is left as "
-        "a reason is that a consumer issues both matmuls together, and stops for them once per "
-        "tile instead of twice. No experiment here isolates that."
+        "But the reason is not the one that we expected. A thread computes "
+        f"{compiled_to('a branch', beside):.0f} exponentials per tile, and in the machine code, "
+        "here with a causal mask, none of them stands between the wait for the scores and the wait "
+        "for the sum, because the assembler has moved the second wait up. So a consumer's "
+        "exponentials still do not run during its own sum. **So** what is left as a reason is that "
+        "a consumer issues both matmuls together, and stops for them once per tile instead of "
+        "twice. No experiment here isolates that."
         if compiled_to("scores ahead", beside) == 0
         else f"In the machine code {compiled_to('scores ahead', beside):.0f} exponentials stand "
         "between the wait for the scores and the wait for the sum, as planned."
@@ -1081,11 +1079,11 @@ compiled
 #
 # *Which data leaves its thread, and need not?*
 #
-# **Expected:** a gain with a causal mask only. Plain Triton has two loops, one for tiles that need
-# a mask and one for those that do not. Here the first would hand its last weights ``p`` to the
-# second, and for that Triton takes the pairs of 16-bit weights in 32-bit registers apart at the end
-# of every iteration, and puts them together again at the start of the next. With ``ONE_LOOP`` a
-# branch in a single loop asks whether the tile needs a mask, so ``p`` never leaves its registers.
+# **Expected:** a gain with a causal mask only, where the loop over tiles that need a mask hands its
+# last weights ``p`` to the loop over the others. For that Triton takes pairs of 16-bit weights in
+# 32-bit registers apart at the end of every iteration, and puts them together again at the start of
+# the next. With ``ONE_LOOP`` a branch in a single loop asks whether the tile needs a mask, so ``p``
+# never leaves its registers.
 
 # Reading
 lab.read(
@@ -1104,15 +1102,14 @@ lab.read(
 # Rungs 5 and 6: sums in threads, and turns
 # -----------------------------------------
 #
-# **Expected of sums in threads:** a small gain. Four threads share a row of scores. All four must
-# know its maximum before the first exponential, so they exchange theirs by :term:`shuffles
-# <shuffle>`. But the sum of its weights, ``l_i``, is not needed before the end, so with
-# ``IN_THREAD`` each thread keeps the sum of its own part, and the four are added once.
+# **Expected of sums in threads:** a small gain. Four threads share a row of scores, and exchange
+# its maximum and its sum by :term:`shuffles <shuffle>` for every tile. But the sum, ``l_i``, is not
+# needed before the end, so with ``IN_THREAD`` each thread keeps that of its own part.
 #
-# **Expected of turns:** a gain, because if both consumers issue their matmuls at the same time,
-# both wait for them, and then both compute exponentials. To prevent that they take turns, which
-# FlashAttention-3 calls :term:`ping-pong scheduling`: a consumer waits at a :term:`named barrier`
-# before it issues, and the other arrives there when both of its own matmuls are issued.
+# **Expected of turns:** a gain, because two consumers that issue matmuls at the same time also
+# compute exponentials at the same time. With turns, which FlashAttention-3 calls :term:`ping-pong
+# scheduling`, a consumer waits at a :term:`named barrier` before it issues, and the other arrives
+# there when it has issued both of its own matmuls.
 
 # Reading
 in_package = [
@@ -1124,8 +1121,8 @@ in_package = [
 of_two = [of_both("sums in threads", "one loop"), of_both("turns", "sums in threads")]
 lab.read(
     (
-        f"**Measured:** either {of_two[0]}. "
-        if of_two[0] == of_two[1]
+        "**Measured:** neither makes a difference, with either mask. "
+        if set(of_two) == {"makes no difference with either mask"}
         else f"**Measured:** to keep sums in threads {of_two[0]}, and to take turns {of_two[1]}. "
     )
     + (
@@ -1134,9 +1131,8 @@ lab.read(
         if all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
         else ""
     )
-    + f"The package still takes turns in {sum(config.take_turns for config in in_package)} of its "
-    f"{len(in_package)} choices of a Gluon kernel, because it takes what was fastest as a whole "
-    "at each head_dim, mask and length."
+    + f"(Still, {sum(config.take_turns for config in in_package)} of the package's "
+    f"{len(in_package)} choices of a Gluon kernel take turns: each is what was fastest as a whole.)"
 )
 
 # %%
@@ -1155,6 +1151,8 @@ lengths = [8, 7, 6, 5, 4, 3, 2, 1]  # of tiles of queries, in tiles of keys
 programs = 4
 every_fourth = [(lengths[p], lengths[p + programs]) for p in range(programs)]
 in_pairs = [(lengths[p], lengths[-1 - p]) for p in range(programs)]
+
+# %%
 
 
 # Drawing
@@ -1207,18 +1205,15 @@ lab.read(
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the last "
     f"rung it {of_both('Kernel Book', 'turns')}. (It also takes any length, windows and grouped "
-    f"heads, and with a program per tile it {of_both('a program per tile', 'turns')}.) Two more "
-    f"changes of that rung: a third stage of the rings {of_both('three stages', 'turns')}, and if "
-    "each program writes its own descriptors, as it must where the host cannot, the kernel "
-    f"{of_both('described on the device', 'turns')}."
+    f"heads, and with a program per tile it {of_both('a program per tile', 'turns')}.)"
 )
 
 # %%
 
-# Folded: What each of these changes gains
+# Folded: More changes of the last rung, and of the package's kernel
 lab.table(
     changes if steps.rows else [],
-    "One change to the last rung, and persistence in the package's kernel",
+    "Four changes of the last rung, and two of the package's kernel",
 )
 
 # %%
@@ -1377,9 +1372,9 @@ lab.draw(traced, "Three roles of one program", in_words, timelines)
 # Each bar is what a consumer does; in the gaps it rescales ``acc`` and converts the weights. The
 # marks are the moments at which the loader asks for keys (pointing up) and for values (down).
 #
-# Why is the grey bar so long, if matmuls are asynchronous? On rungs 5 and 6 a consumer issues two,
-# and its scores are there as soon as both are issued. That suggests that to issue the second takes
-# until the first is done, so the wait for the scores is inside the grey bar.
+# The grey bar is long, though matmuls are asynchronous: on rungs 5 and 6 the scores are there as
+# soon as both matmuls are issued. So it seems that to issue the second takes until the first is
+# done.
 
 # Reading
 by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
@@ -1485,10 +1480,8 @@ lab.read(
 # -------------------------
 #
 # The package's kernel, ``attention(..., backend="gluon")``, is the last rung for any length,
-# windows and grouped heads, and persistent with tiles in pairs where that was measured to be
-# faster. By default the package runs it on a Hopper GPU, in 16 bits and at head_dim 64 or 128,
-# where it was measured to be the faster one for this mask and number of keys. Else it runs plain
-# Triton, which ``backend="triton"`` asks for.
+# windows and grouped heads. By default the package runs it on a Hopper GPU, in 16 bits and at
+# head_dim 64 or 128, where it was measured to be faster than plain Triton, ``backend="triton"``.
 #
 # .. dropdown:: The kernel whole
 #
@@ -1541,9 +1534,8 @@ lab.table(
 # Is it right?
 # ------------
 #
-# The check compares both head sizes with float64, over odd lengths, queries and keys of different
-# length, grouped heads, causal masks and windows. Without a Hopper GPU, the loop in PyTorch stands
-# in for the kernel, and its rows say so.
+# The check compares both head sizes with float64, over odd lengths, grouped heads, causal masks and
+# windows. Without a Hopper GPU, the loop in PyTorch stands in for the kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1592,9 +1584,8 @@ def case_of_kernel(sizes, dtype, mask):
 lab.check("The package's kernel", every_case())
 
 # %%
-# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds hold
-# three more experiments: agreement with plain Triton, which has no roles; repeated launches, which
-# must give the same bits; and a long series of random shapes, which must come to its end.
+# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds compare
+# with plain Triton, which has no roles, launch one input again and again, and launch random shapes.
 
 
 # Measuring
@@ -1687,10 +1678,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# *Does the kernel hold its own outside of our ladder?* We compare both kernels with the two fastest
-# libraries of :doc:`/chapters/attention_fast`, at 16,384 tokens in all: cuDNN, which PyTorch calls
-# as a backend of SDPA, and version 4 of FlashAttention. "Kernel Book" is what a caller gets who
-# names no backend, at head_dim 128 the kernel in Gluon.
+# *Does the kernel hold its own outside of our ladder?* Beside it stand the two fastest libraries of
+# :doc:`/chapters/attention_fast`: cuDNN, which PyTorch calls as a backend of SDPA, and version 4 of
+# FlashAttention. All points have 16,384 tokens. "Kernel Book" is what a caller gets who names no
+# backend, at head_dim 128 the kernel in Gluon.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1828,14 +1819,13 @@ lab.read(
 lab.read(
     "**What stops it.** "
     + (
-        "At head_dim 128 and length 4,096 the timeline shows that the matmul units wait for the "
-        "consumers; no other length was traced. "
+        "At head_dim 128 and length 4,096, the timeline shows that the matmul units wait for the "
+        "consumers. "
         if any(row["head_dim"] == 128 for row in behind)
         else ""
     )
     + (
-        "What stops it at head_dim 64, and why plain Triton wins where it does, we do not know, "
-        "because there we have no timeline."
+        "At other points, and where plain Triton wins, we do not know, because we have no timeline."
         if any(row["head_dim"] == 64 for row in [*behind, *slower])
         else ""
     )
@@ -1853,14 +1843,12 @@ lab.read(
 # Reading
 worth = [row["in Gluon"] / row["plain"] - 1 for row in at_points]
 lab.read(
-    "**Write it** when the counts say that two kinds of work should overlap, a timeline or the "
-    "machine code shows that they do not, and the kernel runs often enough on one generation of "
-    "GPUs to repay a second version. Here this version is "
-    f"{min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as fast as plain Triton, so keep "
-    "both and let a measurement choose, as the package does. **Do not** "
-    "write it when the kernel waits for memory, when one kind of work fills it (as in the matmul "
-    "of the chapter before, where roles gain nothing over `tl.dot`), or when it must run on other "
-    "GPUs."
+    "**Write it** when the counts say that two kinds of work should overlap, the machine code or a "
+    "timeline shows that they do not, and the kernel runs often enough on one generation of GPUs "
+    f"to repay a second version. This one is {min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as "
+    "fast as plain Triton, so keep both and let a measurement choose. **Do not** write it when the "
+    "kernel waits for memory, when one kind of work fills it (as a matmul, where roles gained "
+    "nothing in the chapter before), or when it must run on other GPUs."
     if speed.rows
     else f"{nan}"
 )

@@ -923,7 +923,11 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**Measured:** the adder alone, in any order, {told('an adder')}. The fixed order "
+    f"**Measured:** the adder alone, in any order, {told('an adder')}. It is there to wait. The "
+    f"fixed order {told('a fixed order')}, and what it loses, the next change is to win back."
+    if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
+    < -SCATTER
+    else f"**Measured:** the adder alone, in any order, {told('an adder')}. The fixed order "
     f"{told('a fixed order')}."
 )
 
@@ -942,9 +946,6 @@ lab.read(
 # 3. Thus among the programs that have started and not finished, the one of the smallest id waits
 #    for none: what it could wait for is finished. It goes on, and finishes. Then the same holds for
 #    the next.
-#
-# To do without the assumption, a program could draw its number from a counter in memory when it
-# starts, at the price of one more wait before its first load. The package does not.
 
 # %%
 # Heads apart
@@ -1161,9 +1162,8 @@ lab.read(
     f"still during {of_waits('adder waits, %', 4):.0f} % with ×\u00a04. The simulation promised "
     f"more, {100 * promised:.0f} %, because an SM there stands still whenever it waits, while on "
     f"the GPU the consumers go on. At length 16,384, ×\u00a04 {of_heads(4, 16384)} against "
-    f"×\u00a01. The package takes ×\u00a0{choice.CONFIGS[128].heads}, against which ×\u00a08 "
-    f"{of_heads(8, 16384, than=4)} there, and ×\u00a0{choice.SHORT.heads} up to 2,048 keys, where "
-    f"a head has fewer tiles."
+    f"×\u00a01, and ×\u00a08 {of_heads(8, 16384, than=4)} against ×\u00a04, which the package "
+    "takes."
 )
 
 # %%
@@ -1183,50 +1183,23 @@ lab.table(
 )
 
 # %%
-# What did not pay alone, and why it stays
-# ----------------------------------------
-#
-# Three of the six switches gain nothing over the rung before, or even lose. What are they for?
-
-# Reading
-STAYS = {
-    "one sweep with roles": "the next rung halves what a step adds",
-    "an adder": "it waits for its turn, and the consumers need not",
-    "a fixed order": "gradients are the same bits in every run",
-}
-lab.table(
-    [
-        {"switch": name}
-        | {
-            mask: verdict(gain(name, mask, before(name))).replace(
-                NO_DIFFERENCE, "no difference"
-            )
-            for mask in ("full", "causal")
-        }
-        | {"why it stays": why}
-        for name, why in STAYS.items()
-    ],
-    "Against the rung before",
-)
-
-# %%
 
 # Reading
 of_an_order = ["an adder", "a fixed order", "heads apart"]
-last = verdict(gain("heads apart", "causal", "an adder"))
+lost = verdict(gain("heads apart", "causal", "an adder"))
 lab.read(
-    "We have not tried a fixed order without an adder. With a causal mask, the rungs from the "
-    f"adder on go {rates(of_an_order)} TFLOP/s. (In any order, too, the heads that run at one time "
-    "are chosen for L2.) "
+    f"With a causal mask, the rungs from the adder on go {rates(of_an_order)} TFLOP/s. "
     + (
         "**So on this ladder, of one length, the same bits cost nothing that we can measure.** The "
-        "section on speed asks the same at other lengths."
+        "section on speed asks the same at other lengths. "
         if all(
             gain("heads apart", mask, "an adder") >= -SCATTER
             for mask in ("full", "causal")
         )
-        else f"**So here the order still {last}.**"
+        else f"**So here the order still {lost}.** "
     )
+    + "(In any order, too, the heads that run at one time are chosen for L2. A fixed order without "
+    "an adder was not tried.)"
 )
 
 # %%
@@ -1300,8 +1273,9 @@ lab.read(
 # --------------------------
 #
 # The package's kernel also takes windows, grouped heads and head_dim 64. ``attention`` chooses the
-# kernels of both passes.
+# kernels of both passes, by the options with which ``gradients`` calls it:
 
+# Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
 q, k, v, do = drawn((1, 2, 2, 128, 128, 128), dtype)
 
@@ -1311,6 +1285,8 @@ def gradients(**options):
     attention(*leaves, is_causal=True, **options).backward(do)
     return [x.grad for x in leaves]
 
+
+# %%
 
 by_default = gradients()  # backend="auto"
 in_two_sweeps = gradients(backend="triton")  # plain Triton, on any GPU
@@ -1333,10 +1309,9 @@ lab.check(
 )
 
 # %%
-# On a Hopper GPU, for float16 and bfloat16, "auto" runs the kernel in Gluon where it was measured
-# to be faster, and two sweeps elsewhere: at head_dim 64 with a causal mask or a window, if
-# sequences are short. ``deterministic=False`` lets it drop the order where that was the faster one
-# of the two, however little.
+# On a Hopper GPU, in 16 bits, "auto" runs the kernel in Gluon where it was measured to be faster,
+# and two sweeps elsewhere: at head_dim 64 with a causal mask or a window, if sequences are short.
+# ``deterministic=False`` drops the order where that was the faster one, however little.
 #
 # .. dropdown:: Other backends, and which Triton
 #
@@ -1398,9 +1373,9 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # Is it right?
 # ------------
 #
-# The check compares all gradients with float64, over odd and different lengths, grouped heads,
-# causal masks and windows, in a fixed order and without one. Without a Hopper GPU, the sweep in
-# PyTorch stands in for the kernel, and its rows say so.
+# The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
+# windows, in a fixed order and in any. Without a Hopper GPU, the sweep in PyTorch stands in for the
+# kernel, and its rows say so.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1435,9 +1410,8 @@ lab.check("The package's kernel", every_case())
 
 # %%
 # **Are they the same bits?** We launch one input again and again, while a second stream keeps the
-# GPU busy, so that programs start at other times in every launch. A race between the roles would
-# show here, too, because ``dk`` and ``dv`` have to be the same bits in any order. A long series of
-# random shapes then has to come to its end.
+# GPU busy, so that programs start at other times in every launch. A long series of random shapes
+# then has to come to its end.
 #
 # .. dropdown:: What compute-sanitizer says
 #
@@ -1543,10 +1517,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# All points have 16,384 tokens in all, and only the backward pass is timed. "Kernel Book" is what a
-# caller gets who names no backend: two sweeps, or one in order. Beside it stand cuDNN, which
-# PyTorch calls as a backend of SDPA, and FlashAttention 4, which takes one sweep as well and adds
-# parts as they come. Its deterministic mode promises the same bits, as ours does.
+# All points have 16,384 tokens, and only the backward pass is timed. "Kernel Book" is what a caller
+# gets who names no backend: two sweeps, or one in order. Beside it stand cuDNN, which PyTorch calls
+# as a backend of SDPA, and FlashAttention 4, which takes one sweep as well and adds parts as they
+# come, except in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1685,8 +1659,8 @@ lab.read(
     + (
         f"{dearer} of {len(without)} points, by up to {100 * max(without):.0f} %"
         if dearer
-        else f"none of {len(without)} points (the most that it gains is {100 * max(without):.0f} %, "
-        "which is no difference)"
+        else f"none of {len(without)} points (it gains {100 * max(without):.0f} % at most, which "
+        "is no difference)"
     )
     + f", and slower at {cheaper}, by up to {-100 * min(without):.0f} %. One reason is that in an "
     "order the program of the first keys writes its parts, so the sums need no zeros."
