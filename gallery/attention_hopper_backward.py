@@ -273,8 +273,7 @@ lab.check("The sweep in PyTorch", cases_in_pytorch())
 # Waits 3, 4, 6 and 8 are for the consumer's own matmuls, and all others for another role.
 #
 # *What is each change worth that leads to this loop?* One kernel, of head_dim 128 and lengths that
-# 128 divides, can do all rungs of the ladder, and each rung turns one switch on. The whole is in
-# the next box, where ``_stamp`` notes the time for a timeline.
+# 128 divides, can do all rungs of the ladder, and each rung turns one switch on.
 
 # Whole
 import triton
@@ -610,8 +609,8 @@ def _one_sweep_kernel(
 
 # %%
 # Each rung keeps the switches of those above it, and times are those of the whole backward pass at
-# length 4,096. The last bar, "Kernel Book", is the package's kernel: the last rung for any length,
-# which *writes* the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
+# length 4,096. The last bar, "Kernel Book", is the package's kernel, for any length: it *writes*
+# the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
 
 # Measuring
 LADDER = {
@@ -824,8 +823,8 @@ lab.read(
 # ``tma_add`` to *add* the buffer to the sums: a copy from shared memory with an addition at its
 # end, done where the sums are, in the :term:`L2` cache.
 #
-# Two consumers thus add two parts to the same sums, so twice as many bytes go to memory as have to,
-# and a part of 64 queries by 128 columns takes 64 registers of each thread. So on the second rung
+# Two consumers thus add two parts to the same sums, twice as many bytes as they have to, and a part
+# of 64 queries by 128 columns takes 64 registers of each thread. So on the second rung
 # both write their :math:`dS^\top` to shared memory and meet at a :term:`named barrier` (wait 5).
 # Then each computes *half of the columns* for the keys of both. ``ME`` is 0 or 1, the consumer's
 # number, and ``PART`` is 64, the columns of its half:
@@ -857,11 +856,9 @@ lab.read(
 # -------
 #
 # When does a consumer have to wait for a matmul? Only when it needs the result. Without this rung,
-# it waits for each matmul before it issues the next. With it, scores become weights while
-# :math:`dP^\top` is computed (wait 3), :math:`dS^\top` is written and the consumers meet during
-# :math:`dV` (5), and the part of :math:`dQ` is handed over during :math:`dK` (6 and 7):
-# ``warpgroup_mma_wait(1, deps=[part, dv])`` waits until one matmul at most is under way, which is
-# that of :math:`dK`.
+# it waits for each matmul before it issues the next. With it, other work runs meanwhile, as waits
+# 3, 5, 6 and 7 say. Wait 6 is ``warpgroup_mma_wait(1, deps=[part, dv])``: it waits until one matmul
+# at most is under way, which is that of :math:`dK`.
 
 # Reading
 lab.read(
@@ -912,14 +909,8 @@ lab.read(
 # 4. ``st.release.gpu`` writes the counter, and who sees the new count also sees all that precedes
 #    it.
 #
-# The *reader* does the same backwards:
-#
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: position_of
-#    :lines: 1-2, 8-12
-#
-# ``ld.acquire.gpu`` is the other end of the release, and the fence puts what it saw before the
-# additions of its own engine. ``redux.sync.min`` gives all lanes the smallest count that one saw.
+# The *reader*, ``position_of``, does the same backwards: ``ld.acquire.gpu`` is the other end of the
+# release, and a fence puts what it saw before the additions of its own engine.
 
 # Reading
 lab.read(
@@ -1035,13 +1026,12 @@ lab.sketch(
 # %%
 # On the left, programs of one head start at the same time, although each needs the one before it to
 # be a step ahead. With a causal mask they end together, so the next head begins with the same wait.
-# (Without a mask they also end one step after another, and the wait is paid once.) On the right,
-# tiles of four heads alternate, so programs of one head start further apart, and each finds that
-# its turn has come. In each head ids still ascend with the keys, so nobody waits for ever.
+# On the right, tiles of four heads alternate, so programs of one head start further apart, and each
+# finds that its turn has come. In each head ids still ascend with the keys, so nobody waits for
+# ever.
 #
-# On the GPU as many heads alternate as fill its SMs, times the ``heads`` of a configuration. More
-# are not always better, because then L2 has to hold the queries and sums of more heads. So we time
-# the package's kernel with 1, 2, 4 and 8 times as many.
+# On the GPU as many heads alternate as fill its SMs, or × 2, × 4 or × 8 as many. More are not
+# always better, because L2 then has to hold the queries and sums of more heads.
 
 
 # Measuring
@@ -1157,9 +1147,7 @@ simulated = {n: at_work(simulate(16, 32, 16, True, at_once=n)) for n in TIMES}
 assert sorted(simulated.values()) == list(simulated.values())
 promised = simulated[4] / simulated[1] - 1
 lab.read(
-    f"**Measured:** heads apart, ×\u00a04, {told('heads apart')}. The adder waits for its turn "
-    f"during {of_waits('adder waits, %', 1):.0f} % of a causal program's time with ×\u00a01, and "
-    f"still during {of_waits('adder waits, %', 4):.0f} % with ×\u00a04. The simulation promised "
+    f"**Measured:** heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
     f"more, {100 * promised:.0f} %, because an SM there stands still whenever it waits, while on "
     f"the GPU the consumers go on. At length 16,384, ×\u00a04 {of_heads(4, 16384)} against "
     f"×\u00a01, and ×\u00a08 {of_heads(8, 16384, than=4)} against ×\u00a04, which the package "
@@ -1356,6 +1344,9 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 
 # %%
 # .. dropdown:: The kernel whole
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: position_of
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #       :pyobject: load
@@ -1605,8 +1596,8 @@ lab.table(
 
 
 # Reading
-def shares(head_dim, mask):
-    rows = [r for r in at_points if (r["head_dim"], r["mask"]) == (head_dim, mask)]
+def shares(head_dim):
+    rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
     return f"{min(found):.0f} to {max(found):.0f} %"
 
@@ -1637,12 +1628,10 @@ everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
 lab.read(
     f"One sweep in a fixed order is faster than two sweeps at {len(ahead)} of {len(at_points)} "
     f"points, and slower at {len(slower)}. **A library is faster than the package's default at "
-    f"{everywhere} {len(at_points)}**: of its speed the default has {shares(128, 'full')} at "
-    f"head_dim 128 without a mask, and {shares(128, 'causal')} with a causal one. At head_dim 64 "
-    f"it has {shares(64, 'full')} and {shares(64, 'causal')}. Beside FlashAttention's "
-    f"deterministic mode it is ahead at {len(over_theirs)} points and behind at "
-    f"{len(below_theirs)}. (One kernel that the page times twice differs by up to "
-    f"{100 * max(abs(x - 1) for x in twice):.1f} %.) "
+    f"{everywhere} {len(at_points)}**: the default has {shares(128)} of its speed at head_dim 128, "
+    f"and {shares(64)} at head_dim 64. Beside FlashAttention's deterministic mode it is ahead at "
+    f"{len(over_theirs)} points and behind at {len(below_theirs)}. (One kernel that the page times "
+    f"twice differs by up to {100 * max(abs(x - 1) for x in twice):.1f} %.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1813,12 +1802,10 @@ lab.read(
 # %%
 # So how short could a step be, if nobody waited? We measure each part of the GPU alone.
 #
-# **Shared memory** gives an SM 128 bytes per cycle. A matmul of 64 rows by 64 columns with both
-# operands there reads it in every cycle in which it computes, so all else that a step moves comes
-# on top. Two consumers issue the matmuls of a step over and over, and store as many bytes.
-#
-# **The additions** are done in L2, which all SMs share. Programs only ask the copy engine for one
-# after another, on one SM and on all.
+# **Shared memory** gives an SM 128 bytes per cycle. A matmul with both operands there reads it in
+# every cycle in which it computes, so all else that a step moves comes on top. Two consumers issue
+# the matmuls of a step over and over, and store as many bytes. **The additions** are done in L2,
+# which all SMs share: programs only ask the copy engine for one after another.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2120,8 +2107,7 @@ lab.read(
 )
 
 # %%
-# Wider tiles would need less of both, because an operand that is read would serve more queries, and
-# more keys would mean fewer parts to add. Registers have no room for twice as many of either.
+# Wider tiles would need less of both, but registers have no room for twice as many queries or keys.
 
 
 # Measuring
@@ -2187,11 +2173,10 @@ assert [row["the launch"] == "stands still" for row in rows] == [False, True]
 lab.table(rows, "Three heads of eight tiles of keys, on four SMs")
 
 # %%
-# **To trust that zeros stay zeros.** The last tile of keys may be longer than the keys are, and the
-# copy engine fills it with zeros. So the score of a key that is not there is 0, and its weight
-# :math:`e^{0 - \mathrm{lse}}`. In one sweep it is multiplied by a row of zeros and added to
-# :math:`dQ`. If all scores are far below zero, so is lse, and the weight is more than float32
-# holds: infinity times zero is not a number.
+# **To trust that zeros stay zeros.** Where the last tile of keys is longer than the keys are, the
+# copy engine fills it with zeros. So the score of a key that is not there is 0, its weight is
+# :math:`e^{0 - \mathrm{lse}}`, and it is multiplied by a row of zeros and added to :math:`dQ`. If
+# lse is far below zero, the weight is more than float32 holds: infinity times zero is not a number.
 
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
 weight = (0.0 - lse).exp()
