@@ -108,6 +108,7 @@ def both_orders(axes):
     axes.set(xlim=(0, 3450), ylim=(place, -0.2), xlabel="cycles of an SM")
     axes.set_yticks(ticks, labels)
     axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
 
 
@@ -299,8 +300,8 @@ lab.check("The order of the loop, in PyTorch", cases_in_pytorch())
 # - A consumer waits for ``k_full`` until the tile has arrived, and arrives at ``k_empty`` when it
 #   has read it. A wait names the parity of the round of the ring, ``(i // STAGES) & 1``.
 # - ``s`` are scores and ``acc`` is the sum so far, both in registers. A *layout* says which thread
-#   holds what: ``score_layout`` for scores, ``row`` for one number per query, ``operand`` for
-#   weights as the left factor of a matmul. ``convert_layout`` changes one into another.
+#   holds what: ``score_layout`` for scores, ``row`` for one number per query, and the layout of
+#   ``p`` for weights as the left factor of a matmul. ``convert_layout`` changes one into another.
 # - ``_masked`` makes -inf of the scores of keys that come after their query. ``_weigh`` makes
 #   weights of scores, and returns them, the factor ``alpha``, and the new :math:`l_i` and
 #   :math:`m_i`. (``IN_THREAD`` is the switch of rung 5.)
@@ -957,8 +958,8 @@ lab.read(
 #
 #    gl.warp_specialize(
 #        [(_consumer, ...), (_consumer, ...), (_loader, ...)],  # the roles
-#        [4, 1],  # warps of the second and the third; the first has those of the launch
-#        [240, 24],  # and registers of a thread
+#        [4, 1],  # warps of the second role and the third
+#        [240, 24],  # and registers of each of their threads
 #    )
 
 # Reading
@@ -1169,7 +1170,9 @@ def shares_of_programs(*panels):
                 text = {"ha": "center", "va": "center", "color": "white"}
                 axes.text(left + length / 2, program, str(length), fontsize=10, **text)
         longest = max(map(sum, tiles))
-        axes.set(xlim=(0, 12.4), yticks=[], xlabel="tiles of keys")
+        axes.set(
+            xlim=(0, 12.4), yticks=[], xticks=range(0, 13, 3), xlabel="tiles of keys"
+        )
         axes.set_title(f"{name}: the last ends after {longest}", fontsize=11)
         axes.invert_yaxis()
         axes.grid(False)
@@ -1187,7 +1190,7 @@ lab.sketch(
 )
 
 # %%
-# We compare with the package's kernel with one program for each tile of queries.
+# The yardstick is the package's kernel with one program for each tile of queries.
 
 # Reading
 lab.read(
@@ -1204,8 +1207,9 @@ lab.read(
     "**Where we end:** the kernel reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the last "
-    f"rung it {of_both('Kernel Book', 'turns')}. (It also takes any length, windows and grouped "
-    f"heads, and with a program per tile it {of_both('a program per tile', 'turns')}.)"
+    f"rung it {of_both('Kernel Book', 'turns')}. That rung takes only lengths that 128 divides. "
+    "The package's kernel takes any, windows and grouped heads, and with a program per tile it "
+    f"{of_both('a program per tile', 'turns')}."
 )
 
 # %%
@@ -1222,8 +1226,9 @@ lab.table(
 #
 # *Where does the time of a tile go?* The roles of one program write down when they come to certain
 # points: ``_stamp`` reads ``%clock``, the cycle counter of the SM, so all stamps of a program can
-# be compared. Traced is one program of rungs 1, 5 and 6, without a mask. **Rung 2 was not traced**,
-# so the timelines show what rungs 2 to 5 change together, and not what rung 2 does alone.
+# be compared. Traced is one program of rungs 1, 5 and 6, without a mask, at length 4,096. **Rung 2
+# was not traced**, so the timelines show what rungs 2 to 5 change together, and not what rung 2 does
+# alone.
 
 
 # Measuring
