@@ -1227,8 +1227,8 @@ lab.table(
 # *Where does the time of a tile go?* The roles of one program write down when they come to certain
 # points: ``_stamp`` reads ``%clock``, the cycle counter of the SM, so all stamps of a program can
 # be compared. Traced is one program of rungs 1, 5 and 6, without a mask, at length 4,096. **Rung 2
-# was not traced**, so the timelines show what rungs 2 to 5 change together, and not what rung 2 does
-# alone.
+# was not traced**, so the timelines show what rungs 2 to 5 change together, and not what rung 2
+# does alone.
 
 
 # Measuring
