@@ -16,9 +16,7 @@ You will learn
 
 The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, this page
 computes the sweep and its order in PyTorch and in a simulation, and shows the checks and times of a
-recorded run. :doc:`/chapters/attention_backward` derives the gradients,
-:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine, and
-:doc:`/chapters/attention_hopper` is about the forward pass.
+recorded run. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -260,15 +258,15 @@ lab.check("The sweep in PyTorch", cases_in_pytorch())
 # .. code-block:: python
 #
 #    for i in range(steps):  # tiles of queries, from the last to the first
-#        # 1. wait for q_full, from the loader: Q and lse are there;  issue S
-#        # 2. wait for do_full, from the loader: dO and delta are there;  issue dP
-#        # 3. wait for S, while dP runs;  make P
-#        # 4. wait for dP;  make dS, issue dV, and store dS to shared memory while dV runs
-#        # 5. meet the other consumer, whose dS is there, too;  issue the part of dQ, then dK
-#        # 6. wait for the part and dV, while dK runs;  give dO back: arrive at do_empty
-#        # 7. wait for part_empty, from the adder: the buffer is free
-#        #    store the part, while dK runs, and tell the adder: arrive at part_full
-#        # 8. wait for dK;  give Q back: arrive at q_empty
+#        # 1. wait for q_full (loader: Q and lse are there), then issue S
+#        # 2. wait for do_full (loader: dO and delta are there), then issue dP
+#        # 3. wait for S, while dP runs, then make P
+#        # 4. wait for dP, then make dS, issue dV, and store dS to shared memory
+#        # 5. meet the other consumer, while dV runs, then issue the part of dQ, and dK
+#        # 6. wait for the part and dV, while dK runs, then arrive at do_empty
+#        # 7. wait for part_empty (adder: the buffer is free), while dK runs,
+#        #    then store the part there, and arrive at part_full
+#        # 8. wait for dK, then arrive at q_empty
 #
 # Waits 3, 4, 6 and 8 are for the consumer's own matmuls, and all others for another role.
 #
@@ -1776,8 +1774,8 @@ if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
     f"**It is one chain.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles of a step "
-    "to hand its part over: it waits until the adder has done with the part before (wait 7), where "
-    f"the adder's bar ends. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
+    "to hand its part over: it waits until the copy engine has read the part before (wait 7), late "
+    f"in the adder's bar. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
     f"{100 * its_turn / a_step:.0f} % it waits for its turn, a part of which is to read the "
     "counter. The turn comes from the adder of the program before, which waits in the same way. So "
     "all programs of a head go at one pace, and only the first waits for no turn."
@@ -2199,8 +2197,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 # --------
 #
 # - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
-#   :math:`dQ`, which halves its bytes and registers, and more once matmuls run while the same warps
-#   do other work.
+#   :math:`dQ`, and more once matmuls run while the same warps do other work.
 # - **The same bits.** An adder writes a counter once its additions are complete, behind a fence
 #   between the copy engine and the threads, and the next program waits for it. If programs start in
 #   the order of their ids, which no manual promises, none waits for ever. With heads apart, the
@@ -2256,8 +2253,8 @@ assert rows[0]["cycles of shared memory, per 64 queries"] == 2944
 lab.table(rows, "Tiles of queries at head_dim 128")
 
 # %%
-# FlashAttention 4 takes 80 queries at head_dim 128 where nothing is masked. Its tiles need not be
-# powers of two; Triton's must be, so 80 and 96 are out of reach whatever fits.
+# FlashAttention 4 takes 80 queries there where nothing is masked. Triton's tiles must be powers of
+# two, so 80 and 96 are out of reach whatever fits.
 
 # %%
 # References
