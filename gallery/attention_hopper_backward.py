@@ -1801,9 +1801,8 @@ lab.read(
 # So how short could a step be, if nobody waited? We measure each part of the GPU alone.
 #
 # **Shared memory** gives an SM 128 bytes per cycle. A matmul with both operands there reads it in
-# every cycle in which it computes, so all else that a step moves comes on top. Two consumers issue
-# the matmuls of a step over and over, and store as many bytes. **The additions** are done in L2,
-# which all SMs share: programs only ask the copy engine for one after another.
+# every cycle in which it computes, so all else that a step moves comes on top. **The additions** are
+# done in L2, which all SMs share.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2105,7 +2104,6 @@ lab.read(
 )
 
 # %%
-# Wider tiles would need less of both, but registers have no room for twice as many queries or keys.
 
 
 # Measuring
@@ -2211,8 +2209,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 #
 # **1. What one sweep may gain.** Suppose that the matmuls of a kernel with two sweeps run at 85 %
 # of the speed of a large one. Which share does the backward pass reach, if five matmuls are
-# counted? At which speed must the matmuls of a kernel with one sweep run, so that it is 1.25 times
-# as fast?
+# counted? At which speed must those of one sweep run, so that it is 1.25 times as fast?
 
 # %%
 
