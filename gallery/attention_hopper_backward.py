@@ -1801,8 +1801,8 @@ lab.read(
 # So how short could a step be, if nobody waited? We measure each part of the GPU alone.
 #
 # **Shared memory** gives an SM 128 bytes per cycle. A matmul with both operands there reads it in
-# every cycle in which it computes, so all else that a step moves comes on top. **The additions** are
-# done in L2, which all SMs share.
+# every cycle in which it computes, so all else that a step moves comes on top. **The additions**
+# are done in L2, which all SMs share.
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
