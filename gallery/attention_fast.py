@@ -563,6 +563,9 @@ def waits_of(name):
 # <warp>` have 512 threads, so each gets 128 of the SM's 65,536. Of these ``acc`` takes 64 and a
 # tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
 # fit :term:`spill <spill>` to memory.
+#
+# So the rung is two changes. What does each do alone? "Waits" counts how often the code waits for
+# its matmul instructions.
 
 
 # Measuring
@@ -607,8 +610,6 @@ def by_half(rows):
 
 
 # %%
-# So the rung is two changes. Here is what each does alone; the column of waits counts how often the
-# code waits for its matmul instructions.
 
 lab.table(
     by_half(
