@@ -388,11 +388,10 @@ lab.check("The rungs", cases())
 # The ladder
 # ----------
 #
-# How far up does each rung lead? All are timed in one run, as a percentage of a :term:`cuBLAS`
-# matmul. The first bar is the staged kernel; it differs a little from its bar in the chapter
-# before, because it starts ``m_i`` from another number (see the fold above) and was timed in
-# another run. The last bar is the package's kernel, which has all six changes built in and takes
-# more inputs.
+# How far up does each rung lead? The bars are percentages of a :term:`cuBLAS` matmul, timed in one
+# run. The first is the staged kernel; it differs a little from its bar in the chapter before,
+# because it starts ``m_i`` from another number (see the fold above) and was timed anew. The last is
+# the package's kernel, which has all six changes built in.
 
 
 # Measuring
@@ -430,8 +429,7 @@ lab.ladder(
 )
 
 # %%
-# Each of the next six sections explains one bar: the change, what it does to the machine code, and
-# what it gains.
+# Each of the next six sections explains one bar.
 
 # Reading
 
@@ -543,9 +541,9 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# A program often waits: for its keys, for a matmul, for exponentials. A second program on the same
-# SM can work meanwhile, if each takes at most half of the SM's storage, of which there are two
-# kinds.
+# A program often waits: for its keys, for a matmul, for exponentials. Can a second program on the
+# same SM work meanwhile? Only if each takes at most half of the SM's storage, of which there are
+# two kinds.
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
@@ -553,11 +551,10 @@ def waits_of(name):
 #          and a second one does not fit. On the right two programs with two stages take 96 KiB and
 #          half of the registers each.
 #
-# **Shared memory**, from which Hopper's matmul instructions read, holds the tiles. The queries take
-# 32 KiB and each tile of 64 keys or values 16 KiB. ``num_stages``, the number of *pipeline stages*,
-# says how many tiles of keys and of values are on their way, or in use, at a time. With three
-# stages a program takes 128 of the 227 KiB of an SM, so only one fits. With two it takes 96, and
-# two programs fit.
+# **Shared memory** holds the tiles: 32 KiB of queries, and 16 KiB for each tile of 64 keys or
+# values. ``num_stages``, the number of *pipeline stages*, says how many tiles of keys and of values
+# are on their way, or in use, at a time. With three stages a program takes 128 of the 227 KiB of an
+# SM, so only one fits. With two it takes 96, and two fit.
 #
 # **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
 # <warp>` have 512 threads, so each gets 128 of the SM's 65,536. Of these ``acc`` takes 64 and a
@@ -1218,12 +1215,11 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # Is it right?
 # ------------
 #
-# Where would such a kernel go wrong first? At sizes that no tile divides. So the check compares it
-# with float64 truth over lengths of 1, 127 and 1,000, head_dim 80 and 96, queries and keys of
-# different length, shared heads, and transposed views. In 16 bits the error may be twice PyTorch's,
-# or one unit in the last place, because PyTorch's result may be rounded luckily. In float32 the
-# factor is eight, because each multiplication by ``alpha`` adds a rounding and float32 is split
-# into parts. In the table, an input is its batch, heads, heads of keys, queries, keys and head_dim.
+# Where would such a kernel go wrong first? At sizes that no tile divides, such as lengths of 1, 127
+# and 1,000, or head_dim 80. So we compare these with float64. In 16 bits the error may be twice
+# PyTorch's, or one unit in the last place. In float32 the factor is eight, because each
+# multiplication by ``alpha`` adds a rounding and float32 is split into parts. In the table, an
+# input is its batch, heads, heads of keys, queries, keys and head_dim.
 
 
 # Measuring
@@ -1427,9 +1423,8 @@ lab.read(
 )
 
 # %%
-# **Why are short lengths further from the matmul?** Because what happens once per program weighs
-# more if the loop has few iterations: loading the queries and the first keys, and writing the
-# output.
+# **Why are short lengths further from the matmul?** Because what happens once per program, such as
+# loading the queries and writing the output, weighs more if the loop has few iterations.
 
 # Reading
 
@@ -1449,9 +1444,8 @@ best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constant_of(best) if best != "none" else nan
 lab.read(
     f"Without a mask, this takes {100 * own / (16 + own):.0f} % of our kernel's time at length "
-    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384. A causal mask adds a second loss, "
-    f"because the kernel computes the tiles on the diagonal whole and discards half of their "
-    f"scores, at length 1,024 an eighth more work."
+    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384. With a causal mask the kernel also "
+    f"discards half of each tile on the diagonal, at length 1,024 an eighth more work."
 )
 
 # %%
@@ -1466,8 +1460,8 @@ lab.read(
 )
 
 # %%
-# **What keeps it below the speed of a matmul at long lengths?** The first section names a suspect,
-# the exponentials.
+# **What keeps it below a matmul at long lengths?** The first section names a suspect, the
+# exponentials.
 
 # Reading
 long = {
@@ -1583,10 +1577,10 @@ lab.read(
 #
 # Descriptors, pipeline stages and wide loads each bring a trap of their own.
 #
-# **A descriptor that flattens the heads.** All heads lie one after the other in memory, so a
-# descriptor could present them as one matrix of (batch · heads · length) rows. But then the copy
-# engine does not know where a head ends. We take two heads of 20 rows and tiles of 16, and one
-# program copies the last tile of the *first* head, times ten.
+# **A descriptor that flattens the heads.** All heads lie one after the other in memory. But if a
+# descriptor presents them as one matrix of (batch · heads · length) rows, the copy engine does not
+# know where a head ends. Of two heads of 20 rows, in tiles of 16, one program copies the last tile
+# of the *first* head, times ten.
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -1624,10 +1618,8 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 # %%
 # The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
 # finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
-# such a kernel passes many tests.
-#
-# Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
-# times infinity is NaN.
+# such a kernel passes many tests. Reading past the end of a head is not harmless either, because
+# zero times infinity is NaN.
 
 # Reading
 v = torch.zeros(32, 16)
@@ -1641,9 +1633,8 @@ lab.read(
 )
 
 # %%
-# **Too much shared memory.** A tile of 128 keys at head_dim 128 takes 32 KiB in 16 bits, once for
-# keys and once for values, and every pipeline stage has its own pair. Nothing warns when the kernel
-# is written; the launch fails.
+# **Too much shared memory.** Every pipeline stage has its own tile of keys and of values. Nothing
+# warns when the kernel is written; the launch fails.
 
 
 # Measuring
@@ -1696,9 +1687,9 @@ lab.table([{"what the package says": line} for line in lines], "Too little memor
 
 # %%
 # **An address that the compiler cannot prove aligned.** A thread may load 16 bytes at once only if
-# the compiler can prove that their address is aligned. ``tl.multiple_of`` promises what it cannot
-# prove, and a descriptor makes the promise unnecessary. We load from a start that is unknown at
-# compile time.
+# the compiler knows that their address is aligned. Here it starts at a number unknown at compile
+# time: ``tl.multiple_of`` promises what the compiler cannot prove. With a descriptor no promise is
+# needed.
 
 
 # Measuring
@@ -1731,9 +1722,8 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # --------
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
-# the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
-# changes remove waits, instructions and idle slots. Among what is left are exponentials that
-# nothing keeps in step with the matmuls.
+# the copy engine brings, and scores computed one iteration ahead keep them at work. Among what is
+# left are exponentials that nothing keeps in step with the matmuls.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient. A model that generates text has only
 # one query per head, which leaves most of the GPU idle: :doc:`/chapters/attention_in_models` then

@@ -72,9 +72,9 @@ def standard_attention(q, k, v, is_causal=False):
 # --------
 #
 # A query needs all keys and all values, but not all at the same time, because a softmax can be
-# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
-# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
-# keys and values one tile at a time.
+# computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries,
+# which is a block of consecutive rows, on the chip, and loop over keys and values one tile at a
+# time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -103,9 +103,9 @@ def standard_attention(q, k, v, is_causal=False):
 # How much is there to gain? We count what the table costs for a single head, with :math:`N`
 # queries, :math:`N` keys and head_dim :math:`D`.
 #
-# **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
-# and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
-# values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations (FLOPs).
+# **Operations.** A score takes :math:`D` multiplications and :math:`D` additions, and there are
+# :math:`N^2` scores. The second matmul, weights times values, costs the same, so the total is
+# :math:`4\, N^2 D` floating-point operations (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
@@ -740,8 +740,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # four, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. The rest is as before. (``visits_ptr``
-# only serves to count tiles below.)
+# the two loops, and the loop over whole tiles has no mask. The rest is as before.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -869,11 +868,10 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
 # %%
-# **Queries and keys of different length.** A model that has already read 997 tokens and now
-# processes 3 more has 3 queries and 1,000 keys, and its last query should see all keys. So this
-# book aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top
-# left.
+# **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
+# more has 3 queries and 1,000 keys, and its last query should see all keys. So this book aligns the
+# diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
 
 
 # Measuring
@@ -1247,17 +1245,16 @@ compare("statistics not updated", 60, q, k, v)
 
 # %%
 # **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator end on
-# different scales. The mistake stays hidden as long as the largest score is in the first tile. Here
-# the scores rise along the keys.
+# different scales, unless the largest score is in the first tile. Here the scores rise along the
+# keys.
 
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 compare("acc not rescaled", 40, q.abs(), k + rising, v)
 
 # %%
 # **-1e6 in place of minus infinity.** The finite number avoids the NaN of :math:`-\infty -
-# (-\infty)` where a whole row of a tile is masked. It works as long as every true score is above
-# it. Lower scores are rare, but nothing forbids them, and then the *masked* keys win, so that a
-# query sees nothing but the future.
+# (-\infty)` where a whole row of a tile is masked. But where true scores are below it, which
+# nothing forbids, the *masked* keys win, and a query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
