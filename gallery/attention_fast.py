@@ -561,8 +561,8 @@ def waits_of(name):
 # tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
 # fit :term:`spill <spill>` to memory.
 #
-# So the rung is two changes. What does each do alone? "Waits" counts how often the code waits for
-# its matmul instructions.
+# So the rung is two changes. What does each do alone? The last columns count how often the code
+# waits for its matmul instructions, and the programs that fit on an SM.
 
 
 # Measuring
@@ -597,9 +597,9 @@ def by_half(rows):
             "change": name,
             "registers": row["registers"],
             "spills": row["spills"],
-            "shared memory, KiB": row["shared memory, KiB"],
-            "waits for matmuls": f"{row['waits for them']} for {row['matmul instructions']}",
-            "programs on an SM": programs_on_an_sm(row),
+            "shared, KiB": row["shared memory, KiB"],
+            "waits": f"{row['waits for them']} for {row['matmul instructions']}",
+            "programs": programs_on_an_sm(row),
         }
         for name, row in rows.items()
         if row
