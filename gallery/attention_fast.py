@@ -446,8 +446,8 @@ scatter = max(map(spread, LADDER)) if steps.rows else nan
 of_ladder = steps.rate("matmul", mask="full")
 lab.read(
     f"Every bar is a median, and the middle three fifths of its timings lie within "
-    f"{100 * scatter:.1f} % of it. So a change of one percent means little, and less than 1 % is no "
-    f"difference."
+    f"{100 * scatter:.1f} % of it. So a change of one percent means little, and less than 1 % is "
+    f"no difference."
     + (
         f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
         f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
@@ -1114,8 +1114,8 @@ lab.read(
         else ". "
     )
     + (
-        f"Yet when that rung was made, the change {at_its_rung(gain(alone, 'causal'))}, because each of "
-        f"the two programs still waited for each of its matmul instructions."
+        f"Yet when that rung was made, the change {at_its_rung(gain(alone, 'causal'))}, because "
+        f"each of the two programs still waited for each of its matmul instructions."
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ""
     )
