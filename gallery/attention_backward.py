@@ -231,10 +231,9 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 #    dV = P^\top dO, \qquad dP = dO\, V^\top
 #
-# *Step 2: softmax.* Take one query. Its row of weights is :math:`p`, with :math:`p_j = e^{s_j} /
-# \sum_k e^{s_k}`. A score :math:`s_i` is in one numerator and in all denominators, so
-# :math:`\partial p_j / \partial s_i` is :math:`p_j - p_j\, p_j` if :math:`i = j`, and
-# :math:`-p_j\, p_i` otherwise. As a matrix,
+# *Step 2: softmax.* The weights of one query are :math:`p_j = e^{s_j} / \sum_k e^{s_k}`. A score
+# :math:`s_i` is in one numerator and in all denominators, so :math:`\partial p_j / \partial s_i` is
+# :math:`p_j - p_j\, p_j` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix,
 #
 # .. math::
 #
@@ -250,8 +249,8 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #    \end{aligned}
 #
 # The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
-# the example. It is a sum over *all* keys, needed before the first element of :math:`ds`, so a
-# program that loops over tiles of keys would have to loop twice.
+# the example. It is a sum over *all* keys, so a program that loops over tiles of keys would have to
+# loop twice.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -426,8 +425,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # .. animation:: two_sweeps
 #
-# The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls per pair of tiles,
-# where five would do.
+# The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls where five would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
 # stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
@@ -706,8 +704,8 @@ lab.source(kernels.sweep_queries, "add")
 # ----------------------------
 #
 # A causal mask empties almost half of the tiles. Do the sweeps really skip them? We find out with a
-# dye: NaN spreads through every matmul, because even :math:`0 \cdot \mathrm{NaN}` is NaN. So if one
-# tile of ``do`` is NaN, each program that has read it, masked or not, writes NaN to ``dv``.
+# dye: NaN spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each
+# program that has read it, masked or not, writes NaN to ``dv``.
 
 
 # Measuring
@@ -832,10 +830,9 @@ lab.table(
 # Is it right?
 # ------------
 #
-# How large an error is allowed? The truth is float64, and the measure is the error of the formula
-# above in PyTorch. In 16 bits we allow twice that error, because both results are rounded, at
-# different moments. In float32 we allow eight times, because tiles are summed in another order and
-# the exponent is rounded once more.
+# How large an error is allowed? The truth is float64. In 16 bits we allow twice PyTorch's error,
+# because both results are rounded, at different moments; in float32 eight times, because tiles are
+# summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -955,8 +952,7 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Does a second run give the same gradients? If not, a training run is hard to debug. We run each
-# version a hundred times on one input.
+# Does a second run give the same gradients? If not, a training run is hard to debug.
 
 
 # Measuring
@@ -995,9 +991,9 @@ in_two, in_one = (
 )
 most = unlike.get("one sweep", {}).get("elements of dq, %", nan)
 lab.read(
-    f"In two sweeps `dq` differs in {in_two:.0f} of 99 runs, and in one sweep in {in_one:.0f}, "
-    f"because its atomic additions come in another order each time. Few elements differ, at most "
-    f"{most:.2g} %, because rounding `dq` to bfloat16 hides most of the differences."
+    f"In two sweeps `dq` differs in {in_two:.0f} of 99 repeated runs, and in one sweep in "
+    f"{in_one:.0f}, because its atomic additions come in another order each time. Rounding to "
+    f"bfloat16 hides most of that: at most {most:.2g} % of the elements differ."
 )
 
 # %%
@@ -1667,12 +1663,12 @@ for mistake in MISTAKES:
 lab.table(rows, "Relative error of the three gradients, float32")
 
 # %%
-# A test of ``dv`` alone finds only two of the four mistakes, because ``delta`` and the scale do not
-# enter ``dv``, and a test with ``scale=1`` would miss the last.
+# A test of ``dv`` alone finds only two of the four mistakes, and one with ``scale=1`` would miss
+# the last.
 #
 # **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
-# with only *one* number in memory, because all its strides are zero. A kernel that computes its own
-# offsets reads whatever lies behind that number.
+# with only *one* number in memory, because all its strides are zero. A careless kernel reads
+# whatever lies behind that number.
 
 
 # Measuring
@@ -1786,8 +1782,7 @@ lab.check(
 # %%
 # **2. Dropout inside attention.** Weights are dropped after the softmax, :math:`O = (P \circ Z)\,
 # V`, where :math:`Z` is 0, or :math:`1/(1 - r)` for a drop probability :math:`r`. What becomes of
-# ``delta``? Write the tiled backward pass so that no mask is stored: as in the chapter on dropout,
-# the mask of a pair is a function of a seed and of the pair's index.
+# ``delta``? Write the tiled backward pass so that no mask is stored, as in the chapter on dropout.
 
 
 # %%
@@ -1841,9 +1836,8 @@ lab.table(
 )
 
 # %%
-# **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` discards what a layer keeps, and
-# runs the layer's forward pass again during the backward pass. How many matmuls does a step take
-# then? Do the gradients change?
+# **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` runs a layer's forward pass again
+# during the backward pass. How many matmuls does a step take then? Do the gradients change?
 
 # %%
 

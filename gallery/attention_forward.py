@@ -100,8 +100,8 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# How much is there to gain? We count what the table costs for a single head, with :math:`N`
-# queries, :math:`N` keys and head_dim :math:`D`.
+# How much is there to gain? Take a single head with :math:`N` queries, :math:`N` keys and head_dim
+# :math:`D`.
 #
 # **Operations.** A score takes :math:`D` multiplications and :math:`D` additions, and there are
 # :math:`N^2` scores. The second matmul, weights times values, costs the same, so the total is
@@ -324,9 +324,8 @@ lab.table(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and each step keeps it right. So it does not matter how we split the
-# keys.
+# By induction the triple is right after every tile, from the empty set on, where
+# :math:`m = -\infty` and both sums are 0. So it does not matter how we split the keys.
 #
 # .. dropdown:: The merge of any two sets
 #
@@ -496,9 +495,9 @@ lab.read(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Before any kernel, we write the algorithm in PyTorch, where each line can be printed and checked.
-# A tile of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys
-# that it needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
+# Can we try this before we write a kernel? In PyTorch each line can be printed and checked. A tile
+# of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys that it
+# needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
 
 lab.source(tiled_forward, "begin")
 
@@ -801,7 +800,6 @@ def _staged_kernel(
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
 # head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled.
-# It computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
