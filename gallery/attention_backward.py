@@ -382,8 +382,7 @@ lab.source(tiled.tiled_backward, "meet")
 lab.source(tiled.tiled_backward, "begin")
 
 # %%
-# PyTorch's ``gradcheck``, which compares with finite differences, accepts the result, with and
-# without a causal mask.
+# PyTorch's ``gradcheck``, which compares with finite differences, accepts the result.
 
 # %%
 
@@ -441,9 +440,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # The kernels
 # -----------
 #
-# What does a program of the first sweep execute? A small kernel has computed ``delta``. The program
-# has loaded its tiles of keys ``k`` and values ``v``, and set ``dk`` and ``dv`` to zero. Then this
-# loop visits one tile of queries after another:
+# What does a program of the first sweep execute? A small kernel has computed ``delta``, and the
+# program has loaded its tiles ``k`` and ``v``. This loop visits one tile of queries after another:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -784,14 +782,12 @@ found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and d
 assert all(row["as needed"] for row in rows)
 lab.read(
     f"The causal sweep for `dk` and `dv` visits {found['visited']} of {found['tiles']} tiles. Both "
-    f"sweeps, with and without the mask, visit exactly the tiles in which a query sees a key. (For "
-    f"`dq` we dye a tile of `v`.)"
+    f"sweeps, with and without the mask, visit exactly the tiles in which a query sees a key."
 )
 
 # %%
 # **What if a backward pass forgets its mask?** A widely copied kernel was always causal in its
-# backward pass, and its test, always causal, too, did not notice. We run forward with one mask and
-# backward with the other.
+# backward pass, and its test, always causal, too, did not notice.
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()

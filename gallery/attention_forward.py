@@ -1229,8 +1229,8 @@ compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
 # **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The second query should
-# average two values and returns the first. (The first query sees nothing at all; its result is NaN,
-# because the kernel of this section does not guard against that.)
+# average two values and returns the first. (The first query sees nothing, and its result is NaN,
+# because this small kernel lacks the guard.)
 
 compare("> for >=", 1, q, k, v)
 
