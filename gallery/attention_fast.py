@@ -14,9 +14,8 @@ You will learn
 - how the finished kernel compares with the libraries, and what keeps it below the speed of a
   matmul.
 
-The chapter is about the package's kernel in plain Triton, ``attention(..., backend="triton")``,
-which runs on any NVIDIA GPU. Without one, the checks run in Triton's interpreter, and the speeds
-are those of a recorded run.
+The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, which runs on any
+NVIDIA GPU.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -46,7 +45,6 @@ from kernelbook.ops.attention.tiles import (
     LOWEST,
     PRECISION,
     describe,
-    fit,
     head_of,
     load_tile,
     place,
@@ -65,9 +63,8 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # waiting: memory that delivers the tiles too slowly, and the exponentials themselves. We weigh both
 # on paper before we change a line.
 #
-# **Memory.** The programs of a head load all its keys and values again for each tile of 128
-# queries. To see whether that is too much, we count the operations per byte that is loaded or
-# stored, and compare them with those that the GPU needs.
+# **Memory.** Each tile of 128 queries loads all keys and values of its head again. Is that too
+# much?
 
 
 # Measuring
@@ -91,8 +88,8 @@ needed = 1e3 * matmul_speed / copy_speed
 per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
 from_hbm = per_byte * copy_speed / 1e3
 lab.read(
-    f"At length 4,096 attention does {per_byte:.0f} operations per byte, and this GPU needs "
-    f"{needed:.0f} to keep its arithmetic busy. "
+    f"At length 4,096 attention does {per_byte:.0f} operations per byte that it loads or stores, "
+    f"and in this run the GPU needed {needed:.0f} to keep its arithmetic busy. "
     + (
         f"So if every byte came from HBM, the memory outside the chip, attention would stop at "
         f"{from_hbm:.0f} TFLOP/s. But the programs of a head load the same keys and values at the "
@@ -113,36 +110,26 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: Why not keep the keys and load the queries?
-#
-#    A program that keeps a tile of keys has to read all queries, and to read and write back their
-#    ``acc`` in float32. It also meets a worse problem: programs with different keys add to the same
-#    ``acc``, so they would have to wait for each other. The first FlashAttention avoided that by
-#    running one program per head, but a GPU with more than a hundred :term:`SMs <SM>` then stands
-#    idle for the most part if there are few heads. If queries stay, no two programs write to the
-#    same address, and there are as many programs as tiles of queries.
 
-# %%
-
-# Folded: The bytes of both orders
-lab.table(
-    [
-        {"length": length}
-        | {
-            "queries stay, MiB": moved_by(length)[0],
-            "keys stay, MiB": moved_by(length)[1],
-        }
-        for length in (4096, 16384)
-    ],
-    "Bytes of one head, tiles of 128 queries or 128 keys, head_dim 128, 16 bits",
+# Folded: Why not keep the keys and load the queries?
+both_orders = {length: moved_by(length) for length in (4096, 16384)}
+lab.read(
+    f"A program that keeps a tile of keys has to read all queries, and to read and write back "
+    f"their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB for a head, "
+    f"instead of {both_orders[4096][0]:,.0f}, and at 16,384 it is {both_orders[16384][1]:,.0f} "
+    f"instead of {both_orders[16384][0]:,.0f}. It also meets a worse problem: programs with "
+    f"different keys add to the same `acc`, so they would have to wait for each other. The first "
+    f"FlashAttention avoided that by running one program per head, but a GPU with more than a "
+    f"hundred SMs then stands idle for the most part if there are few heads. If queries stay, no "
+    f"two programs write to the same address, and there are as many programs as tiles of queries."
 )
 
 # %%
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
 # :math:`D`, and one exponential. A Hopper SM does 4,096 of these operations per cycle, but only 16
 # exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of a cycle, and its
-# exponential a sixteenth. At head_dim 64 both take a sixteenth. So a kernel that never did both at
-# once would leave the tensor cores idle for a third of its time, or for half of it.
+# exponential a sixteenth. So a kernel that never did both at once would leave the tensor cores idle
+# for a third of its time; at head_dim 64, where both take a sixteenth, for half of it.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -158,9 +145,8 @@ lab.table(
 # the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
 # the weighted sum of values ``acc``.
 #
-# Six things keep it slow that plain Triton can remove, and some of them show only when an earlier
-# one is gone. Each rung of the ladder removes one. What remains after all six is the question of
-# the last section.
+# What keeps it slow? Six things that plain Triton can remove, and some of them show only when an
+# earlier one is gone. Each rung of a ladder removes one:
 #
 # 1. While a program waits, its SM does nothing, because only one fits there: *two programs*.
 # 2. Addresses of single elements fill the registers: *descriptors*.
@@ -169,11 +155,11 @@ lab.table(
 # 5. Every score costs a multiplication that can be saved: *scale folded*.
 # 6. A few long programs run on when the others are done: *heavy first*.
 #
-# The changes are flags of one kernel or options of its launch, so that each can be turned on, and
-# later off again. This is the body of the loop. ``_tile`` loads a tile of rows. ``_weigh`` turns
-# scores into weights ``p`` and the factor ``alpha``; on cut tiles, for which ``MASKED`` is set,
-# each query keeps its first ``n_visible`` keys. The other capitals are sizes and the flags. With
-# all flags off, it is the loop of the last chapter.
+# The changes are flags of one kernel, or options of its launch, so that each can be turned on and
+# later off again. With all flags off, this is the loop of the last chapter. ``_tile`` loads a tile
+# of rows. ``_weigh`` turns scores into weights ``p`` and the factor ``alpha``; on cut tiles, for
+# which ``MASKED`` is set, each query keeps its first ``n_visible`` keys. The two places where
+# ``AHEAD`` stands are rung 3's.
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -330,8 +316,8 @@ def _rung_kernel(
 #    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
 #    the tensor cores.
 #
-# Each rung adds its flag, or its options of the launch, to those before it. (``register_limit``
-# sets the option ``maxnreg``, which rung 1 explains.)
+# Each rung adds its flag, or its options, to those before it. (``register_limit`` sets the option
+# ``maxnreg``, which rung 1 explains.)
 
 LADDER = {
     "in stages": {
@@ -402,10 +388,10 @@ lab.check("The rungs", cases())
 # The ladder
 # ----------
 #
-# How far up does each rung lead? All are timed in one run, as a percentage of a :term:`cuBLAS`
-# matmul. The first bar is the staged kernel of the chapter before; it stands a little apart from
-# its bar there, because it was timed in another run and starts from ``LOWEST``. The last bar is the
-# package's kernel, which has all six changes built in and takes more inputs.
+# How far up does each rung lead? The bars are percentages of a :term:`cuBLAS` matmul, timed in one
+# run. The first is the staged kernel; it differs a little from its bar in the chapter before,
+# because it starts ``m_i`` from another number (see the fold above) and was timed anew. The last is
+# the package's kernel, which has all six changes built in.
 
 
 # Measuring
@@ -443,8 +429,7 @@ lab.ladder(
 )
 
 # %%
-# The sections below explain one bar each: the change, what it does to the machine code, and what
-# it gains.
+# Each of the next six sections explains one bar.
 
 # Reading
 
@@ -461,7 +446,8 @@ scatter = max(map(spread, LADDER)) if steps.rows else nan
 of_ladder = steps.rate("matmul", mask="full")
 lab.read(
     f"Every bar is a median, and the middle three fifths of its timings lie within "
-    f"{100 * scatter:.1f} % of it. A gain below that says little."
+    f"{100 * scatter:.1f} % of it. So a change of one percent means little, and less than 1 % is "
+    f"no difference."
     + (
         f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
         f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
@@ -524,13 +510,12 @@ def gain(name, mask):
 
 
 def changed(share):
-    """What a change of the speed is called, with one more digit where it is small."""
+    """What a change of the speed is called: less than 1 % is no difference."""
     if share != share:
         return "nan"  # so that the paragraph says that it is not recorded
-    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f}"
-    if size == "0.0":
-        return "changes nothing"
-    return f"{'gains' if share > 0 else 'loses'} {size} %"
+    if abs(share) < 0.01:
+        return "makes no difference"
+    return f"{'gains' if share > 0 else 'loses'} {100 * abs(share):.0f} %"
 
 
 def told(name):
@@ -557,9 +542,9 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# A program often waits: for its keys, for a matmul, for exponentials. A second program on the same
-# SM can work meanwhile, if each takes at most half of the SM's storage, of which there are two
-# kinds.
+# A program often waits: for its keys, for a matmul, for exponentials. Can a second program on the
+# same SM work meanwhile? Only if each takes at most half of the SM's storage, of which there are
+# two kinds.
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
@@ -567,39 +552,18 @@ def waits_of(name):
 #          and a second one does not fit. On the right two programs with two stages take 96 KiB and
 #          half of the registers each.
 #
-# **Shared memory**, from which Hopper's matmul instructions read, holds the tiles. The queries take
-# 32 KiB and each tile of 64 keys or values 16 KiB. ``num_stages``, the number of *pipeline stages*,
-# says how many tiles of keys and of values are on their way, or in use, at a time. With three
-# stages a program takes 128 of the 227 KiB of an SM, so only one fits. With two it takes 96, and
-# two programs fit.
+# **Shared memory** holds the tiles: 32 KiB of queries, and 16 KiB for each tile of 64 keys or
+# values. ``num_stages``, the number of *pipeline stages*, says how many tiles of keys and of values
+# are on their way, or in use, at a time. With three stages a program takes 128 of the 227 KiB of an
+# SM, so only one fits. With two it takes 96, and two fit.
 #
 # **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
 # <warp>` have 512 threads, so each gets 128 of the SM's 65,536. Of these ``acc`` takes 64 and a
 # tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
 # fit :term:`spill <spill>` to memory.
-
-# Reading
-cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
-    list(LADDER)[-1], mask="causal"
-)
-early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
-lab.read(
-    told("two programs")
-    + (
-        f"The rung yields little, because the limit has a price: a thread had "
-        f"{compiled_to('in stages', 'registers')} registers before. With 128 the assembler no "
-        f"longer lets a matmul run beside other work, and the code waits "
-        f"{waits_of('two programs')}. The next rungs remove these waits, and then the second "
-        f"program pays: without it the finished kernel is {100 * cost:.0f} % slower with a causal "
-        f"mask."
-        if early and cost > 0.05
-        else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
-        f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
-        f"kernel {changed(-cost)} with a causal mask."
-    )
-)
-
-# %%
+#
+# So the rung is two changes. What does each do alone? The last columns count how often the code
+# waits for its matmul instructions, and the programs that fit on an SM.
 
 
 # Measuring
@@ -620,21 +584,6 @@ compiled_halves = lab.measure(
     ),
 )
 half = {row["version"]: row for row in compiled_halves.rows}
-TIMED = {
-    "finished": "heavy first",
-    "finished, two stages alone": "without register limit",
-    "finished, register limit alone": "without two stages",
-    "finished, neither": "without two programs",
-}
-
-
-def in_halves(version, mask):
-    return steps.rate(TIMED[version], mask=mask) if version in TIMED else nan
-
-
-def tiles_kib(stages):
-    """KiB of 128 queries, and of 64 keys and 64 values for each stage, in 16 bits."""
-    return (128 + stages * 2 * 64) * 128 * 2 / 1024
 
 
 def programs_on_an_sm(row):
@@ -643,91 +592,75 @@ def programs_on_an_sm(row):
     return min(by_registers, 227 // (row["shared memory, KiB"] + 1))
 
 
+def by_half(rows):
+    return [
+        {
+            "change": name,
+            "registers": row["registers"],
+            "spills": row["spills"],
+            "shared, KiB": row["shared memory, KiB"],
+            "waits": f"{row['waits for them']} for {row['matmul instructions']}",
+            "programs": programs_on_an_sm(row),
+        }
+        for name, row in rows.items()
+        if row
+    ]
+
+
 # %%
 
-# Folded: Two stages and the register limit, one at a time
 lab.table(
-    [
-        {"version": name}
-        | {
-            what: row[what]
-            for what in ("registers", "spills", "shared memory, KiB", "waits for them")
+    by_half(
+        {
+            "none": half.get("start"),
+            "two stages alone": half.get("start, two stages alone"),
+            "register limit alone": half.get("start, register limit alone"),
+            "both": made.get("two programs"),
         }
-        | {"programs on an SM": programs_on_an_sm(row)}
-        | {
-            f"{mask}, TFLOP/s": f"{in_halves(name, mask):.0f}" if name in TIMED else "—"
-            for mask in ("causal", "full")
-        }
-        for name, row in half.items()
-    ],
-    "Two stages and the register limit, one at a time",
-)
-
-# %%
-
-# Folded: What each of the two changes does
-start_half, end_half = (
-    {
-        what: half.get(f"{end}, {what} alone", {})
-        for what in ("two stages", "register limit")
-    }
-    for end in ("start", "finished")
-)
-spills = start_half["register limit"].get("spills", nan)
-free = end_half["two stages"].get("registers", nan)
-room = {
-    end: {what: programs_on_an_sm(row) if row else nan for what, row in found.items()}
-    for end, found in (("start", start_half), ("finished", end_half))
-}
-lost = {
-    what: 1
-    - in_halves(f"finished, {what} alone", "causal") / in_halves("finished", "causal")
-    for what in ("register limit", "two stages")
-}
-added = end_half["register limit"].get("shared memory, KiB", nan) - tiles_kib(3)
-lab.read(
-    f"At the start, two stages alone let {room['start']['two stages']} program run on an SM, "
-    f"because a thread has {start_half['two stages'].get('registers', nan)} registers. The limit "
-    f"alone, with its {spills} spills, lets {room['start']['register limit']} run, because the "
-    f"{start_half['register limit'].get('shared memory, KiB', nan)} KiB of three stages are more "
-    f"than half of the shared memory. "
-    + (
-        "So a second program needs both. "
-        if max(room["start"].values()) == 1
-        else "So one of the two is enough for a second program. "
-    )
-    + f"In the finished kernel three stages leave room for "
-    f"{room['finished']['register limit']}. "
-    + (
-        f"(The table counts {added:.0f} KiB more than the {tiles_kib(3):.0f} KiB of tiles, because "
-        f"the compiler adds buffers of its own.)"
-        if not added <= 0
-        else ""
-    )
+    ),
+    "What it takes for a second program, causal",
 )
 
 # %%
 
 # Reading
-
-
-def loss_of(share):
-    size = f"{100 * abs(share):.{0 if abs(share) >= 0.0195 else 1}f}"
-    if size == "0.0":
-        return "is worth nothing"
-    return f"costs {size} % of the speed" if share < 0 else f"is worth {size} %"
-
-
+cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
+    list(LADDER)[-1], mask="causal"
+)
+early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
-    f"The rung is two changes. In the finished kernel, with a causal mask, two stages instead of "
-    f"three {loss_of(lost['register limit'])}, and the register limit "
-    f"{loss_of(lost['two stages'])}, "
-    f"because without it the compiler takes {free} registers, "
-    + ("no more than with it. " if free <= 128 else "too many for a second program. ")
-    + "At the start it took both to make room, as the folds show."
-    if max(room["start"].values()) == 1
-    else f"In the finished kernel, having two stages instead of three "
-    f"{loss_of(lost['register limit'])}, and the register limit {loss_of(lost['two stages'])}."
+    told("two programs")
+    + (
+        f"So little, because the limit has a price: with 128 registers the assembler no longer "
+        f"lets a matmul run beside other work, and the code waits {waits_of('two programs')}. The "
+        f"next rungs remove these waits, and then the second program pays: without it the finished "
+        f"kernel is {100 * cost:.0f} % slower with a causal mask."
+        if early and cost > 0.05
+        else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
+        f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
+        f"kernel {changed(-cost)} with a causal mask."
+    )
+)
+
+# %%
+
+# Folded: The same two changes in the finished kernel
+TIMED = {
+    "both": ("finished", list(LADDER)[-1]),
+    "two stages alone": ("finished, two stages alone", "without register limit"),
+    "register limit alone": ("finished, register limit alone", "without two stages"),
+    "none": ("finished, neither", "without two programs"),
+}
+lab.table(
+    [
+        row
+        | {
+            f"{mask}, TFLOP/s": f"{steps.rate(TIMED[row['change']][1], mask=mask):.0f}"
+            for mask in ("causal", "full")
+        }
+        for row in by_half({name: half.get(of) for name, (of, _) in TIMED.items()})
+    ],
+    "The finished kernel with one or both, causal",
 )
 
 # %%
@@ -746,8 +679,8 @@ lab.read(
 #
 # One thread then names a tile by its coordinates, and the Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. ``_tile`` holds both ways. ``load_tile`` is in essence a single call,
-# ``desc.load([batch, head, start, 0])``; without it, every element has an address and a mask:
+# the tile into shared memory. ``_tile`` holds both ways; ``load_tile`` is in essence a single call,
+# ``desc.load([batch, head, start, 0])``:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -803,8 +736,8 @@ lab.read(
 # ----------------------------------
 #
 # With two pipeline stages, the copy of a tile starts only when the previous iteration ends, so an
-# iteration that begins with a matmul waits for its keys. Exponentials need no new data, once the
-# scores are there, so they should come first.
+# iteration that begins with a matmul waits for its keys. What could it do meanwhile? Exponentials,
+# because they need no new data once the scores are there.
 #
 # .. image:: /figures/attention-ahead.svg
 #    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
@@ -812,9 +745,10 @@ lab.read(
 #          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
 #          q k of the next tile. The iteration is shorter by the wait.
 #
-# So with ``AHEAD``, each iteration computes the scores of the *next* tile as its last step. The
-# next iteration begins with their exponentials, while its values and the keys after them arrive.
-# The scores of the first tile have to be there before the loops, which then end one tile early:
+# So with ``AHEAD``, each iteration ends with the scores of the *next* tile, and the next one begins
+# with their exponentials, while its values and the keys after them arrive. Someone has to compute
+# the scores of the first tile, and the last tile has no next one. So the kernel does the first
+# before its loops, and lets them end one tile early:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -823,9 +757,17 @@ lab.read(
 #    :end-at: end = tl.maximum(tl.cdiv
 #    :dedent:
 #
-# Behind the loops, the last tile is weighed and multiplied by its values, and no next one follows.
-# The loop always passes ``True`` for ``MASKED`` when it loads the next tile of keys, because that
-# one may reach past the end even where the tile at hand does not.
+# After the loops, it does the last one by itself:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _rung_kernel
+#    :start-at: p, alpha, l_i, m_i = _weigh(
+#    :end-before: # -- write
+#    :dedent:
+#
+# (Where the loop loads the next keys, it passes ``True`` for ``MASKED``, because the next tile may
+# reach past the end even if this one does not.)
 
 # Reading
 ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
@@ -840,21 +782,21 @@ lab.read(
         if not ahead_of_loop <= 0
         else ""
     )
-    + ". Registers are no longer the reason; the next rung finds it."
+    + ". Too few registers are no longer the reason; the next rung finds it."
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# A matmul on Hopper runs beside other work, until the program waits for its result. After rung 3 a
-# single line still forces it to wait after every instruction: the maximum of a row, ``tl.max(qk,
-# axis=1)``. The package has this function instead, which ``TWO_STEPS`` selects:
+# A matmul on Hopper runs beside other work until the program waits for its result. Why does the
+# code still wait after every instruction? Because of one innocent line, the maximum of a row,
+# ``tl.max(qk, axis=1)``. This function returns the same numbers, and ``TWO_STEPS`` selects it:
 
 lab.source(forward.row_max)
 
 # %%
-# The reason is the *layout*, which says which thread holds which element of a tile.
+# The difference is in the *layout*, which says which thread holds which element of a tile.
 
 
 # Drawing
@@ -897,37 +839,44 @@ lab.sketch(
 
 # %%
 # A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
-# elements of the one and 32 of the other, and for the compiler these are two layouts. A one-step
-# reduction inherits the layout of the scores, and so does ``alpha``, which is computed from it.
-# Where the scores come from the iteration before, the compiler then carries ``acc`` through the
-# loop in both layouts, to multiply it by ``alpha``.
+# elements of the one and 32 of the other, so for the compiler these are two layouts. The maximum of
+# a row, computed in one step, inherits the layout of the scores, and so does ``alpha``. To multiply
+# ``acc`` by ``alpha``, the compiler has to bring the two into one layout:
 #
-# So the assembler finds registers of ``acc`` in use while a matmul is under way, plays safe, and
-# waits after every instruction. The reshape in ``row_max`` gives the maximum a layout of its own,
-# and ``acc`` is carried once.
+# - **Up to rung 2** it converts ``alpha``, which costs next to nothing, because it is one number
+#   per row, and the same threads need it.
+# - **With** ``AHEAD``, the scores enter the loop from the iteration before, and Triton 3.6 then
+#   converts ``acc`` instead, all 128 × 128 numbers of it, and carries it through a loop twice. The
+#   assembler finds these registers in use while a matmul is under way, plays safe, and waits after
+#   every instruction.
+# - **With** ``row_max``, the reshape gives the maximum a layout of its own, that of neither the
+#   scores nor ``acc``. The compiler again converts ``alpha``, and carries ``acc`` once.
 
 # Reading
 lab.read(
     told("two-step maximum")
     + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left. Triton does not show the "
-    f"assembler's messages, so no warning reports such waits. If a loop with matmuls is slower "
-    f"than it should be, count them (`WARPGROUP.DEPBAR`) and the matmul instructions (`HGMMA`) in "
-    f"the machine code."
+    f"{compiled_to('two-step maximum', 'waits for them')} are left. No warning reports such waits. "
+    f"If a loop with matmuls is slower than it should be, count them (`WARPGROUP.DEPBAR`) and the "
+    f"matmul instructions (`HGMMA`) in the machine code."
 )
 
 # %%
-# .. dropdown:: Two reasons for waits, and the messages that Triton hides
+# .. dropdown:: Where to see this: the conversions, and the messages that Triton hides
 #
-#    The assembler reports the waits of this rung as C7514. Those of the first two rungs have
+#    Triton's intermediate code, ``compiled.asm["ttgir"]``, names every conversion,
+#    ``ttg.convert_layout``. In the loop over cut tiles it converts ``tensor<128x1xf32>`` up to rung
+#    2, ``tensor<128x128xf32>`` twice in rung 3, and ``tensor<128x1xf32>`` again in this one.
+#
+#    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs have
 #    another reason, C7512: it finds too few registers to overlap a matmul with anything, even where
-#    none spills.
+#    none spills. Triton shows neither message.
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# With the waits gone, instructions begin to count. So far the kernel multiplies every score by the
+# With the waits gone, do single instructions count? So far the kernel multiplies every score by the
 # scale and then subtracts the maximum. But the scale is positive, so we can take the maximum before
 # we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`, and
 # :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, and multiplication and subtraction are one
@@ -1005,9 +954,9 @@ lab.measure("Instructions for one exponential", instructions)
 # Rung 6: heavy tiles first
 # -------------------------
 #
-# Five changes made a program faster; the last one is about the order of the programs. In causal
-# attention the last queries see the most keys. If they start last, a few heavy programs run on at
-# the end while the rest of the GPU has nothing to do.
+# Five changes made a program faster. Does it also matter in which order the programs start? In
+# causal attention the last queries see the most keys. If they start last, a few heavy programs run
+# on at the end while the rest of the GPU has nothing to do.
 
 # %% An animation
 # In this example the 16 programs of two heads run on three SMs, two at a time on each. Light first
@@ -1019,12 +968,11 @@ lab.measure("Instructions for one exponential", instructions)
 # %%
 # The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
 # last heads still start late. But all heads at once may have more keys and values than L2 holds, so
-# the package alternates between only as many heads as fit into half of the cache. The folds hold a
-# simulation of all programs on an H200, and the function that says which program computes what.
+# the package alternates between only as many heads as fit into half of the cache.
 
 # %%
 
-# Folded: The simulation
+# Folded: A simulation of all programs on an H200
 
 
 def finish_time(weights, slots=264):
@@ -1070,14 +1018,14 @@ lab.table(
 short = gain("heavy first", "causal") < promised
 lab.read(
     told("heavy first")
-    + f"The simulation promises {100 * promised:.0f} % with the causal mask. "
+    + f"A simulation promises {100 * promised:.0f} % with the causal mask. "
     + (
-        "We measure less, because the simulation counts an idle slot as lost, whereas the other "
-        "program on that SM then has it to itself and runs faster. "
+        "We measure less, because it counts an idle slot as lost, whereas the other program on "
+        "that SM then has it to itself and runs faster. "
         if short
         else ""
     )
-    + "Without a mask all programs are equally heavy, so their order has nothing to gain."
+    + "Without a mask all programs are equally heavy, so there is nothing to gain."
 )
 
 # %%
@@ -1104,16 +1052,15 @@ lab.read(
 )
 
 # %%
-# But what a rung gains depends on the rungs that stand below it.
+# But what a rung gains depends on the rungs below it.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel and leave the others. What it then loses
-# is what the change is worth in the end. The last column counts the waits in the code, and the
-# matmul instructions that they are for.
+# So we also take each change back from the finished kernel and leave the others: what it then loses
+# is what the change is worth in the end.
 
 
 # Measuring
@@ -1124,8 +1071,8 @@ for name in list(LADDER)[1:]:
     row = {"taken back": name}
     for mask in ("causal", "full"):
         change = steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
-        digits = 0 if abs(change) >= 0.0195 else 1
-        row[f"{mask}, %"] = f"{100 * change:+.{digits}f}".replace("-", "−")
+        said = f"{100 * change:+.0f}".replace("-", "−")
+        row[f"{mask}, %"] = "no difference" if abs(change) < 0.01 else said
     row["spills"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
@@ -1152,22 +1099,23 @@ little = [name for name, share in worth.items() if abs(share) < 0.02]
 alone = "two programs"
 
 
-def rose_by(share):
-    return f"{'rose' if share > 0 else 'fell'} by {100 * abs(share):.1f} %"
+def at_its_rung(share):
+    if abs(share) < 0.01:
+        return "made no difference"
+    return f"{'gained' if share > 0 else 'lost'} {100 * abs(share):.0f} %"
 
 
 lab.read(
     f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
     f"“{most}”"
     + (
-        f", because the tiles of three stages take {tiles_kib(3):.0f} KiB and leave no room for a "
-        f"second program. "
+        ", because three stages leave no room for a second program. "
         if most == alone
         else ". "
     )
     + (
-        f"Yet when that rung was made, the speed {rose_by(gain(alone, 'causal'))}, because each "
-        f"of the two programs still waited for each of its matmul instructions."
+        f"Yet when that rung was made, the change {at_its_rung(gain(alone, 'causal'))}, because "
+        f"each of the two programs still waited for each of its matmul instructions."
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ""
     )
@@ -1204,24 +1152,12 @@ lab.read(
 # The kernel of the package
 # -------------------------
 #
-# A kernel for models needs more than speed. The package's has the six changes built in and also
-# takes any head_dim up to 256, windows, grouped heads, and strides. It writes :term:`lse
-# <logsumexp>`, the logarithm of each query's sum of exponentials, from which the backward pass
-# computes the weights again. The folds show how.
+# What does a kernel for models need besides speed? The loop of the package's kernel is the one
+# above with every flag on. It also takes any head_dim up to 256, windows, grouped heads and
+# strides, and writes :term:`lse <logsumexp>`, the logarithm of each query's sum of exponentials,
+# from which the backward pass computes the weights again.
 #
-# .. dropdown:: How it writes ``out`` and ``lse``
-#
-#    ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers
-#    are 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
-#    ``sum_of_weights`` returns ``l_i``, or NaN where a query sees keys and all their scores are
-#    :math:`-\infty`.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
-#       :pyobject: attention_fwd_kernel
-#       :start-at: # -- write
-#       :dedent:
-#
-# .. dropdown:: Grouped heads, strides, and sizes of tiles
+# .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
 #
 #    Several query heads may share one head of keys and values. If :math:`g` of them share one,
 #    query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
@@ -1234,26 +1170,16 @@ lab.read(
 #    With more queries in a tile, keys and values are read less often, but a larger tile needs more
 #    registers and more shared memory. We tuned this once, and the package keeps the winners in a
 #    table.
-
-# %%
-
-# Folded: Which views are copied
-x = torch.zeros(2, 10, 4, 96, device=runtime.DEVICE)
-views = {
-    "contiguous": x,
-    "heads and length transposed": x.transpose(1, 2),
-    "part of head_dim: [..., 16:80]": x[..., 16:80],
-    "part of head_dim: [..., 3:67]": x[..., 3:67],
-    "head_dim and length transposed": x.transpose(1, 3),
-    "expanded over the batch": x[:1].expand(2, -1, -1, -1),
-}
-rows = []
-for name, view in views.items():
-    same = fit(view).data_ptr() == view.data_ptr()
-    rows.append(
-        {"view of float32": name, "read": "in place" if same else "after a copy"}
-    )
-lab.table(rows, "Which views are copied")
+#
+#    ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers
+#    are 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
+#    ``sum_of_weights`` returns ``l_i``, or NaN where a query sees keys and all their scores are
+#    :math:`-\infty`.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
+#       :pyobject: attention_fwd_kernel
+#       :start-at: # -- write
+#       :dedent:
 
 # %%
 
@@ -1290,13 +1216,11 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # Is it right?
 # ------------
 #
-# Such a kernel goes wrong first at sizes that no tile divides. So the check compares it with
-# float64 truth over lengths of 1, 127 and 1,000, head_dim 80 and 96, queries and keys of different
-# length, shared heads, and transposed views. In 16 bits the error may be twice PyTorch's, and it
-# may always be one unit in the last place, because a result of PyTorch that is rounded luckily is
-# no yardstick. In float32 the factor is eight, because each multiplication by
-# ``alpha`` adds a rounding and float32 is split into parts. In the table, an input is its batch,
-# heads, heads of keys, queries, keys and head_dim.
+# Where would such a kernel go wrong first? At sizes that no tile divides, such as lengths of 1, 127
+# and 1,000, or head_dim 80. So we compare these with float64. In 16 bits the error may be twice
+# PyTorch's, or one unit in the last place. In float32 the factor is eight, because each
+# multiplication by ``alpha`` adds a rounding and float32 is split into parts. In the table, an
+# input is its batch, heads, heads of keys, queries, keys and head_dim.
 
 
 # Measuring
@@ -1354,8 +1278,7 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# The fold holds relations that must be true for any input. They catch mistakes that a comparison on
-# random inputs may miss.
+# Relations that must be true for any input catch mistakes that a comparison may miss:
 
 # Measuring
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
@@ -1397,10 +1320,9 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# Do six changes in plain Triton reach the libraries? We compare them at 16,384 tokens in all. SDPA
-# is PyTorch's ``scaled_dot_product_attention``, of which we call two kernels by name. FlexAttention
-# is compiled for each size. FlashAttention is version 4 of that library, written in CuTe, which is
-# closer to the GPU than Triton.
+# Do six changes in plain Triton reach the libraries? Every point has 16,384 tokens in all. SDPA is
+# PyTorch's ``scaled_dot_product_attention``, of which we call two kernels by name. FlashAttention
+# is version 4 of that library, written in CuTe, which is closer to the GPU than Triton.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1502,9 +1424,8 @@ lab.read(
 )
 
 # %%
-# **Why are short lengths further from the matmul?** Because what happens once per program weighs
-# more if the loop has few iterations: loading the queries and the first keys, and writing the
-# output.
+# **Why are short lengths further from the matmul?** Because what happens once per program, such as
+# loading the queries and writing the output, weighs more if the loop has few iterations.
 
 # Reading
 
@@ -1524,9 +1445,8 @@ best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constant_of(best) if best != "none" else nan
 lab.read(
     f"Without a mask, this takes {100 * own / (16 + own):.0f} % of our kernel's time at length "
-    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384. A causal mask adds a second loss, "
-    f"because the kernel computes the tiles on the diagonal whole and discards half of their "
-    f"scores. At length 1,024 that is an eighth more work."
+    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384. With a causal mask the kernel also "
+    f"discards half of each tile on the diagonal, at length 1,024 an eighth more work."
 )
 
 # %%
@@ -1541,8 +1461,8 @@ lab.read(
 )
 
 # %%
-# **What keeps it below the speed of a matmul at long lengths?** The first section names a suspect,
-# the exponentials.
+# **What keeps it below a matmul at long lengths?** The first section names a suspect, the
+# exponentials.
 
 # Reading
 long = {
@@ -1561,9 +1481,9 @@ lab.read(
 
 # %%
 # While one of the two programs on an SM waits for a matmul, the other may compute exponentials, but
-# nothing keeps them in step. A kernel that does so needs warps with different roles, which plain
-# Triton cannot express. The book writes it in :term:`Gluon`, Triton's lower language:
-# :doc:`/chapters/attention_hopper` measures how much of this loss it wins back.
+# nothing keeps them in step. That would take warps with different roles, which plain Triton cannot
+# express: :doc:`/chapters/attention_hopper` writes them in :term:`Gluon`, Triton's lower language,
+# and measures how much of this loss they win back.
 
 # %%
 
@@ -1658,10 +1578,10 @@ lab.read(
 #
 # Descriptors, pipeline stages and wide loads each bring a trap of their own.
 #
-# **A descriptor that flattens the heads.** All heads lie one after the other in memory, so a
-# descriptor could present them as one matrix of (batch · heads · length) rows. But then the copy
-# engine does not know where a head ends. We take two heads of 20 rows and tiles of 16, and one
-# program copies the last tile of the *first* head, times ten.
+# **A descriptor that flattens the heads.** All heads lie one after the other in memory. But if a
+# descriptor presents them as one matrix of (batch · heads · length) rows, the copy engine does not
+# know where a head ends. Of two heads of 20 rows, in tiles of 16, one program copies the last tile
+# of the *first* head, times ten.
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -1699,10 +1619,8 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 # %%
 # The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
 # finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
-# such a kernel passes many tests.
-#
-# Reading past the end of a head is not harmless either. The surplus rows get weight zero, but zero
-# times infinity is NaN.
+# such a kernel passes many tests. Reading past the end of a head is not harmless either, because
+# zero times infinity is NaN.
 
 # Reading
 v = torch.zeros(32, 16)
@@ -1716,9 +1634,8 @@ lab.read(
 )
 
 # %%
-# **Too much shared memory.** A tile of 128 keys at head_dim 128 takes 32 KiB in 16 bits, once for
-# keys and once for values, and every pipeline stage has its own pair. Nothing warns when the kernel
-# is written; the launch fails.
+# **Too much shared memory.** Every pipeline stage has its own tile of keys and of values. Nothing
+# warns when the kernel is written; the launch fails.
 
 
 # Measuring
@@ -1771,9 +1688,9 @@ lab.table([{"what the package says": line} for line in lines], "Too little memor
 
 # %%
 # **An address that the compiler cannot prove aligned.** A thread may load 16 bytes at once only if
-# the compiler can prove that their address is aligned. ``tl.multiple_of`` promises what it cannot
-# prove, and a descriptor makes the promise unnecessary. We load from a start that is unknown at
-# compile time.
+# the compiler knows that their address is aligned. Here it starts at a number unknown at compile
+# time: ``tl.multiple_of`` promises what the compiler cannot prove. With a descriptor no promise is
+# needed.
 
 
 # Measuring
@@ -1806,18 +1723,17 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # --------
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
-# the copy engine brings, and scores computed one iteration ahead keep them at work, and the other
-# changes remove waits, instructions and idle slots. Among what is left are exponentials that
-# nothing keeps in step with the matmuls.
+# the copy engine brings, and scores computed one iteration ahead keep them at work. Among what is
+# left are exponentials that nothing keeps in step with the matmuls.
 #
-# :doc:`/chapters/attention_backward` turns to the gradient. :doc:`/chapters/attention_in_models`
-# splits the keys where one query per head, as when a model generates text, leaves most of the GPU
-# idle.
+# :doc:`/chapters/attention_backward` turns to the gradient. A model that generates text has only
+# one query per head, which leaves most of the GPU idle: :doc:`/chapters/attention_in_models` then
+# splits the keys among programs.
 #
 # Exercises
 # ---------
 #
-# **How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
+# **1. How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
 # registers. Which tiles of 64, 128 or 256 keys, and how many pipeline stages, leave room for two
 # programs of 128 queries at head_dim 128 in 16 bits, by shared memory alone?
 
@@ -1834,6 +1750,29 @@ for keys in (64, 128, 256):
     rows.append(row)
 assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
+
+# %%
+# **2. A soft cap.** Some models bound their scores: a score :math:`s` becomes
+# :math:`b \tanh(s / b)` before the mask. Write the lines of ``_weigh`` for it, in PyTorch if you
+# like. How much of rung 5 is left?
+
+# %%
+
+# Solution: a soft cap
+#
+# tanh rises with its argument, so the maximum may still be taken of the raw dot products. Their
+# scale is now inside tanh and takes a multiplication again. But the factor b log2(e) outside is
+# joined with the subtraction of the maximum in one fused multiply-add, as the scale was.
+x, scale, bound = 30 * torch.randn(4, 64, dtype=torch.float64), 128**-0.5, 5.0
+inside, outside = scale / bound, bound * 1.4426950408889634
+m_new = outside * torch.tanh(x.amax(-1) * inside)
+p = torch.exp2(torch.tanh(x * inside) * outside - m_new[:, None])
+truth = torch.softmax(bound * torch.tanh(x * scale / bound), -1)
+off = (p / p.sum(-1, keepdim=True) - truth).abs().max().item()
+assert off < 1e-14
+lab.table(
+    [{"bound": bound, "off by": f"{off:.0e}"}], "Weights under a soft cap, float64"
+)
 
 # %%
 # References

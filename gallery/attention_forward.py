@@ -72,9 +72,9 @@ def standard_attention(q, k, v, is_causal=False):
 # --------
 #
 # A query needs all keys and all values, but not all at the same time, because a softmax can be
-# computed block by block, as :doc:`the chapter on online softmax </chapters/softmax>` shows. So we
-# keep a :term:`tile` of queries, which is a block of consecutive rows, on the chip, and loop over
-# keys and values one tile at a time.
+# computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries,
+# which is a block of consecutive rows, on the chip, and loop over keys and values one tile at a
+# time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -100,20 +100,20 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# How much is there to gain? We count what the table costs for a single head, with :math:`N`
-# queries, :math:`N` keys and head_dim :math:`D`.
+# How much is there to gain? Take a single head with :math:`N` queries, :math:`N` keys and head_dim
+# :math:`D`.
 #
-# **Operations.** A score is the dot product of two vectors, which takes :math:`D` multiplications
-# and :math:`D` additions, and there are :math:`N^2` scores. The second matmul, weights times
-# values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations (FLOPs).
+# **Operations.** A score takes :math:`D` multiplications and :math:`D` additions, and there are
+# :math:`N^2` scores. The second matmul, weights times values, costs the same, so the total is
+# :math:`4\, N^2 D` floating-point operations (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
 # memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are only
 # :math:`N D` numbers each, and make one trip each.
 #
-# How many operations must we do per byte? As many as the GPU can execute while it moves one. We
-# measure its arithmetic with a :term:`cuBLAS` matmul and its memory with a copy.
+# How many operations must we do per byte? As many as the GPU can execute while it moves one. A
+# :term:`cuBLAS` matmul measures its arithmetic, and a copy its memory.
 
 
 # Measuring
@@ -150,16 +150,15 @@ needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["FLOPs per byte"] / needed
 most = rows[-1]["FLOPs per byte"]
 lab.read(
-    f"This machine needs {needed:.0f} operations per byte. Standard attention does at most {most} "
-    f"at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
+    f"In this run the machine needed {needed:.0f} operations per byte. Standard attention does at "
+    f"most {most} at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
     + (
         f"So it waits for memory at any length, and at 4,096 it can reach no more than "
         f"{100 * rate_of_table:.0f} % of the speed of a matmul. "
         if most < needed
         else "So memory does not have to slow it. "
     )
-    + f"Without the table it would do {rows[1]['at best']:,} there, if it read each input only "
-    f"once; the next chapter counts how often a kernel in tiles reads keys and values."
+    + f"Without the table it would do up to {rows[1]['at best']:,} there."
 )
 
 # %%
@@ -173,9 +172,9 @@ lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16
 machine
 
 # %%
-# **Memory.** Standard attention holds the scores and the weights at the same time. We measure what
-# it allocates beyond inputs and output for 16 heads, until it no longer fits. "Kernel Book" is the
-# package's Triton kernel, which the next chapter builds.
+# **Memory.** Standard attention holds the scores and the weights at the same time. What does it
+# allocate beyond inputs and output, for 16 heads? "Kernel Book" is the package's Triton kernel,
+# which the next chapter builds.
 
 package = partial(attention, backend="triton")
 
@@ -325,9 +324,8 @@ lab.table(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# By induction the triple is right after every tile: it is right for the empty set, where :math:`m =
-# -\infty` and both sums are 0, and each step keeps it right. How we split the keys does not matter,
-# as a fold below confirms.
+# By induction the triple is right after every tile, from the empty set on, where
+# :math:`m = -\infty` and both sums are 0. So it does not matter how we split the keys.
 #
 # .. dropdown:: The merge of any two sets
 #
@@ -374,13 +372,17 @@ for pieces in (2, 7, 100):
         triples.append(merge(triples.pop(j), triples.pop(i)))
     m, l_i, acc = triples[0]
     off = (acc / l_i - truth).abs().max().item()
-    rows.append({"pieces": pieces, "off by": f"{off:.0e}", "right": off < 1e-13})
-assert all(row["right"] for row in rows)
+    assert off < 1e-13
+    rows.append({"pieces": pieces, "off by": f"{off:.0e}"})
 
 # %%
 
-# Folded: The merge, tested
-lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
+# Reading
+lab.read(
+    f"To verify this, we split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a "
+    f"random order, and find the output of a softmax, off by at most "
+    f"{max(row['off by'] for row in rows)}."
+)
 
 # %%
 # **One division, at the end.** The division by ``l`` can wait until the last tile, because
@@ -399,19 +401,10 @@ lab.table(rows, "4 queries, 300 keys, merged in a random order, float64")
 #    Each tile would also have to scale its :math:`p_j`, which is one more multiplication per score
 #    for the same result. The first FlashAttention divided in every step; FlashAttention-2 divides
 #    once.
-#
-# .. dropdown:: Does ``l_i`` start at 0 or at 1?
-#
-#    Published kernels do both, and for almost every query it makes no difference: the first
-#    ``alpha`` is :math:`e^{-\infty - m} = 0`, so whatever ``l_i`` started with is multiplied by
-#    zero. The start value can survive only in a query that meets no tile at all; the table below
-#    runs the loop over two tiles from three start values. A start of 1 avoids a division by zero
-#    only for a query without tiles; a query whose keys are all masked still ends at zero. The
-#    division has to be guarded anyway, so the kernel starts at 0, the sum of no terms.
 
 # %%
 
-# Folded: The sum of weights from three start values
+# Folded: Does l start at 0 or at 1?
 
 
 def sum_after(tiles, l_i):
@@ -435,13 +428,24 @@ rows = [
     }
     for start in (0.0, 1.0, 5.0)
 ]
-lab.table(rows, "l in the end")
+assert len({(row["sees keys"], row["all keys masked"]) for row in rows}) == 1
+without_tiles = ", ".join(row["meets no tile"] for row in rows)
+lab.read(
+    f"Published kernels do both, and for almost every query it makes no difference: the first "
+    f"`alpha` is exp(−∞), so whatever `l` started with is multiplied by zero. Over two tiles, "
+    f"the starts 0, 1 and 5 all end at {rows[0]['sees keys']}, and if all keys are masked, all at "
+    f"{float(rows[0]['all keys masked']):.0f}. The start survives only in a query that meets no "
+    f"tile at all, which ends at {without_tiles}. The division has to be guarded anyway, so the "
+    f"kernel starts at 0, the sum of no terms."
+)
 
 # %%
 # **One number per query is enough for the backward pass.** The gradient needs the weights again. A
 # weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the package's forward
 # pass stores :math:`lse_i = m_i + \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per
 # query.
+
+# %%
 
 # Folded: The weights, from the scores and lse
 
@@ -456,16 +460,8 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: Why the outputs may start as uninitialised memory
-#
-#    ``torch.empty`` allocates out and lse without writing anything. That is safe, because a kernel
-#    runs as many :term:`programs <program>` in parallel, and each query belongs to exactly one of
-#    them, which writes its rows. To verify this, we fill the outputs of the package's kernel with
-#    NaN before it runs, at lengths that are no multiple of a tile, and count the NaN that remain.
 
-# %%
-
-# Folded: Outputs that were filled with NaN
+# Folded: Why the outputs may start as uninitialised memory
 
 empty = torch.empty
 
@@ -486,15 +482,22 @@ for seqlen_q, seqlen_k in ((1, 1), (33, 127), (100, 3)):
         {"queries": seqlen_q, "keys": seqlen_k, "NaN left in out and lse": left}
     )
     assert left == 0
-lab.table(rows, "Outputs that were NaN before the kernel ran")
+lengths = ", ".join(f"{row['queries']} × {row['keys']}" for row in rows)
+lab.read(
+    f"`torch.empty` allocates out and lse without writing anything. That is safe, because a kernel "
+    f"runs as many programs in parallel, and each query belongs to exactly one of them, which "
+    f"writes its rows. To verify this, we filled the outputs with NaN before the package's kernel "
+    f"ran on {lengths} queries and keys, which no tile divides: "
+    f"{sum(row['NaN left in out and lse'] for row in rows)} NaN remained."
+)
 
 # %%
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Before any kernel, we write the algorithm in PyTorch, where each line can be printed and checked.
-# A tile of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys
-# that it needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
+# Can we try this before we write a kernel? In PyTorch each line can be printed and checked. A tile
+# of queries begins with the triple of the empty set. ``key_tiles`` lists the tiles of keys that it
+# needs, and which of them need a mask; ``window`` is ``None`` in this chapter.
 
 lab.source(tiled_forward, "begin")
 
@@ -533,9 +536,9 @@ lab.source(tiled_forward, "end")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
-# We check this and both kernels below against float64. Because each multiplication by ``alpha``
-# adds a rounding, the error may be up to four times that of PyTorch in the same dtype, a factor
-# chosen by hand.
+# We check this and both kernels below against float64, and a check that fails would stop the build
+# of this page. Because each multiplication by ``alpha`` adds a rounding, the error may be up to
+# four times that of PyTorch in the same dtype, a factor chosen by hand.
 
 
 # Measuring
@@ -563,9 +566,9 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now we write the same loop in Triton, as simply as possible: with an address for every element and
-# a mask for every tile. The update of the triple comes first. ``m_exp`` replaces :math:`-\infty` by
-# zero, as ``_finite`` did, and four more details are new.
+# How does the same loop look in Triton? At first as simple as possible: with an address for every
+# element and a mask for every tile. The update of the triple comes first. ``m_exp`` replaces
+# :math:`-\infty` by zero, as ``_finite`` did, and four more details are new.
 #
 # - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
 #   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
@@ -664,8 +667,9 @@ def _first_kernel(
 ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
 of_ramp = torch.empty_like(ramp)
 two_heads = (triton.cdiv(100, 32), 2)
+log2_e = 1.4426950408889634
 _first_kernel[two_heads](
-    ramp, ramp, ramp, of_ramp, 100, 100, 32**-0.5 * 1.4426950408889634,
+    ramp, ramp, ramp, of_ramp, 100, 100, 32**-0.5 * log2_e,
     HEAD_DIM=32, BLOCK_M=32, BLOCK_N=16, IS_CAUSAL=False,
 )  # fmt: skip
 assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
@@ -731,12 +735,11 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # *stages*, and stop after the cut tiles: the first stage, which does most of the work, needs no
 # mask, and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the
 # last one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
-# :math:`\lceil n / B \rceil` are computed. With 32 queries in a tile and :math:`B = 16`, the second
-# tile of queries has :math:`f = 33` and :math:`n = 64`: four tiles are computed, two of them whole.
+# :math:`\lceil n / B \rceil` are computed: for :math:`f = 33`, :math:`n = 64` and :math:`B = 16`
+# four, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. The rest is as before. (``visits_ptr``
-# only serves to count tiles below.)
+# the two loops, and the loop over whole tiles has no mask. The rest is as before.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -797,7 +800,6 @@ def _staged_kernel(
 # %% An animation
 # The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
 # head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled.
-# It computes ``exp`` where the kernel computes ``exp2``.
 #
 # .. animation:: attention_loop
 
@@ -864,11 +866,10 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
 # %%
-# **Queries and keys of different length.** A model that has already read 997 tokens and now
-# processes 3 more has 3 queries and 1,000 keys, and its last query should see all keys. So this
-# book aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal`` aligns it to the top
-# left.
+# **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
+# more has 3 queries and 1,000 keys, and its last query should see all keys. So this book aligns the
+# diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
 
 
 # Measuring
@@ -938,8 +939,7 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 #
 # What have the tiles gained, and what the stages? The yardstick is a :term:`cuBLAS` matmul of two
 # square matrices of size 8,192 in bfloat16. The number of operations is the one counted above,
-# halved for a causal mask. ``torch.compile`` gets the standard version. It would replace code that
-# it recognises as attention by a ready-made kernel, but our function matches none of its patterns.
+# halved for a causal mask. ``torch.compile`` gets the standard version.
 
 
 # Measuring
@@ -962,7 +962,7 @@ def recognised():
 
 # %%
 
-# Folded: How many patterns match
+# Folded: Does torch.compile recognise attention, and replace it by a ready-made kernel?
 lab.measure("Patterns of torch.compile that match standard attention", recognised)
 
 # %%
@@ -1151,8 +1151,9 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# What still holds the kernel back is the question of :doc:`the next chapter
-# </chapters/attention_fast>`, which also compares it with the libraries.
+# So tiles save time as well as memory, once they stay on the chip. What still keeps the kernel from
+# the speed of a matmul is the question of :doc:`the next chapter </chapters/attention_fast>`, which
+# also compares it with the libraries.
 
 # %%
 # What breaks it
@@ -1227,9 +1228,9 @@ q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 compare("no maximum", 40, 20 * q, k, v, scale=2.0)
 
 # %%
-# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then
-# sees nothing, and its result is NaN, because the kernel of this section does not look for that
-# case. The second should average two values and returns the first.
+# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The second query should
+# average two values and returns the first. (The first query sees nothing, and its result is NaN,
+# because this small kernel lacks the guard.)
 
 compare("> for >=", 1, q, k, v)
 
@@ -1242,17 +1243,16 @@ compare("statistics not updated", 60, q, k, v)
 
 # %%
 # **The accumulator is not rescaled.** The sum ``l`` is, so numerator and denominator end on
-# different scales. The mistake stays hidden as long as the largest score is in the first tile. Here
-# the scores rise along the keys.
+# different scales, unless the largest score is in the first tile. Here the scores rise along the
+# keys.
 
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 compare("acc not rescaled", 40, q.abs(), k + rising, v)
 
 # %%
 # **-1e6 in place of minus infinity.** The finite number avoids the NaN of :math:`-\infty -
-# (-\infty)` where a whole row of a tile is masked. It works as long as every true score is above
-# it. Lower scores are rare, but nothing forbids them, and then the *masked* keys win, so that a
-# query sees nothing but the future.
+# (-\infty)` where a whole row of a tile is masked. But where true scores are below it, which
+# nothing forbids, the *masked* keys win, and a query sees nothing but the future.
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
 
@@ -1264,9 +1264,8 @@ compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1
 # --------
 #
 # The table of scores need not exist, because a maximum, a sum and a weighted sum per query are all
-# that later tiles need. A causal mask sorts the tiles: those beyond the
-# diagonal are never computed, which saves nearly half where there are many, and of the others most
-# need no mask.
+# that later tiles need. A causal mask sorts the tiles: those beyond the diagonal are never
+# computed, which saves nearly half where there are many, and of the others most need no mask.
 #
 # Exercises
 # ---------

@@ -31,7 +31,7 @@ def row_max(x):
 
     A one-step reduction inherits the layout of the scores. To scale acc by it, Triton 3.6 would
     carry a second copy of acc through the loop, and the assembler would then wait for each
-    instruction of a matmul (ptxas C7514).
+    instruction of a matmul. (The assembler, ptxas, reports this as C7514.)
     """
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     return tl.max(tl.max(halves, axis=1), axis=1)
