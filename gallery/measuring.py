@@ -357,9 +357,9 @@ lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
 lab.read(
     f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles nine kernels, "
-    f"in {times['Triton, autotuned'][0] / 1e3:.1f} seconds, and even the matmul, which comes "
-    f"compiled, needs {times['matmul'][0]:,.0f} ms to set up its library."
+    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles nine "
+    f"kernels, in {times['Triton, autotuned'][0] / 1e3:.1f} seconds, and even the matmul, which "
+    f"comes compiled, needs {times['matmul'][0]:,.0f} ms to set up its library."
 )
 
 # %%
@@ -545,9 +545,9 @@ lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
 # Reading
 by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"This book makes {SAMPLES[-1]} runs of a short kernel, whose median strays by "
-    f"{by_median[-1]:.1f} %. More runs do not help against a disturbance that outlasts all of "
-    "them, such as a lower clock."
+    f"This book makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} "
+    "milliseconds. More runs do not help against a disturbance that outlasts all of them, such as "
+    "a lower clock."
 )
 
 # %%
@@ -791,14 +791,6 @@ lab.read(
 
 # Folded: The loop of this book
 lab.source(_time_in_turn)
-
-# %%
-
-# Folded: How many runs the loop makes
-lab.read(
-    f"The loop makes up to {IN_ALL} runs of each kernel: {ROUNDS} rounds of {MOST_REPEATS}, or of "
-    f"as many as fit in {REPEAT_MS} milliseconds."
-)
 
 # %%
 # Ready-made loops
@@ -1392,8 +1384,8 @@ despite = (
 )
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers, and the kernel nearly reaches the "
-    f"speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values of 32 bits in memory, "
-    f"and the kernel falls to {tight:.0f} %, {despite}. So look at the spills first."
+    f"speed of a copy. With 32 registers, each thread keeps {spilled:.0f} values of 32 bits in "
+    f"memory, and the kernel falls to {tight:.0f} %, {despite}. So look at the spills first."
     if untouched > 95
     else f"Left alone, the compiler takes {needs:.0f} registers, and the kernel reaches "
     f"{untouched:.0f} % of the speed of a copy. With 32 registers it reaches {tight:.0f} %, "
