@@ -1040,8 +1040,9 @@ lab.read(
     f"Our first kernel, with one row per program, reaches {largest['one row a program']:.0f} %, "
     f"and the operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. From 1,024 "
     f"to 16,384 rows it reaches only {min(fewer):.0f} to {max(fewer):.0f} %. The kernel that "
-    f"`torch.compile` writes reaches {largest['torch.compile']:.0f} % at 65,536 rows, but is faster "
-    f"than ours {ahead(forward, 'torch.compile')} rows; less than 1 % is no difference in this book."
+    f"`torch.compile` writes reaches {largest['torch.compile']:.0f} % at 65,536 rows, but is "
+    f"faster than ours {ahead(forward, 'torch.compile')} rows; in this book less than 1 % is no "
+    "difference."
 )
 
 # %%

@@ -229,8 +229,6 @@ lab.source(three_pass_fwd_kernel, "sum")
 # %%
 # ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
 # block. ``exp`` computes the exponential as a power of two, the only one that the hardware has.
-# ``finite`` puts zero in the place of a maximum of minus infinity, because
-# :math:`-\infty - (-\infty)` is not a number.
 
 # %%
 
@@ -315,21 +313,14 @@ share = {
     if (name, n) != ("one program", long)
 }
 on_gpu = f"On {ladder.provenance['gpu']}, at" if ladder.provenance else "At"
+lowest = min(share["three_pass", n] for n in COLUMNS if n <= cached)
 lab.read(
     f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
-    f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f} %. At "
-    f"{short:,} columns it reaches {share['three_pass', short]:.0f} %, because its second and "
-    "third read find the row in a cache."
-)
-
-# %%
-
-# Folded: Why the five operations are slower than their bytes
-lab.read(
-    f"At {short:,} columns the bytes of `simple_softmax` would allow {100 * 2 / 8:.0f} %, and it "
-    f"reaches {share['simple_softmax', short]:.0f} %. PyTorch's source shows three operations that "
-    "do more than a copy: the maximum also finds its position, and the subtraction and the "
-    "division load element by element."
+    f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Up to "
+    f"{cached:,} columns it reaches at least {lowest:.0f} %, because its second and third read "
+    f"find the row in a cache. `simple_softmax` stays below the {100 * 2 / 8:.0f} % that its bytes "
+    "would allow: PyTorch's source shows that its maximum also finds a position, and that two of "
+    "the five operations load element by element."
 )
 
 # %%
@@ -340,8 +331,9 @@ lab.read(
 # it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
 #
 # ``m_i`` and ``d_i`` now hold a pair for each row of the program, which may have several.
-# ``evict_last`` asks the cache to keep this data longer than other data, because a second loop
-# reads the row again to write the result.
+# ``finite`` puts zero in the place of a maximum of minus infinity, because
+# :math:`-\infty - (-\infty)` is not a number. ``evict_last`` asks the cache to keep this data
+# longer than other data, because a second loop reads the row again to write the result.
 
 lab.source(online_fwd_kernel, "recur")
 
@@ -477,11 +469,26 @@ lab.source(row_fwd_kernel)
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 ahead = share["online", short] > 1.01 * share["one program", short]
+counted = (results.find("measuring") or {"tables": {}})["tables"].get(
+    "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
+)
+written = {  # MB to memory, before the kernel ends
+    name: value / 1e6
+    for row in counted["rows"]
+    for name, value in zip(counted["columns"], row, strict=True)
+    if row[0] == "written to HBM" and name in ("row", "online")
+}
+left = written["row"] - written["online"] if written else 0  # that online leaves in L2
 lab.read(
     f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed"
     + (
-        f", and `online` {share['online', short]:.0f}, although it reads the row twice; the fold "
-        "below the last table says what we know of the reason."
+        f", and `online` {share['online', short]:.0f}, although it reads the row twice. "
+        + (
+            "Part of the reason is"
+            if left > 2
+            else "We found no reason; what we tried is"
+        )
+        + " in the fold “More: a lead of a few per cent”, below the last table."
         if ahead
         else "."
     )
@@ -599,20 +606,26 @@ lab.source(split_row_fwd_kernel, "publish")
 # %%
 # **Wait.** How does a program learn that the others have published? It looks at the slots again and
 # again, until none is 0. ``volatile`` makes each look a new read of memory, where the compiler may
-# otherwise keep what it has read before.
+# otherwise keep what it has read before. The last line takes the minimum over all ``THREADS``
+# threads of the program, so that all of them get the same answer.
 
 lab.source(exchange.wait, "poll")
 
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
 # time. The hardware does not promise this, however, and a program could wait for ever for one that
-# cannot begin before it ends. So it gives up after ``max_polls`` looks. ``ready`` says whether all
-# pairs came; at the end, all ``THREADS`` threads of the program agree on that.
+# cannot begin before it ends. So it gives up after ``max_polls`` looks, and ``ready`` says whether
+# all pairs came.
 #
 # **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
-# of all ``N_PARTS`` parts as above. (It takes ``LOOKS`` looks, some at the same slot; the fold on
-# the exchange says why.) If a pair did not come, ``row_statistics`` reads the whole row instead,
-# which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the row.
+# of all ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
+# instead, which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the
+# row.
+#
+# A program has at least 32 ``LOOKS``, one for each thread of a :term:`warp`. With fewer, two
+# threads would look at the same slot for one number, and one might find it filled that the other, a
+# moment before, found empty. The surplus looks repeat a slot (``parts % N_PARTS``), and ``collect``
+# drops them, because counted twice they would change the sum.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -631,29 +644,19 @@ lab.listing(
 )
 
 # %%
-# .. dropdown:: The exchange in detail: when a slot is empty, and why 32 are read
+# .. dropdown:: More: why no pair looks like an empty slot
 #
-#    *Empty.* Two zeros could also be a pair that a program has computed. So ``to_slot`` stores a
-#    pair XOR a constant, the bits of two NaN that no arithmetic produces, and every pair is stored
-#    as something other than zero. The atomic can be ``relaxed``, which means that it does not order
+#    Two zeros could also be a pair that a program has computed. So ``to_slot`` stores a pair XOR a
+#    constant, the bits of two NaN that no arithmetic produces, and every pair is stored as
+#    something other than zero. The atomic can be ``relaxed``, which means that it does not order
 #    any other memory access, because the reader needs no other memory of this part.
-#
-#    *Why 32 are read.* The 32 threads of a :term:`warp`, called *lanes*, execute the same
-#    instruction together. If a warp loads a block of sixteen numbers, Triton gives each number to
-#    two lanes, which both load it. These slots change while they are read, so one lane may find a
-#    slot filled that its twin, a moment before, found empty: half of the warp would leave the loop,
-#    and the other half would compute with a pair that was never there. So a program makes at least
-#    32 ``LOOKS``, one for each lane. The surplus looks repeat a slot (``parts % N_PARTS``), and
-#    ``collect`` replaces them by the :term:`neutral element` of the merge, a maximum of minus
-#    infinity and a sum of 0, because counted twice they would change the sum.
 
 # %%
 
 # Reading
 lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
-    f"{share['one program', 65536]:.0f}. At {long:,} columns it reaches "
-    f"{share['Kernel Book', long]:.0f} %. Waiting probably costs the rest, because a program loads "
+    f"{share['one program', 65536]:.0f}. Waiting probably costs the rest, because a program loads "
     "nothing while it waits for its slowest neighbour."
 )
 
@@ -723,8 +726,9 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is Triton kernels by
-# LinkedIn, and quack is by the authors of FlashAttention, in NVIDIA's CuTe DSL.
+# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is LinkedIn's
+# library of Triton kernels, and quack, by the authors of FlashAttention, is written in NVIDIA's
+# CuTe DSL.
 
 
 def liger(x):
@@ -774,12 +778,7 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
-# Folded: What the figure in float32 shows
-lab.read(forward.summary(**in_dtypes[1]))
-
-# %%
-
-# Folded: Where PyTorch and torch.compile fall, and why
+# Folded: What float32 shows, and where PyTorch and torch.compile fall
 eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
 lowest = min(eager, key=eager.get)
 compiled = [
@@ -807,9 +806,9 @@ pytorch = (
     else f"At {lowest:,} columns, float32 takes PyTorch {doubled:.2f} times as long as bfloat16. "
 )
 lab.read(
-    f"{pytorch}Its source has a kernel that keeps up to nine numbers of a row in the registers of "
-    "each of 1,024 threads, and so ends at 9,216 columns; another one, through shared memory, "
-    "takes over there. "
+    f"{forward.summary(**in_dtypes[1])} {pytorch}Its source has a kernel that keeps up to nine "
+    "numbers of a row in the registers of each of 1,024 threads, and so ends at 9,216 columns; "
+    "another one, through shared memory, takes over there. "
     f"In bfloat16 `torch.compile` falls from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} % "
     f"between {COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,} columns. {reason}"
 )
@@ -825,7 +824,10 @@ lab.read(
 #
 # .. math::
 #
-#    dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i) = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#    \begin{aligned}
+#    dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
+#    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#    \end{aligned}
 #
 # So it needs no exponentials, and not even :math:`x`: one :term:`reduction` over the row of
 # :math:`y` and :math:`dy`, and at least two reads and one write.
@@ -902,11 +904,8 @@ lost = {
 
 
 def in_words(name, rows):
-    far = max(rows, key=lambda row: row["its %"] - row["our %"])
-    return (
-        f"{name} at {len(rows)} of {2 * len(COLUMNS)} points (at most {far['library']} with "
-        f"{far['its %']} % to our {far['our %']}, at {far['columns']:,} columns in {far['dtype']})"
-    )
+    most = max(row["its %"] - row["our %"] for row in rows)
+    return f"{name} at {len(rows)} of {2 * len(COLUMNS)} points, by up to {most}"
 
 
 apart = max(
@@ -918,9 +917,9 @@ apart = max(
 )
 lab.read(
     "A library is ahead of ours "
-    + (" and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
-    + ". The table counts less than 1 % as no difference. Our own two sweeps differ by up to "
-    f"{apart:.1f} points, so the smallest of these gaps may be chance."
+    + (", and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
+    + " percentage points; less than 1 % is no difference. Two sweeps of our own kernel differ by "
+    f"up to {apart:.1f} points, so the smallest of these gaps may be chance."
 )
 
 # %%
@@ -1047,20 +1046,8 @@ faster = f"`online` leads `row` by {meaning} " + (
     f"{100 * (fewer['two reads'] - 1):+.1f} %."
 )
 
-counted = (results.find("measuring") or {"tables": {}})["tables"].get(
-    "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
-)
-written = {
-    name: value / 1e6
-    for row in counted["rows"]
-    for name, value in zip(counted["columns"], row, strict=True)
-    if row[0] == "written to HBM" and name in ("row", "online")
-}
 text = "The counters of the chapter on measuring, which would tell, are not recorded."
 if written:
-    left = (
-        written["row"] - written["online"]
-    )  # MB that online leaves in L2, beyond the row kernel
     at = further(reads, two_reads)
     text = (
         f"By the hardware's counters in the chapter on measuring, `row` has written "
@@ -1086,11 +1073,12 @@ explains = "saving" in meaning and "evict_first" in text
 
 # %%
 
-# Folded: More: why online is ahead of row, and torch.compile of our backward
+# Folded: More: a lead of a few per cent
 lab.read(
-    "Are they faster, or do they save something once per launch? We timed 32,768 rows of 8,192 "
-    "columns and four times as many: a higher speed saves four times as much there, a saving per "
-    f"launch no more. {faster} {text} `torch.compile` leads our backward kernel by "
+    "`online` leads `row`, and `torch.compile` our backward kernel. Is it a higher speed, or a "
+    "saving once per launch? We timed 32,768 rows of 8,192 columns and four times as many, where a "
+    "higher speed saves four times as much, and a saving per launch no more. "
+    f"{faster} {text} `torch.compile` leads our backward kernel by "
     f"{meaning}{same if explains else ''}"
 )
 
@@ -1241,10 +1229,10 @@ lab.check(
 # In short
 # --------
 #
-# Softmax need not read a row three times: a pair of maximum and sum, corrected by one factor,
-# carries all that is known of the blocks before, so ``online`` reads it twice. A row that stays on
-# chip is read once. The same pair, with a weighted sum beside it, is what
-# :doc:`/chapters/attention_forward` is built on.
+# Must a kernel read every row three times? No: a pair of maximum and sum, corrected by one factor,
+# carries all that is known of the blocks before, so ``online`` reads a row twice. A row that stays
+# on chip, packed or split if it is wide, is read once. The same pair, with a weighted sum beside
+# it, is what :doc:`/chapters/attention_forward` is built on.
 #
 # Exercises
 # ---------
