@@ -376,8 +376,7 @@ print("in place:           ", x.tolist())
 
 # %%
 # The interpreter runs the programs in the order of their numbers, so there the first number of each
-# later block is always wrong. On a GPU programs run at the same time, and which numbers are wrong
-# depends on which program comes first: this is a *race*.
+# later block is always wrong. On a GPU this depends on which program comes first: it is a *race*.
 
 # %%
 
@@ -524,9 +523,9 @@ lab.read(
 # ------------
 #
 # How much does the loss change if one weight changes? Take two rows, 1 2 3 and 4 5 6. The second
-# weight enters the first sum with the factor 2 and the second with 5. If the loss grows 10 times as
-# fast as the first sum and as fast as the second, it grows :math:`10 \cdot 2 + 1 \cdot 5 = 25`
-# times as fast as that weight.
+# weight enters the first sum with the factor 2 and the second with 5. If the loss grows by 10 per
+# unit of the first sum and by 1 per unit of the second, it grows by
+# :math:`10 \cdot 2 + 1 \cdot 5 = 25` per unit of that weight.
 #
 # In general, let :math:`L` be the loss and :math:`dy_i` its derivative with respect to
 # :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
@@ -560,8 +559,8 @@ lab.source(weighted_sum_bwd_kernel, "place")
 
 # %%
 # Several programs have the same columns and share the rows; ``tl.num_programs(1)`` says how many.
-# After each iteration a program moves ``step`` rows ahead, past those of the others. A pointer is
-# ``None`` where its gradient is not wanted, and the compiler then drops the branch that uses it.
+# After each iteration a program moves ``step`` rows ahead, past those of the others. Where a
+# gradient is not wanted its pointer is ``None``, and the compiler drops the branch.
 
 lab.source(weighted_sum_bwd_kernel, "loop")
 
@@ -578,7 +577,7 @@ lab.source(weighted_sum_bwd_kernel, "end")
 # ------------
 #
 # How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
-# autograd how to compute a result, and how to compute the gradients of its inputs.
+# autograd how to compute a result and the gradients of its inputs.
 # ``save_for_backward`` keeps the tensors that the backward pass needs again. Here two programs
 # share each block of columns, so ``parts``, which is passed as ``dw_ptr``, has two rows.
 
@@ -653,8 +652,8 @@ lab.listing(
 # ------------
 #
 # We compare three dtypes and three shapes with the truth in float64. An error may be twice
-# PyTorch's own in the same dtype, or one unit in the last place (:term:`ulp`). Where the result is
-# float32 it may be eight times PyTorch's, because there the order of the additions decides.
+# PyTorch's own, or one unit in the last place (:term:`ulp`); in float32 eight times PyTorch's,
+# because there the order of the additions decides.
 
 
 def cases():
@@ -966,8 +965,7 @@ lab.read(
 #
 # Does the kernel now wait for memory alone? A copy does nothing but move bytes, so it is the
 # yardstick: to read half of ``x`` and write it moves as many bytes as our kernel. "One row a
-# program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``. :doc:`/reading-figures` explains how all are
-# timed.
+# program" is ``rows_kernel`` with ``BLOCK_ROWS = 1``.
 
 
 def providers(rows, columns, dtype):
@@ -1011,9 +1009,7 @@ slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
 apart = (
-    "PyTorch's kernels also move their bytes more slowly than the copy, and why, we did not measure"
-    if slowly > 3.3 * copied
-    else "little remains"
+    ", and what explains the rest, we did not measure" if slowly > 3.3 * copied else ""
 )
 
 
@@ -1029,7 +1025,7 @@ def ahead(sweep, provider, other="Kernel Book"):
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    f"Three times the bytes explain a factor of 3; {apart}. One operation of PyTorch, `x @ w`, "
+    f"Three times the bytes explain a factor of 3{apart}. One operation of PyTorch, `x @ w`, "
     f"computes the same and reaches {largest['x @ w']:.0f} % of the copy's speed."
 )
 
@@ -1080,10 +1076,10 @@ found = {
 } or {1: float("nan")}
 least = min(found, key=found.get)
 lab.read(
-    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} % of the "
-    f"copy. The slowest are those of {least:,} columns, where the results are as much as "
-    f"{100 / (1 + least):.0f} % of all that is moved, and the count of bytes leaves them out. "
-    f"`torch.compile` is faster {ahead(shapes, 'torch.compile')} columns."
+    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %. The "
+    f"slowest are those of {least:,} columns, where the results, which the count of bytes leaves "
+    f"out, are {100 / (1 + least):.0f} % of all that is moved. `torch.compile` is faster "
+    f"{ahead(shapes, 'torch.compile')} columns."
 )
 
 # %%
@@ -1141,14 +1137,13 @@ theirs, ours = (
 shares_of_backward = [
     backward.share("Kernel Book", rows=2**power) for power in (4, 8, 10, 12, 14)
 ]
-per_byte = ", because they are slower per byte, too" if theirs > 2.2 * ours else ""
 lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, "
     f"`torch.compile` {large['torch.compile']:.0f} % and `x @ w` {large['x @ w']:.0f} %. With "
     f"fewer rows ours falls to {100 * min(shares_of_backward):.0f} %. "
     f"`torch.compile` is faster than ours {ahead(backward, 'torch.compile')} rows. "
-    "PyTorch's operations move twice our bytes, because they write `dy * x` and read it again, and "
-    f"take {theirs / ours:.1f} times as long{per_byte}."
+    f"PyTorch's operations take {theirs / ours:.1f} times as long, in part because they write "
+    "`dy * x` and read it again, which makes twice our bytes."
 )
 
 # %%
@@ -1227,9 +1222,9 @@ lab.read(
     "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
     f"host and GPU sets the pace. For both passes our host code needs {our_host:.0f} µs"
     + (
-        f", much longer than our kernels for up to 4,096 rows. PyTorch's host code and its kernels "
-        f"both need less, {their_host:.0f} and at most {their_gpu:.0f} µs, so up to that size "
-        "PyTorch is faster when a model is run call by call."
+        f", longer than our kernels for up to 4,096 rows. PyTorch needs {their_host:.0f} on the "
+        f"host and at most {their_gpu:.0f} on the GPU, so up to that size it is faster when a "
+        "model is run call by call."
         if our_host > max(their_host, their_gpu, 2 * our_gpu)
         else f", and PyTorch's {their_host:.0f}."
     )
@@ -1283,8 +1278,8 @@ for dtype in (tl.float16, tl.float32):
 #
 # A kernel can read each number once: a program finds its block from its own number, and a mask
 # keeps it from what lies past the end. Sums that cross programs go through partial sums, because
-# one program must not write what another reads. We said how fast that is, but how does one time a
-# kernel? The next chapter, :doc:`measuring`, shows it, because a clock easily misleads.
+# one program must not write what another reads. How do we know the times above? A clock easily
+# misleads, as the next chapter, :doc:`measuring`, shows.
 #
 # Puzzles
 # -------

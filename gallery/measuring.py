@@ -12,8 +12,7 @@ You will learn
 - how many runs a claim needs, and how caches, clocks and power move a result;
 - how to judge a time: by the roofline, by registers and spills, and by hardware counters.
 
-The measurements of this chapter need an NVIDIA GPU. Without one they are those of a recorded run,
-and only the checks, the sums of small numbers and the exercises are computed anew.
+The measurements of this chapter need an NVIDIA GPU; without one they are those of a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -79,9 +78,9 @@ def clock_and_wait(run):
 
 
 # %%
-# This time includes the whole kernel, but also what the host needs to launch it and to notice that
-# it has ended. To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a
-# mark in the queue, and the GPU notes the time at which it comes to the mark.
+# This time includes the whole kernel, but also what the host needs to launch it and to notice its
+# end. To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a mark in
+# the queue, and the GPU notes the time at which it comes to the mark.
 
 
 def events(run, before=lambda: None):
@@ -732,9 +731,8 @@ lab.read(
 # -------------------------
 #
 # Two kernels differ by one per cent: is one of them faster? Perhaps not, because the other may
-# always have run after a matmul, which had lowered the clock. The loop of this book therefore warms
-# up, draws a new order in each of its rounds, and flushes and pauses before each run. The scatter
-# that remains it can measure itself.
+# always have run after a matmul, which had lowered the clock. The loop of this book therefore draws
+# a new order in each of its rounds. The scatter that remains it can measure itself.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -893,8 +891,8 @@ lab.check("What is timed", cases())
 # A small kernel waits for the host. What does the host do in that time? We take one operator of
 # this book on a small input, :doc:`dropout </chapters/dropout>`, and time what a call consists of:
 # making the output, launching the kernel, and the whole of ``seeded_dropout``, which also checks
-# its arguments. ``dropout`` draws a random seed before. Of 60 rounds we show the fastest and not
-# the median, because we ask what the code itself needs, and other work can only add to that.
+# its arguments. ``dropout`` draws a random seed before. We show the fastest round and not the
+# median, because other work of the host can only add to what the code itself needs.
 
 
 # Measuring
@@ -1054,15 +1052,15 @@ lab.read(
 # ------------
 #
 # Is a time good? That depends on what the kernel has to do. The weighted sum of :doc:`the first
-# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes. Until the
-# next number arrives the GPU could do many such operations, and in its :term:`matrix units <matrix
-# unit>`, which this kernel cannot use, hundreds. So memory sets its pace. Attention uses each
-# number thousands of times, so arithmetic sets its pace.
+# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes, and until
+# the next number arrives the GPU could do many such operations. So memory sets its pace. Attention
+# uses each number thousands of times, so arithmetic does, on the GPU's :term:`matrix units
+# <matrix unit>`.
 #
 # In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
-# on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. It takes at least
-# as long as each of the two alone, so its speed :math:`P = W / T` has a ceiling that depends only
-# on its :term:`arithmetic intensity` :math:`I = W / Q`:
+# on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
+# is at least that of each alone, so its speed :math:`P = W / T` has a ceiling that depends only on
+# its :term:`arithmetic intensity` :math:`I = W / Q`:
 #
 # .. math::
 #
@@ -1073,8 +1071,7 @@ lab.read(
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
 # it a kernel waits for memory, right of it for arithmetic. We measure both limits, by a copy and by
-# a matmul, because no program reaches those of a data sheet, and draw the book's operators under
-# them.
+# a matmul, because no program reaches those of a data sheet.
 
 
 # Measuring

@@ -63,9 +63,9 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online and online_2d: two reads and one write.
 #          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps, and this page builds the six that the picture
-# names. Those of one read keep the row in the registers of a streaming multiprocessor
-# (:term:`SM`), the others read it in blocks.
+# A single :term:`kernel` can do all five steps, and this page builds six of them. Those of one read
+# keep the row in the registers of a streaming multiprocessor (:term:`SM`), the others read it in
+# blocks.
 #
 # Blocks, done wrong
 # ------------------
@@ -240,9 +240,8 @@ lab.source(three_pass_fwd_kernel)
 #
 # - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
 # - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
-# - ``row`` reads it once and keeps it in registers.
-# - ``Kernel Book`` is the public ``softmax``. It runs ``row`` up to 8,192 columns of 16 bits, then
-#   ``packed`` up to 32,768, and ``split`` beyond: all of them read a row once.
+# - ``row`` reads it once, and so does ``Kernel Book``, the public ``softmax``: it runs ``row`` up
+#   to 8,192 columns of 16 bits, ``packed`` up to 32,768, and ``split`` beyond.
 #
 # The :term:`limit` is a copy, because softmax is :term:`memory-bound`: it too must read and write
 # every row once. PyTorch's copy is not the fastest possible, so a kernel may exceed 100 %.
@@ -319,8 +318,7 @@ lab.read(
     f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Up to "
     f"{cached:,} columns it reaches at least {lowest:.0f} %, because its second and third read "
     f"find the row in a cache. `simple_softmax` stays below the {100 * 2 / 8:.0f} % that its bytes "
-    "would allow: PyTorch's source shows that its maximum also finds a position, and that two of "
-    "the five operations load element by element."
+    "would allow, because two of its operations load element by element, as PyTorch's source shows."
 )
 
 # %%
@@ -454,9 +452,9 @@ lab.read(
 # One read: row
 # -------------
 #
-# Can a program keep the row that it has read? ``row``, the shortest kernel, does so, as long as a
-# row fits. Each program loads one or more whole rows, widens them to float32 and does everything in
-# its :term:`registers <register>`, the fastest storage on the chip.
+# Can a program keep the row that it has read? ``row``, the shortest kernel, does so. Each program
+# loads one or more whole rows, widens them to float32 and does everything in its :term:`registers
+# <register>`, the fastest storage on the chip.
 
 lab.source(row_fwd_kernel)
 
@@ -516,9 +514,9 @@ lab.read(
 # computed twice, but two programs fit where there was room for one.
 #
 # ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns such pairs into
-# float32, by a shift or a conversion for each half, and ``narrow`` turns the results back. ``zero``
-# is an argument that is always 0, but the compiler does not know that, so after ``raw += zero`` it
-# has to widen anew, and cannot keep the wide row in registers.
+# float32, and ``narrow`` turns the results back. ``zero`` is an argument that is always 0, but the
+# compiler does not know that, so after ``raw += zero`` it has to widen anew, and cannot keep the
+# wide row in registers.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -590,8 +588,7 @@ lab.read(
 # What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
 # when it is packed. So in the kernel ``split`` several programs share it. Each computes the pair of
 # its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their pairs, and
-# each merges all of them. This :term:`exchange` has three steps, and :doc:`layer norm
-# </chapters/layer_norm>` uses the same.
+# each merges all of them. This :term:`exchange` has three steps.
 #
 # .. animation:: publish_and_collect
 
@@ -613,19 +610,17 @@ lab.source(exchange.wait, "poll")
 
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
-# time. The hardware does not promise this, however, and a program could wait for ever for one that
-# cannot begin before it ends. So it gives up after ``max_polls`` looks, and ``ready`` says whether
-# all pairs came.
+# time. The hardware does not promise this, so a program gives up after ``max_polls`` looks, and
+# ``ready`` says whether all pairs came.
 #
 # **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
 # of all ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
 # instead, which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the
 # row.
 #
-# A program has at least 32 ``LOOKS``, one for each thread of a :term:`warp`. With fewer, two
-# threads would look at the same slot for one number, and one might find it filled that the other, a
-# moment before, found empty. The surplus looks repeat a slot (``parts % N_PARTS``), and ``collect``
-# drops them, because counted twice they would change the sum.
+# There are at least 32 ``LOOKS``, one for each thread of a :term:`warp`. If two threads shared a
+# look, one could find a slot filled that the other, a moment before, found empty. The surplus looks
+# repeat a slot (``parts % N_PARTS``), and ``collect`` drops them.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -665,9 +660,9 @@ lab.read(
 # ------------
 #
 # Do all of these kernels give the same result? We check each against float64, and allow twice
-# PyTorch's error. In float32 we allow four times, because multiplying by the reciprocal rounds
-# once more than a division, and the hardware's ``exp2`` errs in its last two bits. In the tables,
-# ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
+# PyTorch's error, in float32 four times, because multiplying by the reciprocal rounds once more
+# than a division, and the hardware's ``exp2`` errs in its last two bits. Here ``row`` stands for
+# ``row``, ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -932,7 +927,7 @@ lab.table(
 
 # %%
 # At the widest rows quack takes a shorter path than L2: the SMs of a *cluster* read each other's
-# shared memory, and Triton 3.6, which the book supports, cannot reduce across a cluster.
+# shared memory, which Triton 3.6 cannot do for a reduction.
 
 # %%
 
@@ -1161,9 +1156,8 @@ lab.read(
 # -----------------------
 #
 # Why learn to rescale a sum, if most rows fit on chip? Attention is
-# :math:`\mathrm{softmax}(q k^\top)\, v`: a softmax over scores that are themselves computed,
-# followed by a weighted sum of the rows of :math:`v`. For a long sequence these scores are far too
-# many to hold at once.
+# :math:`\mathrm{softmax}(q k^\top)\, v`: a weighted sum of the rows of :math:`v`, by the softmax of
+# scores that are themselves computed, and far too many to hold at once.
 #
 # With the recurrence nobody has to. A program walks over the keys in blocks, and for each query it
 # carries the pair and the weighted sum so far, ``acc``, which it rescales by the same ``alpha``:
