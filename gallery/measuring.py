@@ -556,7 +556,7 @@ lab.read(
 # Why can the same kernel be slower at the end of a long job? One reason is that a GPU lowers its
 # clocks when it would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep
 # it busy for a second and a half, and then time more runs while ``nvidia-smi`` reads the clocks and
-# the power. The labels are those of the busy GPU.
+# the power. The labels give time, power and clock of the busy GPU.
 
 
 # Measuring
@@ -649,7 +649,8 @@ def load_bars(axes, rows):
         for row in rows
     ]
     axes.figure.set_size_inches(5.4, 3.2)
-    axes.set_yticks(range(len(rows)), names, multialignment="right")
+    axes.set_yticks(range(len(rows)), names, ha="left", multialignment="left")
+    axes.tick_params(axis="y", pad=165)
     axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
     axes.axvline(0, color=lab.colour("copy"), linewidth=1)
 
