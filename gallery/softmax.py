@@ -141,7 +141,7 @@ lab.table(
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. We claim that
 # :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`.
 #
-# The reason is that exponents add up: an old term :math:`e^{x_i - m_{j-1}}`, multiplied by
+# The reason is that exponents add: an old term :math:`e^{x_i - m_{j-1}}`, multiplied by
 # :math:`e^{m_{j-1} - m_j}`, is :math:`e^{x_i - m_j}`, because :math:`m_{j-1}` cancels. So a single
 # pass over the row finds both its maximum and its sum.
 #
@@ -815,14 +815,12 @@ lab.read(
 # Does the gradient need the exponentials again? Let :math:`y` be the output and :math:`dy` the
 # gradient that arrives with it. Differentiating :math:`y_j = e^{x_j - m} / d` gives
 # :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. By the chain rule,
+# :math:`i = j` and 0 otherwise. By the chain rule
+# :math:`dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i)`, and only :math:`j = i` leaves the first term:
 #
 # .. math::
 #
-#    \begin{aligned}
-#    dx_i &= \sum_j dy_j\, y_j (\delta_{ij} - y_i) \\
-#    &= y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#    \end{aligned}
+#    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
 # So it needs no exponentials, and not even :math:`x`: one :term:`reduction` over the row of
 # :math:`y` and :math:`dy`, and at least two reads and one write.
