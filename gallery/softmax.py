@@ -815,8 +815,8 @@ lab.read(
 # Does the gradient need the exponentials again? Let :math:`y` be the output and :math:`dy` the
 # gradient that arrives with it. Differentiating :math:`y_j = e^{x_j - m} / d` gives
 # :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. By the chain rule
-# :math:`dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i)`, and only :math:`j = i` leaves the first term:
+# :math:`i = j` and 0 otherwise. So by the chain rule
+# :math:`dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i)`, or, without :math:`\delta_{ij}`,
 #
 # .. math::
 #
