@@ -301,16 +301,15 @@ lab.source(masked_dropout_kernel)
 #
 #    The operators put the kernel, the grid and every argument but the tensors into a ``Launch``,
 #    which makes the call ``kernel[grid](...)``. It also remembers the compiled kernel, so that
-#    Triton need not inspect every argument again the next time. ``_plan`` prepares such a launch,
-#    and ``_run`` allocates the output and calls it with the tensors.
+#    Triton need not inspect every argument again the next time.
 
-# Folded: The function _plan
-lab.source(_plan)
-
-# %%
-
-# Folded: The function _run
-lab.source(_run)
+# Folded: The host's functions _plan and _run
+lab.listing(
+    {
+        "_plan prepares a launch": _plan,
+        "_run allocates the output and calls the launch with the tensors": _run,
+    }
+)
 
 # %%
 
@@ -411,17 +410,18 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: What autograd and torch.compile need
-#
-#    Autograd needs one short function for the gradient. It calls the same operator with the same
-#    seed, so gradients of gradients work too. The operator is registered with PyTorch's dispatcher,
-#    so that ``torch.compile`` treats it as a single node of its graph and does not look inside.
 
-# Folded: The function seeded_gradient
-lab.source(seeded_gradient)
+# Folded: What autograd needs: the function seeded_gradient
+lab.listing(
+    {
+        "It calls the same operator with the same seed, so gradients of gradients work too. The "
+        "operator is registered with PyTorch's dispatcher, so that torch.compile treats it as a "
+        "single node of its graph and does not look inside": seeded_gradient
+    }
+)
 
 # %%
-# The backward pass should be as fast, because it runs the same kernel.
+# Is the backward pass as fast? It should be, because it runs the same kernel.
 
 
 # Measuring
@@ -683,10 +683,10 @@ fewest = min(
 )
 nan = float("nan")
 lab.read(
-    f"With one round the coin is broken: |z| reaches {worst.get(1, nan):,.0f}. With 5 rounds it is "
-    f"still {worst.get(5, nan):.0f}, and from {fewest} on none of these tests can tell the mask "
-    f"from fair coins. The kernel runs 7 and not {fewest}, because our tests are few, and 7 is "
-    "where the far harder tests of Philox's authors begin to pass."
+    f"With one round the coin is broken, with 5 rounds |z| is still {worst.get(5, nan):.0f}, and "
+    f"from {fewest} on none of these tests can tell the mask from fair coins. The kernel runs 7 "
+    f"and not {fewest}, because our tests are few, and 7 is where the far harder tests of Philox's "
+    "authors begin to pass."
 )
 
 # %%
@@ -740,9 +740,9 @@ lab.table(rows, "Do both runs use the same mask?")
 # The cost of Philox
 # ------------------
 #
-# Why does a kernel with seven rounds run as fast as one with fewer? As long as memory is the limit,
-# further rounds are free, because some warps compute while others wait for their bytes. Where
-# arithmetic takes longer than the bytes, every round adds time.
+# Why are seven rounds as fast as fewer? As long as memory is the limit, further rounds are free,
+# because some warps compute while others wait for their bytes. Where arithmetic takes longer than
+# the bytes, every round adds time.
 
 
 # Measuring
@@ -776,16 +776,20 @@ def picoseconds(name, rounds):
     return cost.milliseconds_at(name, rounds=rounds) / 2**28 * 1e9
 
 
+hidden = cost.share("four a call", rounds=7) > 0.99
 slope = {
     name: (picoseconds(name, 28) - picoseconds(name, 10)) / 18
     for name in ("one a call", "four a call")
 }
 lab.read(
-    f"As time, a copy takes {picoseconds('copy', 7):.2f} picoseconds per element, and our seven "
-    f"rounds {picoseconds('four a call', 7):.2f}, because their arithmetic hides behind the bytes. "
-    f"From 10 to 28 rounds, each round more costs {slope['one a call']:.2f} picoseconds with one "
-    f"number per call. With four it costs {slope['one a call'] / slope['four a call']:.1f} times "
-    "less, because four elements share a call."
+    (
+        "Our seven rounds are as fast as a copy, because their arithmetic hides behind the bytes. "
+        if hidden
+        else f"Our seven rounds reach {100 * cost.share('four a call', rounds=7):.0f} % of a copy. "
+    )
+    + "From 10 to 28 rounds, each further round adds "
+    f"{slope['one a call'] / slope['four a call']:.1f} times as much time with one number per call "
+    "as with four, because four elements then share a call."
 )
 
 # %%
@@ -900,14 +904,18 @@ one_launch = (
 )
 lab.read(
     f"At 16Ki elements our operator takes {small:.1f} µs, where moving the bytes would take "
-    f"{bytes_time:.2f} µs. The rest is the fixed cost of two launches, one that draws the seed and "
-    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch: "
-    f"`seven rounds` takes {given:.1f} µs, and a copy {copied:.1f}."
+    f"{bytes_time:.2f}. The rest is the fixed cost of two launches, one that draws the seed and "
+    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch"
+    + (
+        ", and `seven rounds` is as fast as a copy."
+        if given < 1.01 * copied
+        else f": `seven rounds` takes {given:.1f} µs."
+    )
 )
 
 # %%
-# On inputs this small the host is the bottleneck. PyTorch is faster there, because our host code is
-# Python where PyTorch's is C++; :doc:`/hardware` says where that time goes.
+# On inputs this small the host is the bottleneck. Our host code is Python where PyTorch's is C++;
+# :doc:`/hardware` says where its time goes.
 
 # Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1010,10 +1018,10 @@ lab.read(
 # In short
 # --------
 #
-# A mask that is a function of seed and index need not be stored, because any thread can compute any
-# part of it again. One call of Philox serves four elements, which makes the random numbers cheap
-# enough that memory stays the limit. :doc:`/chapters/softmax` is next, where the elements of a row
-# depend on each other.
+# Dropout need not store its tosses: a mask that is a function of seed and index can be computed
+# again, any part of it by any thread. One call of Philox serves four elements, which makes the
+# random numbers cheap enough that memory stays the limit. :doc:`/chapters/softmax` is next, where
+# the elements of a row depend on each other.
 #
 # Exercises
 # ---------
