@@ -51,9 +51,9 @@ def standard_attention(q, k, v, seen):
 
 # %%
 # The mask changes the result and not the work, because all scores are computed before it discards
-# most of them. For our three uses we count the scores that some query sees, the scores of the whole
-# table, and the programs that :doc:`the kernel so far </chapters/attention_fast>` launches on the
-# :term:`SMs <SM>` of a GPU.
+# most of them. For our three uses we count which part of the table some query sees, and the
+# programs that
+# :doc:`the kernel so far </chapters/attention_fast>` launches on the :term:`SMs <SM>` of a GPU.
 
 # Measuring
 TOKENS, LEFTS = 16384, (256, 1024, 4095)
@@ -96,18 +96,25 @@ rows = [
         "programs": programs(1, 1),
     },
 ]
-for row in rows:
-    row["seen / table"] = f"{100 * row['seen'] / row['table']:.0f} %"
 in_window, in_batch, in_decoding = rows
-lab.table(rows, "Scores of one head; programs of 16 heads, with 128 queries in a tile")
+lab.table(
+    [
+        {
+            "use": row["use"],
+            "scores that are seen": f"{100 * row['seen'] / row['table']:.0f} %",
+            "programs": row["programs"],
+        }
+        for row in rows
+    ],
+    "Of one head's table of scores; programs of 16 heads, with 128 queries in a tile",
+)
 
 # %%
 
 # Reading
 lab.read(
-    f"The first two compute too much: of the table of scores, {in_window['seen / table']} and "
-    f"{in_batch['seen / table']} are seen by some query. A single query has the opposite problem: "
-    f"nothing is wasted, but its {in_decoding['programs']} programs cannot fill a GPU with more "
+    "The first two compute too much. A single query has the opposite problem: nothing is wasted, "
+    f"but its {in_decoding['programs']} programs cannot fill a GPU with more "
     "than a hundred SMs."
 )
 
@@ -514,24 +521,21 @@ by_itself = gained * by_attention["forward"]
 lab.read(
     (
         f"**Beside its own speed without a window, `attention` takes {by_itself:.2f} times "
-        f"forward.** (Without one it is {gained:.2f} times as fast as the yardstick, which the "
-        "chapter on FP8 measures.) "
+        f"forward.** (Without one, as the chapter on FP8 measures, it is {gained:.2f} times as "
+        "fast as the yardstick.) "
         if "forward" in in_gluon and gained > 1.01
         else ""
     )
     + (
         "Beside the yardstick it takes "
         + " and ".join(f"{by_attention[passes]:.2f} {passes}" for passes in in_gluon)
-        + ". "
         if in_gluon
-        else "`attention` itself takes as long as plain Triton. "
+        else "`attention` itself takes as long as plain Triton"
     )
-    + (f"It is slower than plain Triton {' and '.join(longer)}. " if longer else "")
     + (
-        f"**We aim at no more than {AIM} beside the yardstick, and miss it "
-        f"{' and '.join(over)}.** "
+        f"; there **we aim at no more than {AIM}, and miss it {' and '.join(over)}.** "
         if over
-        else f"We aim at no more than {AIM} beside the yardstick, and reach it. "
+        else f"; there we aim at no more than {AIM}, and reach it. "
     )
     + (
         f"Its tiles have {queries} queries and {config.block_n} keys, so a tile of queries meets "
@@ -539,6 +543,7 @@ lab.read(
         if "forward" in in_gluon and beyond > 0
         else ""
     )
+    + (f"It is slower than plain Triton {' and '.join(longer)}. " if longer else "")
 )
 
 # %%
@@ -778,8 +783,8 @@ lab.read(
         if quicker
         else f"None of the libraries that ran ({', '.join(ran) or 'none'}) is faster."
     )
-    + " What the packed kernel loses we expect to be the two losses of short windows, but did not "
-    "measure it."
+    + " We expect that the two reasons of short windows are at work here, too, but did not measure "
+    "it."
 )
 
 # %%
@@ -894,13 +899,13 @@ lab.source(decoding.attention_decode_kernel, "share")
 
 # %%
 
-# Folded: rows_of_group, which loads such a tile
-lab.source(decoding.rows_of_group)
-
-# %%
-
-# Folded: The kernel of decoding whole
-lab.source(decoding.attention_decode_kernel)
+# Folded: The kernel of decoding whole, and how it loads such a tile
+lab.listing(
+    {
+        "A tile of queries of several heads": decoding.rows_of_group,
+        "The kernel": decoding.attention_decode_kernel,
+    }
+)
 
 # %%
 # How fast is decoding?
@@ -1090,11 +1095,11 @@ beside = {
 }
 ahead = [name for name, by in beside.items() if max(by) > 1.01]
 equal = [name for name, by in beside.items() if 0.99 < max(by) <= 1.01]
-unsplit = {
-    name: steps.share("one part", **long) / steps.share(name, **long)
+unsplit = [
+    name
     for name in READERS[:-1]
-}
-unsplit = [f"{name} takes {by:.1f} times" for name, by in unsplit.items() if by > 0.5]
+    if steps.share("one part", **long) > 0.5 * steps.share(name, **long)
+]
 lab.read(
     f"**With {names[0]} our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy**, "
     f"and at {100 * of_ours[1]:.0f} % with a batch of 8 and grouped heads. "
@@ -1106,9 +1111,8 @@ lab.read(
     + (f"Ahead of us by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"{' and '.join(equal)} is as fast, less than 1 % apart. " if equal else "")
     + (
-        f"{' and '.join(unsplit)} as long as “one part”, our kernel without a split, so they do "
-        "not seem to split the keys here. (We ask FlashAttention to choose the number of parts, "
-        "where it accepts that.)"
+        f"{' and '.join(unsplit)} read at less than twice the speed of “one part”, so they do not "
+        "seem to split the keys here, although we let FlashAttention choose the number of parts."
         if unsplit
         else ""
     )
@@ -1272,14 +1276,14 @@ lab.draw(
 # Reading
 times = {row["version"]: row["milliseconds"] for row in timed_rows(test.rows)}
 own, plain = (times.get(name, nan) for name in ("Kernel Book", "plain Triton"))
-by_formula_in = {
-    how: times[name] / own
+by_formula_in = [
+    f"{times[name] / own:.1f} times as long {how}"
     for name, how in (
         ("PyTorch", "in PyTorch"),
         ("torch.compile", "under `torch.compile`"),
     )
     if name in times
-}
+]
 quicker = [
     f"{name} takes {100 * (1 - took / own):.0f} % less"
     for name, took in times.items()
@@ -1287,10 +1291,7 @@ quicker = [
 ]
 lab.read(
     f"`attention` takes {own:.2f} ms, and {plain:.2f} ms in plain Triton. "
-    + "".join(
-        f"The formula {how} takes {more:.1f} times as long. "
-        for how, more in by_formula_in.items()
-    )
+    + (f"The formula takes {' and '.join(by_formula_in)}. " if by_formula_in else "")
     + (
         f"**{' and '.join(quicker)} than ours.**"
         if quicker
