@@ -335,9 +335,10 @@ lab.read(
         else f", and {small / small_cast:.1f} times at {smallest}. "
     )
     + (
-        "The last column says why: under autocast a layer takes about as long in every model, "
-        f"although one of {largest} does {wider:.0f} times the work of one of {smallest}. **At "
-        "this short context even the largest waits for the host that launches its kernels.**"
+        f"The last column says why: a layer takes {min(a_layer.values()):.1f} to "
+        f"{max(a_layer.values()):.1f} ms in every model, although the linear layers of {largest} "
+        f"have {wider:.0f} times the FLOPs of those of {smallest}. **At this short context even "
+        "the largest waits for the host that launches its kernels.**"
         if by_host
         else "**Large models take the time of their kernels, and small ones that of the host that "
         "launches them.**"
@@ -503,8 +504,8 @@ whole_step = {
     for dtype in DTYPES
 }
 lab.read(
-    f"By the clock, pass after pass, its step takes {whole_step['float32']:.0f} ms in float32 and "
-    f"{whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that we take "
+    f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
+    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that we take "
     "apart and make faster.** The figure groups its kernels by the operation that launched them, "
     "beside those in float32."
 )
@@ -2369,26 +2370,6 @@ lab.read(
 
 # %%
 
-# Reading
-lab.read(
-    (
-        "Graph against graph, the book's step "
-        + listed(
-            [
-                *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
-                *([f"**takes more time for {listed(behind)}**"] if behind else []),
-                *([f"does not differ for {listed(level)}"] if level else []),
-            ]
-        )
-        + ". "
-        if by_model or not race
-        else ""
-    )
-    + (f"Not measured: {'; '.join(failed)}." if failed else "")
-)
-
-# %%
-
 
 # Reading
 def pair_of(rows, column):
@@ -2439,8 +2420,21 @@ share_of = {
     for context in (CONTEXT, LONG)
 }
 lab.read(
-    f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead of "
-    f"{share_of[CONTEXT]:.0f} %"
+    (
+        "Graph against graph, the book's step "
+        + listed(
+            [
+                *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
+                *([f"**takes more time for {listed(behind)}**"] if behind else []),
+                *([f"does not differ for {listed(level)}"] if level else []),
+            ]
+        )
+        + ". "
+        if by_model or not race
+        else ""
+    )
+    + f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead "
+    f"of {share_of[CONTEXT]:.0f} %"
     + (
         f", and the book's takes {-more_of('attention', far):.0f} ms less than SDPA"
         if far in race and more_of("attention", far) < 0
@@ -2450,6 +2444,7 @@ lab.read(
     + "".join(
         lost(name) for name, value in by_model.items() if value < 1 and apart(name)
     )
+    + (f" Not measured: {'; '.join(failed)}." if failed else "")
 )
 
 # %%
@@ -2511,18 +2506,16 @@ finished = "Kernel Book, CUDA graph"
 lab.read(
     f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
     f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved bytes; attention without a "
-    "table removed most of these, and the tables from the memory. Our layer norm and dropout "
-    f"spared the GPU {-change('busy, ms', *last):.0f} ms more, and cost the host more than that. "
-    "Compiled and as a CUDA graph, which spares it the host, **the step takes "
-    f"{step('step, ms', finished):.0f} ms and {step('peak, GiB', finished):.0f} GiB.** "
-    "PyTorch with its own fused attention takes "
+    "table removed most of these, and the tables from the memory. Compiled and as a CUDA graph, "
+    f"**the step takes {step('step, ms', finished):.0f} ms and "
+    f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
     + (
-        ", and the two overlap from step to step, so we call it no difference"
+        ", which is no difference, because their ranges overlap"
         if f"large at {CONTEXT:,}" in level
         else ""
     )
-    + (f"; for {listed(behind)} our graph is behind" if behind else "")
+    + (f"; our graph is behind for {listed(behind)}" if behind else "")
     + ". Launched by the host, the compiled step takes "
     f"{step('step, ms', 'Kernel Book'):.0f} ms with our operators and "
     f"{step('step, ms', 'SDPA, compiled'):.0f} with SDPA, because a call of ours keeps the host "
