@@ -303,11 +303,11 @@ lab.table(
     [
         {"size": size, "layers": SIZES[size].layers}
         | {
-            f"{part}, {dtype}": f"{took[size, dtype, part]:.0f}"
+            f"{part}, {dtype}": round(took[size, dtype, part])
             for dtype in DTYPES
             for part in PASSES[:2]
         }
-        | {"forward per layer, bfloat16": f"{a_layer[size]:.1f}"}
+        | {"forward per layer, bfloat16": round(a_layer[size], 1)}
         for size in SIZES
     ]
     if sizes.rows
@@ -505,8 +505,8 @@ whole_step = {
 }
 lab.read(
     f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
-    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that we take "
-    "apart and make faster.** The figure groups its kernels by the operation that launched them, "
+    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
+    "we take apart and make faster.** The figure groups its kernels by the operation that launched them, "
     "beside those in float32."
 )
 
@@ -2058,9 +2058,9 @@ lab.table(
     [
         {
             "version": name,
-            "step, ms": f"{step('step, ms', name):.0f}",
-            "kernels, ms": f"{step('busy, ms', name):.0f}",
-            "the GPU waits, ms": f"{change_of:.0f}",
+            "step, ms": round(took, 1),
+            "kernels, ms": round(ran, 1),
+            "the GPU waits, ms": round(took - ran, 1),
         }
         for name in (
             *last,
@@ -2069,7 +2069,8 @@ lab.table(
             "attention, compiled",
             "Kernel Book",
         )
-        for change_of in [step("step, ms", name) - step("busy, ms", name)]
+        for took, ran in [(step("step, ms", name), step("busy, ms", name))]
+        if ran == ran
     ]
     if steps.rows
     else [],
@@ -2133,13 +2134,13 @@ host_rows = [
     {
         "operator": name,
         "calls in a step": calls,
-        "Kernel Book, µs": f"{own:.0f}",
-        "PyTorch, µs": f"{theirs:.0f}",
+        "Kernel Book, µs": round(own),
+        "PyTorch, µs": round(theirs),
         "ours cost a step, ms more": round(calls * (own - theirs) / 1e3, 1),
     }
     for name, (chapter, calls) in calls_of.items()
     for own, theirs in [of_host(chapter)]
-    if own == own
+    if own == own and theirs == theirs
 ]
 lab.table(host_rows, "What one call costs the host, and a step: forward and backward")
 
