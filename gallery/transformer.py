@@ -506,8 +506,8 @@ whole_step = {
 lab.read(
     f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
     f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
-    "we take apart and make faster.** The figure groups its kernels by the operation that launched them, "
-    "beside those in float32."
+    "we take apart and make faster.** The figure groups its kernels by the operation that launched "
+    "them, beside those in float32."
 )
 
 # %%
