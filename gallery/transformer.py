@@ -289,7 +289,6 @@ sizes = lab.measure("A step of every size, context 256", all_sizes)
 
 # %%
 
-# Reading
 took = {
     (size, dtype, part): number(sizes, f"{part}, ms", size, dtype)
     for size in SIZES
@@ -645,7 +644,6 @@ lab.table(
 # Softmax shows what waiting for memory costs. Per score, the two matmuls of attention do
 # :math:`4 d` FLOPs for a head size :math:`d`, softmax about five, and the mask none.
 
-# Reading
 head = SIZES["large"].d_model // SIZES["large"].heads
 ranges = {
     dtype: {
@@ -753,7 +751,6 @@ toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
 
 # %%
 
-# Reading
 lab.table(toy.rows, "The dtypes of the toy model's tensors")
 
 # %%
@@ -2033,7 +2030,6 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 # %%
 
 
-# Reading
 def shown(value, digits=1):
     return "—" if value is None or value != value else f"{value:.{digits}f}"
 
