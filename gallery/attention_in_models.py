@@ -519,9 +519,9 @@ gained = (
 by_itself = gained * by_attention["forward"]
 lab.read(
     (
-        f"**Beside its own speed without a window, `attention` takes {by_itself:.2f} times "
-        f"forward.** (Without one, as the chapter on FP8 measures, it is {gained:.2f} times as "
-        "fast as the yardstick.) "
+        f"**Beside its own speed without a window, `attention` takes {by_itself:.2f} times as long "
+        f"forward, at `left` = {middle:,}.** (Without one, as the chapter on FP8 measures, it is "
+        f"{gained:.2f} times as fast as the yardstick.) "
         if "forward" in in_gluon and gained > 1.01
         else ""
     )
