@@ -235,7 +235,7 @@ def _sourced(thing, *pieces: str) -> Markdown:
         shown += range(starts[0], end)
     if pieces:
         lines, first = [lines[i] for i in shown], first + shown[0]
-    code = inspect.cleandoc("\n" + "".join(lines)).replace("  # fmt: skip", "")
+    code = inspect.cleandoc("\n" + "".join(lines))
     name = inspect.getmodule(function).__name__.replace(".", "/")
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
