@@ -51,11 +51,11 @@ def standard_attention(q, k, v, seen):
 
 # %%
 # The mask changes the result and not the work, because all scores are computed before it discards
-# most of them. For our three uses we count the scores that some query sees, the scores of the whole
-# table, and the programs that :doc:`the kernel so far </chapters/attention_fast>` launches on the
-# :term:`SMs <SM>` of a GPU.
+# most of them. For our three uses we count which part of the table some query sees, and the
+# programs that
+# :doc:`the kernel so far </chapters/attention_fast>` launches on the :term:`SMs <SM>` of a GPU.
 
-# Folded: The counts, for one head; programs for 16 heads, with 128 queries in a tile
+# Measuring
 TOKENS, LEFTS = 16384, (256, 1024, 4095)
 SEQUENCES, SHORTEST, LONGEST = 32, 128, 4096
 KEYS = 131072
@@ -96,19 +96,25 @@ rows = [
         "programs": programs(1, 1),
     },
 ]
-for row in rows:
-    row["seen / table"] = f"{100 * row['seen'] / row['table']:.0f} %"
-lab.table(rows, "Scores of one head, and programs of all heads")
+lab.table(
+    [
+        {
+            "use": row["use"],
+            "scores that are seen": f"{100 * row['seen'] / row['table']:.0f} %",
+            "programs": row["programs"],
+        }
+        for row in rows
+    ],
+    "Of one head's table of scores; programs of 16 heads, with 128 queries in a tile",
+)
 
 # %%
 
 # Reading
-in_window, in_batch, in_decoding = rows
 lab.read(
-    f"With a window of {LEFTS[1] + 1:,} keys, only {in_window['seen / table']} of the table is "
-    f"seen by some query, and with {SEQUENCES} padded texts {in_batch['seen / table']}. Both "
-    "compute too much. A single query has the opposite problem: nothing is wasted, but its "
-    f"{in_decoding['programs']} programs cannot fill a GPU with more than a hundred SMs."
+    "The first two compute too much. A single query has the opposite problem: nothing is wasted, "
+    f"but its {rows[-1]['programs']} programs cannot fill a GPU with more "
+    "than a hundred SMs."
 )
 
 # %%
@@ -155,25 +161,27 @@ lab.read(
 #
 # The loop over keys becomes three: over the tiles at the left edge, which are masked, the whole
 # tiles in the middle, which are not, and the tiles at the right edge, masked again. Tiles outside
-# are not visited. ``key_stages`` finds where each loop begins. It asks ``seen_keys`` for the first
-# key that a query sees and for one past the last, by the bounds above. The first query of the tile
-# gives the first key of *some* and the end of *all*, and the last query gives the other two. The
-# bounds of *some* are rounded outwards to tiles, and those of *all* inwards:
+# are not visited. In the row of tile 3 in the figure, the loops begin at ``first``, where tile 1 of
+# the keys begins, at ``whole``, where tile 3 does, and at ``cut``, where tile 6 does.
+#
+# ``key_stages`` finds these three. It asks ``seen_keys`` for the first key that a query sees and
+# for one past the last, by the bounds above. For the first query of the tile these are
+# ``first_some`` and ``end_all``, and for the last query ``first_all`` and ``end``. What *some* see
+# is rounded outwards to tiles, and what *all* see inwards:
 
 lab.source(scope.key_stages, "stages")
 
 # %%
 # ``HAS_LEFT`` and ``HAS_RIGHT`` are known when the kernel is compiled, and say whether there is
-# such a bound at all. In the row of tile 3 in the figure, ``first`` is where tile 1 of the keys
-# begins, ``whole`` where tile 3 does, and ``cut`` where tile 6 does; ``last`` is tile 7, the last
-# that is loaded.
+# such a bound at all.
 #
 # The kernel calls ``attend`` for each loop. It is the loop of :doc:`/chapters/attention_fast`,
 # which weighs each tile of keys from one position to another and computes the scores of the next.
-# After ``last`` there is no next, so the third loop ends before it and the kernel weighs it
-# separately. Each query is masked by its own bounds: ``n_visible``, one past the last key that it
-# sees, where ``MASKED`` (the bare ``True`` of the first call), and ``first_visible``, the first,
-# where ``LEFT``. Without a mask at all, ``ALL_WHOLE`` leaves the third loop out:
+# The tile that begins at ``last`` has no next, so the loops end before it and the kernel weighs it
+# separately. A mask is two numbers per query: ``first_visible``, the first key that it sees, and
+# ``n_visible``, one past the last. The first call masks by both (its bare ``True`` is ``MASKED``),
+# the second by none, and the third by ``n_visible``. Without a mask at all, ``ALL_WHOLE`` leaves
+# the third out:
 
 lab.source(forward.attention_fwd_kernel, "attend")
 
@@ -381,7 +389,7 @@ rows = [{"version": "scores computed, not time", "pass": "forward"}]
 for left in LEFTS:
     _, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
     rows[0][f"left {left:,}"] = said(computed)
-for name in ("plain Triton", "Kernel Book", "FlexAttention", "FlashAttention"):
+for name in ("plain Triton", "Kernel Book", "FlashAttention"):
     for passes in PASSES:
         row = {"version": name, "pass": passes}
         for left in LEFTS:
@@ -415,12 +423,13 @@ fixed = once_in_tiles("plain Triton", CONFIG.block_m, CONFIG.block_n)
 expected = computed / all_computed * (1 + fixed / loaded) / (1 + fixed / all_loaded)
 ahead, back = (slowdown("plain Triton", middle, passes) for passes in PASSES)
 lab.read(
-    f"With `left` = {middle:,} a program of plain Triton loads {loaded:.0f} tiles on average, and "
-    f"what it does once takes as long as {fixed:.1f} more, if we estimate it from the shortest and "
-    f"the longest window. The yardstick does the same once per {all_loaded:.0f} tiles. Together "
-    f"the two reasons predict {expected:.2f} times. **We measure {ahead:.2f} times**"
+    f"A program of plain Triton has a tile of {CONFIG.block_m} queries and loads tiles of "
+    f"{CONFIG.block_n} keys. With `left` = {middle:,} these are {loaded:.0f} on average, and what "
+    f"it does once takes as long as {fixed:.1f} more, if we estimate it from the shortest and the "
+    f"longest window. The yardstick does the same once per {all_loaded:.0f} tiles. **Together the "
+    f"two reasons predict {expected:.2f} times, and we measure {ahead:.2f}**"
     + (
-        f", so another {100 * (ahead / expected - 1):.0f} % have reasons that we did not measure."
+        f"; the last {100 * (ahead / expected - 1):.0f} % we did not trace."
         if ahead > 1.03 * expected
         else "."
     )
@@ -451,9 +460,9 @@ def of_flash(reason):
             where = "at every window" if len(at) == len(by) else "at `left` = "
             where += "" if len(at) == len(by) else " and ".join(f"{n:,}" for n in at)
             up_to = "up to " if len(at) > 1 else ""
-            leads.append(f"{passes} {where}, by {up_to}{100 * most:.0f} %")
+            leads.append(f"{passes} {where} by {up_to}{100 * most:.0f} %")
         missing += [passes] if any(more != more for more in by.values()) else []
-    text = f"FlashAttention is faster {', and '.join(leads)}. " if leads else ""
+    text = f"FlashAttention is faster {' and '.join(leads)}. " if leads else ""
     if missing and reason:
         text += f"FlashAttention was not timed {' and '.join(missing)}: {why(reason)}. "
     return text
@@ -491,14 +500,11 @@ in_gluon = [
     if abs(by_attention[passes] / plainly - 1) > 0.03
 ]
 longer = [
-    f"at `left` = {left:,} {passes} by {100 * (more - 1):.0f} %"
+    f"{passes} at `left` = {left:,}"
     for passes in PASSES
     for left in LEFTS
-    if (
-        more := slowdown("Kernel Book", left, passes)
-        / slowdown("plain Triton", left, passes)
-    )
-    > 1.01
+    if slowdown("Kernel Book", left, passes)
+    > 1.01 * slowdown("plain Triton", left, passes)
 ]
 AIM = 1.15
 over = [passes for passes in PASSES if by_attention[passes] > AIM]
@@ -506,40 +512,44 @@ config = choice.CONFIGS[128]
 queries = 64 * config.consumers
 met = tiles_of(middle, queries, config.block_n)[0]
 beyond = once_in_tiles("Kernel Book", queries, config.block_n)
-own = without_a_window()
+gained = without_a_window()
+gained = (
+    gained if gained == gained else 1
+)  # never recorded: the yardstick is the best we have
+by_itself = gained * by_attention["forward"]
 lab.read(
     (
-        "`attention`, in Gluon here, takes "
-        + " and ".join(
-            f"{by_attention[passes]:.2f} times {passes}" for passes in in_gluon
-        )
-        + ". "
-        if in_gluon
-        else "`attention` itself takes as long as this kernel. "
-    )
-    + (
-        f"`attention` is slower than plain Triton {' and '.join(longer)}. "
-        if longer
+        f"**Beside its own speed without a window, `attention` takes {by_itself:.2f} times as long "
+        f"forward, at `left` = {middle:,}.** (Without one, as the chapter on FP8 measures, it is "
+        f"{gained:.2f} times as fast as the yardstick.) "
+        if "forward" in in_gluon and gained > 1.01
         else ""
     )
     + (
-        f"**We aim at no more than {AIM} here, and miss it {' and '.join(over)}.** "
-        if over
-        else f"We aim at no more than {AIM} here, and reach it in both directions. "
+        "Beside the yardstick it takes "
+        + " and ".join(f"{by_attention[passes]:.2f} {passes}" for passes in in_gluon)
+        if in_gluon
+        else "`attention` itself takes as long as plain Triton"
     )
     + (
-        f"A program meets {met:.1f} of its larger tiles of keys, and what it does once for them "
-        f"takes as long as {beyond:.1f} more. "
+        f"; there **we aim at no more than {AIM}, and miss it {' and '.join(over)}.** "
+        if over
+        else f"; there we aim at no more than {AIM}, and reach it. "
+    )
+    + (
+        f"Its tiles have {queries} queries and {config.block_n} keys, so a tile of queries meets "
+        f"only {met:.1f} of keys, and what is done once for it takes as long as {beyond:.1f} more. "
         if "forward" in in_gluon and beyond > 0
         else ""
     )
-    + (
-        f"Beside its own speed without a window, which the chapter on FP8 measures, that is "
-        f"{own * by_attention['forward']:.2f} times forward. "
-        if "forward" in in_gluon and own > 1.01
-        else ""
-    )
-    + of_flash(windows.skipped.get("FlashAttention", ""))
+    + (f"It is slower than plain Triton {' and '.join(longer)}. " if longer else "")
+)
+
+# %%
+
+# Reading
+lab.read(
+    of_flash(windows.skipped.get("FlashAttention", ""))
     + f"SDPA, with the mask as a table, takes at least {min(dense):.1f} times as long as the "
     "yardstick without a window."
 )
@@ -746,35 +756,35 @@ ran = [
 ]
 missed = [passes for passes in PASSES if kept[passes] < OF_FULL]
 own_full = {passes: boxed[passes] / used_padded for passes in PASSES}
-of_own = " and ".join(f"{100 * kept[p] / own_full[p]:.0f}" for p in PASSES)
-below_own = any(kept[p] < OF_FULL * own_full[p] for p in PASSES)
+of_itself = {passes: kept[passes] / own_full[passes] for passes in PASSES}
+below_own = any(share < OF_FULL for share in of_itself.values())
 lab.read(
-    f"Packed, the kernel does useful work at {100 * kept['forward']:.0f} % of the speed of a full "
-    f"batch forward and at {100 * kept['backward']:.0f} % backward. A padded batch reaches "
-    f"{100 * boxed['forward']:.0f} and {100 * boxed['backward']:.0f} %. "
-    + (
-        f"**We aim at {100 * OF_FULL:.0f} %, and "
-        + ("just miss" if min(kept.values()) > OF_FULL - 0.01 else "miss")
-        + f" it {' and '.join(missed)}.** "
-        if missed
-        else f"We aim at {100 * OF_FULL:.0f} %, and reach it in both directions. "
-    )
-    + (
-        "Beside `attention` on a full batch, the packed kernel reaches "
-        f"{of_own} %{', **less than that aim**' if below_own else ''}. "
+    (
+        "**Beside `attention` on a full batch, the packed kernel does useful work at "
+        f"{100 * of_itself['forward']:.0f} % of the speed forward and "
+        f"{100 * of_itself['backward']:.0f} % backward"
+        + (f", less than the {100 * OF_FULL:.0f} % that we aim at" if below_own else "")
+        + ".** Beside the plain kernel, the 100 % of the figure, these are "
         if max(own_full.values()) > 1.02
-        else ""
+        else "The packed kernel does useful work at "
+    )
+    + f"{100 * kept['forward']:.0f} and {100 * kept['backward']:.0f} %"
+    + (f", and miss our aim {' and '.join(missed)}. " if missed else ". ")
+    + f"A padded batch reaches {100 * boxed['forward']:.0f} and {100 * boxed['backward']:.0f} %"
+    + (
+        f", and not the {100 * used_padded:.0f} % of its useful scores, because `attention` is "
+        "faster than the plain kernel. "
+        if min(own_full.values()) > 1.02
+        else ". "
     )
     + (
         " ".join(quicker)
         if quicker
         else f"None of the libraries that ran ({', '.join(ran) or 'none'}) is faster."
     )
+    + " We expect that the two reasons of short windows are at work here, too, but did not measure "
+    "it."
 )
-
-# %%
-# We expect that the rest is lost for the two reasons that slow short windows; we did not measure
-# it.
 
 # %%
 # Decoding
@@ -888,13 +898,13 @@ lab.source(decoding.attention_decode_kernel, "share")
 
 # %%
 
-# Folded: rows_of_group, which loads such a tile
-lab.source(decoding.rows_of_group)
-
-# %%
-
-# Folded: The kernel of decoding whole
-lab.source(decoding.attention_decode_kernel)
+# Folded: The kernel of decoding whole, and how it loads such a tile
+lab.listing(
+    {
+        "A tile of queries of several heads": decoding.rows_of_group,
+        "The kernel": decoding.attention_decode_kernel,
+    }
+)
 
 # %%
 # How fast is decoding?
@@ -941,8 +951,6 @@ lab.plot(by_parts, "One query, 131,072 keys, by the number of parts")
 # Reading
 rates = {n: by_parts.rate("Kernel Book", parts=n) for n in PARTS}
 best = max(PARTS, key=lambda n: rates[n])
-slowed = {n: 1e3 * by_parts.milliseconds_at("Kernel Book", parts=n) for n in PARTS}
-slowed = {n: took for n, took in slowed.items() if n >= best}
 lab.read(
     f"With {best} parts, {16 * best:,} programs read {rates[best] / rates[1]:.1f} times as fast as "
     f"16 programs with one, and at {percent(by_parts, 'Kernel Book', parts=best)} of the copy. "
@@ -953,20 +961,16 @@ lab.read(
         else ""
     )
     + (
-        ""
-        if len(slowed) == 1
-        else "More parts are slower, because each part leaves a result to merge."
-        if list(slowed.values()) == sorted(slowed.values())
-        else "More parts are slower: "
-        + ", ".join(f"{n} take {took:.0f} µs" for n, took in slowed.items())
-        + ". Merging their results cannot be the only reason, because the time does not always "
-        "grow with their number."
+        "More parts gain nothing, and each leaves a result to merge."
+        if best < PARTS[-1]
+        else ""
     )
 )
 
 # %%
 # ``attention`` chooses the number of parts by itself, by the numbers of SMs and of tiles. The next
-# figure varies the number of keys; *one part* is our kernel without a split.
+# figure varies the number of keys, up to 131,072; *one part* is our kernel without a split. The
+# table adds a batch of 8 with 8,192 keys, where 32 query heads share 8 heads of keys.
 
 # %%
 
@@ -1090,14 +1094,14 @@ beside = {
 }
 ahead = [name for name, by in beside.items() if max(by) > 1.01]
 equal = [name for name, by in beside.items() if 0.99 < max(by) <= 1.01]
-unsplit = {
-    name: steps.share("one part", **long) / steps.share(name, **long)
+unsplit = [
+    name
     for name in READERS[:-1]
-}
-unsplit = [f"{name} takes {by:.1f} times" for name, by in unsplit.items() if by > 0.5]
+    if steps.share("one part", **long) > 0.5 * steps.share(name, **long)
+]
 lab.read(
     f"**With {names[0]} our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy**, "
-    f"and at {100 * of_ours[1]:.0f} % with {names[1]}, which only the table shows. "
+    f"and at {100 * of_ours[1]:.0f} % with a batch of 8 and grouped heads. "
     + (
         f"We aimed at {aims[0]:.0f} and {aims[1]:.0f} %, and **miss {' and '.join(below)}.** "
         if below
@@ -1106,9 +1110,8 @@ lab.read(
     + (f"Ahead of us by more than 1 %: {', '.join(ahead)}. " if ahead else "")
     + (f"{' and '.join(equal)} is as fast, less than 1 % apart. " if equal else "")
     + (
-        f"{' and '.join(unsplit)} as long as “one part”, our kernel without a split, so they do "
-        "not seem to split the keys here. (We ask FlashAttention to choose the number of parts, "
-        "where it accepts that.)"
+        f"{' and '.join(unsplit)} read at less than twice the speed of “one part”, so they do not "
+        "seem to split the keys here, although we let FlashAttention choose the number of parts."
         if unsplit
         else ""
     )
@@ -1272,14 +1275,14 @@ lab.draw(
 # Reading
 times = {row["version"]: row["milliseconds"] for row in timed_rows(test.rows)}
 own, plain = (times.get(name, nan) for name in ("Kernel Book", "plain Triton"))
-by_formula_in = {
-    how: times[name] / own
+by_formula_in = [
+    f"{times[name] / own:.1f} times as long {how}"
     for name, how in (
         ("PyTorch", "in PyTorch"),
         ("torch.compile", "under `torch.compile`"),
     )
     if name in times
-}
+]
 quicker = [
     f"{name} takes {100 * (1 - took / own):.0f} % less"
     for name, took in times.items()
@@ -1287,10 +1290,7 @@ quicker = [
 ]
 lab.read(
     f"`attention` takes {own:.2f} ms, and {plain:.2f} ms in plain Triton. "
-    + "".join(
-        f"The formula {how} takes {more:.1f} times as long. "
-        for how, more in by_formula_in.items()
-    )
+    + (f"The formula takes {' and '.join(by_formula_in)}. " if by_formula_in else "")
     + (
         f"**{' and '.join(quicker)} than ours.**"
         if quicker
@@ -1517,8 +1517,43 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 # A window, a packed batch and a single query need one kernel each time, told which tiles it may
 # leave out or share. Two bounds name the tiles of a window, two offsets those of a sequence, and
 # programs that share the keys of a query are merged by their lse. What stays is what a program does
-# only once, which short programs feel most. :doc:`/chapters/attention_across_gpus` merges parts in
-# the same way, with the keys on several GPUs.
+# only once, which short programs feel most.
+
+# Reading
+flash_takes = {
+    passes: [
+        slowdown("FlashAttention", left, passes) / slowdown("Kernel Book", left, passes)
+        for left in LEFTS
+    ]
+    for passes in PASSES
+}
+ahead_of_us = {
+    "some windows": min(flash_takes["forward"] + flash_takes["backward"]),
+    "packed batches": min(
+        kept[passes] / batches.share("FlashAttention", passes=passes)
+        for passes in PASSES
+    ),
+    "the course's test": times.get("FlashAttention", nan)
+    / times.get("Kernel Book", nan),
+}
+ahead_of_us = [f"in {where}" for where, takes in ahead_of_us.items() if takes < 0.99]
+lab.read(
+    f"**Reached:** decoding reads at {100 * of_ours[0]:.0f} % of the speed of a copy with "
+    f"{KEYS:,} keys. **Not reached:** per score, a window of {middle + 1:,} keys takes "
+    f"{by_itself:.2f} times as long as `attention` without one, and a packed batch works at "
+    f"{100 * min(of_itself.values()):.0f} % of the speed of a full one, in its slower direction."
+    + (
+        f" FlashAttention is ahead {', '.join(ahead_of_us[:-1])} and {ahead_of_us[-1]}."
+        if len(ahead_of_us) > 1
+        else f" FlashAttention is ahead {ahead_of_us[0]}."
+        if ahead_of_us
+        else ""
+    )
+)
+
+# %%
+# :doc:`/chapters/attention_across_gpus` merges parts in the same way, with the keys on several
+# GPUs.
 #
 # Exercises
 # ---------

@@ -239,8 +239,8 @@ lab.read(
 )
 
 # %%
-# A first look takes all sizes, at a context of 256, in float32 and under ``torch.autocast`` in
-# bfloat16, to which we come back below.
+# A first look takes all sizes, at a context of 256, in float32 and under ``torch.autocast``, which
+# lets the matmuls run in bfloat16.
 
 # Measuring
 torch_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -289,56 +289,56 @@ sizes = lab.measure("A step of every size, context 256", all_sizes)
 
 # %%
 
-# Folded: How long is a step of every size?
-lab.table(
-    [
-        {"size": row["size"], "dtype": row["dtype"]}
-        | {f"{p}, ms": f"{row[f'{p}, ms']:.1f} ± {row[f'{p}, sd']:.1f}" for p in PASSES}
-        | {"peak, GiB": row["peak, GiB"]}
-        for row in sizes.rows
-    ],
-    "A step of every size: mean and standard deviation of ten, after five",
-)
-
-# %%
-
-# Reading
-largest, smallest = list(SIZES)[-1], next(iter(SIZES))
 took = {
     (size, dtype, part): number(sizes, f"{part}, ms", size, dtype)
     for size in SIZES
     for dtype in DTYPES
     for part in PASSES
 }
+a_layer = {
+    size: took[size, "bfloat16", "forward"] / SIZES[size].layers for size in SIZES
+}
+lab.table(
+    [
+        {"size": size, "layers": SIZES[size].layers}
+        | {
+            f"{part}, {dtype}": round(took[size, dtype, part])
+            for dtype in DTYPES
+            for part in PASSES[:2]
+        }
+        | {"forward per layer, bfloat16": round(a_layer[size], 1)}
+        for size in SIZES
+    ]
+    if sizes.rows
+    else [],
+    "Milliseconds of a pass at a context of 256",
+)
+
+# %%
+
+# Reading
+largest, smallest = list(SIZES)[-1], next(iter(SIZES))
 ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
 gain = took[largest, "float32", "forward"] / took[largest, "bfloat16", "forward"]
 small, small_cast = (took[smallest, dtype, "forward"] for dtype in DTYPES)
-a_layer = [took[size, "bfloat16", "forward"] / SIZES[size].layers for size in SIZES]
-xl_cast = took["xl", "bfloat16", "forward"]
-scatter = {
-    dtype: 100
-    * number(sizes, "forward, sd", largest, dtype)
-    / took[largest, dtype, "forward"]
-    for dtype in DTYPES
-}
 cast_sd = max(number(sizes, "forward, sd", smallest, dtype) for dtype in DTYPES)
+wider = (SIZES[largest].d_model / SIZES[smallest].d_model) ** 2
+by_host = max(a_layer.values()) < 2 * min(a_layer.values())
 lab.read(
     f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
     "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
     f"forward {gain:.1f} times as fast at {largest}"
     + (
-        f", but {'slower' if small_cast > small + cast_sd else 'no faster'} at {smallest}, because "
-        "kernels this short wait for the host, and autocast gives the host casts to launch as "
-        "well. "
-        if small_cast > small - cast_sd
-        else f", and only {small / small_cast:.1f} times at {smallest}, because kernels this short "
-        "wait for the host. "
+        f", but no faster at {smallest}. "
+        if abs(small_cast - small) <= cast_sd
+        else f", and {small / small_cast:.1f} times at {smallest}. "
     )
     + (
-        f"Under autocast every size takes {min(a_layer):.1f} to {max(a_layer):.1f} ms a layer, "
-        "however wide: at this short context **even the largest waits for the host that launches "
-        "its kernels**."
-        if max(a_layer) < 1.5 * min(a_layer)
+        f"The last column says why: a layer takes {min(a_layer.values()):.1f} to "
+        f"{max(a_layer.values()):.1f} ms in every model, although the linear layers of {largest} "
+        f"have {wider:.0f} times the FLOPs of those of {smallest}. **At this short context even "
+        "the largest waits for the host that launches its kernels.**"
+        if by_host
         else "**Large models take the time of their kernels, and small ones that of the host that "
         "launches them.**"
     )
@@ -346,18 +346,23 @@ lab.read(
 
 # %%
 
-# Folded: How far are single steps apart, and why?
-lab.read(
-    "The spread shows whether the host or the GPU sets the pace: the standard deviation of a "
-    f"forward pass of {largest} is {scatter['float32']:.1f} % of the mean in float32, where the "
-    f"GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits for the "
-    "host."
-    + (
-        f" Under autocast xl even takes longer than {largest}, because the host has "
-        f"{SIZES['xl'].layers} layers to launch instead of {SIZES[largest].layers}."
-        if xl_cast > took[largest, "bfloat16", "forward"]
-        else ""
-    )
+# Folded: How far are single steps apart, and how much memory do they need?
+scatter = {
+    dtype: 100
+    * number(sizes, "forward, sd", largest, dtype)
+    / took[largest, dtype, "forward"]
+    for dtype in DTYPES
+}
+lab.table(
+    [
+        {"size": row["size"], "dtype": row["dtype"]}
+        | {f"{p}, ms": f"{row[f'{p}, ms']:.1f} ± {row[f'{p}, sd']:.1f}" for p in PASSES}
+        | {"peak, GiB": row["peak, GiB"]}
+        for row in sizes.rows
+    ],
+    "Mean and standard deviation of ten steps, after five. The spread shows who sets the pace: for "
+    f"the forward pass of {largest} it is {scatter['float32']:.1f} % of the mean in float32, where "
+    f"the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits",
 )
 
 # %%
@@ -498,10 +503,10 @@ whole_step = {
     for dtype in DTYPES
 }
 lab.read(
-    f"By the clock, pass after pass, its step takes {whole_step['float32']:.0f} ms in float32 and "
-    f"{whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that we take "
-    "apart and make faster.** The figure groups its kernels by the operation that launched them, "
-    "beside those in float32."
+    f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
+    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
+    "we take apart and make faster.** The figure groups its kernels by the operation that launched "
+    "them, beside those in float32."
 )
 
 # %%
@@ -564,27 +569,10 @@ lab.draw(
 # %%
 
 
-# Folded: Does the profiler agree with the clock?
+# Reading
 def profile_number(column, dtype, part):
     return number(profile_of, column, dtype, part)
 
-
-lab.table(
-    [
-        {
-            name: row[name]
-            for name in ("dtype", "pass", "clock, ms", "kernels, ms", "kernels")
-        }
-        | {
-            "of the clock, %": round(100 * row["kernels, ms"] / row["clock, ms"]),
-            "matmuls, %": round(100 * row["matmul, ms"] / row["kernels, ms"]),
-        }
-        for row in profile_of.rows
-    ],
-    "The clock beside the sum of the kernels; in the rest the GPU waits for the host",
-)
-
-# %%
 
 # Reading
 in_step = {
@@ -606,42 +594,6 @@ def in_groups(dtype, names):
 products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 
-lab.read(
-    f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
-    f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
-    "use for float32 unless told to, make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
-    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. The other "
-    f"{100 - in_step['bfloat16']:.0f} % are kernels that are no matmul. There the kernels of this "
-    "book can help, and in the two matmuls of attention, but not in the linear layers."
-)
-
-# %%
-
-# Folded: Which kernel takes the most time, is it the same in backward, and which is called most?
-tops = {profile_number("most time", "float32", part) for part in PASSES[:2]}
-lab.table(
-    [
-        {
-            name: row[name]
-            for name in (
-                *("dtype", "pass", "most time", "its ms", "its calls"),
-                *("most calls", "calls"),
-            )
-        }
-        for row in profile_of.rows
-    ],
-    "The kernel that takes the most time in each pass, and the one called most often"
-    + (
-        "; cuBLAS chooses another for backward, by the shapes and by what is transposed"
-        if len(tops) > 1
-        else ""
-    ),
-)
-
-# %%
-
-# Reading
 rest = {name: in_groups("bfloat16", [name]) for name in (*GROUPS, "other")}
 order = sorted(
     (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
@@ -653,16 +605,45 @@ glossed = [
     for name in order[:3]
 ]
 lab.read(
-    f"Besides matmuls, most of the time of a step in bfloat16 goes to three groups: {glossed[0]}; "
-    f"{glossed[1]}; and {glossed[2]}. All of these wait for memory, because they do a few FLOPs "
-    "per number that they read and write."
+    f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
+    f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
+    "use for float32 unless told to, make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
+    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. "
+    f"Most of the other time goes to three groups: {glossed[0]}; {glossed[1]}; and {glossed[2]}. "
+    "All of these wait for memory, because they do a few FLOPs per number that they read and "
+    "write. There the kernels of this book can help, and in the matmuls of attention, but not in "
+    "the linear layers."
+)
+
+# %%
+
+# Folded: Does the profiler agree with the clock, and which kernels take most?
+tops = {profile_number("most time", "float32", part) for part in PASSES[:2]}
+lab.table(
+    [
+        {name: row[name] for name in ("dtype", "pass", "clock, ms", "kernels, ms")}
+        | {
+            "of the clock, %": round(100 * row["kernels, ms"] / row["clock, ms"]),
+            "matmuls, %": round(100 * row["matmul, ms"] / row["kernels, ms"]),
+        }
+        | {name: row[name] for name in ("kernels", "most time", "its ms", "its calls")}
+        | {name: row[name] for name in ("most calls", "calls")}
+        for row in profile_of.rows
+    ],
+    "The clock beside the sum of the kernels (in the rest the GPU waits for the host), the number "
+    "of kernels, the one that takes the most time and the one called most often"
+    + (
+        "; cuBLAS chooses another for backward, by the shapes and by what is transposed"
+        if len(tops) > 1
+        else ""
+    ),
 )
 
 # %%
 # Softmax shows what waiting for memory costs. Per score, the two matmuls of attention do
-# :math:`4 d` FLOPs for a head size :math:`d`, and softmax does about five.
+# :math:`4 d` FLOPs for a head size :math:`d`, softmax about five, and the mask none.
 
-# Folded: How does softmax compare with the matmuls beside it, in FLOPs and in time?
 head = SIZES["large"].d_model // SIZES["large"].heads
 ranges = {
     dtype: {
@@ -699,13 +680,11 @@ multiplied = {
 }
 its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
-    f"In the forward pass, softmax does {100 * 5 / (4 * head):.1f} % of the FLOPs of these "
-    "matmuls, and in bfloat16 takes "
-    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % of their time, because "
-    "it reads and writes every score for so few FLOPs. Autocast runs it in float32, so of these "
-    f"{ranges['bfloat16']['softmax']:.1f} ms only {its_kernels:.1f} are softmax's own kernels, and "
-    "the rest are casts, which have a bar of their own in the figure. The mask does no FLOPs at "
-    f"all, and takes {ranges['bfloat16']['mask']:.1f} ms."
+    "In bfloat16 softmax takes "
+    f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % of the time of these "
+    f"matmuls, for {100 * 5 / (4 * head):.1f} % of their FLOPs. Its own kernels take only "
+    f"{its_kernels:.1f} ms of it. The rest are casts, because autocast runs softmax in float32; in "
+    "the figure they have a bar of their own."
 )
 
 # %%
@@ -720,8 +699,8 @@ lab.read(
 #
 # The largest of these groups only copies numbers from one dtype to another. Why does a step in
 # bfloat16 need that? ``torch.autocast`` (:term:`autocast`) runs each operation in the dtype that
-# suits it and leaves the parameters in float32. We look at the dtypes in a toy model: a linear
-# layer, ReLU, layer norm and a second linear layer.
+# suits it and leaves the parameters in float32. A toy model shows which: a linear layer, ReLU,
+# layer norm and a second linear layer.
 
 
 # Measuring
@@ -772,8 +751,7 @@ toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
 
 # %%
 
-# Folded: Which dtypes do its parameters, activations, loss and gradients have?
-toy
+lab.table(toy.rows, "The dtypes of the toy model's tensors")
 
 # %%
 
@@ -781,10 +759,10 @@ toy
 in_norm = number(toy, "layer norm", "bfloat16")
 in_norm = in_norm if isinstance(in_norm, str) else f"{in_norm}"
 lab.read(
-    f"Only what a matmul writes has 16 bits. Layer norm returns {in_norm}, and so does the loss, "
-    "because both reduce many numbers. The book's layer norm follows the same rule. **Casts are "
-    "the price of fast matmuls: a tensor is cast wherever a matmul follows an operator in float32, "
-    "and each weight before its matmul.**"
+    f"Only what a linear layer writes has 16 bits. Layer norm returns {in_norm}, and so does the "
+    "loss, because both reduce many numbers, and the book's layer norm follows the same rule. "
+    "**Casts are the price of fast matmuls: a tensor is cast wherever a matmul follows an operator "
+    "in float32, and each weight before its matmul.**"
 )
 
 # %%
@@ -950,11 +928,6 @@ memory = lab.measure("Memory of the size 2.7B", memory_by_context)
 
 # %%
 
-# Folded: What is the peak of a forward pass and of a step, by context?
-memory
-
-# %%
-
 # Reading
 largest_size, longest = SIZES["2.7B"], max(CONTEXTS)
 stream = BATCH * longest * largest_size.d_model * 4 / 2**20
@@ -994,16 +967,19 @@ lab.read(
 
 # %%
 
-# Folded: What does a forward pass alone need?
-lab.read(
-    f"A forward pass alone needs little beyond the parameters and AdamW's averages ({state:.1f} "
-    f"GiB) and, under autocast, bfloat16 copies of the weights ({copies:.1f})."
+# Folded: What is the peak of a forward pass and of a step, by context?
+lab.table(
+    memory.rows,
+    "Memory of the size 2.7B, and what forward keeps, measured and on paper. A forward pass alone "
+    f"needs little beyond the parameters and AdamW's averages ({state:.1f} GiB) and, under "
+    f"autocast, bfloat16 copies of the weights ({copies:.1f} GiB)",
 )
 
 # %%
 # When does a step hold the most? PyTorch's allocator can record each allocation and its release.
 # We go back to *large*, in float32, and sum them up over one step, as it is, and with
 # :term:`checkpointing`, where a layer keeps only its input and computes the rest again in backward.
+# A point of the lines is the most that an eightieth of a pass holds.
 
 
 # Measuring
@@ -1130,20 +1106,11 @@ spared = (SIZES["large"].layers - 1) * (
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
     "Forward climbs by the same step in each layer and backward descends by it. At the end the "
-    f"gradients are released, and {at_end:.1f} GiB remain, the parameters and AdamW's averages. A "
-    "step begins with these, too, but each point of the line is the highest of an eightieth of a "
-    "pass, and the first has tables of the first layer in it. Checkpointing lowers the peak "
-    f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    "forward pass. **The memory goes to what forward keeps for backward; the largest of it are the "
-    "tables of attention, which alone grow with the square of the context.**"
-)
-
-# %%
-
-# Folded: Why does checkpointing save less than the count promises?
-lab.read(
-    f"By the count it saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
-    f"backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
+    f"gradients are released, and {at_end:.1f} GiB remain, of which the parameters and AdamW's "
+    f"averages are {3 * its_gradients:.1f}. Checkpointing lowers the peak from "
+    f"{peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another forward "
+    "pass. **The memory goes to what forward keeps for backward; the largest of it are the tables "
+    "of attention, which alone grow with the square of the context.**"
 )
 
 # %%
@@ -1183,12 +1150,7 @@ allocations = lab.measure(
 
 # %%
 
-# Folded: Which lines allocate the largest tensors?
-allocations
-
-# %%
-
-# Folded: How large should these tensors be, on paper?
+# Folded: Which lines allocate the largest tensors, and why does checkpointing not save more?
 size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
@@ -1198,12 +1160,15 @@ tables = sum(
     for row in allocations.rows
     if row["pass"] == "forward" and row["MiB"] == table_mib
 )
-lab.read(
-    f"On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, and the "
-    f"hidden tensor of the feed-forward network {hidden_mib:.0f}. Per layer, standard attention "
-    f"allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, masked, and "
-    "their softmax) and releases all but one before the next layer. What backward allocates has no "
-    "line, because autograd runs it in C++."
+lab.table(
+    allocations.rows,
+    "The largest allocations of a step; what backward allocates has no line, because autograd runs "
+    f"it in C++. On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, "
+    f"and the hidden tensor of the feed-forward network {hidden_mib:.0f}. Per layer, standard "
+    f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, "
+    "masked, and their softmax) and releases all but one before the next layer. By the count, "
+    f"checkpointing saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
+    f"backward, where all gradients, {its_gradients:.1f} GiB, exist as well",
 )
 
 # %%
@@ -1414,29 +1379,15 @@ lab.read(
         if times == times or not grid.rows
         else ""
     )
+    + (
+        f"At 65,536 {' and '.join(missing)} {'runs' if len(missing) == 1 else 'run'} out of "
+        f"memory: a table would have {8 * 65536**2 * 2 / 2**30:.0f} GiB, and the formula holds "
+        "three. "
+        if missing
+        else ""
+    )
     + "**Without the table, the memory of attention grows with the length and not with its "
     "square, and most of its time is saved as well.**"
-)
-
-# %%
-
-# Folded: What runs out of memory at 65,536, on paper?
-lab.read(
-    "At 65,536 one table in bfloat16 has 8 · 65,536² · 2 bytes = "
-    f"{8 * 65536**2 * 2 / 2**30:.0f} GiB, and standard attention holds three at once: the scores, "
-    "the masked scores and the weights. "
-    + (
-        f"So {' and '.join(missing)} {'runs' if len(missing) == 1 else 'run'} out of memory there"
-        + (
-            ""
-            if "torch.compile" in missing
-            else ", while what the compiler makes of the three, "
-            f"{in_grid('held, MiB', 'torch.compile', 65536) / 1024:.0f} GiB, fits"
-        )
-        + "."
-        if missing
-        else "Here even these fit."
-    )
 )
 
 # %%
@@ -1474,10 +1425,9 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# Before we time the versions: do they compute the same? We compare the
-# gradient of every parameter of a small model with a float64 model, with dropout on and the same
-# masks. Eight times PyTorch's error is allowed, because a gradient has
-# passed several operators that each round differently.
+# Before we time the versions: do they compute the same? We compare the gradient of every parameter
+# of a small model with a float64 model, with dropout on and the same masks. Eight times PyTorch's
+# error is allowed, because a gradient has passed several operators that each round differently.
 
 
 # Measuring
@@ -1676,9 +1626,8 @@ lab.read(
             else ". "
         )
         + "**The gradients say that it is the same model; the losses of three seeds leave a "
-        "doubt.** Chance can part runs that draw different masks: in an earlier recording it was "
-        "PyTorch's that stayed behind, with another seed and nearly as far. Many seeds would "
-        "decide it, which we have not run."
+        "doubt.** Chance can part runs that draw different masks; many seeds would decide it, "
+        "which we have not run. The times below do not depend on it."
     )
 )
 
@@ -1687,7 +1636,7 @@ lab.read(
 # ---------------------------
 #
 # How much faster is each operator, on the GPU alone? We time forward and backward of one layer
-# under autocast, without the host. 100 % is the speed of a matmul.
+# under autocast, without the host. 100 % is the speed of a large matmul by cuBLAS in bfloat16.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -1792,10 +1741,16 @@ lab.read(
     f"off the memory. Compiled, the layer takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA and "
     f"{layer_ms('attention, compiled'):.2f} with the book's attention. Our layer norm and dropout "
     + (
-        "then change less than 1 %, because the compiler can write these itself, and fuses its own "
-        "with their neighbours. "
+        "then change less than 1 %"
         if abs(fusing - 1) < 0.01
-        else f"then make it {layer_ms('Kernel Book'):.2f}. "
+        else f"then {'save' if fusing > 1 else 'cost'} only {100 * abs(1 - 1 / fusing):.0f} %"
+        if abs(fusing - 1) < 0.05
+        else f"then make it {layer_ms('Kernel Book'):.2f}"
+    )
+    + (
+        ", because the compiler can write these itself, and fuses its own with their neighbours. "
+        if abs(fusing - 1) < 0.05
+        else ". "
     )
     + "**Replace what a compiler cannot write, and leave it the rest.**"
 )
@@ -1807,8 +1762,8 @@ lab.read(
 # Does a whole step gain what its layers gain? Now the :term:`host` has to launch every kernel, and
 # may run ahead of the GPU from pass to pass, while the clock above waited after each. A bar is the
 # median of eight steps of a version. Its solid part is the time in which a profile finds a kernel
-# on the GPU; in the faint part the GPU waits for the host. The last two are CUDA graphs, which the
-# next section explains.
+# on the GPU; in the faint part the GPU waits for the host. The last two bars are CUDA graphs, which
+# the next section explains.
 
 # Measuring
 from contextlib import suppress
@@ -2075,7 +2030,6 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 # %%
 
 
-# Folded: Which kinds of kernels get shorter?
 def shown(value, digits=1):
     return "—" if value is None or value != value else f"{value:.{digits}f}"
 
@@ -2089,72 +2043,70 @@ def change(column, before, after):
     return step(column, after) - step(column, before)
 
 
-last = "+ attention", "+ dropout"
-lab.table(
-    [
-        {"version": name}
-        | {kind: shown(step(f"{kind}, ms", name)) for kind in KINDS}
-        | {"all kernels": shown(step("busy, ms", name))}
-        for name in ("PyTorch", "+ softmax", "+ attention", "+ dropout", "SDPA")
-    ]
-    if steps.rows
-    else [],
-    "Milliseconds of the kernels of an eager step, by kind",
-)
-
-# %%
-
-# Reading
-lab.read(
-    "The book's attention shortens the kernels of an eager step from "
-    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, because it "
-    "does the scaling, the mask and the casts of the scores itself, within one kernel. It also "
-    f"lowers the peak of the memory from {step('peak, GiB', '+ softmax'):.0f} GiB to "
-    f"{step('peak, GiB', '+ attention'):.0f}. Layer norm and dropout "
-    + ("shorten" if change("busy, ms", *last) < 0 else "lengthen")
-    + f" the kernels by {abs(change('busy, ms', *last)):.1f} ms more."
-)
-
-# %%
-
-
-# Reading
 def listed(names):
     """Names in a sentence."""
     names = list(names)
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-sdpa_took, our_took, alone_took = (
-    step("step, ms", name)
-    for name in ("SDPA, compiled", "Kernel Book", "attention, compiled")
-)
-sdpa_ran, our_ran = (
-    step("busy, ms", name) for name in ("SDPA, compiled", "Kernel Book")
-)
-slower_eager = change("step, ms", *last) > 0
-lab.read(
-    (
-        "**Yet with layer norm and dropout the eager step takes longer: "
-        if slower_eager
-        else "**With layer norm and dropout the eager step takes: "
-    )
-    + f"{step('step, ms', '+ dropout'):.0f} ms instead of "
-    f"{step('step, ms', '+ attention'):.0f}, and SDPA takes {step('step, ms', 'SDPA'):.0f}. "
-    f"Compiled, it takes {our_took:.0f} ms with the book's operators and {sdpa_took:.0f} with "
-    "SDPA.** "
-    + (
-        "The kernels are not the reason, because compiled "
-        if our_ran <= sdpa_ran and our_took > sdpa_took
-        else "Compiled, "
-    )
-    + f"ours run for {our_ran:.0f} ms and those with SDPA for {sdpa_ran:.0f}: in the rest the GPU "
-    f"waits for the host. The book's attention alone, compiled, takes {alone_took:.0f}."
+last = "+ attention", "+ dropout"
+lab.table(
+    [
+        {
+            "version": name,
+            "step, ms": round(took, 1),
+            "kernels, ms": round(ran, 1),
+            "the GPU waits, ms": round(took - ran, 1),
+        }
+        for name in (
+            *last,
+            "SDPA",
+            "SDPA, compiled",
+            "attention, compiled",
+            "Kernel Book",
+        )
+        for took, ran in [(step("step, ms", name), step("busy, ms", name))]
+        if ran == ran
+    ]
+    if steps.rows
+    else [],
+    "The faint parts of six bars",
 )
 
 # %%
-# Why does it wait longer for ours? On the host, PyTorch's operators run C++ and ours run Python,
-# also in compiled code. :doc:`/hardware` lists how long one call keeps the host busy, timed on
+
+# Reading
+our_took, sdpa_took = (
+    step("step, ms", name) for name in ("Kernel Book", "SDPA, compiled")
+)
+our_ran, sdpa_ran = (
+    step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
+)
+slower_eager = change("step, ms", *last) > 0
+lab.read(
+    "On the GPU the step gains what its layers gained: from the bar “+ softmax” to “+ attention” "
+    f"the kernels shorten from {step('busy, ms', '+ softmax'):.0f} ms to "
+    f"{step('busy, ms', '+ attention'):.0f}, and the peak of the memory falls from "
+    f"{step('peak, GiB', '+ softmax'):.0f} GiB to {step('peak, GiB', '+ attention'):.0f}. Layer "
+    f"norm and dropout {'save' if change('busy, ms', *last) < 0 else 'cost'} "
+    f"{abs(change('busy, ms', *last)):.0f} ms more. "
+    + (
+        f"**Yet with these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms instead "
+        f"of {step('step, ms', '+ attention'):.0f}, "
+        if slower_eager
+        else f"**With these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms, "
+    )
+    + f"and compiled it takes {our_took:.0f} with our operators and {sdpa_took:.0f} with SDPA"
+    + (
+        ", although our kernels are no slower.** In the rest the GPU waits."
+        if our_ran <= sdpa_ran < our_took
+        else ".**"
+    )
+)
+
+# %%
+# What does it wait for? On the host, PyTorch's operators run C++ and ours run Python, also in
+# compiled code. :doc:`/hardware` lists how long one call keeps the host busy, timed eagerly on
 # inputs that cost the GPU next to nothing. Here are these times, with the calls of a step.
 
 
@@ -2178,13 +2130,13 @@ host_rows = [
     {
         "operator": name,
         "calls in a step": calls,
-        "Kernel Book, µs": own,
-        "PyTorch, µs": theirs,
+        "Kernel Book, µs": round(own),
+        "PyTorch, µs": round(theirs),
         "ours cost a step, ms more": round(calls * (own - theirs) / 1e3, 1),
     }
     for name, (chapter, calls) in calls_of.items()
     for own, theirs in [of_host(chapter)]
-    if own == own
+    if own == own and theirs == theirs
 ]
 lab.table(host_rows, "What one call costs the host, and a step: forward and backward")
 
@@ -2192,13 +2144,22 @@ lab.table(host_rows, "What one call costs the host, and a step: forward and back
 
 # Reading
 more_of_host = sum(row["ours cost a step, ms more"] for row in host_rows)
-normal = {name: (step("p20, ms", name), step("p80, ms", name)) for name in COMPILED}
+more_eager = change("step, ms", "SDPA", "+ dropout")
+unsteady = step("p80, ms", "+ dropout") - step("p20, ms", "+ dropout")
+left_over = more_eager - more_of_host
 lab.read(
-    f"Together ours cost the host {more_of_host:.0f} ms more per step, and the compiled step "
-    f"takes {our_took - sdpa_took:.0f} ms more than with SDPA. What the rest is, we did not "
-    "profile. "
-    "Steps that wait for the host also scatter: the middle 60 % of our compiled ones span "
-    f"{normal['Kernel Book'][0]:.0f} to {normal['Kernel Book'][1]:.0f} ms."
+    f"By its calls, an eager step with all of ours should cost the host {more_of_host:.0f} ms more "
+    f"than one with SDPA, and we measure {more_eager:.0f} more"
+    + (
+        f". The {left_over:.0f} ms between them are less than such steps scatter: the middle 60 % "
+        f"of them span {unsteady:.0f} ms. "
+        if 0 < left_over < unsteady
+        else f", so {left_over:.0f} ms have reasons that we did not measure. "
+        if left_over > 0
+        else ". "
+    )
+    + "For compiled code we have no such sum. But if the host is the reason there, too, the loss "
+    "must disappear without it. The next section takes it away."
 )
 
 # %%
@@ -2210,7 +2171,7 @@ lab.read(
 
 # %%
 
-# Folded: What are the numbers of all versions?
+# Folded: What are the numbers of all versions, and which kinds of kernels get shorter?
 lab.table(
     [
         {
@@ -2229,9 +2190,9 @@ lab.table(
 # What is left without the host
 # -----------------------------
 #
-# How long is a step in which the GPU waits for nobody? A :term:`CUDA graph` records the launches of
-# a step once and hands all of them to the GPU in one call, so that what remains is the time of the
-# kernels. We capture the whole step: forward, backward and optimiser.
+# Was it the host? A :term:`CUDA graph` records the launches of a step once and hands all of them to
+# the GPU in one call, so that little but the time of the kernels remains. We capture the whole
+# step: forward, backward and optimiser.
 #
 # .. code-block:: python
 #
@@ -2373,62 +2334,45 @@ def most_gained(name):
 
 launched = [ratio(rows, *without) for rows in race.values()]
 launched = sorted(value for value in launched if value == value)
+near, far = f"large at {CONTEXT:,}", f"large at {LONG:,}"
+beyond_kernels = [
+    race[near][own]["step, ms"] - race[near][name]["busy, ms"]
+    for name, own in GRAPHS.items()
+    if near in race
+    and None not in (race[near][own]["step, ms"], race[near][name]["busy, ms"])
+]
+at_length = [ratio(race[far], name, own) for name, own in GRAPHS.items() if far in race]
 lab.read(
     (
-        "A graph makes the compiled step with the book's operators up to "
-        f"{most_gained(without[1]):.1f} times as fast, and the one with SDPA up to "
-        f"{most_gained(without[0]):.1f} times. Graph against graph, the book's step "
-        + listed(
-            [
-                *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
-                *([f"**takes more time for {listed(behind)}**"] if behind else []),
-                *([f"does not differ for {listed(level)}"] if level else []),
-            ]
-        )
-        + (
-            f". Launched by the host, it takes up to {1 / launched[0]:.1f} times as long as that "
-            "with SDPA. "
-            if launched and launched[0] < 1
-            else ". "
-        )
-        if by_model or not race
+        f"**It was the host.** The step of {near} that took {our_took:.0f} ms with our "
+        f"operators and {sdpa_took:.0f} with SDPA takes {step('step, ms', graphs[1]):.0f} and "
+        f"{step('step, ms', graphs[0]):.0f} as a graph, {max(beyond_kernels):.1f} ms or less "
+        "beyond the time of its kernels. "
+        if beyond_kernels
+        and by_model.get(near, 0) > 0.98
+        and our_took > 1.1 * sdpa_took
         else ""
     )
-    + (f"Not measured: {'; '.join(failed)}." if failed else "")
+    + f"A graph makes our compiled step up to {most_gained(without[1]):.1f} times as fast, and "
+    f"the one with SDPA up to {most_gained(without[0]):.1f} times"
+    + (
+        "; at 16,384 neither gains, because there the kernels take long enough"
+        if at_length and max(at_length) < 1.01
+        else ""
+    )
+    + "."
+    if by_model or not race
+    else ""
 )
-
-# %%
-
-
-# Folded: In which kind of kernels do the two differ?
-def pair_of(rows, column):
-    return [rows[name][column] for name in without]
-
-
-lab.table(
-    [
-        {"model": model}
-        | {kind: " / ".join(map(shown, pair_of(rows, f"{kind}, ms"))) for kind in KINDS}
-        | {"all": " / ".join(map(shown, pair_of(rows, "busy, ms")))}
-        | {"race": " / ".join(shown(rows[name]["step, ms"]) for name in graphs)}
-        for model, rows in race.items()
-    ],
-    "Milliseconds of kernels in a step, SDPA / Kernel Book, by single steps in a profile; in the "
-    "race steps follow each other, and the GPU may lower its clocks",
-)
-
-# %%
-
-# Folded: Which kernels take most?
-longest_of = lab.measure(
-    "The kernels that take most in a compiled step", lambda: list(longest_kernels)
-)
-longest_of
 
 # %%
 
 
 # Reading
+def pair_of(rows, column):
+    return [rows[name][column] for name in without]
+
+
 def more_of(kind, model):
     """By how many milliseconds the book's kernels of a kind run longer than those with SDPA."""
     theirs, own = (nan if x is None else x for x in pair_of(race[model], f"{kind}, ms"))
@@ -2468,16 +2412,28 @@ def lost(model):
     )
 
 
-far = f"large at {LONG:,}"
 share_of = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
 }
 lab.read(
-    f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead of "
-    f"{share_of[CONTEXT]:.0f} %"
+    (
+        "Graph against graph, the book's step "
+        + listed(
+            [
+                *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
+                *([f"**takes more time for {listed(behind)}**"] if behind else []),
+                *([f"does not differ for {listed(level)}"] if level else []),
+            ]
+        )
+        + ". "
+        if by_model or not race
+        else ""
+    )
+    + f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead "
+    f"of {share_of[CONTEXT]:.0f} %"
     + (
-        f", and the book's takes {-more_of('attention', far):.1f} ms less than SDPA"
+        f", and the book's takes {-more_of('attention', far):.0f} ms less than SDPA"
         if far in race and more_of("attention", far) < 0
         else ""
     )
@@ -2485,7 +2441,31 @@ lab.read(
     + "".join(
         lost(name) for name, value in by_model.items() if value < 1 and apart(name)
     )
+    + (f" Not measured: {'; '.join(failed)}." if failed else "")
 )
+
+# %%
+
+# Folded: In which kind of kernels do the two differ?
+lab.table(
+    [
+        {"model": model}
+        | {kind: " / ".join(map(shown, pair_of(rows, f"{kind}, ms"))) for kind in KINDS}
+        | {"all": " / ".join(map(shown, pair_of(rows, "busy, ms")))}
+        | {"race": " / ".join(shown(rows[name]["step, ms"]) for name in graphs)}
+        for model, rows in race.items()
+    ],
+    "Milliseconds of kernels in a step, SDPA / Kernel Book, by single steps in a profile; in the "
+    "race steps follow each other, and the GPU may lower its clocks",
+)
+
+# %%
+
+# Folded: Which kernels take most?
+longest_of = lab.measure(
+    "The kernels that take most in a compiled step", lambda: list(longest_kernels)
+)
+longest_of
 
 # %%
 # What breaks it
@@ -2523,13 +2503,16 @@ finished = "Kernel Book, CUDA graph"
 lab.read(
     f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
     f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved bytes; attention without a "
-    "table removed most of these, and the tables from the memory. Our layer norm and dropout "
-    f"spared the GPU {-change('busy, ms', *last):.0f} ms more, and cost the host more than that. "
-    "Compiled and as a CUDA graph, which spares it the host, **the step takes "
-    f"{step('step, ms', finished):.0f} ms and {step('peak, GiB', finished):.0f} GiB.** "
-    "PyTorch with its own fused attention takes "
+    "table removed most of these, and the tables from the memory. Compiled and as a CUDA graph, "
+    f"**the step takes {step('step, ms', finished):.0f} ms and "
+    f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
-    + (", which is no difference" if f"large at {CONTEXT:,}" in level else "")
+    + (
+        ", which is no difference, because their ranges overlap"
+        if f"large at {CONTEXT:,}" in level
+        else ""
+    )
+    + (f"; our graph is behind for {listed(behind)}" if behind else "")
     + ". Launched by the host, the compiled step takes "
     f"{step('step, ms', 'Kernel Book'):.0f} ms with our operators and "
     f"{step('step, ms', 'SDPA, compiled'):.0f} with SDPA, because a call of ours keeps the host "
