@@ -326,11 +326,13 @@ said = (
     f"{share['one program', 4096]:.0f} % of a copy, where the loop reaches "
     f"{share['loop', 4096]:.0f} %."
 )
-if share["Kernel Book", 1024] > 1.01 * share["one program", 1024]:
-    said += (
-        " At 1,024 columns the public function is ahead of this line with the same kernel, because "
-        "it runs two warps there instead of one."
-    )
+gains = {n: share["Kernel Book", n] - share["one program", n] for n in (1024, 4096)}
+said += " The public function runs the same kernel with twice as many warps, which "
+said += " and ".join(
+    f"{'gains' if gain > 0 else 'costs'} {abs(gain):.1f} points at {n:,} columns"
+    for n, gain in gains.items()
+)
+said += "."
 lab.read(said)
 
 # %%
@@ -545,9 +547,15 @@ said = (
     f"{'Most' if of_parameters > (two[0] - long[0]) / 2 else 'Part'} of that loss is due to the "
     f"loads of weight and bias, without which it would reach {long[1]:.0f} %."
 )
+lab.read(said)
+
+# %%
+
+# Reading
+said = ""
 if shared[0] < long[0]:
     said += (
-        " To share such a row among programs, as the next section does, would be slower still: "
+        "To share such a row among programs, as the next section does, would be slower still: "
         f"{shared[0]:.0f} %. In the chapter on softmax sharing is the faster way at this length; "
         "why it is not here, we have not measured."
     )
@@ -568,7 +576,7 @@ for other in ladder.elsewhere:
             f" On {other.provenance['gpu']}{older} packing gains less than 1 % at 32,768 columns, "
             f"and 65,536 reach {longest:.0f} %: how much a long row loses depends on the GPU."
         )
-lab.read(said)
+lab.read(said.strip()) if said else None
 
 # %%
 # %%
