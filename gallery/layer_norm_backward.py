@@ -319,7 +319,8 @@ lab.source(hand_over, "acquire")
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
 #    its thread are not moved before it, and do not see data that a cache held from before.
-# 2. *So do the loads of my other threads.* They wait for the first thread at a barrier.
+# 2. *So do the loads of my other threads.* They wait for the first thread at a *barrier*,
+#    ``tl.debug_barrier``, which no thread of the program passes before all have reached it.
 # 3. *All my stores come before I release the lock.* At a second barrier no thread continues before
 #    all have stored.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
@@ -332,8 +333,8 @@ lab.source(hand_over, "acquire")
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program. Between them, the program
-# adds its sums to the buffer:
+# Without the barriers, this holds for only one thread of each program. Between its two barriers, a
+# program adds its sums to the buffer:
 
 lab.source(hand_over, "add")
 
@@ -564,10 +565,18 @@ sizes
 #
 # What if a row and its sums no longer fit in the registers? The partial sums of a row of 16,384
 # columns fill half of an SM's. A row of 16-bit numbers fits beside them if it stays packed in
-# pairs, as in the forward pass. Wider rows are shared by a *group* of programs, each of which takes
-# one part of every row of the group, and publishes what its part adds to ``c1`` and ``c2``.
+# pairs, as in the forward pass. All other wide rows are shared by a *group* of programs, each of
+# which takes one part of every row of the group.
 #
-# A program would now have to wait for its neighbours' numbers. Instead it requests its part of the
+# A program then computes only what its part adds to ``c1`` and ``c2``. It publishes these two
+# numbers in a *slot* of memory, as the programs of a split row do in :doc:`the chapter before
+# </chapters/layer_norm>`. ``terms`` computes ``xhat`` and ``wdy``, and ``to_slot`` packs two
+# numbers into the 64 bits of a slot.
+
+lab.source(split_bwd_kernel, "publish")
+
+# %%
+# Now it would have to wait for the numbers of the other parts. Instead it requests its part of the
 # next row and finishes the row *before*, whose numbers have usually arrived by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
@@ -575,22 +584,19 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# .. dropdown:: More: an iteration of the loop, step by step
-#
-#    *Publish.* ``terms`` computes xhat and wdy of my part, and ``to_slot`` packs the part's two
-#    sums into the 64 bits of its *slot* in memory, of which a row has ``N_PARTS``.
-#
-#    *Ahead.* ``load_part`` loads the columns ``cols`` of a row of ``x`` and ``dy``, and its mean
-#    and rstd, from the pointers in ``row_of``. The next row of the group is ``step`` rows further,
-#    one for each group.
-#
-#    *Collect.* The program finishes the row before, of which it has kept ``x_before`` and
-#    ``dy_before``. ``wait`` and ``collect`` are those of :doc:`the chapter before
-#    </chapters/layer_norm>`. If a slot is still empty after ``max_polls`` looks (``ready == 0``),
-#    the program computes every part itself, whose columns are ``others``, and ``tl.where`` puts its
-#    two sums in the place of that part's slot. In the first iteration there is no row before, hence
-#    ``row > first``. After the last row the loop makes one iteration more, which the picture leaves
-#    out: ``load_part`` returns zeros for it, and it finishes that row.
+# ``load_part`` loads this program's part of a row; the next row of its group is ``step`` rows
+# further. ``wait`` returns the slots of the row before as soon as all parts have filled them, and
+# ``collect`` takes the two numbers of each slot apart. Then the formula of step 6 follows, with
+# what the program has kept of that row in registers, ``x_before`` and so on. The first iteration
+# has no row before, and a last one loads no row.
+
+lab.source(split_bwd_kernel, "ahead", "collect", "finish", "shift")
+
+# %%
+# ``parts`` are the numbers of the slots; if a row has fewer than a program reads at once, it reads
+# some of them twice, hence ``% N_PARTS``. The listing leaves out what happens if a slot is still
+# empty after ``max_polls`` looks: the program then computes the numbers of all parts itself, which
+# is slow but just as correct.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -775,17 +781,17 @@ lab.read(
 ) if wide else None
 
 # %%
-# Why are wide rows slower? A kernel is fast while each SM has enough bytes requested *ahead*. In
-# shared rows a thread holds parts of three rows and takes up to 255 registers, the most that it can
-# have, so few programs fit, and each has only its part of one row on the way.
+# Why wide rows are slower
+# ------------------------
 #
-# .. dropdown:: More: the experiment that tests this
+# What do wide rows lack? An SM is busy only while it has enough bytes requested *ahead*, before it
+# needs them. The kernel for whole rows has copies of its next rows on the way. A packed row takes
+# all registers of an SM, so nothing is loaded while its program computes. In shared rows a thread
+# holds parts of three rows and takes up to 255 registers, the most that it can have, so few
+# programs fit, and each has only its part of one row on the way.
 #
-#    At 16,384 columns in bfloat16 a program of the packed kernel takes all registers of an SM, so
-#    nothing is loaded while it computes. If that is the reason, the speed must follow the bytes
-#    ahead. The table takes away the two rows that the kernel for whole rows loads ahead
-#    (``num_stages``), and runs fewer programs of the kernel for shared rows. In its last line each
-#    part is a row of its own, so no program waits for another.
+# If this is the reason, the speed must follow the bytes ahead. So we change them: we take away the
+# loads ahead of whole rows, and run fewer programs on shared rows.
 
 
 # Measuring
@@ -821,7 +827,23 @@ def loads_ahead():
 
 # Measuring
 ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
-ahead
+CHANGES = [
+    ("whole, 8,192 columns", "as it is"),
+    ("whole, 8,192 columns", "no loads ahead"),
+    ("packed, 16,384 columns", "as it is"),
+    ("shared, 32,768 columns", "one program per SM"),
+    ("shared, 32,768 columns", "two programs per SM"),
+    ("shared, 32,768 columns", "as it is, four per SM"),
+    ("parts as rows, 2,048 columns", "as it is, four per SM"),
+]
+kept = ("KiB ahead", "% of a copy")
+lab.table(
+    [
+        {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
+        for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
+    ],
+    f"KiB of x and dy that an SM has requested ahead, and the speed, bfloat16, {gpu}",
+) if ahead.rows else ahead
 
 # %%
 
@@ -830,30 +852,30 @@ ahead
 def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
-    said = (
-        "The table times the first kernel without the sum of the buffers, so its numbers are a "
-        "little higher than the figures'. "
-    )
     if three - none >= 10 and packed < three:
-        said += (
-            f"Without its loads ahead, the kernel for whole rows falls to {none:.0f} %, and packed "
-            f"rows, which have none either, reach {packed:.0f} %. "
+        said = (
+            f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
+            f"{none:.0f} %. "
         )
     else:
-        said += f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
-    if four > 1.15 * two:
-        said += (
-            "Shared rows get faster with every program that loads, but the registers are "
-            "used up. "
-        )
-    else:
-        said += "More programs do not make shared rows faster. "
-    if alone - four >= 5:
-        return f"{said}Where no program waits for others, they reach {alone:.0f} %."
-    return (
-        f"{said}Waiting costs them little: in the last line no program waits, and it "
-        "is no faster."
+        said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
+    said += (
+        "Shared rows get faster with every program that loads, but with four the registers are "
+        "used up. "
+        if four > 1.15 * two
+        else "More programs do not make shared rows faster. "
     )
+    said += (
+        "Do their programs lose time by waiting for each other? In the last line each does the "
+        "same work in an iteration as in the line above, but its part is a row of its own, so none "
+        "waits for another, "
+    )
+    said += (
+        f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
+        if alone - four >= 5
+        else "and it is no faster. So waiting costs shared rows little."
+    )
+    return f"{said} (The table leaves out the second kernel, so its shares are a little high.)"
 
 
 lab.read(ahead_said())
