@@ -62,7 +62,7 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # the whole row, and all of them but the two means write one.
 #
 # That makes 7 reads and 5 writes, six times the bytes of the one read and one write that would do.
-# The bytes are what counts, because layer norm does little arithmetic per element.
+# The bytes count, because layer norm does little arithmetic per element.
 #
 # The idea
 # --------
@@ -145,8 +145,8 @@ lab.source(loop_fwd_kernel)
 
 # %%
 # The plot shows every version of this chapter as a share of the speed of a copy, because a copy,
-# too, reads one byte for each that it writes. For now only the two lowest lines matter, "loop" and
-# ``simple_layer_norm``. "One program" is the kernel of the next section, and "Kernel Book" the
+# too, reads one byte for each that it writes. For now only "loop" and ``simple_layer_norm``
+# matter, the two lowest lines. "One program" is the next section's kernel, and "Kernel Book" the
 # public function, which takes the best kernel for each length.
 
 
@@ -275,12 +275,11 @@ lab.read(
 two_warps = next((row["% of a copy"] for row in fewer.rows if row["warps"] == 2), nan)
 lab.read(
     f"The loop reaches {share['loop', 4096]:.0f} %, because a short row is still in L2, the cache "
-    "that all SMs share, when the loop reads it again. The longest rows do not fit there beside "
-    "those of other programs. They come from main memory three times, which with the write is "
-    f"twice the bytes of a copy, and the loop falls to {share['loop', 65536]:.0f} % at 65,536 "
-    f"columns. At 1,024 columns it reaches only {share['loop', 1024]:.0f} % for another reason: it "
-    "always runs eight warps, groups of 32 threads, which is too many for so short a row. With two "
-    f"it reaches {two_warps:.0f} %."
+    "that all SMs share, when the loop reads it again. The longest rows are not, so they come from "
+    f"main memory three times, and the loop falls to {share['loop', 65536]:.0f} % at 65,536 "
+    f"columns. At 1,024 columns it reaches only {share['loop', 1024]:.0f} %, because its eight "
+    "warps, groups of 32 threads, are too many for so short a row: with two it reaches "
+    f"{two_warps:.0f} %."
 )
 
 # %%
@@ -343,12 +342,10 @@ lab.read(
 # ---------------
 #
 # Are two sums enough for the mean and the variance? Not quite, because floating-point addition
-# rounds, and so the sum of a row divided by :math:`N` is wrong in its last digits.
-#
-# Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33,
-# 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. Now each element deviates from this mean by
-# 0.01, although all of them are equal, and layer norm makes large numbers of these deviations,
-# because it divides them by their own size.
+# rounds. Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is
+# 3.33, 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. Now each element deviates from this
+# mean by 0.01, although all are equal, and layer norm makes these deviations large, because it
+# divides them by their own size.
 
 # Reading
 import triton
@@ -385,27 +382,26 @@ lab.read(
 #    what our mean lacks, so we add it.
 #
 # In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
-# is the right mean. ``moments`` does just this. Its first lines compute the uncorrected mean:
-# ``mean_of`` sums a row and divides by :math:`N`. ``tl.where`` leaves out the elements past the end
-# of the row, which were loaded as zeros, because their *deviation* is not zero but minus the mean.
-# ``square`` is ``x * x``, rounded before anything is added to it.
+# is the right mean. ``moments`` does just this. ``mean_of`` sums a row and divides by :math:`N`.
+# ``tl.where`` leaves out the elements past the end of the row, which were loaded as zeros, because
+# their *deviation* is not zero but minus the mean. ``square`` is ``x * x``, rounded before anything
+# is added to it.
 
 lab.source(moments, "mean")
 
 # %%
-# The rest corrects it. ``two_sums`` computes two sums in one reduction: ``m2``, and ``residue``,
-# the sum of the deviations. ``divide`` is a division that is right to the last bit. The squares
-# were taken from the wrong mean, which makes their sum larger by :math:`N` times the square of the
-# correction, so ``without`` subtracts that. ``SMALL``, which is :math:`2^{-16}`, keeps sums from
-# overflowing.
+# ``two_sums`` then computes two sums in one reduction: ``m2``, and ``residue``, the sum of the
+# deviations. ``divide`` is a division that is right to the last bit. The wrong mean has made ``m2``
+# larger by :math:`N` times the square of the correction, which ``without`` subtracts. ``SMALL``,
+# which is :math:`2^{-16}`, keeps sums from overflowing.
 
 lab.source(moments, "correct")
 
 # %%
-# Why does the last branch correct nothing? It is for rows of 16 bits, whose sum is exact if their
-# elements are about equally large: float32 has 24 bits, so it holds the sum of up to 65,536 numbers
-# with the 8 bits of bfloat16, or of ``EXACT`` = 8,192 with the 11 bits of float16. If some elements
-# are much larger than others, all deviations are large beside the error of the mean.
+# Rows of 16 bits need no correction, because float32 has 24 bits, and so holds the exact sum of up
+# to 65,536 numbers of about the same size with the 8 bits of bfloat16, or of ``EXACT`` = 8,192 with
+# the 11 of float16. If some elements are much larger than others, the deviations are large beside
+# the error of the mean.
 #
 # .. dropdown:: More: why each helper does so, and rows whose squares overflow
 #
@@ -559,8 +555,8 @@ said = ""
 if shared[0] < long[0]:
     said += (
         "To share such a row among programs, as the next section does, would be slower still: "
-        f"{shared[0]:.0f} %. In the chapter on softmax sharing is the faster way at this length; "
-        "why it is not here, we have not measured."
+        f"{shared[0]:.0f} %. Softmax, the chapter before, is fast that way; why layer norm is not, "
+        "we have not measured."
     )
 for other in ladder.elsewhere:
     widened, packed, longest = (
@@ -577,7 +573,7 @@ for other in ladder.elsewhere:
         older = ", with an older kernel," if other.mark else ""
         said += (
             f" On {other.provenance['gpu']}{older} packing gains less than 1 % at 32,768 columns, "
-            f"and 65,536 reach {longest:.0f} %: how much a long row loses depends on the GPU."
+            f"and 65,536 reach {longest:.0f} %."
         )
 lab.read(said.strip()) if said else None
 
@@ -600,12 +596,9 @@ lab.read(said.strip()) if said else None
 # squares of these distances, one for each number, add 20. That makes 32.
 #
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
-# The sum of these is the formula of Chan, Golub and LeVeque, and unlike the difference of two means
-# it never subtracts large squares.
-#
-# ``merge_moments`` computes this: its ``counts`` are the :math:`n_i`, and ``apart`` comes to be
-# :math:`m_i - m`. It measures the means from a *pivot*, the mean of the first part, because a sum
-# of large means would lose the digits in which they differ.
+# The sum of these is the formula of Chan, Golub and LeVeque. ``merge_moments`` computes it: its
+# ``counts`` are the :math:`n_i`, and ``apart`` comes to be :math:`m_i - m`. It measures the means
+# from a *pivot*, the mean of the first part, so that large means lose no digits.
 
 lab.source(merge_moments)
 
@@ -649,8 +642,7 @@ lab.source(merge_moments)
 lab.source(split_fwd_kernel)
 
 # %%
-# So ``layer_norm`` has a kernel for every length. It takes the first one that a row fits, and the
-# loop for whatever is left.
+# So ``layer_norm`` has a kernel for every length, and takes the first one that a row fits:
 
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
@@ -725,9 +717,8 @@ lab.check(
 # How fast is it?
 # ---------------
 #
-# The operator is now timed beside PyTorch, ``torch.compile`` and two libraries. The yardstick is
-# again PyTorch's copy. It is a reference and not a limit, because another kernel may move the same
-# bytes a little faster.
+# The yardstick is again PyTorch's copy, a reference and not a limit, because another kernel may
+# move the same bytes a little faster.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -819,9 +810,8 @@ scatter = max(
     for n in LADDER
 )
 lab.read(
-    f"{forward.summary(**in_dtypes[0])} {about_quack(forward)} These are the same kernels as in "
-    f"the first figure, timed a second time, and the two timings differ by up to {scatter:.1f} "
-    "percentage points."
+    f"{forward.summary(**in_dtypes[0])} {about_quack(forward)} Our kernels are those of the "
+    f"first figure, timed again, and the two timings differ by up to {scatter:.1f} points."
 )
 
 # %%
@@ -834,14 +824,11 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 losses = forward.losses(*in_dtypes)
 said = (
     f"{forward.summary(**in_dtypes[1])} Beyond {tuned.TILE_BYTES // 4:,} columns its rows are "
-    "split. Rows of more than 65,536 columns we only checked and did not time. "
+    "split; longer rows than 65,536 we checked but did not time. "
     f"{forward.losses_in_words(*in_dtypes)}"
 )
 if losses and max(row["its %"] - row["our %"] for row in losses) > scatter:
-    said += (
-        f" A lead of less than {scatter:.1f} points may be the scatter between two timings; those "
-        "that are larger we have not explained."
-    )
+    said += f" A lead below {scatter:.1f} points may be scatter; larger ones are unexplained."
 lab.read(said)
 
 # %%
@@ -881,9 +868,9 @@ lab.facts(
 # ------------------
 #
 # The figures time the GPU alone. Is the operator as fast when Python calls it? No, because the
-# :term:`host` has to *start* every kernel, and to check arguments, allocate results and run
-# autograd, whatever the size of the input. A :term:`CUDA graph` records the :term:`launches
-# <launch>` once and replays them without that work.
+# :term:`host` has to check arguments, allocate results, run autograd and *start* every kernel,
+# whatever the size of the input. A :term:`CUDA graph` records the :term:`launches <launch>` once
+# and replays them without that work.
 
 
 # Measuring

@@ -62,21 +62,20 @@ def simple_backward(x, w, mean, rstd, dy):
 
 # %%
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
-# elements they read :math:`16 N` and write :math:`9 N`. It would be enough to read ``x`` and ``dy``
-# and to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
-# deviation, come from the forward pass, which stored them, 8 bytes per row.
+# elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
+# ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
+# ``rstd``, the reciprocal of the standard deviation.
 #
 # The idea
 # --------
 #
 # Where is the difficulty? The backward pass sums in two directions. ``c1`` and ``c2`` are means
 # *along a row*, so the :term:`program` that owns the row computes them alone. The gradients of
-# weight and bias are sums *down the columns*: every row contributes to them, and the rows belong to
-# different programs, which run at the same time and in no fixed order.
+# weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
+# to different programs, which run at the same time and in no fixed order.
 #
-# Suppose that a column of ``dy`` holds 1, 2, 3, 4 and 5, so that its ``db`` is 15, and that the sum
-# stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4, and whichever
-# finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
+# Suppose that a sum stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4,
+# and whichever finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
 #
 # The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
 # There is a better one:
@@ -116,8 +115,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
-# is linear in :math:`x`, so it is a matrix :math:`P` times :math:`x`. Its second term subtracts the
-# mean:
+# is a matrix :math:`P` times :math:`x`:
 #
 # .. math::
 #
@@ -127,17 +125,16 @@ def simple_backward(x, w, mean, rstd, dy):
 # rule, in the fold, gives :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
 #
 # *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
-# subtracts the part along :math:`\hat{x}`, because :math:`r\, d`, which is :math:`\hat{x}`, appears
-# in it twice:
+# subtracts the part along :math:`\hat{x}`, which appears in it twice, as :math:`r\, d`:
 #
 # .. math::
 #
 #    \frac{\partial \hat{x}}{\partial d} = r I - \tfrac{1}{N}\, r^3\, d\, d^\top
 #    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
-# *Step 5.* This times :math:`P` is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. Here
-# :math:`\hat{x}^\top P = \hat{x}^\top`, because the elements of :math:`\hat{x}` sum to zero, so
-# subtracting their mean changes nothing:
+# *Step 5.* Times :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. The
+# elements of :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing,
+# :math:`\hat{x}^\top P = \hat{x}^\top`, and
 #
 # .. math::
 #
@@ -157,10 +154,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
-# *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
-# never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
-# \mathbf{1}^\top / N` replaces each element by the mean, and multiplying it by :math:`\hat{x}
-# \hat{x}^\top / N` gives :math:`\hat{x}` times another mean:
+# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`. We never build this matrix of
+# :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1} \mathbf{1}^\top / N` replaces
+# each element by the mean, and multiplying it by :math:`\hat{x} \hat{x}^\top / N` gives
+# :math:`\hat{x}` times another mean:
 #
 # .. math::
 #
@@ -170,10 +167,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# In numbers: take the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon, and (1, 0, 0, 0, 0) as
-# ``dy``. Then :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without
-# both, (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must. We check steps 2
-# to 6 the same way, with an epsilon about as large as the variance.
+# In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
+# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without both,
+# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must.
 
 # Measuring
 from torch.autograd.functional import jacobian
@@ -237,7 +233,8 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
+    "All steps agree with automatic differentiation, with an epsilon about as large as the "
+    f"variance: the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -248,12 +245,11 @@ lab.read(
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32, for the whole loop.
+# :term:`registers <register>`, in float32.
 #
-# These sums leave registers for few programs on an SM, so hardly another one loads while this one
-# computes. With ``num_stages`` it therefore loads *ahead*: while it works on a row, its next rows
-# are already copied into :term:`shared memory`, the fast storage of the SM. ``load_weight`` gives
-# ones where there is no weight.
+# These sums leave room for few programs on an SM, so each loads *ahead*: with ``num_stages`` its
+# next rows are copied into :term:`shared memory`, the fast storage of the SM, while it works on a
+# row. ``load_weight`` gives ones where there is no weight.
 
 lab.source(row_bwd_kernel, "begin")
 
@@ -264,8 +260,7 @@ lab.source(row_bwd_kernel, "add")
 
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
-# in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
-# each other once. ``means_of`` divides them by :math:`N`.
+# in one reduction, and ``means_of`` divides them by :math:`N`.
 
 lab.source(row_bwd_kernel, "row")
 
@@ -282,9 +277,9 @@ lab.source(row_bwd_kernel, "row")
 lab.source(means_of)
 
 # %%
-# At the end, the program has one row of sums for ``dw`` and one for ``db``, and hands them over to
-# a *buffer* in main memory. ``hand_over`` has two ways to do it, which the next two sections show:
-# with few buffers (``n_buffers``), which the programs share, or with one for each program.
+# At the end, the program hands its two rows of sums over to a *buffer* in main memory.
+# ``hand_over`` has two ways to do it, which the next two sections show: few buffers, which the
+# programs share, or one for each program.
 
 lab.source(row_bwd_kernel, "end")
 
@@ -297,18 +292,18 @@ lab.source(row_bwd_kernel)
 # The obvious way: a lock
 # -----------------------
 #
-# How do programs take turns? They share a few buffers, each with a lock, which is an integer: 0
-# means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation: it reads the
-# lock, and writes 1 only if it read 0, in one indivisible step. So only one program can succeed,
-# and the others try again. This cannot hang, because the program that holds the lock is running and
-# waits for nothing.
+# How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
+# free and 1 if taken. A compare-and-swap is an :term:`atomic` operation: it reads the lock, and
+# writes 1 only if it read 0, in one indivisible step. So only one program can succeed, and the
+# others try again. This cannot hang, because the program that holds the lock is running and waits
+# for nothing.
 
 lab.source(hand_over, "acquire")
 
 # %%
-# The swap alone is not enough, because it orders the programs but not their *memory accesses*. A
-# store may wait in a queue, and a load may be served from an outdated line of a cache. A program
-# also consists of many threads, and only one of them takes the lock.
+# The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
+# load may be served from an outdated line of a cache. And of the many threads of a program only one
+# takes the lock.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -319,13 +314,11 @@ lab.source(hand_over, "acquire")
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
 #    its thread are not moved before it, and do not see data that a cache held from before.
-# 2. *So do the loads of my other threads.* They wait for the first thread at a *barrier*,
-#    ``tl.debug_barrier``, which no thread of the program passes before all have reached it.
-# 3. *All my stores come before I release the lock.* At a second barrier no thread continues before
-#    all have stored.
+# 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
+#    thread of the program passes before all have reached it.
+# 3. *All my stores come before I release the lock.* They do because of a second barrier.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
-#    ``release`` semantics. Because of the barrier before it, it covers the stores of all threads,
-#    not only those of its own.
+#    ``release`` semantics, which because of that barrier cover the stores of all threads.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -367,14 +360,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster, and why? Four versions are timed:
-#
-# - *lock per tile* has a program, and so a turn at the lock, for every tile of ``BLOCK_ROWS`` rows,
-#   as in Triton's own layer norm tutorial;
-# - *lock per program* first sums many rows in registers;
-# - *partial sums* does so, too, and has no lock;
-# - *partial sums per tile* has a buffer for every tile and no lock, which tells the cost of storing
-#   from that of waiting.
+# Which is faster, and why? *Lock per tile* takes the lock for every tile of ``BLOCK_ROWS`` rows, as
+# Triton's own layer norm tutorial does. *Lock per program* first sums many rows in registers, and
+# so do *partial sums*, without a lock. *Partial sums per tile* have no lock either, but a buffer
+# for every tile, which tells the cost of storing from that of waiting.
 
 
 # Measuring
@@ -440,10 +429,10 @@ race_share = {
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. A lock "
-    f"per program reaches {race_share['lock per program', 1024]:.0f} %, and partial sums "
-    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs sum longer "
-    "before they meet at the lock, these two are only "
+    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns, a lock "
+    f"per program {race_share['lock per program', 1024]:.0f} % and partial sums "
+    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs meet at the "
+    "lock, the last two are only "
     f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
     "points apart."
 )
@@ -459,15 +448,14 @@ def waiting_said():
     )
     waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both sums "
-        "to and from memory for each tile. At 1,024 columns that is "
-        f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
-        f"is {waits:.0f} %."
+        "How much of this is waiting? Partial sums per tile wait for nobody, and at 1,024 columns "
+        f"this saves {waits:.0f} % of the time that a lock per tile adds to partial sums. The rest "
+        "moves a row of both sums to and from memory for each tile."
     )
     if locked[8192] < stored[8192]:
         said += (
-            " At 8,192 columns a lock per tile is even the faster of these two, probably because "
-            "its few buffers stay in the cache."
+            " At 8,192 columns it saves nothing: a lock per tile is faster, probably because its "
+            "few buffers stay in the cache."
         )
     return f"{said} So what helps most at every length is to sum many rows first."
 
@@ -475,7 +463,6 @@ def waiting_said():
 lab.read(waiting_said())
 
 # %%
-# Do two runs agree, too?
 
 
 # Reading
@@ -508,7 +495,8 @@ differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_d
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
-    "We computed `dw` a hundred times from the same input. With a lock per program "
+    "Do two runs agree, too? We computed `dw` a hundred times from the same input. With a lock per "
+    "program "
     f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
     f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
 )
@@ -520,9 +508,8 @@ differ
 
 # %%
 # The programs add in the order in which they get the lock, and the last bits of a floating-point
-# sum depend on the order. Partial sums are always added in the same order, which depends only on
-# the number of programs and thus on the GPU. So ``layer_norm`` uses them: they are faster *and*
-# reproducible.
+# sum depend on the order. Partial sums are always added in the same order, on one kind of GPU. So
+# ``layer_norm`` uses them: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -563,40 +550,32 @@ sizes
 # Wide rows
 # ---------
 #
-# What if a row and its sums no longer fit in the registers? The partial sums of a row of 16,384
-# columns fill half of an SM's. A row of 16-bit numbers fits beside them if it stays packed in
-# pairs, as in the forward pass. All other wide rows are shared by a *group* of programs, each of
-# which takes one part of every row of the group.
-#
-# A program then computes only what its part adds to ``c1`` and ``c2``. It publishes these two
-# numbers in a *slot* of memory, as the programs of a split row do in :doc:`the chapter before
-# </chapters/layer_norm>`. ``terms`` computes ``xhat`` and ``wdy``, and ``to_slot`` packs two
-# numbers into the 64 bits of a slot.
+# What if a row and its sums no longer fit in the registers? At 16,384 columns the sums fill half of
+# an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
+# forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
+# part of every row of the group, and publishes in a *slot* of memory what its part adds to ``c1``
+# and ``c2``. ``terms`` computes ``xhat`` and ``wdy``, and ``to_slot`` packs two numbers into the
+# 64 bits of a slot.
 
 lab.source(split_bwd_kernel, "publish")
 
 # %%
-# Now it would have to wait for the numbers of the other parts. Instead it requests its part of the
-# next row and finishes the row *before*, whose numbers have usually arrived by then.
+# Must a program now wait for the other parts? Instead it loads its part of the next row and
+# finishes the row *before*, whose slots are usually full by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# ``load_part`` loads this program's part of a row; the next row of its group is ``step`` rows
-# further. ``wait`` returns the slots of the row before as soon as all parts have filled them, and
-# ``collect`` takes the two numbers of each slot apart. Then the formula of step 6 follows, with
-# what the program has kept of that row in registers, ``x_before`` and so on. The first iteration
-# has no row before, and a last one loads no row.
+# ``wait`` returns the slots of the row before, and ``collect`` takes their numbers apart. The
+# formula of step 6 follows, with what the program has kept of that row, ``x_before`` and so on. If
+# a slot is still empty after ``max_polls`` looks, the program computes the numbers of all parts
+# itself, which the listing leaves out.
 
-lab.source(split_bwd_kernel, "ahead", "collect", "finish", "shift")
+lab.source(split_bwd_kernel, "ahead", "collect", "finish")
 
 # %%
-# ``parts`` are the numbers of the slots; if a row has fewer than a program reads at once, it reads
-# some of them twice, hence ``% N_PARTS``. The listing leaves out what happens if a slot is still
-# empty after ``max_polls`` looks: the program then computes the numbers of all parts itself, which
-# is slow but just as correct.
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -784,14 +763,11 @@ lab.read(
 # Why wide rows are slower
 # ------------------------
 #
-# What do wide rows lack? An SM is busy only while it has enough bytes requested *ahead*, before it
-# needs them. The kernel for whole rows has copies of its next rows on the way. A packed row takes
-# all registers of an SM, so nothing is loaded while its program computes. In shared rows a thread
-# holds parts of three rows and takes up to 255 registers, the most that it can have, so few
-# programs fit, and each has only its part of one row on the way.
-#
-# If this is the reason, the speed must follow the bytes ahead. So we change them: we take away the
-# loads ahead of whole rows, and run fewer programs on shared rows.
+# What do wide rows lack? An SM is busy only while it has enough bytes requested *ahead*. The kernel
+# for whole rows has its next rows on the way. A packed row takes all registers of an SM, so nothing
+# is loaded while its program computes. In shared rows a thread holds parts of three rows and takes
+# up to 255 registers, the most that it can have, so few programs fit, with one part each on the
+# way. If this is the reason, the speed must follow the bytes ahead.
 
 
 # Measuring
@@ -842,7 +818,7 @@ lab.table(
         {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
         for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
     ],
-    f"KiB of x and dy that an SM has requested ahead, and the speed, bfloat16, {gpu}",
+    f"KiB of x and dy that an SM has requested ahead, and the speed of the first kernel, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -866,16 +842,14 @@ def ahead_said():
         else "More programs do not make shared rows faster. "
     )
     said += (
-        "Do their programs lose time by waiting for each other? In the last line each does the "
-        "same work in an iteration as in the line above, but its part is a row of its own, so none "
-        "waits for another, "
+        "Do they lose time by waiting for each other? In the last line each program does the same "
+        "work as in the line above, but its part is a row of its own, so none waits, "
     )
-    said += (
+    return said + (
         f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
         if alone - four >= 5
-        else "and it is no faster. So waiting costs shared rows little."
+        else "and it is no faster."
     )
-    return f"{said} (The table leaves out the second kernel, so its shares are a little high.)"
 
 
 lab.read(ahead_said())
@@ -908,10 +882,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer. We take away one of its two
-# protections at a time, the barriers or ``acquire`` and ``release``, and then both, with
-# ``relaxed`` instead, which orders nothing. The rows hold small integers, so their sum is exact in
-# any order, and any difference means that an addition was lost.
+# **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
+# ``acquire`` and ``release``, with ``relaxed`` in their place, which orders nothing, or both. The
+# rows hold small integers, so any difference from their exact sum means that an addition was lost.
 
 import triton
 import triton.language as tl
@@ -1019,10 +992,8 @@ why = (
 )
 if halves == ["barriers alone"]:
     why = (
-        "So barriers cannot replace acquire and release, because they order the threads of one "
-        "program and not what another program sees. Without our barriers the lock worked, but "
-        "nothing guarantees it, because no barrier made the stores of the other threads come "
-        "before the release."
+        "Barriers order the threads of one program and not what another program sees. Without our "
+        "barriers the lock worked, but nothing guarantees it."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1056,8 +1027,7 @@ lab.read(
 
 # %%
 # **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
-# deviation there. The error grows where the variance of a row is small, because epsilon is then a
-# large part of the sum under the root.
+# deviation there. The error grows where the variance of a row is small beside epsilon.
 
 # Measuring
 rows = []
