@@ -8,7 +8,7 @@ the variance right to the last digits?*
 
 You will learn
 
-- how a kernel goes through a row three times and reads it from memory only once;
+- how a kernel goes through a row three times and reads it only once;
 - which mistakes make a variance wrong without an error, and how to keep its digits;
 - how long rows fit on the chip: packed in pairs, or shared by several programs.
 """
@@ -59,9 +59,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # %%
 # What does this cost? PyTorch runs each operation as a :term:`kernel` of its own, which reads its
 # input from the GPU's main memory (:term:`HBM`) and writes its output back. Seven operations read
-# the whole row, and all of them but the two means write one.
-#
-# That makes 7 reads and 5 writes, six times the bytes of the one read and one write that would do.
+# the whole row, and all but the two means write one: 7 reads and 5 writes, six times the bytes of
+# the one read and one write that would do.
 # The bytes count, because layer norm does little arithmetic per element.
 #
 # The idea
@@ -398,13 +397,14 @@ lab.source(moments, "mean")
 lab.source(moments, "correct")
 
 # %%
-# Rows of 16 bits need no correction, because float32 has 24 bits, and so holds the exact sum of up
-# to 65,536 numbers of about the same size with the 8 bits of bfloat16, or of ``EXACT`` = 8,192 with
-# the 11 of float16. If some elements are much larger than others, the deviations are large beside
-# the error of the mean.
+# Most rows of 16 bits need no correction, because float32 holds their sum exactly; the fold says
+# why.
 #
 # .. dropdown:: More: why each helper does so, and rows whose squares overflow
 #
+#    - ``EXACT``: float32 has 24 bits, and so holds the exact sum of up to 65,536 numbers of about
+#      the same size with the 8 bits of bfloat16, or of 8,192 with the 11 bits of float16. If some
+#      elements are much larger than others, the deviations are large beside the error of the mean.
 #    - ``SMALL`` is a power of two, which costs no digit unless the result is subnormal, and then
 #      epsilon outweighs it.
 #    - ``divide`` corrects the GPU's fast division, which may be wrong in the last bit, so that the

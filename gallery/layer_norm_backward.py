@@ -7,10 +7,8 @@ In the backward pass of layer norm, every row of a batch adds to the gradient of
 
 You will learn
 
-- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``, and where
-  epsilon enters it;
-- what a lock has to order besides its own variable, and what it costs in time and in
-  reproducibility;
+- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``;
+- what a lock has to order besides its own variable, and what it costs;
 - how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
 """
 
@@ -46,9 +44,8 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # ----------------------
 #
 # Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
-# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
-# respect to ``y``, and computes those with respect to ``x``, the weight and the bias. Written with
-# PyTorch's own operations, which the mathematics below derives:
+# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of ``y``, and
+# computes those of ``x``, the weight and the bias. The mathematics below derives how:
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -302,8 +299,7 @@ lab.source(hand_over, "acquire")
 
 # %%
 # The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
-# load may be served from an outdated line of a cache. And of the many threads of a program only one
-# takes the lock.
+# load may find an outdated line in a cache. And only one of many threads takes the lock.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -312,8 +308,8 @@ lab.source(hand_over, "acquire")
 #
 # Four things have to be ordered:
 #
-# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
-#    its thread are not moved before it, and do not see data that a cache held from before.
+# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
+#    thread are not moved before it, nor answered with what a cache held from before.
 # 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
 #    thread of the program passes before all have reached it.
 # 3. *All my stores come before I release the lock.* They do because of a second barrier.
@@ -339,9 +335,8 @@ lab.source(hand_over, "release")
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? If each program has a buffer of its own, it stores its row and is
-# done. A second kernel adds the buffers: each of its programs takes some columns and goes down the
-# rows in a fixed order.
+# What if nobody had to wait? If each program has a buffer of its own, it stores its sums and is
+# done. Each program of a second kernel adds some columns of all buffers, in a fixed order.
 
 lab.source(sum_of_buffers)
 
@@ -728,10 +723,7 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(
-    f"{backward.summary(**in_dtypes[0])} Up to 8,192 columns these are the partial sums of above, "
-    "timed a second time and through autograd."
-)
+lab.read(backward.summary(**in_dtypes[0]))
 
 # %%
 
@@ -754,9 +746,8 @@ lab.table(
 # Reading
 wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
 lab.read(
-    "Rows of float32 with more than 8,192 columns are shared among programs in our kernel. Why "
-    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster there we have not "
-    "measured."
+    "Our kernel shares rows of that length among programs. Why "
+    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster we have not measured."
 ) if wide else None
 
 # %%
@@ -1052,9 +1043,8 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # In short
 # --------
 #
-# A gradient that sums over rows needs no lock: few programs with many rows each, and partial sums
-# that a second kernel adds, are faster and give the same bits in every run. A correct lock needs
-# barriers as well as ``acquire`` and ``release``.
+# A gradient that sums over rows needs no lock. Few programs with many rows each, whose partial sums
+# a second kernel adds, are faster and give the same bits in every run.
 #
 # Exercises
 # ---------
