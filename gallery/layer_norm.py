@@ -132,8 +132,7 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 #
 # How far does the simplest kernel get? It follows the formulas with three loops, each of which goes
 # through the row in blocks, so it reads a row of any length three times. This is the third loop.
-# ``FULL`` says that the blocks cover the row exactly, so that nothing has to be masked, and
-# ``scale_and_shift`` multiplies by the weight and adds the bias.
+# ``FULL`` says that nothing has to be masked, and ``scale_and_shift`` applies weight and bias.
 
 lab.source(loop_fwd_kernel, "write")
 
@@ -310,8 +309,7 @@ lab.source(row_fwd_kernel, "load")
 lab.source(row_fwd_kernel, "statistics")
 
 # %%
-# The last piece writes the result as the third loop does. If weight or bias is absent, its pointer
-# is ``None``, which the compiler knows, so it leaves the load out.
+# The last piece writes the result as the third loop does.
 
 # Folded: The kernel whole
 lab.source(row_fwd_kernel)
@@ -397,8 +395,7 @@ lab.source(moments, "mean")
 lab.source(moments, "correct")
 
 # %%
-# Most rows of 16 bits need no correction, because float32 holds their sum exactly; the fold says
-# why.
+# Rows of 16 bits need no correction, as the fold explains.
 #
 # .. dropdown:: More: why each helper does so, and rows whose squares overflow
 #
@@ -984,8 +981,8 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Three mistakes make layer norm wrong without an error. Two are above: the variance as a difference
-# of two means, and a mean that is not corrected. Here is the third.
+# Two mistakes that give no error are above: the variance as a difference of two means, and a mean
+# that is not corrected. Here is a third.
 #
 # **The padding is squared.** Without ``tl.where``, the square of minus the mean is added to the
 # variance once for every element past the end of the row.

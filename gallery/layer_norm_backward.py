@@ -248,12 +248,7 @@ lab.read(
 # next rows are copied into :term:`shared memory`, the fast storage of the SM, while it works on a
 # row. ``load_weight`` gives ones where there is no weight.
 
-lab.source(row_bwd_kernel, "begin")
-
-# %%
-# Each iteration adds its rows to the partial sums:
-
-lab.source(row_bwd_kernel, "add")
+lab.source(row_bwd_kernel, "begin", "add")
 
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
@@ -448,10 +443,7 @@ def waiting_said():
         "moves a row of both sums to and from memory for each tile."
     )
     if locked[8192] < stored[8192]:
-        said += (
-            " At 8,192 columns it saves nothing: a lock per tile is faster, probably because its "
-            "few buffers stay in the cache."
-        )
+        said += " At 8,192 columns it saves nothing: there a lock per tile is faster."
     return f"{said} So what helps most at every length is to sum many rows first."
 
 
@@ -555,18 +547,18 @@ sizes
 lab.source(split_bwd_kernel, "publish")
 
 # %%
-# Must a program now wait for the other parts? Instead it loads its part of the next row and
-# finishes the row *before*, whose slots are usually full by then.
+# A program need not wait for the other parts: it first loads its part of the next row, and finishes
+# the row *before*, whose slots are usually full by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# ``wait`` returns the slots of the row before, and ``collect`` takes their numbers apart. The
-# formula of step 6 follows, with what the program has kept of that row, ``x_before`` and so on. If
-# a slot is still empty after ``max_polls`` looks, the program computes the numbers of all parts
-# itself, which the listing leaves out.
+# ``wait`` returns the slots of the row before (where they are few, some twice, hence
+# ``% N_PARTS``), and ``collect`` takes their numbers apart. The formula of step 6 follows, with
+# what the program has kept of that row, ``x_before`` and so on. If a slot stays empty for
+# ``max_polls`` looks, the program computes all parts itself, which the listing leaves out.
 
 lab.source(split_bwd_kernel, "ahead", "collect", "finish")
 
@@ -756,9 +748,9 @@ lab.read(
 #
 # What do wide rows lack? An SM is busy only while it has enough bytes requested *ahead*. The kernel
 # for whole rows has its next rows on the way. A packed row takes all registers of an SM, so nothing
-# is loaded while its program computes. In shared rows a thread holds parts of three rows and takes
-# up to 255 registers, the most that it can have, so few programs fit, with one part each on the
-# way. If this is the reason, the speed must follow the bytes ahead.
+# is loaded while its program computes. In shared rows a thread takes up to 255 registers, the most
+# that it can have, so few programs fit, with one part each on the way. If this is the reason, the
+# speed must follow the bytes ahead.
 
 
 # Measuring
@@ -827,8 +819,7 @@ def ahead_said():
     else:
         said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
     said += (
-        "Shared rows get faster with every program that loads, but with four the registers are "
-        "used up. "
+        "Shared rows get faster with every program, but four use up the registers. "
         if four > 1.15 * two
         else "More programs do not make shared rows faster. "
     )
