@@ -395,7 +395,7 @@ lab.source(moments, "mean")
 lab.source(moments, "correct")
 
 # %%
-# Rows of 16 bits need no correction, as the fold explains.
+# Rows of bfloat16, or of up to ``EXACT`` = 8,192 float16, need no correction, as the fold explains.
 #
 # .. dropdown:: More: why each helper does so, and rows whose squares overflow
 #
