@@ -99,7 +99,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
 #
-# *Step 1.* Weight and bias act on each element separately. So
+# *Step 1.* Weight and bias act on each element separately:
 #
 # .. math::
 #
@@ -169,6 +169,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must.
 
 # Measuring
+import triton
+import triton.language as tl
 from torch.autograd.functional import jacobian
 
 N, eps = 7, 1.0
@@ -285,9 +287,9 @@ lab.source(row_bwd_kernel)
 # -----------------------
 #
 # How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
-# free and 1 if taken. A compare-and-swap is an :term:`atomic` operation: it reads the lock, and
-# writes 1 only if it read 0, in one indivisible step. So only one program can succeed, and the
-# others try again. This cannot hang, because the program that holds the lock is running and waits
+# free and 1 if taken. A compare-and-swap, an :term:`atomic` operation, reads the lock, and writes 1
+# only if it read 0, in one indivisible step. So only one program can succeed, and the others try
+# again. This cannot hang, because the program that holds the lock is running and waits
 # for nothing.
 
 lab.source(hand_over, "acquire")
@@ -541,8 +543,7 @@ sizes
 # an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
 # forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
 # part of every row of the group, and publishes in a *slot* of memory what its part adds to ``c1``
-# and ``c2``. ``terms`` computes ``xhat`` and ``wdy``, and ``to_slot`` packs two numbers into the
-# 64 bits of a slot.
+# and ``c2``. ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64 bits of two numbers.
 
 lab.source(split_bwd_kernel, "publish")
 
@@ -641,8 +642,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, which reads one byte for each that it writes, while the backward
-# pass reads two. So 100 % is a reference and not a limit.
+# The yardstick is again a copy, a reference and not a limit, because the backward pass reads two
+# bytes for each that it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -868,9 +869,6 @@ lab.facts(
 # ``acquire`` and ``release``, with ``relaxed`` in their place, which orders nothing, or both. The
 # rows hold small integers, so any difference from their exact sum means that an addition was lost.
 
-import triton
-import triton.language as tl
-
 
 @triton.jit
 def locked_sum_kernel(
@@ -1009,7 +1007,7 @@ lab.read(
 
 # %%
 # **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
-# deviation there. The error grows where the variance of a row is small beside epsilon.
+# deviation. The error grows where the variance is small beside epsilon.
 
 # Measuring
 rows = []
