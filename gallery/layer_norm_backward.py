@@ -289,8 +289,7 @@ lab.source(row_bwd_kernel)
 # How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
 # free and 1 if taken. A compare-and-swap, an :term:`atomic` operation, reads the lock, and writes 1
 # only if it read 0, in one indivisible step. So only one program can succeed, and the others try
-# again. This cannot hang, because the program that holds the lock is running and waits
-# for nothing.
+# again. This cannot hang, because the program that holds the lock is running and waits for nothing.
 
 lab.source(hand_over, "acquire")
 
@@ -802,7 +801,7 @@ lab.table(
         {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
         for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
     ],
-    f"KiB of x and dy that an SM has requested ahead, and the speed of the first kernel, on {gpu}",
+    f"KiB of x and dy, bfloat16, requested ahead on an SM, and the first kernel's speed, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -866,8 +865,8 @@ lab.facts(
 # --------------
 #
 # **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
-# ``acquire`` and ``release``, with ``relaxed`` in their place, which orders nothing, or both. The
-# rows hold small integers, so any difference from their exact sum means that an addition was lost.
+# ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows hold small integers,
+# so any difference from their exact sum means that an addition was lost.
 
 
 @triton.jit
