@@ -7,10 +7,8 @@ In the backward pass of layer norm, every row of a batch adds to the gradient of
 
 You will learn
 
-- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``, and where
-  epsilon enters it;
-- what a lock has to order besides its own variable, and what it costs in time and in
-  reproducibility;
+- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``;
+- what a lock has to order besides its own variable, and what it costs;
 - how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
 """
 
@@ -46,9 +44,8 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # ----------------------
 #
 # Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
-# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
-# respect to ``y``, and computes those with respect to ``x``, the weight and the bias. Written with
-# PyTorch's own operations, which the mathematics below derives:
+# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of ``y``, and
+# computes those of ``x``, the weight and the bias. The mathematics below derives how:
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -62,21 +59,20 @@ def simple_backward(x, w, mean, rstd, dy):
 
 # %%
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
-# elements they read :math:`16 N` and write :math:`9 N`. It would be enough to read ``x`` and ``dy``
-# and to write ``dx``, :math:`3 N` in all. The mean and ``rstd``, the reciprocal of the standard
-# deviation, come from the forward pass, which stored them, 8 bytes per row.
+# elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
+# ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
+# ``rstd``, the reciprocal of the standard deviation.
 #
 # The idea
 # --------
 #
 # Where is the difficulty? The backward pass sums in two directions. ``c1`` and ``c2`` are means
 # *along a row*, so the :term:`program` that owns the row computes them alone. The gradients of
-# weight and bias are sums *down the columns*: every row contributes to them, and the rows belong to
-# different programs, which run at the same time and in no fixed order.
+# weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
+# to different programs, which run at the same time and in no fixed order.
 #
-# Suppose that a column of ``dy`` holds 1, 2, 3, 4 and 5, so that its ``db`` is 15, and that the sum
-# stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4, and whichever
-# finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
+# Suppose that a sum stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4,
+# and whichever finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
 #
 # The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
 # There is a better one:
@@ -103,7 +99,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
 #
-# *Step 1.* Weight and bias act on each element separately. So
+# *Step 1.* Weight and bias act on each element separately:
 #
 # .. math::
 #
@@ -116,8 +112,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # where the first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
-# is linear in :math:`x`, so it is a matrix :math:`P` times :math:`x`. Its second term subtracts the
-# mean:
+# is a matrix :math:`P` times :math:`x`:
 #
 # .. math::
 #
@@ -127,17 +122,16 @@ def simple_backward(x, w, mean, rstd, dy):
 # rule, in the fold, gives :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
 #
 # *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
-# subtracts the part along :math:`\hat{x}`, because :math:`r\, d`, which is :math:`\hat{x}`, appears
-# in it twice:
+# subtracts the part along :math:`\hat{x}`, which appears in it twice, as :math:`r\, d`:
 #
 # .. math::
 #
 #    \frac{\partial \hat{x}}{\partial d} = r I - \tfrac{1}{N}\, r^3\, d\, d^\top
 #    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
-# *Step 5.* This times :math:`P` is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. Here
-# :math:`\hat{x}^\top P = \hat{x}^\top`, because the elements of :math:`\hat{x}` sum to zero, so
-# subtracting their mean changes nothing:
+# *Step 5.* Times :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. The
+# elements of :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing,
+# :math:`\hat{x}^\top P = \hat{x}^\top`, and
 #
 # .. math::
 #
@@ -157,10 +151,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
-# *Step 6.* The matrix :math:`J` is symmetric, so :math:`dx = J^\top d\hat{x} = J\, d\hat{x}`. We
-# never build this matrix of :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1}
-# \mathbf{1}^\top / N` replaces each element by the mean, and multiplying it by :math:`\hat{x}
-# \hat{x}^\top / N` gives :math:`\hat{x}` times another mean:
+# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`. We never build this matrix of
+# :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1} \mathbf{1}^\top / N` replaces
+# each element by the mean, and multiplying it by :math:`\hat{x} \hat{x}^\top / N` gives
+# :math:`\hat{x}` times another mean:
 #
 # .. math::
 #
@@ -170,12 +164,13 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# In numbers: take the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon, and (1, 0, 0, 0, 0) as
-# ``dy``. Then :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without
-# both, (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must. We check steps 2
-# to 6 the same way, with an epsilon about as large as the variance.
+# In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
+# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without both,
+# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must.
 
 # Measuring
+import triton
+import triton.language as tl
 from torch.autograd.functional import jacobian
 
 N, eps = 7, 1.0
@@ -237,7 +232,8 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
+    "All steps agree with automatic differentiation, with an epsilon about as large as the "
+    f"variance: the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -248,24 +244,17 @@ lab.read(
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32, for the whole loop.
+# :term:`registers <register>`, in float32.
 #
-# These sums leave registers for few programs on an SM, so hardly another one loads while this one
-# computes. With ``num_stages`` it therefore loads *ahead*: while it works on a row, its next rows
-# are already copied into :term:`shared memory`, the fast storage of the SM. ``load_weight`` gives
-# ones where there is no weight.
+# These sums leave room for few programs on an SM, so each loads *ahead*: with ``num_stages`` its
+# next rows are copied into :term:`shared memory`, the fast storage of the SM, while it works on a
+# row. ``load_weight`` gives ones where there is no weight.
 
-lab.source(row_bwd_kernel, "begin")
-
-# %%
-# Each iteration adds its rows to the partial sums:
-
-lab.source(row_bwd_kernel, "add")
+lab.source(row_bwd_kernel, "begin", "add")
 
 # %%
 # The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
-# in one reduction, so that the :term:`warps <warp>` of the program, groups of 32 threads, wait for
-# each other once. ``means_of`` divides them by :math:`N`.
+# in one reduction, and ``means_of`` divides them by :math:`N`.
 
 lab.source(row_bwd_kernel, "row")
 
@@ -282,9 +271,9 @@ lab.source(row_bwd_kernel, "row")
 lab.source(means_of)
 
 # %%
-# At the end, the program has one row of sums for ``dw`` and one for ``db``, and hands them over to
-# a *buffer* in main memory. ``hand_over`` has two ways to do it, which the next two sections show:
-# with few buffers (``n_buffers``), which the programs share, or with one for each program.
+# At the end, the program hands its two rows of sums over to a *buffer* in main memory.
+# ``hand_over`` has two ways to do it, which the next two sections show: few buffers, which the
+# programs share, or one for each program.
 
 lab.source(row_bwd_kernel, "end")
 
@@ -297,18 +286,16 @@ lab.source(row_bwd_kernel)
 # The obvious way: a lock
 # -----------------------
 #
-# How do programs take turns? They share a few buffers, each with a lock, which is an integer: 0
-# means free and 1 means taken. A compare-and-swap is an :term:`atomic` operation: it reads the
-# lock, and writes 1 only if it read 0, in one indivisible step. So only one program can succeed,
-# and the others try again. This cannot hang, because the program that holds the lock is running and
-# waits for nothing.
+# How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
+# free and 1 if taken. A compare-and-swap, an :term:`atomic` operation, reads the lock, and writes 1
+# only if it read 0, in one indivisible step. So only one program can succeed, and the others try
+# again. This cannot hang, because the program that holds the lock is running and waits for nothing.
 
 lab.source(hand_over, "acquire")
 
 # %%
-# The swap alone is not enough, because it orders the programs but not their *memory accesses*. A
-# store may wait in a queue, and a load may be served from an outdated line of a cache. A program
-# also consists of many threads, and only one of them takes the lock.
+# The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
+# load may find an outdated line in a cache. And only one of many threads takes the lock.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -317,14 +304,13 @@ lab.source(hand_over, "acquire")
 #
 # Four things have to be ordered:
 #
-# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: the later loads of
-#    its thread are not moved before it, and do not see data that a cache held from before.
-# 2. *So do the loads of my other threads.* They wait for the first thread at a barrier.
-# 3. *All my stores come before I release the lock.* At a second barrier no thread continues before
-#    all have stored.
+# 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
+#    thread are not moved before it, nor answered with what a cache held from before.
+# 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
+#    thread of the program passes before all have reached it.
+# 3. *All my stores come before I release the lock.* They do because of a second barrier.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
-#    ``release`` semantics. Because of the barrier before it, it covers the stores of all threads,
-#    not only those of its own.
+#    ``release`` semantics, which because of that barrier cover the stores of all threads.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -332,8 +318,8 @@ lab.source(hand_over, "acquire")
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program. Between them, the program
-# adds its sums to the buffer:
+# Without the barriers, this holds for only one thread of each program. Between its two barriers, a
+# program adds its sums to the buffer:
 
 lab.source(hand_over, "add")
 
@@ -345,9 +331,8 @@ lab.source(hand_over, "release")
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? If each program has a buffer of its own, it stores its row and is
-# done. A second kernel adds the buffers: each of its programs takes some columns and goes down the
-# rows in a fixed order.
+# What if nobody had to wait? If each program has a buffer of its own, it stores its sums and is
+# done. Each program of a second kernel adds some columns of all buffers, in a fixed order.
 
 lab.source(sum_of_buffers)
 
@@ -366,14 +351,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster, and why? Four versions are timed:
-#
-# - *lock per tile* has a program, and so a turn at the lock, for every tile of ``BLOCK_ROWS`` rows,
-#   as in Triton's own layer norm tutorial;
-# - *lock per program* first sums many rows in registers;
-# - *partial sums* does so, too, and has no lock;
-# - *partial sums per tile* has a buffer for every tile and no lock, which tells the cost of storing
-#   from that of waiting.
+# Which is faster, and why? *Lock per tile* takes the lock for every tile of ``BLOCK_ROWS`` rows, as
+# Triton's own layer norm tutorial does. *Lock per program* first sums many rows in registers, and
+# so do *partial sums*, without a lock. *Partial sums per tile* have no lock either, but a buffer
+# for every tile, which tells the cost of storing from that of waiting.
 
 
 # Measuring
@@ -439,10 +420,10 @@ race_share = {
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. A lock "
-    f"per program reaches {race_share['lock per program', 1024]:.0f} %, and partial sums "
-    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs sum longer "
-    "before they meet at the lock, these two are only "
+    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns, a lock "
+    f"per program {race_share['lock per program', 1024]:.0f} % and partial sums "
+    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs meet at the "
+    "lock, the last two are only "
     f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
     "points apart."
 )
@@ -458,23 +439,18 @@ def waiting_said():
     )
     waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much is waiting? Partial sums per tile wait for nobody, but move a row of both sums "
-        "to and from memory for each tile. At 1,024 columns that is "
-        f"{100 - waits:.0f} % of the time that a lock per tile adds to partial sums, and waiting "
-        f"is {waits:.0f} %."
+        "How much of this is waiting? Partial sums per tile wait for nobody, and at 1,024 columns "
+        f"this saves {waits:.0f} % of the time that a lock per tile adds to partial sums. The rest "
+        "moves a row of both sums to and from memory for each tile."
     )
     if locked[8192] < stored[8192]:
-        said += (
-            " At 8,192 columns a lock per tile is even the faster of these two, probably because "
-            "its few buffers stay in the cache."
-        )
+        said += " At 8,192 columns it saves nothing: there a lock per tile is faster."
     return f"{said} So what helps most at every length is to sum many rows first."
 
 
 lab.read(waiting_said())
 
 # %%
-# Do two runs agree, too?
 
 
 # Reading
@@ -507,7 +483,8 @@ differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_d
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
-    "We computed `dw` a hundred times from the same input. With a lock per program "
+    "Do two runs agree, too? We computed `dw` a hundred times from the same input. With a lock per "
+    "program "
     f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
     f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
 )
@@ -519,9 +496,8 @@ differ
 
 # %%
 # The programs add in the order in which they get the lock, and the last bits of a floating-point
-# sum depend on the order. Partial sums are always added in the same order, which depends only on
-# the number of programs and thus on the GPU. So ``layer_norm`` uses them: they are faster *and*
-# reproducible.
+# sum depend on the order. Partial sums are always added in the same order, on one kind of GPU. So
+# ``layer_norm`` uses them: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -562,35 +538,31 @@ sizes
 # Wide rows
 # ---------
 #
-# What if a row and its sums no longer fit in the registers? The partial sums of a row of 16,384
-# columns fill half of an SM's. A row of 16-bit numbers fits beside them if it stays packed in
-# pairs, as in the forward pass. Wider rows are shared by a *group* of programs, each of which takes
-# one part of every row of the group, and publishes what its part adds to ``c1`` and ``c2``.
-#
-# A program would now have to wait for its neighbours' numbers. Instead it requests its part of the
-# next row and finishes the row *before*, whose numbers have usually arrived by then.
+# What if a row and its sums no longer fit in the registers? At 16,384 columns the sums fill half of
+# an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
+# forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
+# part of every row of the group, and publishes in a *slot* of memory what its part adds to ``c1``
+# and ``c2``. ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64 bits of two numbers.
+
+lab.source(split_bwd_kernel, "publish")
+
+# %%
+# A program need not wait for the other parts: it first loads its part of the next row, and finishes
+# the row *before*, whose slots are usually full by then.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# .. dropdown:: More: an iteration of the loop, step by step
-#
-#    *Publish.* ``terms`` computes xhat and wdy of my part, and ``to_slot`` packs the part's two
-#    sums into the 64 bits of its *slot* in memory, of which a row has ``N_PARTS``.
-#
-#    *Ahead.* ``load_part`` loads the columns ``cols`` of a row of ``x`` and ``dy``, and its mean
-#    and rstd, from the pointers in ``row_of``. The next row of the group is ``step`` rows further,
-#    one for each group.
-#
-#    *Collect.* The program finishes the row before, of which it has kept ``x_before`` and
-#    ``dy_before``. ``wait`` and ``collect`` are those of :doc:`the chapter before
-#    </chapters/layer_norm>`. If a slot is still empty after ``max_polls`` looks (``ready == 0``),
-#    the program computes every part itself, whose columns are ``others``, and ``tl.where`` puts its
-#    two sums in the place of that part's slot. In the first iteration there is no row before, hence
-#    ``row > first``. After the last row the loop makes one iteration more, which the picture leaves
-#    out: ``load_part`` returns zeros for it, and it finishes that row.
+# ``wait`` returns the slots of the row before (where they are few, some twice, hence
+# ``% N_PARTS``), and ``collect`` takes their numbers apart. The formula of step 6 follows, with
+# what the program has kept of that row, ``x_before`` and so on. If a slot stays empty for
+# ``max_polls`` looks, the program computes all parts itself, which the listing leaves out.
+
+lab.source(split_bwd_kernel, "ahead", "collect", "finish")
+
+# %%
 
 # Folded: The split kernel whole
 lab.source(split_bwd_kernel)
@@ -669,8 +641,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, which reads one byte for each that it writes, while the backward
-# pass reads two. So 100 % is a reference and not a limit.
+# The yardstick is again a copy, a reference and not a limit, because the backward pass reads two
+# bytes for each that it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -743,10 +715,7 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(
-    f"{backward.summary(**in_dtypes[0])} Up to 8,192 columns these are the partial sums of above, "
-    "timed a second time and through autograd."
-)
+lab.read(backward.summary(**in_dtypes[0]))
 
 # %%
 
@@ -769,23 +738,19 @@ lab.table(
 # Reading
 wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
 lab.read(
-    "Rows of float32 with more than 8,192 columns are shared among programs in our kernel. Why "
-    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster there we have not "
-    "measured."
+    "Our kernel shares rows of that length among programs. Why "
+    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster we have not measured."
 ) if wide else None
 
 # %%
-# Why are wide rows slower? A kernel is fast while each SM has enough bytes requested *ahead*. In
-# shared rows a thread holds parts of three rows and takes up to 255 registers, the most that it can
-# have, so few programs fit, and each has only its part of one row on the way.
+# Why wide rows are slower
+# ------------------------
 #
-# .. dropdown:: More: the experiment that tests this
-#
-#    At 16,384 columns in bfloat16 a program of the packed kernel takes all registers of an SM, so
-#    nothing is loaded while it computes. If that is the reason, the speed must follow the bytes
-#    ahead. The table takes away the two rows that the kernel for whole rows loads ahead
-#    (``num_stages``), and runs fewer programs of the kernel for shared rows. In its last line each
-#    part is a row of its own, so no program waits for another.
+# What do wide rows lack? An SM is busy only while it has enough bytes requested *ahead*. The kernel
+# for whole rows has its next rows on the way. A packed row takes all registers of an SM, so nothing
+# is loaded while its program computes. In shared rows a thread takes up to 255 registers, the most
+# that it can have, so few programs fit, with one part each on the way. If this is the reason, the
+# speed must follow the bytes ahead.
 
 
 # Measuring
@@ -821,7 +786,23 @@ def loads_ahead():
 
 # Measuring
 ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
-ahead
+CHANGES = [
+    ("whole, 8,192 columns", "as it is"),
+    ("whole, 8,192 columns", "no loads ahead"),
+    ("packed, 16,384 columns", "as it is"),
+    ("shared, 32,768 columns", "one program per SM"),
+    ("shared, 32,768 columns", "two programs per SM"),
+    ("shared, 32,768 columns", "as it is, four per SM"),
+    ("parts as rows, 2,048 columns", "as it is, four per SM"),
+]
+kept = ("KiB ahead", "% of a copy")
+lab.table(
+    [
+        {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
+        for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
+    ],
+    f"KiB of x and dy, bfloat16, requested ahead on an SM, and the first kernel's speed, on {gpu}",
+) if ahead.rows else ahead
 
 # %%
 
@@ -830,29 +811,26 @@ ahead
 def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
-    said = (
-        "The table times the first kernel without the sum of the buffers, so its numbers are a "
-        "little higher than the figures'. "
-    )
     if three - none >= 10 and packed < three:
-        said += (
-            f"Without its loads ahead, the kernel for whole rows falls to {none:.0f} %, and packed "
-            f"rows, which have none either, reach {packed:.0f} %. "
+        said = (
+            f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
+            f"{none:.0f} %. "
         )
     else:
-        said += f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
-    if four > 1.15 * two:
-        said += (
-            "Shared rows get faster with every program that loads, but the registers are "
-            "used up. "
-        )
-    else:
-        said += "More programs do not make shared rows faster. "
-    if alone - four >= 5:
-        return f"{said}Where no program waits for others, they reach {alone:.0f} %."
-    return (
-        f"{said}Waiting costs them little: in the last line no program waits, and it "
-        "is no faster."
+        said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
+    said += (
+        "Shared rows get faster with every program, but four use up the registers. "
+        if four > 1.15 * two
+        else "More programs do not make shared rows faster. "
+    )
+    said += (
+        "Do they lose time by waiting for each other? In the last line each program does the same "
+        "work as in the line above, but its part is a row of its own, so none waits, "
+    )
+    return said + (
+        f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
+        if alone - four >= 5
+        else "and it is no faster."
     )
 
 
@@ -886,13 +864,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer. We take away one of its two
-# protections at a time, the barriers or ``acquire`` and ``release``, and then both, with
-# ``relaxed`` instead, which orders nothing. The rows hold small integers, so their sum is exact in
-# any order, and any difference means that an addition was lost.
-
-import triton
-import triton.language as tl
+# **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
+# ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows hold small integers,
+# so any difference from their exact sum means that an addition was lost.
 
 
 @triton.jit
@@ -997,10 +971,8 @@ why = (
 )
 if halves == ["barriers alone"]:
     why = (
-        "So barriers cannot replace acquire and release, because they order the threads of one "
-        "program and not what another program sees. Without our barriers the lock worked, but "
-        "nothing guarantees it, because no barrier made the stores of the other threads come "
-        "before the release."
+        "Barriers order the threads of one program and not what another program sees. Without our "
+        "barriers the lock worked, but nothing guarantees it."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1034,8 +1006,7 @@ lab.read(
 
 # %%
 # **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
-# deviation there. The error grows where the variance of a row is small, because epsilon is then a
-# large part of the sum under the root.
+# deviation. The error grows where the variance is small beside epsilon.
 
 # Measuring
 rows = []
@@ -1060,9 +1031,8 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # In short
 # --------
 #
-# A gradient that sums over rows needs no lock: few programs with many rows each, and partial sums
-# that a second kernel adds, are faster and give the same bits in every run. A correct lock needs
-# barriers as well as ``acquire`` and ``release``.
+# A gradient that sums over rows needs no lock. Few programs with many rows each, whose partial sums
+# a second kernel adds, are faster and give the same bits in every run.
 #
 # Exercises
 # ---------

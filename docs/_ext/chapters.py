@@ -151,8 +151,8 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
-            "lock per tile": "a lock for every tile",
-            "lock per program": "a lock for many tiles",
+            "lock per tile": "lock per tile",
+            "lock per program": "lock per program",
             "partial sums": "partial sums, no lock",
         },
     ),

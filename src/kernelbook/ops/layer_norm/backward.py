@@ -251,19 +251,25 @@ def split_bwd_kernel(
             before = row - step
             slots_ptrs = slots_ptr + before * N_PARTS + parts % N_PARTS
             slots, ready = wait(slots_ptrs, max_polls, THREADS)
-            if ready == 0:  # the others are late: compute their shares here
+
+            # -- late: some parts have not published in time; compute the shares of all here
+            if ready == 0:
                 for other in range(N_PARTS):
                     others = other * BLOCK_COLS + of_part
                     loaded = load_part(row_of, before, n_rows, others, n_cols)
                     xhat, wdy = terms(*loaded, load_weight(w_ptr, others, others < n_cols))
                     c1, c2 = two_sums(xhat * wdy, wdy, 0)
                     slots = tl.where(parts == other, to_slot(c1, c2), slots)
+
+            # -- finish: c1 and c2 of the whole row, and the gradient of my part of it
             c1s, c2s = collect(slots, parts < N_PARTS, 0.0, 0.0)
             c1, c2 = two_sums(c1s, c2s, 0)
             c1, c2 = means_of(c1, c2, n_cols)
             xhat, wdy = terms(x_before, dy_before, mean_before, rstd_before, w)
             dx = (wdy - (xhat * c1 + c2)) * rstd_before
             tl.store(dx_ptr + before * n_cols + cols, dx, mask=cols < n_cols)
+
+        # -- shift: the next row becomes this one, and this one the previous
         x_before, dy_before, mean_before, rstd_before = x, dy, mean, rstd
         x, dy, mean, rstd = x_next, dy_next, mean_next, rstd_next
 

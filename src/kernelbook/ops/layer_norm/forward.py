@@ -98,14 +98,17 @@ def square(x, inside):
 @triton.jit
 def moments(x, inside, count):
     """The mean of each row, and m2, the sum of squared deviations from it; infinite if far."""
+    # -- mean: the sum divided by count, and how far each element is from it
     mean = mean_of(x.to(tl.float32), count)
     deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
     squared = square(deviation, inside)
+
+    # -- correct: by the sum of the deviations, which is 0 if the mean is right
     if (x.dtype == tl.float32) or ((x.dtype == tl.float16) and (x.shape[1] > EXACT)):
         m2, residue = two_sums(squared, deviation * SMALL, 1, True)
         correction = divide(residue, count) / SMALL
         return mean + correction, without(m2, correction, count)
-    else:  # the sum of equal numbers is exact, and so is their mean
+    else:  # the sum of numbers of about the same size is exact, that of equal ones always
         return mean, tl.sum(squared, axis=1, keep_dims=True)
 
 
