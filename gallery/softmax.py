@@ -1305,36 +1305,6 @@ lab.check(
 )
 
 # %%
-# **3. One reduction.** ``tl.reduce`` takes a function that combines two values, or two tuples.
-# Write the maximum and the sum of a row as *one* reduction over pairs, with the merge from above.
-# Every element enters as the pair :math:`(x_j, 1)`.
-
-# %%
-
-# Solution: one reduction
-
-
-@triton.jit
-def _merge(m_a, d_a, m_b, d_b):
-    m = tl.maximum(m_a, m_b)
-    return m, d_a * tl.exp(m_a - m) + d_b * tl.exp(m_b - m)
-
-
-@triton.jit
-def pair_kernel(x_ptr, out_ptr, BLOCK_COLS: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, BLOCK_COLS))
-    m, d = tl.reduce((x, x * 0 + 1), 0, _merge)
-    tl.store(out_ptr, m)
-    tl.store(out_ptr + 1, d)
-
-
-x = 5 * torch.randn(256, device=runtime.DEVICE)
-out = torch.empty(2, device=runtime.DEVICE)
-pair_kernel[(1,)](x, out, 256)
-truth, theirs = torch.stack(pair(x.double())), torch.stack(pair(x))
-lab.check("One reduction", [lab.Case("256", "forward", out, theirs, truth, factor=4)])
-
-# %%
 # References
 # ----------
 #

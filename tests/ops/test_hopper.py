@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_attention import LSE_FACTOR, by_pytorch
 from test_attention import check as check_attention
 
 from kernelbook import attention, lab, reference, runtime
-from kernelbook.ops.attention import tiles
+from kernelbook.ops.attention import scope, tiles
 from kernelbook.ops.attention.forward import attention_forward as plain_forward
 from kernelbook.ops.hopper import choice
 from kernelbook.ops.hopper import forward as hopper
@@ -46,7 +47,7 @@ def draw(batch, heads, heads_k, seqlen_q, seqlen_k, head_dim, dtype=torch.bfloat
 
 def check(q, k, v, mask="full", scale=None, config=None):
     """Compare out and lse with the truth, head by head, and with PyTorch's error."""
-    is_causal, window = MASKS[mask]
+    is_causal, window = MASKS[mask] if isinstance(mask, str) else (False, mask)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     assert hopper.supported(q, k, v) is None
     out, lse = hopper.attention_forward(q, k, v, is_causal, scale, window, config)
@@ -202,6 +203,117 @@ def test_pairs(hopper_gpu, head_dim, batch, seqlen_q):
     for mask in ("causal", "left"):
         q, k, v = draw(batch, 5, 5, seqlen_q, 400, head_dim)
         check(q, k, v, mask, config=hopper.CONFIGS[head_dim])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("left", [0, 1, 62, 63, 64, 127, 128, 999, 1000, 1023, 1024])
+def test_windows_over_many_turns(hopper_gpu, head_dim, left):
+    """Programs compute several tiles of queries, with one tile of keys or with many."""
+    for right, config in itertools.product((0, 40), (None, choice.CONFIGS[head_dim])):
+        for seqlen_q, seqlen_k in ((1337, 1337), (1500, 1100), (1100, 1500)):
+            q, k, v = draw(3, 8, 4, seqlen_q, seqlen_k, head_dim)
+            check(q, k, v, (left, right), config=config)
+
+
+# -- which tiles, in Python
+
+
+def in_python(program, programs):
+    """Return the functions that say which tiles a program computes, for numbers of Python.
+
+    Gluon has no interpreter, and these are of plain arithmetic.
+    """
+    language = SimpleNamespace(
+        program_id=lambda axis: torch.tensor(program),
+        num_programs=lambda axis: programs,
+        int32=torch.int32,
+        cdiv=runtime.cdiv,
+        minimum=min,
+        maximum=max,
+        where=lambda condition, x, y: x if condition else y,
+    )
+    names = {"gl": language, "tl": language, "ROWS": hopper.ROWS.value}
+    wanted = {
+        hopper: (
+            "turns_of_program",
+            "forth_and_back",
+            "order_of_turn",
+            "place",
+            "place_of_consumer",
+        ),
+        scope: ("seen_keys", "key_stages"),
+    }
+    for module, functions in wanted.items():
+        for name in functions:
+            names[name] = FunctionType(getattr(module, name).fn.__code__, names, name)
+    return SimpleNamespace(**names)
+
+
+def constants_of(heads_at_once, window, consumers=2, block_n=128, stages=2, paired=False):
+    return heads_at_once, window, True, False, consumers, block_n, stages, True, 128, paired, window
+
+
+@pytest.mark.parametrize("kind", ["window", "triangle", "pairs"])
+@pytest.mark.parametrize("batch_heads", [1, 3, 16])
+@pytest.mark.parametrize("programs", [1, 2, 5, 132])
+@pytest.mark.parametrize("seqlen", [64, 128, 700, 1337])
+def test_every_tile_of_queries_is_computed_once(kind, batch_heads, programs, seqlen):
+    for heads_at_once in (2,) if kind == "pairs" else (1, 2, 4, 64):
+        constants = constants_of(heads_at_once, kind == "window", paired=kind == "pairs")
+        left = 300 if kind == "window" else 0
+        n_tiles = runtime.cdiv(seqlen, 128)
+        limits = (n_tiles, batch_heads, batch_heads, 1, seqlen, seqlen, left, 0)
+        met = []
+        for program in range(min(programs, n_tiles * batch_heads)):
+            cut = in_python(program, min(programs, n_tiles * batch_heads))
+            for turn in range(int(cut.turns_of_program(n_tiles, batch_heads, constants))):
+                batch_head, start_m, _, _ = cut.place(turn, limits, constants)
+                met.append((int(batch_head), int(start_m)))
+        tiles_of_queries = itertools.product(range(batch_heads), range(0, seqlen, 128))
+        assert sorted(met) == sorted(tiles_of_queries)
+
+
+@pytest.mark.parametrize("left", [1024, 4095])
+def test_programs_of_a_window_end_together(left):
+    """The longest program has less than 3 % more tiles of keys than the mean one."""
+    seqlen, heads, programs = 16384, 16, 132
+    constants = constants_of(64, True)
+    limits = (seqlen // 128, heads, heads, 1, seqlen, seqlen, left, 0)
+    work = []
+    for program in range(programs):
+        cut = in_python(program, programs)
+        turns = range(int(cut.turns_of_program(seqlen // 128, heads, constants)))
+        places = [cut.place(turn, limits, constants) for turn in turns]
+        work.append(sum(int(end - first) for _, _, first, end in places))
+    assert max(work) < 1.03 * sum(work) / programs
+
+
+@pytest.mark.parametrize(("consumers", "block_n"), [(2, 128), (3, 128), (2, 64)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(700, 700), (300, 900), (900, 300), (333, 334)])
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 100, 127, 128, 250])
+@pytest.mark.parametrize("right", [0, 40, 130])
+def test_the_edges_of_a_window(left, right, seqlen_q, seqlen_k, consumers, block_n):
+    """A tile is masked on each side where a query of the consumer does not see all of it there."""
+    rows = consumers * 64
+    n_tiles = runtime.cdiv(seqlen_q, rows)
+    limits = (n_tiles, 1, 1, 1, seqlen_q, seqlen_k, left, right)
+    constants = constants_of(1, True, consumers, block_n)
+    for program, me in itertools.product(range(n_tiles), range(consumers)):
+        cut = in_python(program, n_tiles)
+        start_m, first, whole, right_edge, end, _ = map(
+            int, cut.place_of_consumer(0, limits, me, constants)
+        )
+        query = torch.arange(start_m, start_m + 64)[:, None]
+        query = query[query[:, 0] < seqlen_q]
+        key = torch.arange(seqlen_k)
+        low, high = scope.keys_seen(query, seqlen_q, seqlen_k, left, right)
+        sees = (low <= key) & (key < high)
+        tile = key // block_n
+        not_left, not_right = (tile >= whole) | (key >= low), (tile < right_edge) | (key < high)
+        computed = (tile >= first) & (tile < end) & not_left & not_right
+        assert torch.equal(computed, sees)
+        if seqlen_k % block_n and end * block_n > seqlen_k:
+            assert right_edge <= seqlen_k // block_n  # keys past the end are masked
 
 
 # -- by the public function

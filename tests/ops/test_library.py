@@ -1,15 +1,19 @@
 """What compilers, fake tensors and torch.func see of the operators."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import kernelbook
 from kernelbook import runtime
+from kernelbook.ops import library
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 ATTENTION_TOLERANCE = 1e-5
@@ -271,6 +275,69 @@ CALLS = {
 @pytest.mark.parametrize(("operator", "draw"), CALLS.values(), ids=CALLS)
 def test_opcheck(operator, draw):
     torch.library.opcheck(operator, draw())
+
+
+class Seen(TorchDispatchMode):
+    """The operators of the book that the dispatcher meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "kernelbook":
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("operator", "draw"), CALLS.values(), ids=CALLS)
+def test_a_dispatch_mode_sees_the_operator_once(operator, draw, grad):
+    with torch.set_grad_enabled(grad), Seen() as seen:
+        operator(*draw())
+    assert seen.names == [operator.default.__name__]
+
+
+@pytest.mark.parametrize(("operator", "draw"), CALLS.values(), ids=CALLS)
+def test_an_operator_without_a_gradient_is_not_recorded(operator, draw):
+    with torch.no_grad():
+        results = operator(*draw())
+    results = results if isinstance(results, tuple) else (results,)
+    assert not any(x.requires_grad for x in results)
+
+
+def test_a_call_from_compiled_code_goes_through_few_functions():
+    """The host decides how fast a compiled model runs, and each function costs it time."""
+    entered = []
+
+    def count(frame, event, arg):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    twice = library.Operator(
+        "twice",
+        _twice,
+        fake=torch.empty_like,
+        batch=lambda info, in_dims, x: (_twice(x), in_dims[0]),
+        setup_context=lambda ctx, inputs, output: None,
+        backward=lambda ctx, dy: (2 * dy,),
+    )
+    x = randn(3).requires_grad_()
+    with torch.no_grad():
+        twice.op(x)
+        sys.setprofile(count)
+        try:
+            y = twice.op(x)
+        finally:
+            sys.setprofile(None)
+    assert torch.equal(y, 2 * x)
+    assert entered.count("_twice") == 1
+    assert len(entered) <= 4  # PyTorch's own, autograd's, what asks which comes next, and _twice
+    assert torch.equal(torch.autograd.grad(twice.op(x).sum(), x)[0], torch.full_like(x, 2))
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
 
 
 # -- torch.func

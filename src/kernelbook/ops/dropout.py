@@ -107,7 +107,7 @@ def _run(kernel, x: torch.Tensor, mask_or_seed: torch.Tensor | int, *numbers, **
     if x.numel():
         with runtime.launching_on(x):
             _plan(kernel, x.numel(), *numbers, **constants)(x, y, mask_or_seed)
-    return y.to(dtype)
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def _masked_dropout(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
@@ -322,4 +322,4 @@ def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True) -> torch.Ten
         return x
     lowest, highest = -(2**63), 2**63 - 1
     seed = torch.randint(lowest, highest, (), dtype=torch.int64, device=x.device)
-    return seeded_dropout(x, p, seed)
+    return _SEEDED(x, p, 0, seed)

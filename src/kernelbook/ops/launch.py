@@ -54,7 +54,11 @@ class Launch:
         if runtime.INTERPRETED:
             self.kernel[self.grid](*tensors, *self.rest, **self.options)
             return
-        key = (torch.cuda.current_device(), *[_seen(x) for x in tensors])
+        seen = [  # a call of _seen for each tensor would take as long again
+            (x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else _seen(x)
+            for x in tensors
+        ]
+        key = (torch.cuda.current_device(), *seen)
         if run := self.compiled.get(key):
             run(*tensors, *self.rest)
             return
@@ -65,10 +69,8 @@ class Launch:
 
 def _seen(x: object) -> Hashable:
     """Return what a kernel is compiled for, of one of the arguments that a plan does not know."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16
     if isinstance(x, tuple):  # a tensor, and its shape and strides, which the plan knows
-        return _seen(x[0])
+        return x[0].dtype, x[0].data_ptr() % 16
     if isinstance(x, int):  # of 32 bits, or of 64
         return (x if x >= 0 else ~x).bit_length() > 31
     return None if x is None else x.base.dtype

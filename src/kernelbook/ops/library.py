@@ -2,13 +2,14 @@
 
 Whoever looks at a call cannot follow what a kernel does: ``torch.compile``, ``torch.export``, a
 fake tensor, ``vmap``. They meet an operator of PyTorch's dispatcher, which says what its results
-look like, what its gradient is, and how a batch of calls is one call. The dispatcher costs some ten
+look like, what its gradient is, and how a batch of calls is one call. The dispatcher costs some
 microseconds. So in eager mode, where nobody looks, the kernels run at once.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -26,6 +27,9 @@ class Operator:
             :func:`torch.library.register_vmap` asks.
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward needs.
         backward: ``backward(ctx, *gradients)`` returns a gradient, or None, for each argument.
+
+    Where the first arguments are its tensors, eager mode looks at these alone, and passes autograd
+    the others as one.
     """
 
     def __init__(
@@ -39,16 +43,20 @@ class Operator:
         backward: Callable,
     ):
         def eager(ctx, *args):
+            args = *args[:-1], *args[-1]
             output = run(*args)
             setup_context(ctx, args, output)
             return output
 
+        def gradients(ctx, *of_outputs):
+            return *backward(ctx, *of_outputs)[:passed], None
+
         self.run = run
-        self.op = torch.library.custom_op(f"kernelbook::{name}", run, mutates_args=())
-        self.op.register_fake(fake)
-        self.op.register_vmap(batch)
-        self.op.register_autograd(backward, setup_context=setup_context)
-        self.eager = _function(name, forward=eager, backward=backward)
+        self.op = _registered(name, run, fake, batch, setup_context, backward)
+        kinds = ["Tensor" in str(argument.type) for argument in self.op._schema.arguments]
+        first = sum(kinds)
+        self.passed = passed = first if all(kinds[:first]) else len(kinds)
+        self.eager = _function(name, forward=eager, backward=gradients)
         # The autograd of torch.library does not know torch.func, and this one does.
         parts = {"forward": self.op, "setup_context": setup_context, "backward": backward}
         self.transformed = _function(name, **parts, vmap_is_generated=True)
@@ -58,17 +66,79 @@ class Operator:
             return self.op(*args)
         if torch._C._are_functorch_transforms_active():
             return self.transformed.apply(*args)
+        passed = args[: self.passed]
         differentiable = False
-        for x in args:
+        for x in passed:
             if isinstance(x, torch.Tensor):
                 if checks.holds_no_numbers(x):
                     return self.op(*args)
-                differentiable |= x.requires_grad
+                differentiable = differentiable or x.requires_grad
         if is_in_torch_dispatch_mode():
             return self.op(*args)
         if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-            return self.eager.apply(*args)  # which says that it has no forward mode
+            # which says that it has no forward mode
+            return self.eager.apply(*passed, args[self.passed :])
         return self.run(*args)
+
+
+def _registered(
+    name: str,
+    run: Callable,
+    fake: Callable,
+    batch: Callable,
+    setup_context: Callable,
+    backward: Callable,
+) -> torch._ops.OpOverload:
+    """Register an operator, and return it.
+
+    :func:`torch.library.custom_op` would do, but compiled code that calls what it registers enters
+    Python twice, and goes through a dozen functions before it comes to ``run``. Here it enters
+    once, and where no gradient is recorded, as in compiled code, what it enters calls ``run``.
+    """
+    library = get_library_allowing_overwrite("kernelbook", name)  # by who imports the book anew
+    schema = name + torch.library.infer_schema(run, mutates_args=())
+    library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
+    op = getattr(torch.ops.kernelbook, name).default
+
+    def below_autograd(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def forward(ctx, *args):
+        output = below_autograd(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    differentiable = _function(name, forward=forward, backward=backward)
+
+    def autograd(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return differentiable.apply(*args)
+        if _runs_next(keyset):
+            return run(*args)
+        return below_autograd(*args)
+
+    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(op, fake, lib=library)
+    torch.library.register_vmap(op, batch, lib=library)
+    return op
+
+
+def _runs_next(keyset: torch._C.DispatchKeySet) -> bool:
+    """Whether nothing but the kernels of a device is left to the dispatcher after autograd.
+
+    Then an operator may run them itself, which spares the host some microseconds.
+    """
+    kind = keyset.raw_repr()
+    if kind not in _RUN_NEXT:
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        devices = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+        _RUN_NEXT[kind] = below.highestPriorityTypeId() in devices
+    return _RUN_NEXT[kind]
+
+
+_RUN_NEXT = {}
 
 
 def _function(name: str, *, vmap_is_generated: bool = False, **parts: Callable) -> type:

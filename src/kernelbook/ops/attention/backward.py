@@ -32,13 +32,15 @@ from kernelbook.ops.attention.tiles import (
     PRECISION,
     KnownLaunch,
     aligned,
-    describe,
+    all_but_the_address,
+    describe_by,
     describe_tiles,
     empty_like,
     head_block,
     head_of,
     load_tile,
     place,
+    rest_of_tiles,
     store_tile,
 )
 from kernelbook.ops.launch import Launch, planned
@@ -416,32 +418,29 @@ def _keys_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=Non
         dq_desc = describe_tiles(dq_rows, (config.block_m, dq_rows.shape[1]))
     elif dq_sums is not None:
         how, dq_ptr = "pointer", dq_sums
-    rows = lse_log2, delta
-    if config.described and config.described_rows:
-        rows = [describe_rows(x, config.block_m) for x in rows]
-    left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
-    flowing = 2 * (q.shape[1] // k.shape[1]) * q.shape[2] * q.shape[3] * q.itemsize
-    at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
-    run = _keys_launch(
-        config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once, how
-    )
-    q, do = (describe(x, config.block_m, described=config.described) for x in (q, do))
-    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    to = [describe(x, config.block_n, described=config.described) for x in (dk, dv)]
-    run(q, k, v, do, *rows, *to, dq_desc, dq_ptr)
+    run, rests = _keys_launch(
+        config, q.device, runtime.l2_cache(q.device), q.dtype, do.dtype, q.shape, k.shape,
+        delta.shape, q.stride(), k.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(),
+        is_causal, window, sm_scale, how,
+    )  # fmt: skip
+    run(*map(describe_by, rests, (q, k, v, do, lse_log2, delta, dk, dv)), dq_desc, dq_ptr)
     return dk, dv
 
 
 @planned
 def _keys_launch(
-    config, q_shape, k_shape, padded_q, left, right, sm_scale, heads_at_once, how
-) -> Launch:
+    config, device, l2_cache, dtype, do_dtype, q_shape, k_shape, rows_shape, q_strides, k_strides,
+    v_strides, do_strides, dk_strides, dv_strides, is_causal, window, sm_scale, how,
+) -> tuple:  # fmt: skip
+    """Return the launch, and how its first tensors are described."""
     batch, heads_k, seqlen_k, head_dim = k_shape
     heads, seqlen_q = q_shape[1:3]
-    return Launch(
+    left, right = scope.bounds(is_causal, window, seqlen_q, seqlen_k)
+    flowing = 2 * (heads // heads_k) * seqlen_q * head_dim * dtype.itemsize
+    run = KnownLaunch(
         dkdv_kernel, (batch * heads_k * runtime.cdiv(seqlen_k, config.block_n),),
-        batch * heads_k, heads_k, seqlen_q, seqlen_k, left or 0, right or 0, padded_q, sm_scale,
-        heads_at_once,
+        batch * heads_k, heads_k, seqlen_q, seqlen_k, left or 0, right or 0, rows_shape[1],
+        sm_scale, tuned.backward_heads_at_once(flowing, device, left is not None),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         DQ=how,
@@ -452,6 +451,20 @@ def _keys_launch(
         BLOCK_D=head_block(head_dim),
         **config.options,
     )  # fmt: skip
+    rows = None
+    if config.described and config.described_rows:
+        rows = rest_of_tiles(torch.float32, rows_shape, (rows_shape[1], 1), (1, config.block_m))
+
+    def rest(shape, strides, block, dtype=dtype):
+        return all_but_the_address(dtype, shape, strides, block, None, config.described)
+
+    of_k, of_v, of_dk, of_dv = (
+        rest(k_shape, strides, config.block_n)
+        for strides in (k_strides, v_strides, dk_strides, dv_strides)
+    )
+    of_q = rest(q_shape, q_strides, config.block_m)
+    of_do = rest(q_shape, do_strides, config.block_m, do_dtype)
+    return run, (of_q, of_k, of_v, of_do, rows, rows, of_dk, of_dv)
 
 
 def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=None):
@@ -460,26 +473,29 @@ def _queries_backward(q, k, v, do, lse_log2, delta, is_causal, sm_scale, window=
     left, right = scope.bounds(is_causal, window, q.shape[2], k.shape[2])
     config = tuned.backward_config("dq", q, scope.most_seen(left, right))
     dq = empty_like(q)
-    group = q.shape[1] // k.shape[1]
-    flowing = runtime.cdiv(2 * k.shape[2] * k.shape[3] * q.itemsize, group)
-    at_once = tuned.backward_heads_at_once(flowing, q.device, left is not None)
-    run = _queries_launch(config, q.shape, k.shape, delta.shape[1], left, right, sm_scale, at_once)
-    q, do, to = (describe(x, config.block_m, described=config.described) for x in (q, do, dq))
-    k, v = (describe(x, config.block_n, described=config.described) for x in (k, v))
-    run(q, k, v, do, lse_log2, delta, to)
+    run, rests = _queries_launch(
+        config, q.device, runtime.l2_cache(q.device), q.dtype, do.dtype, q.shape, k.shape,
+        delta.shape, q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), left, right,
+        sm_scale,
+    )  # fmt: skip
+    run(*map(describe_by, rests, (q, k, v, do, lse_log2, delta, dq)))
     return dq
 
 
 @planned
 def _queries_launch(
-    config, q_shape, k_shape, padded_q, left, right, sm_scale, heads_at_once
-) -> Launch:
+    config, device, l2_cache, dtype, do_dtype, q_shape, k_shape, rows_shape, q_strides, k_strides,
+    v_strides, do_strides, dq_strides, left, right, sm_scale,
+) -> tuple:  # fmt: skip
+    """Return the launch, and how its tensors are described."""
     batch, heads, seqlen_q, head_dim = q_shape
     heads_k, seqlen_k = k_shape[1:3]
-    return Launch(
+    group = heads // heads_k
+    flowing = runtime.cdiv(2 * seqlen_k * head_dim * dtype.itemsize, group)
+    run = KnownLaunch(
         dq_kernel, (batch * heads * runtime.cdiv(seqlen_q, config.block_m),),
-        batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, padded_q,
-        sm_scale, heads_at_once,
+        batch * heads, heads, group, seqlen_q, seqlen_k, left or 0, right or 0, rows_shape[1],
+        sm_scale, tuned.backward_heads_at_once(flowing, device, left is not None),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         ALL_WHOLE=scope.all_whole(left, right, seqlen_k, config.block_n),
@@ -488,6 +504,14 @@ def _queries_launch(
         BLOCK_D=head_block(head_dim),
         **config.options,
     )  # fmt: skip
+
+    def rest(shape, strides, block, dtype=dtype):
+        return all_but_the_address(dtype, shape, strides, block, None, config.described)
+
+    of_q, of_dq = (rest(q_shape, strides, config.block_m) for strides in (q_strides, dq_strides))
+    of_k, of_v = (rest(k_shape, strides, config.block_n) for strides in (k_strides, v_strides))
+    of_do = rest(q_shape, do_strides, config.block_m, do_dtype)
+    return run, (of_q, of_k, of_v, of_do, None, None, of_dq)
 
 
 def attention_backward(

@@ -1,10 +1,8 @@
 """The public function: what it refuses, what autograd sees, and what goes in which dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernelbook import runtime
 from kernelbook.ops import checks, library
@@ -312,48 +310,6 @@ def check_heads(heads: int, heads_k: int, enable_gqa: bool) -> None:
 # -- autograd, compilers and torch.func
 
 
-class Operator(library.Operator):
-    """An operator whose first arguments are its tensors, which is all that eager mode looks at.
-
-    To autograd it passes the other arguments as one.
-    """
-
-    def __init__(self, name: str, run: Callable, tensors: int, **parts: Callable):
-        super().__init__(name, run, **parts)
-        setup_context, backward = parts["setup_context"], parts["backward"]
-
-        def forward(ctx, *args):
-            args = *args[:tensors], *args[tensors]
-            output = run(*args)
-            setup_context(ctx, args, output)
-            return output
-
-        def gradients(ctx, *args):
-            return *backward(ctx, *args)[:tensors], None
-
-        members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-        self.eager = type(name, (torch.autograd.Function,), members)
-        self.tensors = tensors
-
-    def __call__(self, *args):
-        if torch.compiler.is_compiling():
-            return self.op(*args)
-        if torch._C._are_functorch_transforms_active():
-            return self.transformed.apply(*args)
-        tensors = args[: self.tensors]
-        differentiable = False
-        for x in tensors:
-            if x is not None:
-                if checks.holds_no_numbers(x):
-                    return self.op(*args)
-                differentiable = differentiable or x.requires_grad
-        if is_in_torch_dispatch_mode():
-            return self.op(*args)
-        if (differentiable and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-            return self.eager.apply(*tensors, args[self.tensors :])
-        return self.run(*args)
-
-
 def _of_no_key(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) where there is no query, or none that sees a key."""
     out, lse = _like(q)
@@ -549,19 +505,17 @@ def _batch_fp8(info, in_dims, q, k, v, *rest):
     return _unfold(info, _ATTENTION_FP8.op(*folded, *options)), (0, 0)
 
 
-_ATTENTION = Operator(
+_ATTENTION = library.Operator(
     "attention",
     run,
-    3,
     fake=lambda q, *_: _like(q),
     batch=_batch,
     setup_context=setup_context,
     backward=gradient,
 )
-_ATTENTION_BACKWARD = Operator(
+_ATTENTION_BACKWARD = library.Operator(
     "attention_backward",
     run_backward,
-    7,
     fake=lambda *args: _gradients_like(*args[:3], args[-1]),
     batch=_batch_backward,
     **library.no_gradient(
@@ -569,10 +523,9 @@ _ATTENTION_BACKWARD = Operator(
         "softmax(scale * q @ k.mT) @ v where second derivatives are needed."
     ),
 )
-_ATTENTION_FP8 = Operator(
+_ATTENTION_FP8 = library.Operator(
     "attention_fp8",
     run_fp8,
-    6,
     fake=lambda *args: _like_fp8(args[0], args[-2]),
     batch=_batch_fp8,
     **library.no_gradient(

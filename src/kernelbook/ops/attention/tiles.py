@@ -226,8 +226,13 @@ def describe(
     return describe_by(rest, x)
 
 
-def describe_by(rest: dict[str, object] | tuple, x: torch.Tensor) -> TensorDescriptor | tuple:
-    """Describe x, of which all but the address was said by :func:`all_but_the_address`."""
+def describe_by(
+    rest: dict[str, object] | tuple | None, x: torch.Tensor
+) -> TensorDescriptor | tuple | torch.Tensor:
+    """Describe x, of which all but the address was said by :func:`all_but_the_address`, or return
+    it where nothing was said."""
+    if rest is None:
+        return x
     return (x, *rest) if type(rest) is tuple else descriptor(x, rest, TensorDescriptor)
 
 
@@ -244,7 +249,7 @@ def all_but_the_address(
     """Return what :func:`describe` says of every tensor of this kind, wherever it lies."""
     if described:
         block = 1, 1, rows, columns or head_block(shape[3])
-        return _all_but_the_address(dtype, shape, strides, (1, *block) if packed else block, packed)
+        return rest_of_tiles(dtype, shape, strides, (1, *block) if packed else block, packed)
     unit = _ALIGNED // dtype.itemsize
     strides = _aligned_strides(shape, strides, unit)
     return shape[2], tl.constexpr(shape[3]), *(stride // unit for stride in strides)
@@ -264,18 +269,19 @@ def describe_tiles(
 
     All but the address is the same in each call, and was checked in the first.
     """
-    rest = _all_but_the_address(x.dtype, x.shape, x.stride(), block, packed)
+    rest = rest_of_tiles(x.dtype, x.shape, x.stride(), block, packed)
     return descriptor(x, rest, TensorDescriptor)
 
 
 @planned
-def _all_but_the_address(
+def rest_of_tiles(
     dtype: torch.dtype,
     shape: torch.Size,
     strides: tuple[int, ...],
     block: tuple[int, ...],
-    packed: bool,
+    packed: bool = False,
 ) -> dict[str, object]:
+    """Return what :func:`describe_tiles` says of every tensor of this kind, wherever it lies."""
     strides = _aligned_strides(shape, strides, _ALIGNED // dtype.itemsize)
     if packed:
         end, (_, heads, total, columns), (_, step_head, step) = PACKED_END.value, shape, strides

@@ -76,7 +76,22 @@ def turns_of_program(n_tiles, batch_heads, constants: gl.constexpr):
         mine = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0))
         has_the_last = (pairs - 1) % gl.num_programs(0) == gl.program_id(0)
         return 2 * mine - ((tiles_in_all % 2 == 1) & has_the_last).to(gl.int32)
+    if constants[10]:
+        full_turns = tiles_in_all // gl.num_programs(0)
+        over = tiles_in_all - full_turns * gl.num_programs(0)
+        return full_turns + (forth_and_back(full_turns) < over).to(gl.int32)
     return gl.cdiv(tiles_in_all - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def forth_and_back(turn):
+    """Return this program's place among the programs of a turn, which every other turn reverses.
+
+    Where tiles get shorter from place to place, what a program has too much of in one turn, it has
+    too little of in the next.
+    """
+    me = gl.program_id(0)
+    return gl.where(turn % 2 == 1, gl.num_programs(0) - 1 - me, me)
 
 
 @gluon.jit
@@ -95,7 +110,10 @@ def order_of_turn(turn, n_tiles, batch_heads, constants: gl.constexpr):
         rest = pair - group * of_heads // 2
         of_heads = gl.minimum(of_heads, n_tiles * (batch_heads - group * HEADS_AT_ONCE))
         return group * HEADS_AT_ONCE, gl.where(turn % 2 == 1, of_heads - 1 - rest, rest)
-    order = turn * gl.num_programs(0) + gl.program_id(0)
+    me = gl.program_id(0)
+    if constants[10]:
+        me = forth_and_back(turn)
+    order = turn * gl.num_programs(0) + me
     group = order // of_heads
     return group * HEADS_AT_ONCE, order - group * of_heads
 
@@ -129,7 +147,8 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
 def place_of_consumer(turn, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr):
     """Return (start_m, first, whole, cut, end, unseen) of a consumer's own queries.
 
-    ``unseen`` tiles of keys from the right edge of the program's on they do not see.
+    ``unseen`` tiles of keys from the right edge of the program's on they do not see. Tiles below
+    whole have keys to mask on the left, those from cut on keys to mask on the right.
     """
     _, _, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
     BLOCK_N: gl.constexpr = constants[5]
@@ -146,6 +165,13 @@ def place_of_consumer(turn, heads_and_limits, ME: gl.constexpr, constants: gl.co
         unseen = gl.minimum(end - gl.maximum(gl.cdiv(own_end, BLOCK_N), first + 1), STAGES - 1)
         unseen = gl.maximum(unseen, 0)
     end -= unseen
+    if constants[10]:
+        # each edge by itself: a tile that the left bound cuts is masked on the right only where the
+        # right bound cuts it too
+        last = gl.minimum(start_m + ROWS - 1, seqlen_q - 1)
+        first_all, _ = seen_keys(last, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
+        _, end_all = seen_keys(start_m, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
+        return start_m, first, gl.cdiv(first_all, BLOCK_N), end_all // BLOCK_N, end, unseen
     cut = gl.minimum(cut // BLOCK_N, end - 1)
     return start_m, first, gl.minimum(whole // BLOCK_N, cut), cut, end, unseen
 
@@ -348,6 +374,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     STAGES: gl.constexpr = constants[6]
     TURNS: gl.constexpr = constants[7]
     HEAD_DIM: gl.constexpr = constants[8]
+    WINDOW: gl.constexpr = constants[10]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -432,7 +459,17 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         mbarrier.arrive(k_empty.index(slot))
         if tile == first:
             mbarrier.arrive(q_empty.index(ME))
-        if not ALL_WHOLE:
+        if WINDOW:
+            # most tiles that are masked are masked on one side, which takes half as long as both
+            if tile >= cut:
+                own = start_m + gl.arange(0, ROWS, row)
+                seen = seen_keys(own, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+                s = mask_row_ends(s, seen[0], seen[1] - tile * BLOCK_N, True, False)
+            if tile < whole:
+                own = start_m + gl.arange(0, ROWS, row)
+                seen = seen_keys(own, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+                s = mask_row_ends(s, seen[0] - tile * BLOCK_N, seen[1], False, True)
+        elif not ALL_WHOLE:
             at_edge = tile >= cut
             if HAS_LEFT:
                 at_edge = at_edge | (tile < whole)
@@ -524,7 +561,7 @@ def attention_hopper_fwd_kernel(
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
-        PAIRED,
+        PAIRED, HAS_LEFT and HAS_RIGHT,
     )  # fmt: skip
     loading = ((q_desc, k_desc, v_desc), buffers, barriers, heads_and_limits)
     computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
@@ -628,6 +665,11 @@ def _launch(
     if paired:
         # all pairs are equal, so that few heads suffice, and their keys stay in L2
         heads_at_once = 1 + runtime.cdiv(seqlen_q, config.consumers * ROWS.value) % 2
+    if several and left is not None and right is not None:
+        # The first queries of a head see fewer keys: with their tiles after all others, programs
+        # end together. L2 still holds what is read: in one half the keys, in the other the values.
+        bytes_of_keys = min(seqlen_k, left + right + 1) * head_dim * dtype.itemsize
+        heads_at_once = tuned.heads_in_l2(bytes_of_keys, heads // heads_k, device)
     run = tiles.KnownLaunch(
         attention_hopper_fwd_kernel, (programs,),
         batch * heads, heads, heads // heads_k, seqlen_q, seqlen_k, left or 0, right or 0, sm_scale,

@@ -473,7 +473,7 @@ def attention_hopper_fp8_fwd_kernel(
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
-        PAIRED,
+        PAIRED, False,
     )  # fmt: skip
     scales = (sm_scale, q_descale_ptr, k_descale_ptr, v_descale_ptr, q_step, k_step, v_step)
     descs = (q_desc, k_desc, v_desc)

@@ -366,7 +366,7 @@ def _backward(
 
     ``reduction`` says how programs share the sums over rows: "partial" or "lock". ``n_programs``
     is how many loop over the rows, where a program has whole rows: as many as fit, unless given.
-    ``dx`` is where the gradient of x goes, allocated unless given.
+    ``dx`` is where the gradient of x goes, of any shape and contiguous, allocated unless given.
     """
     if needs_dx and dx is None:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

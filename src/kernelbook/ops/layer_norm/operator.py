@@ -10,7 +10,7 @@ from kernelbook import runtime
 from kernelbook.ops import checks, library
 from kernelbook.ops.layer_norm.backward import _backward
 from kernelbook.ops.layer_norm.forward import _forward
-from kernelbook.ops.rows.matrix import as_rows, empty_result, empty_rows, rounded
+from kernelbook.ops.rows.matrix import as_rows, empty_result, rounded
 
 
 def _as_parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -38,14 +38,14 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and, if they are to be kept, the mean and rstd of each row, (2, rows)."""
     n_cols = prod(shape)
-    y, rows = empty_rows(x, n_cols)
+    y = empty_result(x, -1, runtime.kernel_dtype(x.dtype))
     kept = (2, x.numel() // n_cols if keep else 0)
     statistics = torch.empty(kept, dtype=torch.float32, device=x.device)
     if x.numel():
         with runtime.launching_on(x):
             _forward(
                 as_rows(x, n_cols), _as_parameter(weight), _as_parameter(bias), eps,
-                keep_statistics=keep, y=rows, statistics=statistics,
+                keep_statistics=keep, y=y, statistics=statistics,
             )  # fmt: skip
     return rounded(y, x.dtype), statistics
 
@@ -65,7 +65,7 @@ def _run_backward(
         return tuple(result.zero_() for result in results)
     n_cols = prod(shape)
     needs_dx, needs_dw, needs_db = needed
-    dx, rows = empty_rows(x, n_cols) if needs_dx else (None, None)
+    dx = empty_result(x, -1, runtime.kernel_dtype(x.dtype)) if needs_dx else None
     with runtime.launching_on(x):
         _, dw, db = _backward(
             as_rows(x, n_cols),
@@ -75,17 +75,20 @@ def _run_backward(
             runtime.kernel_dtype(weight.dtype) if needs_dw else None,
             runtime.kernel_dtype(bias.dtype) if needs_db else None,
             needs_dx,
-            dx=rows,
+            dx=dx,
         )
-    return tuple(
-        _nothing(x) if gradient is None else _of_shape(rounded(gradient, of.dtype), of.shape)
-        for gradient, of in ((dx, x), (dw, weight), (db, bias))
-    )
+    return _result(dx, x, x), _result(dw, weight, x), _result(db, bias, x)
 
 
-def _of_shape(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """View x in a shape. A view costs the host a microsecond, and most of them change nothing."""
-    return x if x.shape == shape else x.view(shape)
+def _result(
+    gradient: torch.Tensor | None, of: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor:
+    """Return a gradient as the operator does. A view costs the host a microsecond, and most would
+    change nothing."""
+    if gradient is None:
+        return _nothing(x)
+    gradient = rounded(gradient, of.dtype)
+    return gradient if gradient.shape == of.shape else gradient.view(of.shape)
 
 
 def _setup_context(ctx, inputs, output):
@@ -222,7 +225,8 @@ def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...])
 
 def _check_shape(x: torch.Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the normalized shape as a tuple, or raise unless x ends with it."""
-    if type(normalized_shape) is int or not isinstance(normalized_shape, Sequence):
+    kind = type(normalized_shape)
+    if kind is int or not (kind is tuple or isinstance(normalized_shape, Sequence)):
         shape = (checks.integer("normalized_shape", normalized_shape),)
     else:
         shape = tuple(checks.integer("each size in normalized_shape", s) for s in normalized_shape)

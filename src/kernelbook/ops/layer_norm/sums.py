@@ -85,10 +85,12 @@ def _buffers(x, wanted, reduction, programs, locks_a_buffer):
     if reduction == "lock":
         allocate = torch.zeros
         locks = torch.zeros(n_buffers * locks_a_buffer, dtype=torch.int32, device=x.device)
-    shape = (sum(dtype is not None for dtype in wanted), n_buffers, x.shape[1])
-    of_each = iter(allocate(shape, dtype=torch.float32, device=x.device).unbind())
-    sums = (None if dtype is None else next(of_each) for dtype in wanted)
-    return tuple(sums), locks, n_buffers
+    shape = (len(wanted) - wanted.count(None), n_buffers, x.shape[1])
+    sums = allocate(shape, dtype=torch.float32, device=x.device).unbind()
+    if len(sums) < len(wanted):
+        of_each = iter(sums)
+        sums = tuple(None if dtype is None else next(of_each) for dtype in wanted)
+    return sums, locks, n_buffers
 
 
 def _add_buffers(sums, wanted):

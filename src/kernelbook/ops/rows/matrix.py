@@ -15,8 +15,8 @@ def as_rows(x: torch.Tensor, n_cols: int) -> torch.Tensor:
 
 def empty_result(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a result of the shape of x with ``dim`` contiguous."""
-    if x.ndim == 0 or dim in (-1, x.ndim - 1):
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    if dim == -1 or x.ndim == 0 or dim == x.ndim - 1:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty_permuted(x.shape, _last(x, dim), dtype=dtype, device=x.device)
 
 
@@ -27,12 +27,12 @@ def empty_rows(x: torch.Tensor, n_cols: int, dim: int = -1) -> tuple[torch.Tenso
     be changed in place.
     """
     dtype = runtime.kernel_dtype(x.dtype)
-    if x.ndim == 2 and dim in (-1, 1):
-        result = torch.empty(x.shape, dtype=dtype, device=x.device)
-        return result, result if x.shape[1] == n_cols else result.view(-1, n_cols)
     result = empty_result(x, dim, dtype)
-    inner = result if x.ndim == 0 or dim in (-1, x.ndim - 1) else result.permute(_last(x, dim))
-    return result, inner.view(-1, n_cols)
+    if dim == -1 or x.ndim == 0 or dim == x.ndim - 1:
+        if x.ndim == 2 and x.shape[1] == n_cols:
+            return result, result
+        return result, result.view(-1, n_cols)
+    return result, result.permute(_last(x, dim)).view(-1, n_cols)
 
 
 def _last(x: torch.Tensor, dim: int) -> list[int]:
