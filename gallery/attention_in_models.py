@@ -538,9 +538,9 @@ lab.read(
     )
     + (
         f"Its tiles have {queries} queries and {config.block_n} keys, so a tile of queries meets "
-        f"only {met:.1f} of keys, and what is done once for it takes as long as {beyond:.1f} more. A program masks only the edge that "
-        "is cut, and takes the tiles of several heads in turn, so that all SMs end at about the "
-        "same time. "
+        f"only {met:.1f} of keys, and what is done once for it takes as long as {beyond:.1f} more. "
+        "A program masks only the edge that is cut, and takes the tiles of several heads in turn, "
+        "so that all SMs end at about the same time. "
         if "forward" in in_gluon and beyond > 0
         else ""
     )
