@@ -173,7 +173,12 @@ def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) ->
 
 
 def check(
-    name: str, cases: Iterable[Case], *, here: bool = True, theirs: str = "PyTorch's"
+    name: str,
+    cases: Iterable[Case],
+    *,
+    here: bool = True,
+    theirs: str = "PyTorch's",
+    stand_in: str = "",
 ) -> Shown:
     """Compare each case with float64 truth, part by part.
 
@@ -181,7 +186,8 @@ def check(
     the row of each dtype that came nearest; and, folded, all rows. What the recorded run found on
     its GPU stands before what Triton's interpreter finds here. ``here=False`` says that the kernels
     cannot run on this machine: then no case is looked at, and the recorded rows stand alone.
-    ``theirs`` names the column of the other error, where that is not PyTorch's.
+    ``theirs`` names the column of the other error, where that is not PyTorch's. ``stand_in`` says
+    what the cases are of, and where they ran, if no kernel of this machine computed them.
 
     Raises:
         CheckFailed: one row is over its tolerance, or there is none. Nothing is recorded then.
@@ -198,7 +204,7 @@ def check(
         )
         raise CheckFailed(f"{len(failed)} of {len(rows)} rows failed.\n{plain}")
     chapter.keep("checks", name, rows)
-    return show(_summary(name, chapter.checked(name, rows), theirs))
+    return show(_summary(name, chapter.checked(name, rows, stand_in), theirs))
 
 
 def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
