@@ -1551,7 +1551,7 @@ lab.table(
 # ------------
 #
 # The check compares both head sizes with float64, over odd lengths, grouped heads, causal masks and
-# windows. Where there is no Hopper GPU, the loop in PyTorch is checked in place of the kernel.
+# windows.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1602,8 +1602,8 @@ lab.check(
 )
 
 # %%
-# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds compare
-# with plain Triton, which has no roles, launch one input again and again, and launch random shapes.
+# If a barrier is missing, roles can be right a thousand times and wrong once. So the folds launch
+# one input again and again, and random shapes.
 
 
 # Measuring

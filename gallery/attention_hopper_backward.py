@@ -849,9 +849,8 @@ def told(name, than=None):
 
 lab.read(
     f"**Where we start:** without a mask, two sweeps reach "
-    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul. Five "
-    f"matmuls are counted and they compute seven, which thus run at "
-    f"{140 * steps.share('two sweeps', mask='full'):.0f} %. One sweep in plain Triton "
+    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul, if five "
+    f"matmuls are counted. One sweep in plain Triton "
     f"{verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} against two, although it "
     f"computes fewer matmuls. On this page less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}”: the "
     f"section on speed says how far apart one kernel comes out that is timed twice."
@@ -922,10 +921,10 @@ lab.read(
 # has added. Its consumers should not wait with it, so the *adder* does, a warp of its own: a
 # consumer waits only if the buffer still holds the part of the step before.
 #
-# Each program has a **counter** in memory, which is 0 before the launch. Its own adder alone writes
-# it: :math:`i + 1` says that the additions of steps 0 to :math:`i` are in memory. The adder of the
-# next keys alone reads it. Both programs meet the tiles of queries from the last to the first, so
-# step :math:`i` is of the same queries in both. The adder, without its stamps:
+# Each program has a **counter** in memory, at first 0. Its own adder alone writes it: :math:`i + 1`
+# says that the additions of steps 0 to :math:`i` are in memory. The adder of the next keys alone
+# reads it. Both meet the tiles of queries from the last to the first, so step :math:`i` is of the
+# same queries in both. The adder:
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -946,19 +945,17 @@ lab.read(
 #
 # 1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
 #    ``store_wait`` in the adder only waits until the engine has read the buffer.
-# 2. ``fence.proxy.async.global`` is the fence between the two ways to memory, that of the engine
-#    and that of the threads: what the engine did now comes before what the thread does next.
+# 2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
 # 3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked for
 #    the additions has waited for them.
-# 4. ``st.release.gpu`` writes the counter, and who sees the new count also sees all that precedes
-#    it.
+# 4. ``st.release.gpu`` writes the counter: who sees the new count also sees all that precedes it.
 #
 # The *reader*, ``position_of``, does the same backwards: ``ld.acquire.gpu`` is the other end of the
 # release, and a fence puts what it saw before the additions of its own engine.
 
 # Reading
 lab.read(
-    f"**Measured:** the adder alone, in any order, {told('an adder')}. It is there to wait. The "
+    f"**Measured:** the adder alone, in any order, {told('an adder')}. The "
     f"fixed order {told('a fixed order')}, and what it loses, the next change is to win back."
     if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
     < -SCATTER
@@ -970,17 +967,16 @@ lab.read(
 # Why nobody waits for ever
 # -------------------------
 #
-# Programs that wait for each other may stand still: if those on the SMs wait for one that has not
-# started, it never will. That this cannot happen rests on one assumption, **that programs start in
-# the order of their ids.** No manual promises it, though every launch on the GPU of this page came
-# to its end. Program ids ascend with the keys of a head, so the argument has three steps:
+# *Can programs that wait for each other stand still for ever?* They would, if those on the SMs
+# waited for one that has not started. That this does not happen rests on one assumption, **that
+# programs start in the order of their ids.** No manual promises it, though every launch on the GPU
+# of this page came to its end. Program ids ascend with the keys of a head, so
 #
-# 1. A program waits for one other, that of the keys before its own in the same head, whose id is
-#    smaller.
-# 2. So, by the assumption, what it waits for has started.
-# 3. Thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none: what it could wait for is finished. It goes on, and finishes. Then the same holds for
-#    the next.
+# 1. a program waits for one other, that of the keys before its own in the same head, whose id is
+#    smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
 
 # %%
 # Heads apart
@@ -1284,9 +1280,8 @@ def change(mask):
 
 
 lab.read(
-    "At head_dim 64 a tile may have 128 queries, and registers are full again. To read `lse` and "
-    "`delta` while a matmul is under way hides the time of the read, but they occupy registers all "
-    "the while. So the package reads them after the matmul. "
+    "At head_dim 64 a tile has 128 queries, and registers are full again, so the package reads "
+    "`lse` and `delta` after the matmul and not during it. "
     f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
     f"{change('causal')} with a causal one, where spilled registers go from "
     f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
@@ -1612,11 +1607,8 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
+# Folded: With a causal mask, at head_dim 64, and all points in numbers
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
-
-# %%
-
-# Folded: Head_dim 64, and all points in numbers
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.table(
@@ -1669,10 +1661,9 @@ lab.read(
     f"{everywhere} {len(at_points)}**: the default has {shares(128)} of its speed at head_dim 128, "
     f"and {shares(64)} at head_dim 64. Beside FlashAttention's deterministic mode it is ahead at "
     f"{len(over_theirs)} points and behind at {len(below_theirs)}. (Why less than "
-    f"{100 * SCATTER:.0f} % is no difference: the default is timed here under two names, and at "
-    f"{close} of {len(twice)} points the two are closer than that, at most "
-    f"{100 * max(abs(x - 1) for x in twice):.1f} % apart. Two series of measurements can be "
-    f"{100 * abs(between):.0f} % apart, so we compare only within one.) "
+    f"{100 * SCATTER:.0f} % is no difference: the default is timed under two names, and at "
+    f"{close} of {len(twice)} points the two are closer. Another series of measurements is up to "
+    f"{100 * abs(between):.0f} % from this one, so we compare only within one.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1832,12 +1823,10 @@ of_order = verdict(gain("a fixed order", "full", "an adder"))
 free_step = cycles_a_step(traced.rows, TRACED[0])
 slower_rung = gain(TRACED[0], "full", TRACED[1]) < -SCATTER
 lab.read(
-    f"**Does the order set this pace?** The timeline cannot tell. We also traced “{TRACED[0]}”, a "
-    f"rung with no order, no adder and no overlap, and a step of that program takes "
-    f"{free_step:,.0f} cycles"
+    f"**Does the order set this pace?** Traced was also “{TRACED[0]}”, a rung without order, adder "
+    f"and overlap, and a step of that program takes {free_step:,.0f} cycles"
     + (
-        ": fewer, although as a whole that rung is slower. So one program does not tell how fast a "
-        "launch is. "
+        ": fewer, although as a whole that rung is slower. So one program does not tell. "
         if free_step < a_step and slower_rung
         else ". "
     )
@@ -2162,13 +2151,10 @@ def share_around(seqlen):
 
 lab.read(
     "**Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim "
-    "128, and everything else is as long: one exponential, the conversions of `P` and `dS`, "
-    "writing `dS` and meeting. Tiles of 128 by 128 also compute more pairs at the diagonal that "
-    "nobody needs. Both weigh most at short lengths, so there the package takes two sweeps. "
-    "**Short sequences.** Before the sweep, a kernel computes `delta`; behind it, another converts "
-    "the sums of `dQ` to 16 bits. Both take as long at any length, because the number of tokens is "
-    "the same, while the sweep of short sequences has less work. At head_dim 128 without a mask, "
-    "they take "
+    "128, and all else is as long. Tiles of 128 by 128 also compute more pairs at the diagonal "
+    "that nobody needs. Both weigh most at short lengths. **Short sequences.** A kernel before the "
+    "sweep computes `delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a "
+    "mask, they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
     "16,384."
 )
@@ -2220,7 +2206,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 # --------
 #
 # - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
-#   :math:`dQ`, and more once matmuls run while the same warps do other work.
+#   :math:`dQ`, and more with overlap.
 # - **The same bits.** An adder writes a counter once its additions are complete, behind a fence
 #   between the copy engine and the threads, and the next program waits for it. If programs start in
 #   the order of their ids, which no manual promises, none waits for ever. With heads apart, the
@@ -2250,8 +2236,7 @@ lab.table(rows, "Of the speed of a large matmul")
 # %%
 # **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
 # shared memory (227 KiB) and the registers of the tiles that a consumer of 64 keys holds in
-# float32, of the 240 that each of its 128 threads has. How many cycles of shared memory would 80
-# queries need, per 64 of them?
+# float32, of the 240 that each of its 128 threads has.
 
 # %%
 
@@ -2266,17 +2251,9 @@ for queries in (64, 80, 96, 128):
         "shared memory, KiB": shared,
         "registers": int(registers),
     }
-    # rows of 256 bytes: of all operands, then of dS, the part and the tiles of queries
-    moved = 2 * (6 * 64 // 2 + 5 * queries) + (1 + 4 + 2) * queries
-    row["cycles of shared memory, per 64 queries"] = round(2 * moved * 64 / queries)
     rows.append(row | {"fits": "yes" if shared < 227 and registers < 240 else "no"})
 assert [row["fits"] for row in rows] == ["yes", "yes", "no", "no"]
-assert rows[0]["cycles of shared memory, per 64 queries"] == 2944
 lab.table(rows, "Tiles of queries at head_dim 128")
-
-# %%
-# FlashAttention 4 takes 80 queries there where nothing is masked. Triton's tiles must be powers of
-# two, so 80 and 96 are out of reach whatever fits.
 
 # %%
 # References
