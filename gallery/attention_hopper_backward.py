@@ -844,7 +844,10 @@ def told(name, than=None):
     )
     if causal == full:
         return f"{full} with either mask"
-    return f"{causal} with a causal mask, and {full} without one"
+    for verb in ("gains ", "loses "):
+        if causal.startswith(verb):
+            full = full.removeprefix(verb)
+    return f"{causal} with a causal mask and {full} without one"
 
 
 lab.read(
@@ -956,7 +959,7 @@ lab.read(
 # Reading
 lab.read(
     f"**Measured:** the adder alone, in any order, {told('an adder')}. The "
-    f"fixed order {told('a fixed order')}, and what it loses, the next change is to win back."
+    f"fixed order {told('a fixed order')}. The next change is to win that back."
     if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
     < -SCATTER
     else f"**Measured:** the adder alone, in any order, {told('an adder')}. The fixed order "
@@ -1065,10 +1068,10 @@ lab.sketch(
 
 # %%
 # On the left, programs of one head start at the same time, although each needs the one before it to
-# be a step ahead. With a causal mask they end together, so the next head begins with the same wait.
-# On the right, tiles of four heads alternate, so programs of one head start further apart, and most
-# find that their turn has come. In each head ids still ascend with the keys, so nobody waits for
-# ever. On the GPU as many heads alternate as fill its SMs, or × 2, × 4 or × 8 as many.
+# be a step ahead. They also end together, so the next head begins with the same wait. On the right,
+# tiles of four heads alternate, so programs of one head start further apart, and most find that
+# their turn has come. In each head ids still ascend with the keys. On the GPU as many heads
+# alternate as fill its SMs, or × 2, × 4 or × 8 as many.
 
 
 # Measuring
@@ -1328,8 +1331,8 @@ lab.check(
 )
 
 # %%
-# On a Hopper GPU, in 16 bits, "auto" runs the kernel in Gluon where it was measured to be faster,
-# and two sweeps elsewhere: at head_dim 64 with a causal mask or a window, if sequences are short.
+# On a Hopper GPU, in 16 bits, "auto" runs what was measured to be faster: two sweeps for short
+# sequences at head_dim 64 with a causal mask or a window, and elsewhere the kernel in Gluon.
 # ``deterministic=False`` drops the order where that was the faster one, however little.
 #
 # .. dropdown:: Other backends, and which Triton
@@ -2263,10 +2266,7 @@ lab.table(rows, "Tiles of queries at head_dim 128")
 #   with asynchrony and low-precision.* NeurIPS 2024.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
-#   2024.
-# - NVIDIA. *Parallel thread execution*, the instructions ``cp.reduce.async.bulk.tensor``, ``fence``
-#   and ``redux``, and the memory consistency model.
+# - NVIDIA. *Parallel thread execution*, ``cp.reduce.async.bulk.tensor`` and ``fence``.
 
 # %%
 
