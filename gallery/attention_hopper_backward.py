@@ -1838,10 +1838,9 @@ lab.read(
 )
 
 # %%
-# So how short could a step be, if nobody waited? That depends on shared memory, which gives an SM
-# 128 bytes per cycle. A matmul with both operands there reads it in every cycle in which it
-# computes, so all else that a step moves comes on top. We measure each part alone, beside nothing
-# else.
+# So how short could a step be, if nobody waited? One limit is shared memory, which gives an SM 128
+# bytes per cycle. A matmul with both operands there reads it in every cycle in which it computes,
+# so all else that a step moves comes on top. Each part was measured alone:
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
