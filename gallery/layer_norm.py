@@ -114,7 +114,7 @@ for mean in (0, 100, 1000, 10_000):
     one_step = x.square().mean() - x.mean().square()
     rows.append(
         {
-            "mean": mean,
+            "mean": f"{mean:,}",
             "variance": f"{truth:.4f}",
             "of deviations": f"{two_steps:.4f}",
             "difference of means": f"{one_step:.4f}",
@@ -1029,7 +1029,7 @@ rows = []
 for n_cols in (1024, 1000, 520):
     x = torch.randn(n_cols, device=runtime.DEVICE) + 3
     row = {
-        "columns, in a block of 1,024": n_cols,
+        "columns, in a block of 1,024": f"{n_cols:,}",
         "true": f"{x.double().var(correction=0):.3f}",
     }
     for name, where in {"with tl.where": True, "without": False}.items():

@@ -206,7 +206,7 @@ for pieces in (2, 7, 100):
     off = abs(d / pair(row)[1] - 1).item()
     rows.append(
         {
-            "pieces": pieces,
+            "pieces": f"{pieces}",
             "same maximum": bool(m == row.max()),
             "sum off by": f"{off:.0e}",
         }
