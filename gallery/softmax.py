@@ -290,6 +290,8 @@ WORK = "2 * rows * columns * itemsize"
 ladder = lab.bench(
     "ladder", points(torch.bfloat16), ladder_providers, limit="copy", work=WORK
 )
+for crossing in ("online", "three_pass", "simple_softmax"):
+    lab.colour(crossing)  # in this order lines that cross differ most
 lab.plot(
     ladder,
     "Every kernel of this page, forward, bfloat16",
@@ -327,9 +329,8 @@ lab.read(
     f"second and third read find the row in a cache; why it is slowest at {dip:,}, we have not "
     f"measured. `simple_softmax` stays below the {100 * 2 / 8:.0f} % that its bytes would allow. "
     + (
-        "Two of its operations, `x - m` and the division, repeat one number along a row, and by "
-        f"the chapter on layer norm PyTorch runs `x - mean`, which does so too, at {repeats:.0f} % "
-        "of a copy's speed."
+        "Two of its operations repeat one number along a row, as `x - mean` does in the chapter on "
+        f"layer norm, where PyTorch reaches {repeats:.0f} %."
         if repeats
         else ""
     )
@@ -445,9 +446,8 @@ by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
 lab.read(
     "Where the bars leave the box, `online` loses speed."
     + (
-        f" `online_2d` loses it earlier (at {cached:,} columns it reaches "
-        f"{by_rows['online_2d']:.0f} %, and `online` {by_rows['online']:.0f}), because its "
-        "programs hold four rows each."
+        f" `online_2d` loses it earlier, at {cached:,} columns, because its programs hold four rows "
+        "each."
         if by_rows["online_2d"] < by_rows["online"] - 5
         else ""
     )
@@ -547,7 +547,7 @@ lab.read(
 # compiler does not know that, so after ``raw += zero`` it has to widen anew, and cannot keep the
 # wide row in registers.
 
-lab.source(packed_row_fwd_kernel, "load", "widen")
+lab.source(packed_row_fwd_kernel, "widen")
 
 # %%
 
@@ -602,12 +602,7 @@ lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
     f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
     f"{share['Kernel Book', 32768]:.0f} %, where `row` reaches {one:.0f}."
-    + (
-        f" A GPU with a slower memory needs it less: {unharmed[0]}, probably because lone programs "
-        "keep such a memory busy."
-        if unharmed
-        else ""
-    )
+    + (f" A GPU with a slower memory needs it less: {unharmed[0]}." if unharmed else "")
 )
 
 # %%
@@ -622,11 +617,10 @@ lab.read(
 # .. animation:: publish_and_collect
 
 # %%
-# **Publish.** A row has ``N_PARTS`` programs, whose numbers follow each other, and each loads its
-# own ``part``. A part has a slot of 64 bits in memory, which is 0 at first and has room for a pair
-# of float32. ``to_slot`` joins the two numbers to 64 bits, and ``publish`` stores them in the slot
-# with a single :term:`atomic`. So a reader finds either an empty slot or a complete pair, and no
-# lock is needed.
+# **Publish.** Each of the ``N_PARTS`` programs of a row loads its own ``part``, which has a slot of
+# 64 bits in memory, 0 at first, with room for a pair of float32. ``to_slot`` joins the two numbers,
+# and ``publish`` stores them in the slot with a single :term:`atomic`. So a reader finds either an
+# empty slot or a complete pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "load", "publish")
 
@@ -648,9 +642,8 @@ lab.source(exchange.wait, "poll")
 # instead, which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the
 # row.
 #
-# A program takes at least 32 ``LOOKS`` at once, one for each thread of a :term:`warp`, for a reason
-# that the fold below gives. A row of fewer parts has some slots read twice (``parts % N_PARTS``),
-# and ``collect`` drops what was read beyond the last part.
+# A program takes at least 32 ``LOOKS`` at once, as the fold explains. If the parts are fewer, it
+# reads slots more than once (``parts % N_PARTS``), and ``collect`` drops the surplus.
 
 lab.source(split_row_fwd_kernel, "collect")
 
@@ -671,7 +664,7 @@ lab.listing(
 # %%
 # .. dropdown:: More: why at least 32 looks, and why no pair looks like an empty slot
 #
-#    With 16 looks, threads 0 and 16 of a warp would both read slot 0, each by a load of its own.
+#    With 16 looks, threads 0 and 16 of a :term:`warp` would both read slot 0, each by a load of its own.
 #    Thread 0 may read it just before it is filled and thread 16 just after. Then half of the warp
 #    leaves the loop and the other half goes on, although the ``tl.min`` in the loop needs all 32
 #    threads. The ``tl.min`` over ``THREADS`` comes only after the loop, which is too late for that.
@@ -696,10 +689,10 @@ lab.read(
 # ------------
 #
 # Do all of these kernels give the same result? We check each against float64. An error may be at
-# most twice PyTorch's own, or one unit in the last place (:term:`ulp`), because rounding the result
-# can alone cost half of that. In float32 it may be twice as much, because multiplying by the
-# reciprocal rounds once more than a division, and the hardware's ``exp2`` errs in its last two
-# bits. Here ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
+# most twice PyTorch's own, or one unit in the last place (:term:`ulp`). In float32 it may be twice
+# as much, because multiplying by the reciprocal rounds once more than a division, and the
+# hardware's ``exp2`` errs in its last two bits. Here ``row`` stands for ``row``, ``packed`` or
+# ``split``, by the length of the row.
 
 
 def cases():
@@ -999,8 +992,12 @@ lab.read(forward.summary(**in_dtypes[1]))
 
 # %%
 
-# Folded: Both passes in float32
+# Folded: Forward in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+
+# %%
+
+# Folded: Backward in float32
 lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
