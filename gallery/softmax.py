@@ -446,8 +446,8 @@ by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
 lab.read(
     "Where the bars leave the box, `online` loses speed."
     + (
-        f" `online_2d` loses it earlier, at {cached:,} columns, because its programs hold four rows "
-        "each."
+        f" `online_2d` loses it earlier, at {cached:,} columns, because its programs hold four "
+        "rows each."
         if by_rows["online_2d"] < by_rows["online"] - 5
         else ""
     )
@@ -664,11 +664,11 @@ lab.listing(
 # %%
 # .. dropdown:: More: why at least 32 looks, and why no pair looks like an empty slot
 #
-#    With 16 looks, threads 0 and 16 of a :term:`warp` would both read slot 0, each by a load of its own.
-#    Thread 0 may read it just before it is filled and thread 16 just after. Then half of the warp
-#    leaves the loop and the other half goes on, although the ``tl.min`` in the loop needs all 32
-#    threads. The ``tl.min`` over ``THREADS`` comes only after the loop, which is too late for that.
-#    With 32 looks each thread of a warp reads another slot, and all of them get the same minimum.
+#    With 16 looks, threads 0 and 16 of a :term:`warp` would both read slot 0, each by a load of its
+#    own. Thread 0 may read it just before it is filled and thread 16 just after. Then half of the
+#    warp leaves the loop and the other half goes on, although the ``tl.min`` in the loop needs all
+#    32 threads. The ``tl.min`` over ``THREADS`` comes only after the loop, which is too late for
+#    that. With 32 looks each thread of a warp reads one slot, and all get the same minimum.
 #
 #    Two zeros could also be a pair that a program has computed. So ``to_slot`` stores a pair XOR a
 #    constant, the bits of two NaN that no arithmetic produces, and every pair is stored as
