@@ -61,8 +61,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
 # elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
 # ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
-# ``rstd``, the reciprocal of the standard deviation. On paper that is :math:`25 / 3 = 8.3` times
-# less; we did not time ``simple_backward``.
+# ``rstd``, the reciprocal of the standard deviation. That is a factor of :math:`25 / 3 = 8.3` on
+# paper; we have not timed it.
 #
 # The idea
 # --------
@@ -550,6 +550,8 @@ sizes
 # 2. loads its part of the next row *ahead*;
 # 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
 # 4. *shifts*: this row becomes the row before, and the next becomes this one.
+#
+# One more iteration finishes the last row.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
