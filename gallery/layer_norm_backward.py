@@ -581,14 +581,15 @@ lab.source(split_bwd_kernel)
 # Is it right?
 # ------------
 #
-# A lost addition would show here: all gradients are compared with float64. Their error may be twice
-# PyTorch's, in float32 four times for ``dx``, and eight times for ``dw`` and ``db``.
+# A lost addition would show here: all gradients are compared with float64. Their error may be at
+# most twice PyTorch's own, or one unit in the last place (:term:`ulp`). In float32 it may be twice
+# as much for ``dx``, and four times as much for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
 #    For ``dx``, because the hardware's reciprocal square root may be wrong by two units in the last
-#    place (:term:`ulp`). For ``dw`` and ``db``, because the error of a sum over many rows depends
-#    on its order. The lock is not part of the public function, so its check calls the layer below.
+#    place. For ``dw`` and ``db``, because the error of a sum over many rows depends on its order.
+#    The lock is not part of the public function, so its check calls the layer below.
 
 
 # Measuring
