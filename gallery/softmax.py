@@ -1150,12 +1150,11 @@ lab.read(
 
 # %%
 
-# Folded: What a call costs the host
+# Measuring
 x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
 host = lab.host_times(
     {"Kernel Book": softmax, "PyTorch": lambda x: torch.softmax(x, dim=-1)}, x
 )
-host
 
 # %%
 
@@ -1167,6 +1166,11 @@ lab.read(
     f"host busy for {call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
     f"{call.get('PyTorch (µs)', nan):.0f}."
 )
+
+# %%
+
+# Folded: What a call costs the host
+host
 
 # %%
 # What breaks it
