@@ -1269,7 +1269,7 @@ lab.read(
         if len(above) == 2
         else ""
     )
-    + " Where points lie over each other, the second fold below has their numbers."
+    + " Where points lie over each other, the table has their numbers."
 )
 
 # %%
@@ -1286,7 +1286,6 @@ lab.read(
 
 # %%
 
-# Folded: Every operator of the book
 lab.table(
     [
         {
