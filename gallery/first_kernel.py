@@ -570,7 +570,7 @@ lab.source(weighted_sum_bwd_kernel, "end")
 
 # %%
 # The second kernel, ``part_sum_kernel``, adds the ``n_parts`` rows that ``parts_ptr`` points to, of
-# ``n`` columns each. It reads little, because there are far fewer programs than rows of ``x``.
+# ``n`` columns each.
 
 lab.source(part_sum_kernel, "add")
 
@@ -721,8 +721,7 @@ if runtime.INTERPRETED:
 # and an SM holds several programs at a time.
 #
 # A program has four :term:`warps <warp>`, unless ``num_warps`` says otherwise, and a warp is 32
-# threads that execute the same instruction together. Triton code never mentions a thread: the
-# compiler divides each block among them.
+# threads that execute the same instruction together.
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
@@ -789,8 +788,8 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # What does such a load wait for? A number on its way to a thread passes several memories: HBM, the
 # :term:`L2` cache that all SMs share, the :term:`L1` cache of an SM, which is one memory with its
-# :term:`shared memory`, and the registers. The bars show the speed of each on a logarithmic axis,
-# and the labels also its :term:`latency` and size.
+# :term:`shared memory`, and the registers. The bars show their speeds, and the labels also
+# :term:`latency` and size.
 
 # %%
 
@@ -956,8 +955,7 @@ lab.read(
 )
 
 # %%
-# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, and keep all else
-# in caches and registers.
+# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once.
 
 # %%
 
@@ -1367,7 +1365,25 @@ reverse_kernel[(4,)](x, y, 1000, BLOCK_SIZE=256)
 assert torch.equal(y, x.flip(0))
 
 # %%
-# **4. A stride that belongs to no dimension.** Read the diagonal of a square matrix.
+# .. dropdown:: Seven more puzzles
+#
+#    **4. A stride that belongs to no dimension.** Read the diagonal of a square matrix.
+#
+#    **5. The outer product.** Make a matrix of 5 × 6 from vectors of 5 and of 6, in one program.
+#
+#    **6. The right neutral element.** Find the largest number of each row, even where all are
+#    negative.
+#
+#    **7. A transpose.** Copy a matrix of 50 × 70 into one of 70 × 50, in blocks of 16 × 16.
+#
+#    **8. A sum over programs.** Add up 5,000 integers with blocks of 256: partial sums first, then
+#    a launch of a single program.
+#
+#    **9. Counting.** Count each of ten digits among 1,000. Integers may be added in any order, so
+#    here ``tl.atomic_add`` costs no reproducibility.
+#
+#    **10. A descriptor.** A tensor :term:`descriptor` replaces offsets and masks. Sum the rows of a
+#    matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
 
@@ -1385,9 +1401,6 @@ x = torch.randn(7, 7, device=runtime.DEVICE)
 y = torch.empty(7, device=runtime.DEVICE)
 diagonal_kernel[(1,)](x, y, *x.stride(), 7, BLOCK_SIZE=8)
 assert torch.equal(y, x.diagonal())
-
-# %%
-# **5. The outer product.** Make a matrix of 5 × 6 from vectors of 5 and of 6, in one program.
 
 # %%
 
@@ -1409,23 +1422,6 @@ a, b = torch.randn(5, device=runtime.DEVICE), torch.randn(6, device=runtime.DEVI
 y = torch.empty(5, 6, device=runtime.DEVICE)
 outer_kernel[(1,)](a, b, y, 5, 6, 8, 8)
 assert torch.equal(y, torch.outer(a, b))
-
-# %%
-# .. dropdown:: Five more puzzles
-#
-#    **6. The right neutral element.** Find the largest number of each row, even where all are
-#    negative.
-#
-#    **7. A transpose.** Copy a matrix of 50 × 70 into one of 70 × 50, in blocks of 16 × 16.
-#
-#    **8. A sum over programs.** Add up 5,000 integers with blocks of 256: partial sums first, then
-#    a launch of a single program.
-#
-#    **9. Counting.** Count each of ten digits among 1,000. Integers may be added in any order, so
-#    here ``tl.atomic_add`` costs no reproducibility.
-#
-#    **10. A descriptor.** A tensor :term:`descriptor` replaces offsets and masks. Sum the rows of a
-#    matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
 
