@@ -486,8 +486,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # .. dropdown:: Around the loop: the kernel before it, and the tile that a program takes
 #
 #    **The kernel before.** ``None`` is a constant for Triton, so without a gradient of ``lse`` the
-#    lines for ``dlse_ptr`` are not even compiled. Queries that see no key, and queries past the end,
-#    which exist because the last tile must be full, get the ``lse`` :math:`+\infty`. Then
+#    lines for ``dlse_ptr`` are not even compiled. Queries that see no key, and queries past the
+#    end, which exist because the last tile must be full, get the ``lse`` :math:`+\infty`. Then
 #    :math:`2^{s - \infty} = 0`,
 #    so these rows contribute nothing, and the sweeps need no test for them. The counter at the end
 #    is one that another kernel of the package wants set to zero; here it is ``None``.
@@ -499,8 +499,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #       :dedent:
 #
 #    **The tile.** ``place`` gives each program a tile and a head. Programs with the most work start
-#    first, so that no long program is left over at the end; in a causal sweep these own the *first* keys,
-#    because the most queries see them.
+#    first, so that no long program is left over at the end; in a causal sweep these own the
+#    *first* keys, because the most queries see them.
 #
 #    Queries from ``first`` to ``whole`` do not see all keys of the tile, so they are masked, and
 #    those from ``whole`` to ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that
