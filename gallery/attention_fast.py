@@ -630,6 +630,13 @@ lab.table(
 cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
     list(LADDER)[-1], mask="causal"
 )
+of_limit = [
+    steps.rate("without register limit", mask=mask)
+    / steps.rate(list(LADDER)[-1], mask=mask)
+    - 1
+    for mask in ("causal", "full")
+]
+needs = half.get("finished, two stages alone", {}).get("registers", nan)
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
     told("two programs")
@@ -638,30 +645,18 @@ lab.read(
         f"assembler to let a matmul run beside other work, *even where none spills*, so the code "
         f"waits {waits_of('two programs')}. Later rungs remove these waits, and then the second "
         f"program pays: without it the finished kernel is {100 * cost:.0f} % slower with a causal "
-        f"mask."
+        f"mask. "
+        + (
+            f"Then the stages alone suffice, and the limit is worth nothing, because the compiler "
+            f"takes {needs} registers per thread all the same."
+            if max(map(abs, of_limit)) < 0.01
+            else ""
+        )
         if early and cost > 0.05
         else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
         f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
         f"kernel {changed(-cost)} with a causal mask."
     )
-)
-
-# %%
-
-# Reading
-of_limit = {
-    mask: steps.rate("without register limit", mask=mask)
-    / steps.rate(list(LADDER)[-1], mask=mask)
-    - 1
-    for mask in ("causal", "full")
-}
-needs = half.get("finished, two stages alone", {}).get("registers", nan)
-lab.read(
-    f"Then it is the pipeline stages that count: without the register limit the finished kernel is "
-    f"as fast, because the compiler takes {needs} registers per thread all the same."
-    if max(map(abs, of_limit.values())) < 0.01
-    else f"There the register limit by itself is worth {-100 * of_limit['causal']:.0f} % with a "
-    f"causal mask, and {-100 * of_limit['full']:.0f} % without one."
 )
 
 # %%
