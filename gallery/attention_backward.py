@@ -1244,13 +1244,6 @@ said = (
         else ""
     )
 )
-lab.read(
-    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
-)
-
-# %%
-
-# Reading
 first = speeds[0]
 lead = first["library"] / first["two sweeps"]
 if lead <= 1:
@@ -1262,8 +1255,9 @@ elif lead < 1.05 * 7 / 5:
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
 lab.read(
-    f"How much of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as "
-    f"long, if each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
+    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps. How much "
+    f"of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as long, if "
+    f"each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
     f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
     f"{lead:.2f} times as fast, {meaning}."
     + (

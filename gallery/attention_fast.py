@@ -642,7 +642,7 @@ lab.read(
     told("two programs")
     + (
         f"So little, because the limit has a price. In this loop 128 registers are too few for the "
-        f"assembler to let a matmul run beside other work, *even where none spills*, so the code "
+        f"assembler to let a matmul run beside other work, even where none spills, so the code "
         f"waits {waits_of('two programs')}. Later rungs remove these waits, and then the second "
         f"program pays: without it the finished kernel is {100 * cost:.0f} % slower with a causal "
         f"mask. "
