@@ -74,8 +74,8 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# (A finite mask is safe here, because this number is the *lowest* there is: no score lies below it,
-# so a masked key wins only where a query sees no key at all, and there the result is set to zero.)
+# (This finite mask is safe: no score lies below the *lowest* number, so a masked key wins only
+# where a query sees no key, and there the result is set to zero.)
 #
 # How much memory does this need?
 
@@ -462,7 +462,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #    :language: python
 #    :pyobject: sweep_queries
 #    :start-at: for start_m in tl.range
-#    :end-before: # -- add
+#    :lines: 1-10, 17-21
 #    :dedent:
 #    :linenos:
 #
@@ -476,9 +476,9 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #   e`, and ``PRECISION`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`.
 # - **Lines 8 to 10** mask. ``first_seeing`` holds, for each key, the first query that sees it.
 #   ``MASKED`` is a constant, true only near the diagonal: elsewhere these lines are not compiled.
-#   **Lines 11 to 13** are for windows: ``end_seeing`` is one past the last query that sees a key.
-# - **Lines 17 to 21** are the gradients, one line per formula. The matmul of line 19 runs while
-#   line 20 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. So line 18 loads ``delta``
+#   (For windows, three more mask from the other side.)
+# - **Lines 11 to 15** are the gradients, one line per formula. The matmul of line 13 runs while
+#   line 14 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. So line 12 loads ``delta``
 #   *before* that matmul begins: a load among matmuls would make each wait for the one before.
 #
 # After the loop, ``dk`` is multiplied by the scale, and both are stored.
@@ -796,11 +796,7 @@ for is_causal in (False, True):
 
 # %%
 
-# Folded: How many tiles each sweep visits
-lab.table(rows, "Tiles that each sweep visits, found with a dye")
-
-# %%
-
+# Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
     [
@@ -1635,7 +1631,7 @@ lab.read(
 # ``dq``, pass through shared memory, and in two sweeps none does. While all warps wait for that,
 # the matrix units have nothing to do, and at head_dim 128 no second program fills the gap.
 # FlashAttention gives loads, matmuls and additions to different groups of warps, which work at the
-# same time; :doc:`/chapters/attention_hopper_backward` tests this explanation by doing the same.
+# same time; :doc:`/chapters/attention_hopper_backward` does so, too, to test this explanation.
 
 # %%
 # What breaks it

@@ -158,7 +158,6 @@ lab.read(
         if most < needed
         else "So memory does not have to slow it. "
     )
-    + f"Without the table it would do up to {rows[1]['at best']:,} there."
 )
 
 # %%
@@ -536,12 +535,12 @@ lab.source(tiled_forward, "end")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
-# We check this and both kernels below against float64. Because each multiplication by ``alpha``
+# This and both kernels below are checked against float64. Because each multiplication by ``alpha``
 # adds a rounding, the error may be up to four times that of PyTorch in the same dtype, a factor
-# chosen by hand. These checks are small: float32, for the kernels also float16, head_dim 32, tiles
-# of 32 by 16. The speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by 64. bfloat16
-# is not checked here, because Triton's interpreter, in which the checks must also pass, gets its
-# products wrong; the next chapter checks the package's kernel in it.
+# chosen by hand. The checks run in float32, those of the kernels also in float16, at head_dim 32 and
+# in tiles of 32 by 16; the speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by 64.
+# (Triton's interpreter, where checks must pass as well, gets bfloat16 wrong; the next chapter checks
+# the package's kernel in it.)
 
 
 # Measuring
@@ -942,7 +941,7 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 #
 # What have the tiles gained, and what the stages? The yardstick is a :term:`cuBLAS` matmul of two
 # square matrices of size 8,192 in bfloat16. The number of operations is the one counted above,
-# halved for a causal mask. ``torch.compile`` gets the standard version.
+# halved for a causal mask.
 
 
 # Measuring
@@ -1277,9 +1276,6 @@ compare("acc not rescaled", 40, q.abs(), k + rising, v)
 #    s = tl.where(seen, s, -1e6)  # right: tl.where(seen, s, float("-inf"))
 
 compare("-1e6 as the mask", 40, q - 3000, k + 3000, v, scale=0.25, mask_value=-1e6)
-
-# %%
-# With minus infinity a masked key can never win, and ``m_exp`` avoids the NaN.
 
 # %%
 # In short
