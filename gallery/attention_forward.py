@@ -537,10 +537,10 @@ lab.source(tiled_forward, "end")
 #
 # This and both kernels below are checked against float64. Because each multiplication by ``alpha``
 # adds a rounding, the error may be up to four times that of PyTorch in the same dtype, a factor
-# chosen by hand. The checks run in float32, those of the kernels also in float16, at head_dim 32 and
-# in tiles of 32 by 16; the speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by 64.
-# (Triton's interpreter, where checks must pass as well, gets bfloat16 wrong; the next chapter checks
-# the package's kernel in it.)
+# chosen by hand. The checks run in float32, those of the kernels also in float16, at head_dim 32
+# and in tiles of 32 by 16; the speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by
+# 64. (Triton's interpreter, where checks must pass as well, gets bfloat16 wrong; the next chapter
+# checks the package's kernel in it.)
 
 
 # Measuring
