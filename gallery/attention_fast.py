@@ -980,7 +980,7 @@ lab.measure("Instructions for one exponential", instructions)
 # %%
 # The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
 # last heads still start late. But all heads at once may have more keys and values than L2 holds, so
-# the package alternates between only as many heads as fit into half of the cache: ``place`` turns
+# the package alternates between only as many heads as fit into half of the cache. ``place`` turns
 # the number of a program into a tile and a head, and ``HEAVY_FIRST`` reverses the tiles:
 #
 # .. literalinclude:: attention_fast.py
