@@ -515,7 +515,7 @@ lab.source(tiled_forward, "meet")
 lab.source(tiled_forward, "rescale")
 
 # %%
-# After the last tile, each query takes one division and one logarithm.
+# And after the last tile:
 
 lab.source(tiled_forward, "end")
 
@@ -741,7 +741,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # four, two of them whole.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask. The rest is as before.
+# the two loops, and the loop over whole tiles has no mask.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -1161,8 +1161,8 @@ lab.read(
 # What breaks it
 # --------------
 #
-# ``compare`` runs the kernel in the fold without and with one of five mistakes, and shows the first
-# three numbers of a query's result. For each, here is the wrong line, and behind it the right one.
+# ``compare`` runs the kernel in the fold without and with a mistake, and shows three numbers of a
+# query's result. Each listing is the wrong line, and behind it the right one.
 
 
 # Whole
