@@ -1641,7 +1641,21 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 # The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
 # finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
 # such a kernel passes many tests.
-#
+
+# %%
+
+# Folded: Why reading past the end of a head is not harmless either
+v = torch.zeros(32, 16)
+v[20:] = torch.inf  # the first rows of the next head
+weights = torch.zeros(1, 32)
+weights[:, :20] = 1 / 20
+found = (weights @ v)[0, 0].item()
+lab.read(
+    f"With 20 values of 0, and 12 infinite ones of the next head at weight zero, the sum is "
+    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
+)
+
+# %%
 # **Too much shared memory.** Every pipeline stage has its own tile of keys and of values. Nothing
 # warns when the kernel is written; the launch fails.
 
