@@ -175,7 +175,7 @@ CHAPTERS = {
         },
     ),
     "attention_fast": Facts(
-        "Which changes bring attention close to the speed of a matmul, and what is each of them "
+        "Which changes bring attention closer to the speed of a matmul, and what is each of them "
         "worth?",
         "advanced",
         ("attention_forward",),

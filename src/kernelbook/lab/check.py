@@ -216,9 +216,9 @@ def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
     first = next(iter(runs.values()))
     nearest = list({row["dtype"]: row for row in sorted(first, key=_nearness)}.values())
     nearest.sort(key=first.index)
-    what = "the row of each dtype that came nearest to its tolerance"
+    what = "of each dtype, the check nearest to its tolerance"
     what = what if len(first) > len(nearest) else "every row"
-    html, plain = tabulated(_columns(nearest, theirs), f"{name}, {what}")
+    html, plain = tabulated(_columns(nearest, theirs), f"{name}: {what}")
     folded = "".join(
         tabulated(
             _columns(rows, theirs), f"{name}, {where}: error of the worst part against float64"
