@@ -1436,7 +1436,8 @@ def at_the_start():
     return (
         f" A suspect is the start: in the figure above, the first grey bar ends {later:,.0f} "
         f"cycles later with roles, about {100 * later / whole:.0f} % of a program at size 4,096. "
-        "But the loop asks for its first tiles before its clock starts, so that is an upper bound."
+        "But each clock starts with its kernel's own first stamp, and in the loop that comes after "
+        "it has asked for its tiles, so we cannot say how much of this is loss."
     )
 
 
