@@ -75,7 +75,7 @@ lab.table(rows, "What attention keeps, on paper")
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
     f"For a million tokens a model of {LAYERS} layers keeps {million:.0f} GiB, and an H200 has 141 "
-    "GB. So they do not fit, even if its weights took nothing."
+    "GB, for its weights, too."
 )
 
 # %%
@@ -999,9 +999,8 @@ by_kernels = sum(
     + (WORLD - 1) * measured_step(of_part, f"step, {which}")
     for which in ("forward", "backward")
 )
-ideal_ms, ring_ms, exchange_ms = (
-    speed.milliseconds_at(name, seqlen=LENGTHS[0])
-    for name in ("ideal", "Kernel Book", "all to all")
+ideal_ms, ring_ms = (
+    speed.milliseconds_at(name, seqlen=LENGTHS[0]) for name in ("ideal", "Kernel Book")
 )
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
@@ -1016,19 +1015,17 @@ lab.read(
         if min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
         else ""
     )
-    + f"All to all takes {exchange_ms:.1f} ms, and its host {cost.get('all to all', nan):.1f}. At "
-    f"{length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, and "
-    "its time is hidden."
+    + f"At {length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, "
+    "and its time is hidden."
 )
 
 # %%
 # Memory, and a long sequence
 # ---------------------------
 #
-# *What falls when GPUs share a sequence, and what does not?*
-#
-# One GPU alone and then all ranks together compute 131,072 tokens, and each notes the most that its
-# allocator held during a forward and a backward pass, inputs and gradients included.
+# What falls when GPUs share a sequence? One GPU alone and then all ranks together compute 131,072
+# tokens, and each notes the most that its allocator held during a forward and a backward pass,
+# inputs and gradients included.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1313,11 +1310,9 @@ lab.read(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# *How far does a ring go?*
-#
-# We have no such machine, but we can simulate one from the pieces that we measured. A step takes as
-# long as the longest of three: its scores, the transfer beside them, and, after the first step, the
-# host's time to launch it. The last gradients, which nothing hides, are added.
+# How far does a ring go? We simulate such machines from the pieces that we measured. A step takes
+# as long as the longest of three: its scores, the transfer beside them, and, after the first step,
+# the host's time to launch it. The last gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1358,7 +1353,7 @@ lab.read(
 )
 
 # %%
-# Now with more GPUs. For eight GPUs of one host we assume the connection that we measured. Beyond,
+# For eight GPUs of one host we assume the connection that we measured. Beyond,
 # the slowest link of the ring counts, and we assume one network card of 400 Gb/s per GPU, which is
 # 50 GB/s.
 

@@ -9,8 +9,8 @@ between them?*
 
 In a plain matmul they gain nothing over the best loop without roles, the third bar, which keeps one
 matmul in flight while it loads ahead. We build them on a matmul nevertheless, because no simpler
-kernel shows how they work. They can pay where warps have more to do than to load and multiply. The
-next chapter takes them to attention, where they need further changes to pay.
+kernel shows how they work. With further changes they can pay in attention, to which the next
+chapter takes them.
 
 You will learn
 
@@ -186,9 +186,9 @@ lab.sketch(
 # - **Descriptors.** ``x_desc`` describes a tensor in global memory as a table of tiles. Tiles have
 #   the shape ``x_desc.block_shape`` and take ``x_desc.block_type.nbytes`` bytes.
 # - **Constants.** A ``gl.constexpr`` is known when the kernel is compiled. Layouts must be.
-# - **Whose names.** ``tma_load`` and ``tma_store`` are Gluon's copies under names of the book,
-#   because Gluon's own differ from version to version. The book also adds ``named_barrier``,
-#   ``clock`` and ``pause``, one instruction each. All other names are Gluon's, or of this page.
+# - **Whose names.** ``tma_load``, ``tma_store``, ``named_barrier``, ``clock`` and ``pause`` are the
+#   book's, because Gluon's own differ from version to version, or are missing. All other names are
+#   Gluon's, or of this page.
 #
 # A tile by the copy engine
 # -------------------------
@@ -269,7 +269,7 @@ class Barrier:
 
 # %%
 # A new barrier is in phase 0. ``wait(0)`` blocks, because phase 0 has not ended. ``wait(1)`` passes
-# at once, as if a phase −1 had ended before: this looks like a trap, and becomes a tool below.
+# at once, as if a phase −1 had ended before.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -397,8 +397,7 @@ assert [row["loader"] for row in rows] == [
 lab.table(rows, "Six tiles, two slots, in the model")
 
 # %%
-# The last two rows are deadlocks: each role waits for the other, and nobody will ever move. Below
-# we provoke both on the GPU.
+# The last two rows are deadlocks: each role waits for the other, and nobody will ever move.
 #
 # The ring in Gluon
 # -----------------
@@ -414,8 +413,8 @@ lab.table(rows, "Six tiles, two slots, in the model")
 #    :dedent:
 #
 # The consumer, ``add_tiles``, adds up tiles of 32 × 32 numbers in ``total``, which has the
-# ``layout`` of the example above. This is its loop, without the branches that make mistakes, which
-# are shown in the section on what breaks:
+# ``layout`` of the example above. This is its loop, without the mistakes that a later section
+# plants:
 #
 # .. code-block:: python
 #
@@ -518,7 +517,7 @@ def sum_kernel(
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
 #    :pyobject: chain_kernel
-#    :lines: 4-5,15-18
+#    :lines: 15-18
 #    :dedent:
 #
 # - ``layout`` says which thread holds which sum, and the hardware prescribes it. ``[3, 0]`` is the
@@ -783,8 +782,8 @@ lab.read(
 #
 # What if both consumers want the tensor cores at the same time? If nothing keeps them apart, two
 # that start together may stay together: both multiply, and then both compute exponentials while the
-# tensor cores are idle. It would be better if they alternated, which is called *ping-pong*. Here is
-# the tool; whether attention needs it, the next chapter measures.
+# tensor cores are idle. It would be better if they alternated, which is called *ping-pong*. Whether
+# attention needs it, the next chapter measures.
 #
 # A :term:`named barrier` is one of 16 counters of each program: ``sync`` waits until a number of
 # threads has come, here all 256 of both consumers, and ``arrive`` counts without waiting.
@@ -1434,10 +1433,9 @@ def at_the_start():
         return ""
     whole = 4096 / BLOCK_K * step_cycles
     return (
-        f" A suspect is the start: in the figure above, the first grey bar ends {later:,.0f} "
-        f"cycles later with roles, about {100 * later / whole:.0f} % of a program at size 4,096. "
-        "But each clock starts with its kernel's own first stamp, and in the loop that comes after "
-        "it has asked for its tiles, so we cannot say how much of this is loss."
+        f" A suspect is the start: the first grey bar above ends {later:,.0f} cycles later with "
+        f"roles, {100 * later / whole:.0f} % of a program at size 4,096. But a part of that may be no "
+        "loss, because the loop has asked for tiles before its clock starts."
     )
 
 
