@@ -292,7 +292,7 @@ lab.listing(
 # %%
 # **All to all** is the other way. Heads are independent, so the ranks can exchange parts of the
 # sequence for heads: each rank then has the whole sequence of a few heads, computes it as a single
-# GPU would, and exchanges back. That is simpler, because there are no steps, but the number of
+# GPU would, and exchanges back. There are no steps then, but the number of
 # ranks must divide the number of heads, and nothing is computed while they exchange.
 #
 # Both are called in the same way, on every rank with its own part of the sequence:
@@ -1666,11 +1666,11 @@ print(f"relative error: {errors[0]:.1e} in bfloat16, {errors[1]:.1e} in float32"
 #   arXiv:2310.01889, 2023.
 # - Brandon et al. *Striped attention: faster ring attention for causal transformers.*
 #   arXiv:2311.09431, 2023.
-# - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024. (Pieces from both ends.)
+# - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024.
 # - Jacobs et al. *DeepSpeed Ulysses: system optimizations for enabling training of extreme long
 #   sequence transformer models.* arXiv:2309.14509, 2023.
 # - Fang, Zhao. *USP: a unified sequence parallelism approach for long context generative AI.*
-#   arXiv:2405.07719, 2024. (Heads within a host, a ring between hosts.)
+#   arXiv:2405.07719, 2024.
 
 # %%
 

@@ -23,8 +23,7 @@ You will learn
 - what a deadlock and a race look like, and how to find out who waits for whom.
 
 The kernels are written in :term:`Gluon`, the language below Triton's, in which we decide what each
-warp does and where each number lies. They need a Hopper GPU (compute capability 9.0: H100, H200),
-because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
+warp does and where each number lies. They need a Hopper GPU (H100, H200), because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
 page shows a recorded run, and only the models in Python run anew.
 """
 
@@ -431,7 +430,7 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # The kernel allocates the ring with its barriers, and ``warp_specialize`` starts the roles. The
 # first is the *default partition*: it runs in the ``num_warps`` warps of the launch, here four. For
 # each of the others, two lists say how many warps of its own it gets, here one, and how many
-# registers per thread. When all roles have ended, the kernel goes on.
+# registers per thread.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1434,8 +1433,8 @@ def at_the_start():
     whole = 4096 / BLOCK_K * step_cycles
     return (
         f" A suspect is the start: the first grey bar above ends {later:,.0f} cycles later with "
-        f"roles, {100 * later / whole:.0f} % of a program at size 4,096. But a part of that may be no "
-        "loss, because the loop has asked for tiles before its clock starts."
+        f"roles, {100 * later / whole:.0f} % of a program at size 4,096. But a part of that may be "
+        "no loss, because the loop has asked for tiles before its clock starts."
     )
 
 
