@@ -292,8 +292,8 @@ lab.listing(
 # %%
 # **All to all** is the other way. Heads are independent, so the ranks can exchange parts of the
 # sequence for heads: each rank then has the whole sequence of a few heads, computes it as a single
-# GPU would, and exchanges back. There are no steps then, but the number of
-# ranks must divide the number of heads, and nothing is computed while they exchange.
+# GPU would, and exchanges back. There are no steps then, but the number of ranks must divide the
+# number of heads, and nothing is computed while they exchange.
 #
 # Both are called in the same way, on every rank with its own part of the sequence:
 #

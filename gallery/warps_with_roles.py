@@ -23,8 +23,9 @@ You will learn
 - what a deadlock and a race look like, and how to find out who waits for whom.
 
 The kernels are written in :term:`Gluon`, the language below Triton's, in which we decide what each
-warp does and where each number lies. They need a Hopper GPU (H100, H200), because no other has ``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this
-page shows a recorded run, and only the models in Python run anew.
+warp does and where each number lies. They need a Hopper GPU (H100, H200), because no other has
+``wgmma``, and Triton's :term:`interpreter` does not know Gluon. Elsewhere this page shows a
+recorded run, and only the models in Python run anew.
 """
 
 # sphinx_gallery_thumbnail_number = 1
