@@ -415,7 +415,7 @@ ahead, back = (slowdown("plain Triton", middle, passes) for passes in PASSES)
 lab.read(
     f"With `left` = {middle:,} a program of plain Triton loads {loaded:.0f} tiles of keys on "
     f"average, and what it does once takes as long as {fixed:.1f} more, if we estimate it from the "
-    f"shortest and the longest window. The yardstick does the same once per {all_loaded:.0f} tiles. "
+    f"shortest and the longest window. The yardstick does it once per {all_loaded:.0f} tiles. "
     f"**Together the two reasons predict {expected:.2f} times, and we measure {ahead:.2f}**"
     + (
         f"; the last {100 * (ahead / expected - 1):.0f} % we did not trace."
