@@ -561,7 +561,7 @@ lab.read(
 # **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
 # them. It knows only the length of the longest sequence, so for each sequence it launches as many
 # programs as that one needs. A program reads two neighbouring offsets, and if its tile lies past
-# the end of the sequence, it returns at once. The rest is the kernel that we know. Backward finds
+# the end of the sequence, it returns at once. Backward finds
 # its sequence in the same way, with tiles of keys in the place of tiles of queries.
 
 lab.source(varlen.sequence)
@@ -575,7 +575,7 @@ lab.source(varlen.attention_varlen_fwd_kernel)
 # One detail needs care: the last tile of keys reaches into the next sequence. Its keys get weight
 # zero, but zero times NaN is NaN. So rows past the end of a sequence must read as zeros. The copy
 # engine, which loads our tiles, reads zeros outside of a tensor, so we describe the tensor to it as
-# if it ended with the sequence. Stores are masked.
+# if it ended with the sequence.
 
 # %%
 # .. dropdown:: How the copy engine is told where a sequence ends
@@ -753,8 +753,7 @@ lab.read(
         if quicker
         else f"None of the libraries that ran ({', '.join(ran) or 'none'}) is faster."
     )
-    + " We expect the two reasons of short windows to be at work here, too, but did not measure "
-    "it."
+    + " Why, we did not measure."
 )
 
 # %%
@@ -1091,7 +1090,7 @@ lab.read(
     + (f"Ahead of us is {' and '.join(ahead)}. " if ahead else "")
     + (
         f"{' and '.join(unsplit)} read at less than twice the speed of “one part”, so they do not "
-        "seem to split the keys here, although we let FlashAttention choose the number of parts."
+        "seem to split the keys here (FlashAttention may)."
         if unsplit
         else ""
     )

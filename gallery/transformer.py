@@ -682,9 +682,9 @@ its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
     "In bfloat16 softmax takes "
     f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % of the time of these "
-    f"matmuls with the scale, for {100 * 5 / (4 * head):.1f} % of their FLOPs. Its own kernels take "
-    f"only {its_kernels:.1f} ms of it. The rest are casts, because autocast runs softmax in float32; in "
-    "the figure they have a bar of their own."
+    f"matmuls with the scale, for {100 * 5 / (4 * head):.1f} % of their FLOPs. Its own kernels "
+    f"take only {its_kernels:.1f} ms of it. The rest are casts, because autocast runs softmax in "
+    "float32."
 )
 
 # %%
@@ -1105,9 +1105,8 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. At the end the "
-    f"gradients are released, and {at_end:.1f} GiB remain, of which the parameters and AdamW's "
-    f"averages are {3 * its_gradients:.1f}. Checkpointing lowers the peak from "
+    "Forward climbs by the same step in each layer and backward descends by it. "
+    f"Checkpointing lowers the peak from "
     f"{peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another forward "
     "pass. **The memory goes to what forward keeps for backward; the largest of it are the tables "
     "of attention, which alone grow with the square of the context.**"
@@ -2174,8 +2173,7 @@ lab.read(
     )
     + "For compiled code we have no such sum"
     + (
-        ", nor do we know why it is slower than eager code; we guess that its wrappers around our "
-        "Python add to the host's work. But if"
+        ", nor do we know why it is slower than eager code. But if"
         if our_took > step("step, ms", "+ dropout")
         else ". But if"
     )
@@ -2188,7 +2186,7 @@ lab.read(
 #    :class: kb-key
 #
 #    A step takes the longer of two times: that of its kernels, and that in which the host launches
-#    them. The faster the kernels, the sooner the host decides.
+#    them.
 
 # %%
 
@@ -2522,9 +2520,10 @@ for dtype in (torch.float32, torch.bfloat16):
 # Reading
 finished = "Kernel Book, CUDA graph"
 lab.read(
-    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms, where the clock "
-    f"does not wait after each pass, and {step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved bytes; "
-    "attention without a table removed most of these, and the tables from the memory. Compiled and as a CUDA graph, "
+    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms (without a "
+    f"wait after each pass) and {step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved "
+    "bytes; attention without a table removed most of these, and the tables from the memory. "
+    "Compiled and as a CUDA graph, "
     f"**the step takes {step('step, ms', finished):.0f} ms and "
     f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
