@@ -185,8 +185,9 @@ lab.source(scope.key_stages, "stages")
 
 lab.source(forward.attention_fwd_kernel, "attend")
 
-# %% **Backward** takes such a loop for the gradient of a tile of queries. For the gradients of a
-# tile of keys it loops over queries, by the same bounds solved for :math:`i`.
+# %%
+# **Backward** takes such a loop for the gradient of a tile of queries. For the gradients of a tile
+# of keys it loops over queries, by the same bounds solved for :math:`i`.
 #
 # **What is outside is never loaded.** To see this, we poison the values of one tile of keys after
 # the other with NaN, and note which tiles of queries become NaN. Zero times NaN is NaN, so a
@@ -561,8 +562,8 @@ lab.read(
 # **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
 # them. It knows only the length of the longest sequence, so for each sequence it launches as many
 # programs as that one needs. A program reads two neighbouring offsets, and if its tile lies past
-# the end of the sequence, it returns at once. Backward finds
-# its sequence in the same way, with tiles of keys in the place of tiles of queries.
+# the end of the sequence, it returns at once. Backward finds its sequence in the same way, with
+# tiles of keys in the place of tiles of queries.
 
 lab.source(varlen.sequence)
 
@@ -837,11 +838,10 @@ lab.read(
     f"In float32, this differs from a single part by at most {max(off.values()):.0e}."
 )
 
-# %% **Query heads that share keys.** With *grouped heads* (GQA), ``group`` query heads read one
-# head of keys and values. One program per query head would read each key several times. So our
-# kernel puts their queries into one tile, as if they were neighbouring rows, and reads each key
-# once. A matmul needs at least 16 rows anyway, so up to 16 query heads should take about as long as
-# one.
+# %%
+# **Query heads that share keys.** With *grouped heads* (GQA), ``group`` query heads read one head
+# of keys and values. So that each key is read once, our kernel puts their queries into one tile, as
+# if they were neighbouring rows. A matmul needs at least 16 rows anyway.
 #
 # **The kernel.** ``merge`` needs a launch per part and several more. The package's kernel has a
 # program for each head *and part*, in one launch, and gives each an equal share of the tiles of
@@ -1090,7 +1090,7 @@ lab.read(
     + (f"Ahead of us is {' and '.join(ahead)}. " if ahead else "")
     + (
         f"{' and '.join(unsplit)} read at less than twice the speed of “one part”, so they do not "
-        "seem to split the keys here (FlashAttention may)."
+        "seem to split the keys here (FlashAttention is free to)."
         if unsplit
         else ""
     )

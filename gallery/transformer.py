@@ -1097,7 +1097,6 @@ peak = {
     )
     for version in ("all kept", "checkpointed")
 }
-at_end = timeline.rows[-1]["most, GiB"] if timeline.rows else nan
 paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
 inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
 spared = (SIZES["large"].layers - 1) * (
