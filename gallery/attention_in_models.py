@@ -841,7 +841,7 @@ lab.read(
 # %%
 # **Query heads that share keys.** With *grouped heads* (GQA), ``group`` query heads read one head
 # of keys and values. So that each key is read once, our kernel puts their queries into one tile, as
-# if they were neighbouring rows. A matmul needs at least 16 rows anyway.
+# if they were neighbouring rows.
 #
 # **The kernel.** ``merge`` needs a launch per part and several more. The package's kernel has a
 # program for each head *and part*, in one launch, and gives each an equal share of the tiles of
@@ -1658,7 +1658,6 @@ lab.check(
 # References
 # ----------
 #
-# - Beltagy, Peters, Cohan. *Longformer: the long-document transformer.* arXiv:2004.05150, 2020.
 # - Jiang and others. *Mistral 7B.* arXiv:2310.06825, 2023.
 # - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
 #   2024.
