@@ -1123,8 +1123,6 @@ lab.read(
 # The course's test
 # -----------------
 #
-# *How fast are forward and backward together, on a task that others have set?*
-#
 # Stanford's course CS336 ranks its students' kernels by the time of both passes, causal, in
 # bfloat16, with the host. *PyTorch* is the formula of the first section.
 
@@ -1293,8 +1291,6 @@ lab.read(
 # %%
 # Is it right?
 # ------------
-#
-# *Are the results right where tiles are cut or skipped?*
 #
 # We compare output and gradients with the formula in float64. Packed batches are compared sequence
 # by sequence, because the error of a short sequence would disappear beside the large numbers of a

@@ -979,7 +979,6 @@ lab.table(
 # When does a step hold the most? PyTorch's allocator can record each allocation and its release.
 # We go back to *large*, in float32, and sum them up over one step, as it is, and with
 # :term:`checkpointing`, where a layer keeps only its input and computes the rest again in backward.
-# A point of the lines is the most that an eightieth of a pass holds.
 
 
 # Measuring
@@ -1384,8 +1383,7 @@ lab.read(
         if missing
         else ""
     )
-    + "**Without the table, the memory of attention grows with the length and not with its "
-    "square, and most of its time is saved as well.**"
+    + "**Without the table, memory grows with the length, and not with its square.**"
 )
 
 # %%
