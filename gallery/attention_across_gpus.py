@@ -8,8 +8,8 @@ GPUs share one attention, and how much of their speed is left when they do?*
 You will learn
 
 - how GPUs pass keys and values round a ring, and merge what they compute by one number per query;
-- why a causal mask leaves ranks idle for up to half of the time, and which order of the tokens
-  repairs that;
+- why a causal mask leaves ranks idle for up to half of their time on average, and which order of
+  the tokens repairs that;
 - how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
 
 The measurements need two NVIDIA GPUs or more. Elsewhere two processes of the CPU run the same
@@ -53,7 +53,7 @@ if TINY:
 #
 # From which length on is one GPU too small? A layer keeps ``q``, ``k``, ``v`` and ``out`` of each
 # token for the backward pass, which adds the gradients of these four. With 16 heads of 128 numbers
-# in bfloat16, each of the eight takes 4 KiB per token.
+# in bfloat16, each of these tensors takes 4 KiB per token, so the four that are kept take 16.
 
 # Folded: What attention keeps, by length
 KEPT, DURING, LAYERS = 4, 4, 32
@@ -75,7 +75,7 @@ lab.table(rows, "What attention keeps, on paper")
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
     f"For a million tokens a model of {LAYERS} layers keeps {million:.0f} GiB, and an H200 has 141 "
-    "GB. So they do not fit, even if its weights took nothing."
+    "GB, for its weights, too."
 )
 
 # %%
@@ -90,9 +90,8 @@ lab.read(
 #
 # A query must meet all keys, but not all at once: :doc:`decoding
 # </chapters/attention_in_models>` cut the keys of a query into parts, attended to each, and merged
-# the outputs by their :term:`logsumexp`. There the programs of one GPU computed the parts side by
-# side. Here a rank computes them one after another, and merges after each. Let :math:`A` be the
-# keys met so far and :math:`B` the next part. Then
+# the outputs by their :term:`logsumexp`. Here a rank computes the parts one after another, and
+# merges after each. Let :math:`A` be the keys met so far and :math:`B` the next part. Then
 #
 # .. math::
 #
@@ -148,8 +147,7 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 
 # %%
-# The last line checks the outputs of three ranks against attention to all keys at once. What is
-# still missing are a mask, and ranks that work at the same time.
+# What is still missing are a mask, and ranks that work at the same time.
 #
 # Who holds which tokens
 # ----------------------
@@ -261,10 +259,11 @@ lab.source(ring._pass_on)
 # The forward pass of the package is ``ring_in_turn``, as one rank sees it. In each step it begins
 # to pass ``kv`` on, computes what ``_work`` tells it to, and waits for both transfers.
 # ``operator.run`` is the forward kernel of the earlier chapters, and what follows ``causal`` are
-# its options: no window, the scale, the same bits in every run, any backend. A part that was sent
-# and used is ``spare``, and the next but one arrives in its memory. Only the rank's own part never
-# becomes spare, because it belongs to the caller. (``_like`` makes empty tensors of the same
-# shapes, and ``_dtype_of_sums`` is float32 with more than two ranks.)
+# its options: no window to the left or right (two times ``None``), the scale, the same bits in
+# every run (``True``), any backend (``"auto"``). A part that was sent and used is ``spare``, and
+# the next but one arrives in its memory. Only the rank's own part never becomes spare, because it
+# belongs to the caller. (``_like`` makes empty tensors of the same shapes, and ``_dtype_of_sums``
+# is float32 with more than two ranks.)
 
 lab.source(ring._Ring.forward)
 
@@ -280,8 +279,7 @@ lab.source(ring._Ring.forward)
 #
 # The terms of ``dq`` belong to the rank's own queries and are added up there. Those of ``dk`` and
 # ``dv`` belong to keys of another rank. So these sums travel round the ring behind their keys, each
-# rank adds its terms as they pass, and a last transfer brings them home. With more than two ranks,
-# the sums are float32 until they are complete.
+# rank adds its terms as they pass, and a last transfer brings them home.
 
 # Folded: The backward pass, and the exchange of all to all
 lab.listing(
@@ -294,8 +292,8 @@ lab.listing(
 # %%
 # **All to all** is the other way. Heads are independent, so the ranks can exchange parts of the
 # sequence for heads: each rank then has the whole sequence of a few heads, computes it as a single
-# GPU would, and exchanges back. That is simpler, because there are no steps, but the number of
-# ranks must divide the number of heads, and nothing is computed while they exchange.
+# GPU would, and exchanges back. There are no steps then, but the number of ranks must divide the
+# number of heads, and nothing is computed while they exchange.
 #
 # Both are called in the same way, on every rank with its own part of the sequence:
 #
@@ -307,8 +305,6 @@ lab.listing(
 #
 # Is it right?
 # ------------
-#
-# *Do the ranks compute what one GPU would?*
 #
 # Outputs and gradients of both ways are compared with float64 and with PyTorch's attention on one
 # device. The error may be up to four times PyTorch's, also for the output, because each part's
@@ -370,8 +366,6 @@ lab.check("Attention across ranks", cases())
 # %%
 # How fast is it?
 # ---------------
-#
-# *How much of their speed do the GPUs keep?*
 #
 # The yardstick is *linear scaling*, in the figures the *ideal*: the time that one GPU takes alone
 # for the same sequence, divided by the number of GPUs, so that 100 % means that sharing loses
@@ -532,10 +526,11 @@ lab.read(
     f"scores promised {promised:.2f}. With transfers behind the computation it is "
     f"{100 * share['Kernel Book']:.0f} %, or {rate:,.0f} TFLOP/s on all GPUs together. "
     + (
-        f"We aimed at {100 * floor:.0f} % and reach it."
+        f"We aimed at {100 * floor:.0f} % at this length and reach it"
         if share["Kernel Book"] >= floor
-        else f"**We aimed at {100 * floor:.0f} % and miss it.**"
+        else f"**We aimed at {100 * floor:.0f} % at this length and miss it**"
     )
+    + f"; **at {LENGTHS[0]:,} tokens it is {100 * shortest:.0f} %**."
 )
 
 # %%
@@ -572,13 +567,23 @@ def compared(found):
     return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]])) or "nan"
 
 
+exchanged = max(
+    abs(100 * (speed.milliseconds_at("all to all", seqlen=n) / took - 1))
+    for n in LENGTHS
+    for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
+)
 lab.read(
     f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
     "tokens, because the scores grow with the square of the length and what is transferred with "
-    f"the length itself. **All to all**, the simpler way, takes {compared(longer('all to all'))} "
-    "tokens. (Less than 1 % we count as no difference.) **Short sequences lose more in every "
-    f"version:** at {LENGTHS[0]:,} tokens the ring keeps {100 * shortest:.0f} %. Why, a section "
-    "below asks."
+    "the length itself. (Less than 1 % we count as no difference.) **All to all**, the simpler "
+    "way, takes "
+    + (
+        f"as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, so that the two share a line "
+        "in the figure. "
+        if exchanged < 2
+        else f"{compared(longer('all to all'))} tokens. "
+    )
+    + "**Short sequences lose more in every version.** Why, a section below asks."
 )
 
 # %%
@@ -748,8 +753,8 @@ computed_from = min((start for start, _ in of_compute), default=nan)
 computed_until = max((end for _, end in of_compute), default=nan)
 lab.read(
     f"With transfers waited for, the call takes {before:.1f} ms, and with transfers behind the "
-    f"computation {after:.1f}. What still costs time of its transfers are the first "
-    f"{computed_from:.1f} ms, in which no kernel has started yet, and the last "
+    f"computation {after:.1f}. Only at its two ends do transfers run alone: for the first "
+    f"{computed_from:.1f} ms, in which no kernel has started yet, and for the last "
     f"{max(0.0, after - computed_until):.1f} ms, because nothing is left to compute when the "
     "complete gradients travel. "
     + (
@@ -954,12 +959,10 @@ lab.read(
 # Where short sequences lose
 # --------------------------
 #
-# *Why does the ring keep less of its speed there?*
-#
 # Two suspects are left besides transfers: the *kernels*, which are less efficient on small parts
 # and merge in every step, and the *host*, which launches them and lets the ranks tell each other
 # what they pass, so that a mismatch is an error and not a hang. We look at each alone: we add up
-# the kernels above, and time a call whose scores take next to nothing.
+# the single steps that were timed above, and time a call whose scores take next to nothing.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -996,9 +999,8 @@ by_kernels = sum(
     + (WORLD - 1) * measured_step(of_part, f"step, {which}")
     for which in ("forward", "backward")
 )
-ideal_ms, ring_ms, exchange_ms = (
-    speed.milliseconds_at(name, seqlen=LENGTHS[0])
-    for name in ("ideal", "Kernel Book", "all to all")
+ideal_ms, ring_ms = (
+    speed.milliseconds_at(name, seqlen=LENGTHS[0]) for name in ("ideal", "Kernel Book")
 )
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
@@ -1013,19 +1015,17 @@ lab.read(
         if min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
         else ""
     )
-    + f"All to all takes {exchange_ms:.1f} ms, and its host {cost.get('all to all', nan):.1f}. At "
-    f"{length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, and "
-    "its time is hidden."
+    + f"At {length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, "
+    "and its time is hidden."
 )
 
 # %%
 # Memory, and a long sequence
 # ---------------------------
 #
-# *What falls when GPUs share a sequence, and what does not?*
-#
-# One GPU alone and then all ranks together compute 131,072 tokens, and each notes the most that its
-# allocator held during a forward and a backward pass, inputs and gradients included.
+# What falls when GPUs share a sequence? One GPU alone and then all ranks together compute 131,072
+# tokens, and each notes the most that its allocator held during a forward and a backward pass,
+# inputs and gradients included.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1115,7 +1115,6 @@ lab.read(
 )
 
 # %%
-# The last measurement is a long one: 262,144 tokens on each GPU, forward and backward, once.
 
 # Measuring
 LONG = 262144 // SHRINK // (4 if TINY else 1)
@@ -1159,10 +1158,10 @@ long
 row = long.rows[0] if long.rows else {}
 long_tokens, long_gpus = row.get("tokens", nan), row.get("GPUs", nan)
 lab.read(
-    f"{long_tokens:,} tokens on {long_gpus} GPUs take {row.get('seconds', nan):.1f} s and at most "
-    f"{row.get('GiB per GPU', nan):.1f} GiB on each, at {row.get('TFLOP/s', nan):,.0f} TFLOP/s on "
-    "all together. The scores that standard attention writes would take "
-    f"{16 * 2 * long_tokens**2 / 2**40:,.0f} TiB in 16 bits."
+    f"**A long sequence:** {long_tokens:,} tokens take {long_gpus} GPUs "
+    f"{row.get('seconds', nan):.1f} s, forward and backward, and {row.get('GiB per GPU', nan):.1f} "
+    "GiB each, where the scores of standard attention would take "
+    f"{16 * 2 * long_tokens**2 / 2**40:,.0f} TiB."
 )
 
 # %%
@@ -1271,53 +1270,49 @@ lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
 # %%
 
 # Reading
-at = PEER_LENGTHS[-1]
-timed_peers = [
-    (name, beside.share(name, seqlen=at))
+timed_peers = {
+    name: {
+        n: 100
+        * (
+            beside.milliseconds_at(name, seqlen=n)
+            / beside.milliseconds_at("Kernel Book", seqlen=n)
+            - 1
+        )
+        for n in PEER_LENGTHS
+        if not beside.at(provider=name, seqlen=n).empty
+    }
     for name in BACKENDS
-    if name in beside.providers and not beside.at(provider=name, seqlen=at).empty
-]
-ours_ms = beside.milliseconds_at("Kernel Book", seqlen=at)
+    if name in beside.providers
+}
 
 
-def beside_ours(name):
+def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph; less than 1 % is no difference."""
-    took = beside.milliseconds_at(name, seqlen=at)
-    more = 100 * (took / ours_ms - 1)
-    judged = (
-        "as long as ours, which was timed again beside it"
-        if abs(more) < 1
-        else f"{more:.0f} % longer than ours, which was timed again beside it"
-        if more > 0
-        else f"{-more:.0f} % less than ours, so **PyTorch's is ahead**"
-    )
     return (
-        f"At {at:,} tokens, PyTorch's ring around {name.removesuffix(' CP')} takes {took:.0f} ms, "
-        f"{judged}. We did not time its kernel on one GPU, so we cannot say how much of this is "
-        "the ring's and how much the kernel's. "
+        f"Beside ours, timed again, PyTorch's ring around {name.removesuffix(' CP')} takes "
+        f"{compared(found)} tokens. "
+        + (
+            "**Where it takes shorter, PyTorch's is ahead.** "
+            if min(found.values()) <= -1
+            else ""
+        )
+        + "We did not time its kernel on one GPU, so we cannot say how much of this is the ring's "
+        "and how much the kernel's."
     )
 
 
 lab.read(
-    "".join(beside_ours(name) for name, _ in timed_peers)
-    + (
-        "More than 100 % is possible in the figure, because the yardstick is our kernel."
-        if any(found > 1 for _, found in timed_peers)
-        else ""
-    )
-    if timed_peers
-    else "PyTorch's context parallelism did not run here; the figure names the reason."
+    " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
+    or "PyTorch's context parallelism did not run here; the figure names the reason."
 )
 
 # %%
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# *How far does a ring go?*
-#
-# We have no such machine, but we can simulate one from the pieces that we measured. A step takes as
-# long as the longest of three: its scores, the transfer beside them, and, after the first step, the
-# host's time to launch it. The last gradients, which nothing hides, are added.
+# How far does a ring go? We simulate such machines from the pieces that we measured. A step takes
+# as long as the longest of three: its scores, the transfer beside them, and, after the first step,
+# the host's time to launch it. The last gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1354,11 +1349,11 @@ lab.read(
         f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
         for n, off in off_by.items()
     )
-    + " tokens. Its steps were timed one by one, with a pause after each."
+    + " tokens."
 )
 
 # %%
-# Now with more GPUs. For eight GPUs of one host we assume the connection that we measured. Beyond,
+# For eight GPUs of one host we assume the connection that we measured. Beyond,
 # the slowest link of the ring counts, and we assume one network card of 400 Gb/s per GPU, which is
 # 50 GB/s.
 
@@ -1502,7 +1497,7 @@ for layout in ring.LAYOUTS:
 #    :lines: 3-7
 #    :dedent:
 #
-# The table shows what it and rank 0 are told, and after how many seconds.
+# The table shows after how many seconds each rank has its error, and what rank 0 is told.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1578,8 +1573,25 @@ def failures():
     return rows
 
 
+def in_short(rows):
+    """One row for each mistake, with what rank 0 is told."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["mistake"], {})[row["rank"]] = row
+    last = ranks.world - 1
+    return [
+        {
+            "mistake": mistake,
+            "rank 0, s": of[0]["seconds"],
+            f"rank {last}, s": of[last]["seconds"],
+            "what rank 0 is told": of[0]["what it says"],
+        }
+        for mistake, of in found.items()
+    ]
+
+
 here = failures()
-lab.table(here, f"Mistakes of the last of {ranks.world} ranks, run here")
+lab.table(in_short(here), f"Mistakes of the last of {ranks.world} ranks, run here")
 
 # %%
 
@@ -1630,29 +1642,7 @@ assert abs(part - 2 * (8 / 64) * speed_of_one / needed) < 1e-6
 print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 heads of keys evenly.")
 
 # %%
-# **2. How long does the contiguous layout wait?** Count, for a world of :math:`W`, the scores of
-# the busiest rank with each layout, and their ratio for 2, 4, 8 and 64 ranks.
-
-# %%
-
-# Solution: how long does the contiguous layout wait?
-rows = []
-for world in (2, 4, 8, 64):
-    busiest = {}
-    for layout in ring.LAYOUTS:
-        scores = []
-        for step in range(world):
-            work = ring._work(world - 1, (world - 1 - step) % world, True, layout, PART)
-            n_rows, n_keys = (len(range(PART)[piece]) for piece in work[:2])
-            scores.append(n_rows * n_keys / (2 if work[2] else 1))
-        busiest[layout] = sum(scores)
-    ratio = busiest["contiguous"] / busiest["zigzag"]
-    assert abs(ratio - (world - 0.5) / (world / 2)) < 1e-9
-    rows.append({"ranks": world, "contiguous / zig-zag": f"{ratio:.2f}"})
-lab.table(rows, "Scores of the busiest rank")
-
-# %%
-# **3. Why do the gradients travel in 32 bits?** Add 64 numbers near 1 in bfloat16, one after
+# **2. Why do the gradients travel in 32 bits?** Add 64 numbers near 1 in bfloat16, one after
 # another, as 64 ranks would add their terms, and once in float32.
 
 # %%
@@ -1676,11 +1666,11 @@ print(f"relative error: {errors[0]:.1e} in bfloat16, {errors[1]:.1e} in float32"
 #   arXiv:2310.01889, 2023.
 # - Brandon et al. *Striped attention: faster ring attention for causal transformers.*
 #   arXiv:2311.09431, 2023.
-# - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024. (Pieces from both ends.)
+# - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024.
 # - Jacobs et al. *DeepSpeed Ulysses: system optimizations for enabling training of extreme long
 #   sequence transformer models.* arXiv:2309.14509, 2023.
 # - Fang, Zhao. *USP: a unified sequence parallelism approach for long context generative AI.*
-#   arXiv:2405.07719, 2024. (Heads within a host, a ring between hosts.)
+#   arXiv:2405.07719, 2024.
 
 # %%
 

@@ -74,7 +74,10 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# How much memory is that?
+# (This finite mask is safe: no score lies below the *lowest* number, so a masked key wins only
+# where a query sees no key, and there the result is set to zero.)
+#
+# How much memory does this need?
 
 
 # Measuring
@@ -149,8 +152,10 @@ def peak(length, version):
 lab.read(
     f"At 16,384 tokens and 16 heads, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for its backward pass, which then "
-    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more. The kernels of this "
-    f"chapter keep {kept(16384, 'two sweeps'):.0f} MiB."
+    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients "
+    f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. Their "
+    f"backward pass then allocates {peak(16384, 'two sweeps'):.0f} MiB in two sweeps, and "
+    f"{peak(16384, 'one sweep'):.0f} MiB in one, which holds `dq` in float32."
 )
 
 # %%
@@ -440,36 +445,50 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # The kernels
 # -----------
 #
-# What does a program of the first sweep execute? A small kernel has computed ``delta``, and the
-# program has loaded its tiles ``k`` and ``v``. This loop visits one tile of queries after another:
+# What has to happen before the sweeps? A small kernel computes ``delta``, and stores it with
+# ``lse`` times :math:`\log_2 e`. Its heart is three lines, for a tile of queries:
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#    :language: python
+#    :pyobject: preprocess_kernel
+#    :start-at: out = tl.load
+#    :end-at: delta = tl.sum
+#    :dedent:
+#
+# A program of the first sweep then loads its tiles ``k`` and ``v``, and visits one tile of queries
+# after another:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
 #    :pyobject: sweep_queries
 #    :start-at: for start_m in tl.range
-#    :end-before: # -- add
+#    :lines: 1-10, 17-21
 #    :dedent:
 #    :linenos:
 #
+# - **Line 1.** The kernel runs this loop once for the tiles from ``first_query`` to ``last_query``
+#   that the diagonal cuts, and once for those whose queries see all keys of the tile.
 # - **Lines 3 to 5** load what belongs to ``BLOCK_M`` queries from ``start_m`` on: rows of ``q`` and
-#   ``do``, and one number per query, ``lse`` in base 2. The other arguments of ``load_row`` say
-#   where this head's numbers lie.
+#   ``do``, and one number per query, ``lse`` in base 2. For this, ``load_row`` reads row ``row`` of
+#   ``lse_rows``, which has one row per head, padded to ``padded_q`` numbers; ``start`` is 0 here,
+#   and ``DESCRIBED`` says whether a descriptor reads it.
 # - **Lines 6 and 7** are step 6, transposed: keys are rows. ``scale_log2`` is :math:`\sigma \log_2
 #   e`, and ``PRECISION`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`.
 # - **Lines 8 to 10** mask. ``first_seeing`` holds, for each key, the first query that sees it.
 #   ``MASKED`` is a constant, true only near the diagonal: elsewhere these lines are not compiled.
-#   **Lines 11 to 13** are for windows.
-# - **Lines 17 to 21** are the gradients, one line per formula. The matmul of line 19 runs while
-#   line 20 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. So line 18 loads ``delta``
+#   (For windows, three more mask from the other side.)
+# - **Lines 11 to 15** are the gradients, one line per formula. The matmul of line 13 runs while
+#   line 14 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. So line 12 loads ``delta``
 #   *before* that matmul begins: a load among matmuls would make each wait for the one before.
 #
 # After the loop, ``dk`` is multiplied by the scale, and both are stored.
 #
-# .. dropdown:: The kernel before the sweeps: delta, and lse in base 2
+# .. dropdown:: Around the loop: the kernel before it, and the tile that a program takes
 #
-#    ``None`` is a constant for Triton, so without a gradient of ``lse`` the lines for ``dlse_ptr``
-#    are not even compiled. Queries that see no key, and queries past the end, which exist because
-#    the last tile must be full, get the ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`,
+#    **The kernel before.** ``None`` is a constant for Triton, so without a gradient of ``lse`` the
+#    lines for ``dlse_ptr`` are not even compiled. Queries that see no key, and queries past the
+#    end, which exist because the last tile must be full, get the ``lse`` :math:`+\infty`. Then
+#    :math:`2^{s - \infty} = 0`,
 #    so these rows contribute nothing, and the sweeps need no test for them. The counter at the end
 #    is one that another kernel of the package wants set to zero; here it is ``None``.
 #
@@ -479,11 +498,9 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #       :start-at: # -- delta
 #       :dedent:
 #
-# .. dropdown:: The tile that a program takes, and the queries that it visits
-#
-#    ``place`` gives each program a tile and a head. Programs with the most work start first, so
-#    that no long program is left over at the end; in a causal sweep these own the *first* keys,
-#    because the most queries see them.
+#    **The tile.** ``place`` gives each program a tile and a head. Programs with the most work start
+#    first, so that no long program is left over at the end; in a causal sweep these own the
+#    *first* keys, because the most queries see them.
 #
 #    Queries from ``first`` to ``whole`` do not see all keys of the tile, so they are masked, and
 #    those from ``whole`` to ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that
@@ -642,18 +659,39 @@ lab.read(
 )
 
 # %%
-# **The sweep over keys** mirrors the sweep over queries. Nothing is transposed in it, because
-# :math:`dS` is already the *left* operand of :math:`dQ = dS\, K`.
+# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse_log2`` and
+# ``delta``, and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dS` is already
+# the *left* operand of :math:`dQ = dS\, K`:
 #
-# **One sweep** is the loop above with a fifth matmul at its end. It needs :math:`dS` and has
+# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#    :language: python
+#    :pyobject: sweep_keys
+#    :start-at: qk = tl.dot
+#    :end-before: if MASKED
+#    :dedent:
+#
+# Here it masks as the first sweep does, and goes on with
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#    :language: python
+#    :pyobject: sweep_keys
+#    :start-at: dp = tl.dot
+#    :end-before: return dq
+#    :dedent:
+#
+# **One sweep** is the first sweep with a fifth matmul at its end. It needs :math:`dS` and has
 # :math:`dS^\top`, so here a matrix passes through shared memory after all. With a
-# :term:`descriptor`, one instruction adds a whole tile of ``dq``. Older GPUs add element by
-# element, in no set order (``relaxed``). The constant ``DQ`` says which.
-
-lab.source(kernels.sweep_queries, "add")
-
-# %%
-# .. dropdown:: The kernel whole
+# :term:`descriptor`, one instruction adds a whole tile of ``dq``; on older GPUs each thread adds
+# its own elements:
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#    :language: python
+#    :pyobject: sweep_queries
+#    :start-at: dq = tl.dot
+#    :end-at: dq_desc.atomic_add
+#    :dedent:
+#
+# .. dropdown:: The kernels whole, what the host does, and what autograd sees
 #
 #    One tile of queries after another, for the program that owns a tile of keys:
 #
@@ -676,8 +714,6 @@ lab.source(kernels.sweep_queries, "add")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: dq_kernel
-#
-# .. dropdown:: What the host does, and what autograd sees
 #
 #    The host of plain Triton chooses between one sweep and two:
 #
@@ -760,11 +796,7 @@ for is_causal in (False, True):
 
 # %%
 
-# Folded: How many tiles each sweep visits
-lab.table(rows, "Tiles that each sweep visits, found with a dye")
-
-# %%
-
+# Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
     [
@@ -986,10 +1018,12 @@ in_two, in_one = (
     unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
 )
 most = unlike.get("one sweep", {}).get("elements of dq, %", nan)
+if most == most:
+    most = math.ceil(1e4 * most) / 1e4  # rounded up: it is a bound
 lab.read(
     f"In two sweeps `dq` differs in {in_two:.0f} of 99 repeated runs, and in one sweep in "
     f"{in_one:.0f}, because its atomic additions come in another order each time. Rounding to "
-    f"bfloat16 hides most of that: at most {most:.2g} % of the elements differ."
+    f"bfloat16 hides most of that: at most {most:.4f} % of the elements differ."
 )
 
 # %%
@@ -1086,19 +1120,16 @@ lab.read(
     f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and one "
     f"sweep {share['Kernel Book, one sweep', 'full']:.0f} %. Standard attention and tiled PyTorch "
     f"reach at most {slow:.0f} %, because they pass every score through memory in each operation. "
-    f"`torch.compile` does so in fewer operations, and is "
+    f"`torch.compile` does so in fewer operations, and "
     + (
-        "ahead of both versions, because it has kept `P` and executes only four matmuls. "
+        f"beats both versions, which the causal bars under the title do not show: it reaches "
+        f"{full[0]:.0f} %, because it has kept `P` and executes only four matmuls. "
         if full[0] > 1.01 * full[1]
-        else "not ahead of two sweeps, although it has kept `P` and executes four matmuls. "
+        else f"reaches {full[0]:.0f} %: it has kept `P`, and executes four matmuls. "
     )
     + f"With a causal mask two sweeps reach {share['Kernel Book', 'causal']:.0f} %; visiting all "
-    f"tiles would take {skipping:.2f} times as long. "
-    + (
-        "`torch.compile` falls behind, because it still computes every pair."
-        if causal[0] < causal[1]
-        else "`torch.compile` stays ahead, although it still computes every pair."
-    )
+    f"tiles would take {skipping:.2f} times as long. `torch.compile` reaches {causal[0]:.0f} %, "
+    f"because it still computes every pair."
 )
 
 # %%
@@ -1126,25 +1157,17 @@ lab.plot(
 
 # %%
 
-# Folded: The same with a causal mask
+# Folded: The same with a causal mask, and with head_dim 64
 lab.plot(
     backward,
     "Backward, head_dim 128, causal, bfloat16",
     where={"head_dim": 128, "mask": "causal"},
 )
-
-# %%
-
-# Folded: The same with head_dim 64, full mask
 lab.plot(
     backward,
     "Backward, head_dim 64, full, bfloat16",
     where={"head_dim": 64, "mask": "full"},
 )
-
-# %%
-
-# Folded: The same with head_dim 64, causal mask
 lab.plot(
     backward,
     "Backward, head_dim 64, causal, bfloat16",
@@ -1217,13 +1240,6 @@ said = (
         else ""
     )
 )
-lab.read(
-    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps."
-)
-
-# %%
-
-# Reading
 first = speeds[0]
 lead = first["library"] / first["two sweeps"]
 if lead <= 1:
@@ -1235,8 +1251,9 @@ elif lead < 1.05 * 7 / 5:
 else:
     meaning = "so two sweeps execute more, and at a lower rate"
 lab.read(
-    f"How much of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as "
-    f"long, if each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
+    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps. How much "
+    f"of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as long, if "
+    f"each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
     f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
     f"{lead:.2f} times as fast, {meaning}."
     + (
@@ -1587,11 +1604,19 @@ relative_speed = {
     for row in speeds
     if row["mask"] == "full"
 }
+spills = {(row["case"], row["kernel"]): row["spills"] for row in facts.rows}
+spilled = spills.pop(("head_dim 128, one sweep", "dkdv_kernel"), nan)
+others_spill = any(spills.values())
 tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
 lab.read(
     f"At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and at 16,384 tokens "
     f"without a mask it reaches {relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim "
     f"128, {once:.0f} fits, and it reaches {relative_speed[128]:.0f} %. "
+    + (
+        f"There {spilled:.0f} values per thread spill as well, and none in any other sweep. "
+        if spilled and not others_spill
+        else ""
+    )
     + (
         f"But little room alone does not explain it: the second of two sweeps has only "
         f"{beside:.0f} on an SM, too, and its matmuls are "
@@ -1602,11 +1627,11 @@ lab.read(
 )
 
 # %%
-# So little room probably matters *together with waiting*. In one sweep, :math:`dS^\top` and ``dq``
-# pass through shared memory, and in two sweeps nothing does. While all warps wait for that, the
-# matrix units have nothing to do, and at head_dim 128 no second program fills the gap.
+# So we suspect little room *together with waiting*. In one sweep two results, :math:`dS^\top` and
+# ``dq``, pass through shared memory, and in two sweeps none does. While all warps wait for that,
+# the matrix units have nothing to do, and at head_dim 128 no second program fills the gap.
 # FlashAttention gives loads, matmuls and additions to different groups of warps, which work at the
-# same time; :doc:`/chapters/attention_hopper_backward` tests this explanation by doing the same.
+# same time; :doc:`/chapters/attention_hopper_backward` does so, too, to test this explanation.
 
 # %%
 # What breaks it

@@ -3,7 +3,7 @@ Attention at full speed
 =======================
 
 The kernel of the last chapter skips the tiles that a mask empties, but the tensor cores, the GPU's
-matmul units, still stand idle for much of the time. *Which changes bring it close to the speed of
+matmul units, still stand idle for much of the time. *Which changes bring it closer to the speed of
 a matmul, and what is each of them worth?*
 
 You will learn
@@ -143,7 +143,8 @@ lab.read(
 # We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>`. One
 # :term:`program` keeps a :term:`tile` of queries. Its loop loads one tile of keys and values after
 # the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
-# the weighted sum of values ``acc``.
+# the weighted sum of values ``acc``. It runs in two *causal stages*, first over whole tiles and
+# then over cut ones. (*Pipeline stages*, which rung 1 explains, are something else.)
 #
 # What keeps it slow? Six things that plain Triton can remove, and some of them show only when an
 # earlier one is gone. Each rung of a ladder removes one:
@@ -317,7 +318,8 @@ def _rung_kernel(
 #    the tensor cores.
 #
 # Each rung adds its flag, or its options, to those before it. (``register_limit`` sets the option
-# ``maxnreg``, which rung 1 explains.)
+# ``maxnreg``, which rung 1 explains.) The rungs are checked in float32 and float16, with small
+# tiles and to eight times PyTorch's error; the package's kernel, below, also in bfloat16.
 
 LADDER = {
     "in stages": {
@@ -613,7 +615,7 @@ lab.table(
     by_half(
         {
             "none": half.get("start"),
-            "two stages alone": half.get("start, two stages alone"),
+            "two pipeline stages alone": half.get("start, two stages alone"),
             "register limit alone": half.get("start, register limit alone"),
             "both": made.get("two programs"),
         }
@@ -627,14 +629,28 @@ lab.table(
 cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
     list(LADDER)[-1], mask="causal"
 )
+of_limit = [
+    steps.rate("without register limit", mask=mask)
+    / steps.rate(list(LADDER)[-1], mask=mask)
+    - 1
+    for mask in ("causal", "full")
+]
+needs = half.get("finished, two stages alone", {}).get("registers", nan)
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
     told("two programs")
     + (
-        f"So little, because the limit has a price: with 128 registers the assembler no longer "
-        f"lets a matmul run beside other work, and the code waits {waits_of('two programs')}. The "
-        f"next rungs remove these waits, and then the second program pays: without it the finished "
-        f"kernel is {100 * cost:.0f} % slower with a causal mask."
+        f"So little, because the limit has a price. In this loop 128 registers are too few for the "
+        f"assembler to let a matmul run beside other work, even where none spills, so the code "
+        f"waits {waits_of('two programs')}. Later rungs remove these waits, and then the second "
+        f"program pays: without it the finished kernel is {100 * cost:.0f} % slower with a causal "
+        f"mask. "
+        + (
+            f"Then the stages alone suffice, and the limit is worth nothing, because the compiler "
+            f"takes {needs} registers per thread all the same."
+            if max(map(abs, of_limit)) < 0.01
+            else ""
+        )
         if early and cost > 0.05
         else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
         f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
@@ -647,7 +663,10 @@ lab.read(
 # Folded: The same two changes in the finished kernel
 TIMED = {
     "both": ("finished", list(LADDER)[-1]),
-    "two stages alone": ("finished, two stages alone", "without register limit"),
+    "two pipeline stages alone": (
+        "finished, two stages alone",
+        "without register limit",
+    ),
     "register limit alone": ("finished, register limit alone", "without two stages"),
     "none": ("finished, neither", "without two programs"),
 }
@@ -694,7 +713,8 @@ lab.read(
     + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}, because the threads no longer keep addresses. "
     + (
-        "The waits stay."
+        "The waits stay: the assembler still finds too few registers for matmuls that run beside "
+        "other work."
         if compiled_to("descriptors", "waits for them")
         >= compiled_to("two programs", "waits for them")
         else f"The code now waits {waits_of('descriptors')}."
@@ -757,17 +777,9 @@ lab.read(
 #    :end-at: end = tl.maximum(tl.cdiv
 #    :dedent:
 #
-# After the loops, it does the last one by itself:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _rung_kernel
-#    :start-at: p, alpha, l_i, m_i = _weigh(
-#    :end-before: # -- write
-#    :dedent:
-#
-# (Where the loop loads the next keys, it passes ``True`` for ``MASKED``, because the next tile may
-# reach past the end even if this one does not.)
+# After the loops, it weighs the last scores and adds the last values. (Where the loop loads the
+# next keys, it passes ``True`` for ``MASKED``, because the next tile may reach past the end even if
+# this one does not.)
 
 # Reading
 ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
@@ -782,7 +794,8 @@ lab.read(
         if not ahead_of_loop <= 0
         else ""
     )
-    + ". Too few registers are no longer the reason; the next rung finds it."
+    + ". But the reason is no longer the number of registers: the assembler now names another, "
+    "which the next rung removes."
 )
 
 # %%
@@ -868,9 +881,9 @@ lab.read(
 #    ``ttg.convert_layout``. In the loop over cut tiles it converts ``tensor<128x1xf32>`` up to rung
 #    2, ``tensor<128x128xf32>`` twice in rung 3, and ``tensor<128x1xf32>`` again in this one.
 #
-#    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs have
-#    another reason, C7512: it finds too few registers to overlap a matmul with anything, even where
-#    none spills. Triton shows neither message.
+#    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs it
+#    reports as C7512, too few registers to overlap a matmul with anything. Triton shows neither
+#    message.
 
 # %%
 # Rung 5: the scale inside the exponential
@@ -880,14 +893,13 @@ lab.read(
 # scale and then subtracts the maximum. But the scale is positive, so we can take the maximum before
 # we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`, and
 # :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, and multiplication and subtraction are one
-# instruction, a fused multiply-add. This is the part of ``_weigh`` that ``FOLDED`` changes; without
-# it, ``qk`` has been scaled before:
+# instruction, a fused multiply-add. This is all of ``_weigh``, with rung 4's choice of the maximum
+# and what ``FOLDED`` changes:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
 #    :pyobject: _weigh
-#    :start-at: # -- exponential
-#    :end-before: # -- rescale
+#    :start-at: if not FOLDED
 #    :dedent:
 
 # Reading
@@ -968,7 +980,15 @@ lab.measure("Instructions for one exponential", instructions)
 # %%
 # The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
 # last heads still start late. But all heads at once may have more keys and values than L2 holds, so
-# the package alternates between only as many heads as fit into half of the cache.
+# the package alternates between only as many heads as fit into half of the cache. ``place`` turns
+# the number of a program into a tile and a head, and ``HEAVY_FIRST`` reverses the tiles:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _rung_kernel
+#    :start-at: n_tiles = tl.cdiv
+#    :end-before: start_m = tile
+#    :dedent:
 
 # %%
 
@@ -995,7 +1015,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     }.items():
         row[name] = f"{100 * ideal / finish_time(weights):.0f} %"
     if not rows:
-        promised = finish_time(light_first) / finish_time(heavy_first) - 1
+        busy = [100 * ideal / finish_time(x) for x in (light_first, heavy_first)]
+        promised = round(busy[1]) / round(busy[0]) - 1
     rows.append(row)
 
 lab.table(
@@ -1007,7 +1028,7 @@ lab.table(
 # %%
 # .. dropdown:: Which tile of which head a program computes
 #
-#    ``heads_at_once`` is a power of two, and 1 without a mask. ``HEAVY_FIRST`` reverses the tiles.
+#    ``heads_at_once`` is a power of two, and 1 without a mask.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: place
@@ -1018,7 +1039,8 @@ lab.table(
 short = gain("heavy first", "causal") < promised
 lab.read(
     told("heavy first")
-    + f"A simulation promises {100 * promised:.0f} % with the causal mask. "
+    + f"In a simulation with the causal mask, the order raises the share of slots at work from "
+    f"{busy[0]:.0f} to {busy[1]:.0f} %, which promises {100 * promised:.0f} %. "
     + (
         "We measure less, because it counts an idle slot as lost, whereas the other program on "
         "that SM then has it to itself and runs faster. "
@@ -1135,7 +1157,8 @@ lab.read(
         f"Two more changes are worth more than the ladder showed, because of the registers. "
         f"Without descriptors, addresses compete with the scores that are computed ahead, and "
         f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
-        f"code again waits for each matmul instruction, as before that rung. "
+        f"registers are again too few for matmuls beside other work, as in rungs 1 and 2, and the "
+        f"code waits for each. "
         if crowded
         and scarce
         and all(
@@ -1220,7 +1243,8 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # and 1,000, or head_dim 80. So we compare these with float64. In 16 bits the error may be twice
 # PyTorch's, or one unit in the last place. In float32 the factor is eight, because each
 # multiplication by ``alpha`` adds a rounding and float32 is split into parts. In the table, an
-# input is its batch, heads, heads of keys, queries, keys and head_dim.
+# input is its batch, heads, heads of keys, queries, keys and head_dim; *transposed* inputs are
+# views of tensors with the length before the heads, as models keep them.
 
 
 # Measuring
@@ -1321,8 +1345,9 @@ lab.table(
 # ---------------
 #
 # Do six changes in plain Triton reach the libraries? Every point has 16,384 tokens in all. SDPA is
-# PyTorch's ``scaled_dot_product_attention``, of which we call two kernels by name. FlashAttention
-# is version 4 of that library, written in CuTe, which is closer to the GPU than Triton.
+# PyTorch's ``scaled_dot_product_attention``, of which we call two kernels by name: *SDPA flash* is
+# PyTorch's FlashAttention-2, *SDPA cuDNN* NVIDIA's. Plain *FlashAttention* is FlashAttention 4, the
+# package ``flash-attn-4``, written in CuTe, which is closer to the GPU than Triton.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1344,12 +1369,8 @@ lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"
 
 # %%
 
-# Folded: The same at head_dim 64, full
+# Folded: The same at head_dim 64
 lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
-
-# %%
-
-# Folded: The same at head_dim 64, causal
 lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
@@ -1619,10 +1640,11 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 # %%
 # The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
 # finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
-# such a kernel passes many tests. Reading past the end of a head is not harmless either, because
-# zero times infinity is NaN.
+# such a kernel passes many tests.
 
-# Reading
+# %%
+
+# Folded: Why reading past the end of a head is not harmless either
 v = torch.zeros(32, 16)
 v[20:] = torch.inf  # the first rows of the next head
 weights = torch.zeros(1, 32)
@@ -1630,7 +1652,7 @@ weights[:, :20] = 1 / 20
 found = (weights @ v)[0, 0].item()
 lab.read(
     f"With 20 values of 0, and 12 infinite ones of the next head at weight zero, the sum is "
-    f"{str(found).replace('nan', 'NaN')}."
+    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
 )
 
 # %%
@@ -1723,8 +1745,8 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # --------
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
-# the copy engine brings, and scores computed one iteration ahead keep them at work. Among what is
-# left are exponentials that nothing keeps in step with the matmuls.
+# the copy engine brings, and scores computed one iteration ahead keep them at work. Of what is left
+# we suspect the exponentials, which nothing keeps in step with the matmuls.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient. A model that generates text has only
 # one query per head, which leaves most of the GPU idle: :doc:`/chapters/attention_in_models` then

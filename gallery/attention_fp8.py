@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import Quantized, attention, forward, fp8, quantize, tuned
 from kernelbook.ops.hopper import fp8 as hopper_fp8
+from kernelbook.ops.hopper import fp8_choice
 
 lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp8")
 
@@ -79,14 +80,20 @@ products = lab.bench(
 )
 
 # %%
-
-# Reading
 nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
+rows = [
+    {"format": name, "TFLOP/s": f"{rate:,.0f}", "faster": f"{rate / slow:.2f} ×"}
+    for name, rate in (("bfloat16", slow), ("FP8", fast))
+]
+lab.table(rows, "A matmul of size 8,192")
+
+# %%
+
+# Reading
 lab.read(
-    f"The matmul runs at {slow:,.0f} TFLOP/s in bfloat16 and at {fast:,.0f} in FP8. **So what is 2 "
-    f"on paper is {fast / slow:.2f} in practice**, and attention can gain no more, because its "
-    "exponentials stay in float32 and get no faster."
+    f"**So what is 2 on paper is {fast / slow:.2f} in practice**, and attention can gain no more, "
+    "because its exponentials stay in float32 and get no faster."
 )
 
 # %%
@@ -105,7 +112,7 @@ lab.read(
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 
-# Folded: All 256 patterns counted (in PyTorch's names, fn means finite, with NaN)
+# Folded: All 256 patterns counted (fn means finite, with NaN)
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
 for dtype in (E4M3, E5M2):
@@ -426,9 +433,22 @@ lab.check("The matmul, either way", cases)
 
 # %%
 
-# Folded: The instructions of a tile of 128 × 128 × 64 (prmt permutes bytes of a register)
+# Folded: The instructions of a tile of 128 × 128 × 64
 emitted = lab.measure("Instructions per tile, and a matmul of size 4,096", instructions)
 emitted
+
+# %%
+lab.table(
+    [
+        {
+            "format": row["dtype"],
+            "contiguous": row["contiguous in b"],
+            "ms": f"{row['ms']:.3f}",
+        }
+        for row in emitted.rows
+    ],
+    "The same matmul of size 4,096, by the contiguous dimension of its second operand",
+)
 
 # %%
 
@@ -495,7 +515,7 @@ def scores_with(deviation, ahead):
 
 # %%
 
-# Folded: Other scores and powers of two, and the share of the weights that is rounded to zero
+# Folded: Other scores and powers of two, and the weights that become zero
 v = torch.randn(4096, 32, dtype=torch.float64)
 rows = []
 for deviation, ahead in ((0.5, 0), (2, 0), (4, 0), (0.5, 4), (0.5, 6)):
@@ -808,7 +828,7 @@ def long_sums():
 
 # %%
 
-# Folded: The errors measured, on 128 queries of head_dim 128, with values around 0 as well
+# Folded: The errors measured, with values around 0 as well
 sums = lab.measure("Error of the worst of 16 heads, head_dim 128", long_sums)
 sums
 
@@ -890,17 +910,18 @@ lab.read(
 #
 # The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
 # the kernel's fault. The *yardstick* is float64 with only the weights rounded as in the kernel. The
-# output may err twice as much, because it is rounded to 16 bits, too. Each head is compared on its
-# own, because a wrong head could hide behind one whose values are larger.
+# output may err twice as much, because it is rounded to 16 bits, too. With 8-bit q and k, lse may
+# err by :math:`2^{-12}` (2.4e-04), because the matrix unit cuts the terms of a score 13 places
+# below the largest. Each head is compared on its own, because a wrong head could hide behind a
+# larger one.
 #
-# .. dropdown:: What the name of an input lists, and the tolerance of lse
+# .. dropdown:: What the name of an input lists, and more on tolerances
 #
 #    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
 #    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
 #    Rounding the weights does not affect lse, so its yardstick is one rounding to float32, and with
-#    q and k in 16 bits it may err eight times as much. With 8-bit q and k the matrix unit cuts
-#    every term of a score 13 places below the largest, so lse may err by :math:`2^{-12}` of its
-#    size, about :math:`2.4 \cdot 10^{-4}`, which is twice one cut.
+#    q and k in 16 bits it may err eight times as much. The :math:`2^{-12}` for 8 bits is relative
+#    to lse, and twice one cut.
 
 
 # Measuring
@@ -1138,17 +1159,17 @@ lab.read(
 )
 
 # %%
-# **Why do q and k cost more than V?**
+# **When do q and k cost more than V?**
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    An error in V is averaged, because the result is a mean of many values, each with its own
-#    error. An error in q or k moves a score, and the exponential turns that into a factor of the
-#    weight.
+#    A relative error in V becomes one of the output, whatever the scores are. An error in q or k
+#    moves a score by a part of its size, and the exponential turns that into a factor of the
+#    weight. So it grows with the scores.
 #
-# If a score of 20 is wrong by 2 %, its weight is wrong by half, because :math:`e^{0.4}` is about
-# 1.5. So larger scores should make it worse.
+# If a score of 1 is wrong by 2 %, its weight is wrong by 2 %, too. If a score of 20 is, its weight
+# is wrong by half, because :math:`e^{0.4}` is about 1.5.
 
 # Folded: The error with q, and so every score, 1, 4 and 16 times as large
 
@@ -1166,12 +1187,26 @@ lab.table(rows, "The larger the scores, the more q and k matter")
 # %%
 
 # Reading
-small, large = rows[0], rows[-1]
+
+
+def beside(error, part):
+    """What is left of an error without one of its parts: independent errors add by squares."""
+    return math.sqrt(max(error**2 - part**2, 0)) if error == error else nan
+
+
+def of_values(data):
+    return beside(in_all("V in e4m3", data), in_all("V in e4m3", data, "kernel"))
+
+
+def of_scores(data):
+    return beside(in_all("all in e4m3", data), in_all("V in e4m3", data))
+
+
 lab.read(
-    f"They do: on a smaller input, with scores {large['scores times']} times as large, the error "
-    f"with all operands in e4m3 goes from {small['all in e4m3, %']:.1f} to "
-    f"{large['all in e4m3, %']:.1f} %, and with V alone from {small['V in e4m3, %']:.1f} to "
-    f"{large['V in e4m3, %']:.1f} %."
+    "Independent errors add by their squares, so the figure holds the part of each. On normal "
+    f"data, V adds {of_values('normal'):.1f} %, and q and k {of_scores('normal'):.1f} % together. "
+    f"With outliers, whose scores are larger, V adds {of_values('outliers'):.1f} %, and q and k "
+    f"{of_scores('outliers'):.1f} %."
 )
 
 # %%
@@ -1259,7 +1294,7 @@ lab.plot(
 
 # %%
 
-# Folded: With each mask and head_dim: FP8 over bf16, by length, and TFLOP/s at length 16,384
+# Folded: The same with each mask and head_dim
 EXPONENTIAL, IN_16, IN_8 = (
     1 / 16,
     4 / 4096,
@@ -1325,8 +1360,8 @@ lab.read(
         else ". "
     )
     + f"**Beside the default bfloat16 kernel it is {in_8 / in_16:.2f} times as fast.** With "
-    f"head_dim 64 these are {of_64[0]:.2f} and {of_64[1]:.2f}, because an exponential takes as "
-    "long there as its share of the 16-bit matmuls."
+    f"head_dim 64, where matmuls are a smaller part of the work, {gain_if(sum, 64):.2f} was "
+    f"predicted, and it is {of_64[0]:.2f} (beside the default kernel {of_64[1]:.2f})."
 )
 
 # %%
@@ -1687,6 +1722,12 @@ wide, narrow = (
     for head_dim in (128, 64)
 )
 met = [mask for mask in AIMS if best[mask] >= AIMS[mask]]
+runs = [
+    f"with head_dim {head_dim} and a {mask} mask, up to {most:,} keys"
+    for (head_dim, mask), steps in fp8_choice.CHOICES.items()
+    for most, config in steps
+    if config
+]
 ahead = [
     f"head_dim {head_dim}, a {mask} mask and {length:,} keys"
     for (head_dim, mask, length), ratio in ratios.items()
@@ -1695,7 +1736,13 @@ ahead = [
 lab.read(
     f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
     f"plain kernel in FP8, and with head_dim 64 at {min(narrow):.2f} to {max(narrow):.2f} times. "
-    + ("**So roles do not pay here.** " if 2 * len(ahead) < len(ratios) else "")
+    + (
+        "**So roles do not pay here"
+        + (f", but with {' and '.join(ahead)}" if ahead else "")
+        + ".** "
+        if 2 * len(ahead) < len(ratios)
+        else ""
+    )
     + f"Before we wrote it, we aimed at {AIMS['full']} TFLOP/s without a mask and {AIMS['causal']} "
     f"with a causal one. The faster of the two kernels reaches {best['full']:.0f} and "
     f"{best['causal']:.0f}, so "
@@ -1706,7 +1753,7 @@ lab.read(
         if met
         else "**both aims are missed.** "
     )
-    + "The package runs the kernel with roles only where we measured it to be faster."
+    + f"The package runs the kernel with roles only {' and '.join(runs)}."
 )
 
 # %%
@@ -1886,7 +1933,7 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: For readers of those chapters: how weights stay in their threads, and the kernel
+# .. dropdown:: How weights stay in their threads, and the kernel with roles
 #
 #    The second matmul can read weights from :term:`registers <register>`, but it expects them in
 #    other threads than those in which the first one leaves its scores. A softmax, however, does not
@@ -1962,7 +2009,7 @@ def cases_in_gluon():
 
 # %%
 
-# Folded: Its check, beside float64 that begins with the last tile of keys, as this kernel does
+# Folded: Its check, beside float64 that begins with the last tile, too
 lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstick")
 
 # %%

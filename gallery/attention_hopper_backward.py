@@ -8,8 +8,8 @@ it take to compute each weight once, and can the gradients still be the same bit
 
 You will learn
 
-- why five matmuls in place of seven need roles for the :term:`warps <warp>`, and where each of
-  seven tiles lies meanwhile;
+- why five matmuls in place of seven need roles for the :term:`warps <warp>`, and where each tile
+  lies meanwhile;
 - how to write the counter by which programs add to the same sums in a fixed order, and why none of
   them waits for ever;
 - who waits for whom in a step of the kernel, and how it compares with the fastest libraries.
@@ -19,13 +19,14 @@ computes the sweep and its order in PyTorch and in a simulation, and shows the c
 recorded run. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 2
 import time
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from matplotlib.patches import Rectangle
 
 from kernelbook import attention, lab, reference, runtime
 from kernelbook.lab.attention_bench import (
@@ -63,9 +64,9 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# Why does the backward pass compute its weights twice? For a tile of queries and a tile of keys it
-# needs five matmuls, with the weights :math:`P = e^{S - lse}` and with :math:`dS = P \circ (dP -
-# \mathrm{delta})`, as :doc:`/chapters/attention_backward` derives them:
+# The backward pass of plain Triton does seven matmuls where five would do. Why? For a tile of
+# queries and a tile of keys it needs these five, with the weights :math:`P = e^{S - lse}` and with
+# :math:`dS = P \circ (dP - \mathrm{delta})`, as :doc:`/chapters/attention_backward` derives them:
 #
 # .. math::
 #
@@ -78,14 +79,13 @@ lab.start(
 #    \end{aligned}
 #
 # The trouble is the three ``+=``: :math:`dK` and :math:`dV` are sums over queries, :math:`dQ` is a
-# sum over keys. So the kernels of plain Triton take **two sweeps**: in one a program owns keys and
-# computes all but :math:`dQ`, in the other it owns queries and computes :math:`S` and :math:`dP`
-# again. That makes seven matmuls, and five at the same speed would be :math:`7/5 = 1.4` times as
-# fast.
+# sum over keys. So plain Triton takes **two sweeps**: in one a program owns keys and computes all
+# but :math:`dQ`, in the other it owns queries and computes :math:`S` and :math:`dP` again. Five
+# matmuls at the same speed would be :math:`7/5 = 1.4` times as fast.
 #
 # In **one sweep** a program owns keys, keeps :math:`dK` and :math:`dV` in :term:`registers
-# <register>`, and adds its part of :math:`dQ` to sums in memory. The chapter on the backward pass
-# tried that in plain Triton (``deterministic=False``), and it was slower. What is in its way?
+# <register>`, and adds its part of :math:`dQ` to sums in memory. In plain Triton
+# (``deterministic=False``) that was slower. Two things are in its way.
 #
 # **Space.** The table counts what a program with 128 keys holds at head_dim 128 while it meets 64
 # queries. An :term:`SM` has 256 KiB of registers and 227 KiB of :term:`shared memory`, and neither
@@ -115,8 +115,8 @@ lab.table(rows, "What a program holds")
 
 # %%
 # Registers are nearly full, because addresses and statistics need some, too. (The part of
-# :math:`dQ` is computed in registers as well, when :math:`S` and :math:`dP` are no longer needed.)
-# A program of plain Triton has no say in this: where a tile lies is the compiler's choice.
+# :math:`dQ` is computed where :math:`S` and :math:`dP` were.) A program of plain Triton has no say
+# in this: where a tile lies is the compiler's choice.
 #
 # **Order.** Several programs add to the same rows of :math:`dQ`. As parts come, the last bits of
 # the sums differ between runs, because a sum of floating-point numbers depends on its order. In a
@@ -127,12 +127,65 @@ lab.table(rows, "What a program holds")
 #
 #    Say where each tile lies, and give the additions a warp of their own, which can wait for its
 #    turn while the warps that compute go on.
+#
+# This is the machine that the chapter builds. A *loader* warp fills rings of queries and of
+# gradients. Two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys, with
+# their rows of :math:`dK` and :math:`dV`. An *adder* warp has the parts of :math:`dQ` added to the
+# sums, when a counter says that its turn has come.
+
+
+# Drawing
+def machine(axes):
+    edge = "#59636e"
+    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
+    for x, y, width, height, fill, text in (
+        (0, 6, 2.0, 1.4, role, "loader\n1 warp"),
+        (2.6, 6, 4.4, 1.4, role, "consumers 0 and 1\n4 warps each"),
+        (7.9, 6, 2.1, 1.4, role, "adder\n1 warp"),
+        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
+        (3.0, 3, 2.1, 1.4, store, "dS of both"),
+        (5.7, 3, 2.1, 1.4, store, "part of dQ"),
+        (0, 0, 2.3, 1, far, "Q, dO"),
+        (5.7, 0, 2.1, 1, far, "sums of dQ"),
+        (8.3, 0, 1.7, 1, far, "counters"),
+    ):
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
+        at = (x + width / 2, y + height / 2)
+        axes.text(*at, text, ha="center", va="center", fontsize=11)
+    for start, end, ends, text, at in (
+        ((0.7, 6), (0.7, 4.45), "->", "asks", (0.25, 5.1)),
+        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine", (2.2, 1.9)),
+        ((2.0, 4.45), (2.9, 5.95), "<->", "full,\nempty", (3.0, 4.8)),
+        ((4.05, 5.95), (4.05, 4.45), "<->", "write,\nmeet,\nread", (4.6, 4.62)),
+        ((6.7, 5.95), (6.7, 4.45), "->", "full,\nempty", (6.2, 4.8)),
+        ((8.5, 5.95), (7.4, 4.45), "->", "asks", (8.45, 4.9)),
+        ((6.75, 2.95), (6.75, 1.05), "->", "copy engine adds", (5.15, 1.9)),
+        ((9.4, 5.95), (9.4, 1.05), "<->", "whose\nturn?", (8.8, 2.2)),
+    ):
+        arrow = {"arrowstyle": ends, "color": edge}
+        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
+        axes.text(*at, text, fontsize=10, ha="center", color=edge)
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Roles, shared memory (middle) and memory (below)",
+    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
+    "Two consumers of four warps each wait until a slot is full, hand dS to each other through "
+    "shared memory, and put the part of dQ there. An adder of one warp asks the copy engine to add "
+    "that part to the sums of dQ in memory, and reads and writes counters that say whose turn it "
+    "is.",
+    machine,
+    height=3.8,
+)
 
 # %%
 # Which operand comes from where
 # ------------------------------
 #
-# A matmul of Hopper takes its *right* operand from shared memory, its *left* one from shared memory
+# *Which tiles must go through shared memory?* Of those that a consumer computes, only one. A matmul
+# of Hopper takes its *right* operand from shared memory, its *left* one from shared memory
 # or from registers, and leaves its result in registers, distributed over the threads as a left
 # operand has to be. So we compute the *transposed* scores :math:`K Q^\top`, with keys as rows, and
 # likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left operands where they are.
@@ -153,8 +206,8 @@ lab.table(
 
 # %%
 # Only the last one is out of place. It sums over the *keys* of a tile, which are spread over both
-# :term:`warpgroups <warpgroup>` that compute, the *consumers*. So :math:`dS^\top` is written to
-# shared memory, once, and is read from there transposed, which the matmul does on its way.
+# consumers. So :math:`dS^\top` is written to shared memory, once, and is read from there
+# transposed, which the matmul does on its way.
 #
 # One step in PyTorch, with the names of the kernel. ``keys`` is the tile of keys that a program
 # owns, and ``queries`` a tile that it meets, from the last to the first:
@@ -244,16 +297,13 @@ def cases_in_pytorch():
 # %%
 
 # Folded: The sweep in PyTorch, whole and against float64
-lab.check("The sweep in PyTorch", cases_in_pytorch())
+lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 
 # %%
 # One kernel, many switches
 # -------------------------
 #
-# *How do the warps of a program share a step?* A *loader* warp fills a ring of queries and one of
-# gradients. Two :term:`warpgroups <warpgroup>` compute: each of these *consumers* owns 64 of the
-# 128 keys, with their rows of :math:`dK` and :math:`dV`. An *adder* warp adds the parts of
-# :math:`dQ` to the sums. This is the loop of a consumer, with each of its waits:
+# *What does a consumer do in a step, and for whom does it wait?* This is its loop:
 #
 # .. code-block:: python
 #
@@ -268,10 +318,9 @@ lab.check("The sweep in PyTorch", cases_in_pytorch())
 #        #    then store the part there, and arrive at part_full
 #        # 8. wait for dK, then arrive at q_empty
 #
-# Waits 3, 4, 6 and 8 are for the consumer's own matmuls, and all others for another role.
-#
-# *What is each change worth that leads to this loop?* One kernel, of head_dim 128 and lengths that
-# 128 divides, can do all rungs of the ladder, and each rung turns one switch on.
+# Waits 3, 4, 6 and 8 are for the consumer's own matmuls, and all others for another role. Several
+# changes lead to this loop, and the ladder shows what each is worth. One kernel, of head_dim 128
+# and lengths that 128 divides, can do all its rungs, and each rung turns one switch on.
 
 # Whole
 import triton
@@ -607,8 +656,8 @@ def _one_sweep_kernel(
 
 # %%
 # Each rung keeps the switches of those above it, and times are those of the whole backward pass at
-# length 4,096. The last bar, "Kernel Book", is the package's kernel, for any length: it *writes*
-# the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
+# length 4,096. The last bar, "Kernel Book", is the package's kernel, for any length. Unlike the
+# others it *writes* the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
 
 # Measuring
 LADDER = {
@@ -765,7 +814,7 @@ lab.attempt(
 # %%
 
 # Reading
-SCATTER = 0.05  # of one kernel that the page times twice: the section on speed has it
+SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
 NO_DIFFERENCE = "makes no difference"
 
 
@@ -773,7 +822,7 @@ def verdict(change):
     """What a change of the speed is called, if it is more than scatter."""
     if change != change:
         return f"{nan}"
-    if abs(change) <= SCATTER:
+    if abs(change) < SCATTER:
         return NO_DIFFERENCE
     return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
 
@@ -788,44 +837,43 @@ def before(name):
     return names[names.index(name) - 1]
 
 
-def told(name):
-    """What a rung gains over the one before, in words."""
+def told(name, than=None):
+    """What a rung gains over the one before, or over another, in words."""
     causal, full = (
-        verdict(gain(name, mask, before(name))) for mask in ("causal", "full")
+        verdict(gain(name, mask, than or before(name))) for mask in ("causal", "full")
     )
     if causal == full:
         return f"{full} with either mask"
-    return f"{causal} with a causal mask, and {full} without one"
-
-
-def rates(names, mask="causal"):
-    return " → ".join(f"{steps.rate(name, mask=mask):.0f}" for name in names)
+    for verb in ("gains ", "loses "):
+        if causal.startswith(verb):
+            full = full.removeprefix(verb)
+    return f"{causal} with a causal mask and {full} without one"
 
 
 lab.read(
     f"**Where we start:** without a mask, two sweeps reach "
-    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul. Five "
-    f"matmuls are counted and they compute seven, which thus run at "
-    f"{140 * steps.share('two sweeps', mask='full'):.0f} %. One sweep in plain Triton "
+    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul, if five "
+    f"matmuls are counted. One sweep in plain Triton "
     f"{verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} against two, although it "
-    f"computes fewer matmuls. On this page less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}”, "
-    f"because one kernel timed twice can come out nearly as far apart."
+    f"computes fewer matmuls. On this page less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}”: the "
+    f"section on speed says how far apart one kernel comes out that is timed twice."
 )
 
 # %%
 # One sweep, and half of the columns
 # ----------------------------------
 #
-# On the first rungs there is no adder, and on this one no meeting. Each consumer computes a part of
-# :math:`dQ` from its own keys, puts it into a buffer in shared memory, and asks the copy engine by
-# ``tma_add`` to *add* the buffer to the sums: a copy from shared memory with an addition at its
-# end, done where the sums are, in the :term:`L2` cache.
+# *Does one sweep pay, if we say where each tile lies?* On the first rung there is no adder and no
+# meeting. Each consumer computes a part of :math:`dQ` from its own keys, puts it into a buffer in
+# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums: a copy
+# from shared memory with an addition at its end, done in the :term:`L2` cache.
 #
 # Two consumers thus add two parts to the same sums, twice as many bytes as they have to, and a part
-# of 64 queries by 128 columns takes 64 registers of each thread. So on the second rung
-# both write their :math:`dS^\top` to shared memory and meet at a :term:`named barrier` (wait 5).
-# Then each computes *half of the columns* for the keys of both. ``ME`` is 0 or 1, the consumer's
-# number, and ``PART`` is 64, the columns of its half:
+# of 64 queries by 128 columns takes 64 registers of each thread. So on the second rung both write
+# their :math:`dS^\top` to shared memory and meet at a :term:`named barrier`. Then each computes
+# *half of the columns* for the keys of both. ``ME`` is 0 or 1, the consumer's number, and ``PART``
+# is 64, the columns of its half. ``ds_s`` holds four tiles, two of each consumer, which it fills by
+# turns: that of consumer ``half`` in step ``i`` is number ``2 * (i % 2) + half``.
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -838,9 +886,8 @@ lab.read(
 #
 # .. dropdown:: Why one meeting per step suffices
 #
-#    The buffers of :math:`dS^\top` are two for each consumer, used in turns. A consumer that writes
-#    in step :math:`t` has met the other in step :math:`t - 1`, and by then the other had finished
-#    the matmuls of step :math:`t - 2`, which read the same buffer.
+#    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
+#    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
 
 # Reading
 lab.read(
@@ -853,10 +900,11 @@ lab.read(
 # Overlap
 # -------
 #
-# When does a consumer have to wait for a matmul? Only when it needs the result. Without this rung,
-# it waits for each matmul before it issues the next. With it, other work runs meanwhile, as waits
-# 3, 5, 6 and 7 say. Wait 6 is ``warpgroup_mma_wait(1, deps=[part, dv])``: it waits until one matmul
-# at most is under way, which is that of :math:`dK`.
+# *When does a consumer have to wait for a matmul?* Only when it needs the result. Without this
+# rung, it waits for each matmul before it issues the next. With it, it makes the weights while
+# :math:`dP` is computed, meets the other while :math:`dV` is, and hands the part over while
+# :math:`dK` is. Before it hands over, it calls ``warpgroup_mma_wait(1, deps=[part, dv])``, which
+# waits until one matmul at most is under way, that of :math:`dK`.
 
 # Reading
 lab.read(
@@ -871,15 +919,15 @@ lab.read(
 # The same bits in every run
 # --------------------------
 #
-# Can all runs add in the same order? The program of the first keys adds first, then that of the
+# *Can all runs add in the same order?* The program of the first keys adds first, then that of the
 # next keys, and so on, for each tile of queries. So a program has to wait until the one *before* it
-# has added, and its consumers should not wait with it. So the *adder* waits, a warp of its own: a
-# consumer waits only if the buffer still holds the part of the step before (wait 7).
+# has added. Its consumers should not wait with it, so the *adder* does, a warp of its own: a
+# consumer waits only if the buffer still holds the part of the step before.
 #
-# Each program has a **counter** in memory, which is 0 before the launch. Its own adder alone writes
-# it: :math:`i + 1` says that the additions of steps 0 to :math:`i` are in memory. The adder of the
-# next keys alone reads it. Both programs meet the tiles of queries from the last to the first, so
-# step :math:`i` is of the same queries in both. The adder, without its stamps:
+# Each program has a **counter** in memory, at first 0. Its own adder alone writes it: :math:`i + 1`
+# says that the additions of steps 0 to :math:`i` are in memory. The adder of the next keys alone
+# reads it. Both meet the tiles of queries from the last to the first, so step :math:`i` is of the
+# same queries in both. The adder:
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -900,20 +948,18 @@ lab.read(
 #
 # 1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
 #    ``store_wait`` in the adder only waits until the engine has read the buffer.
-# 2. ``fence.proxy.async.global`` is the fence between the two ways to memory, that of the engine
-#    and that of the threads: what the engine did now comes before what the thread does next.
+# 2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
 # 3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked for
 #    the additions has waited for them.
-# 4. ``st.release.gpu`` writes the counter, and who sees the new count also sees all that precedes
-#    it.
+# 4. ``st.release.gpu`` writes the counter: who sees the new count also sees all that precedes it.
 #
 # The *reader*, ``position_of``, does the same backwards: ``ld.acquire.gpu`` is the other end of the
 # release, and a fence puts what it saw before the additions of its own engine.
 
 # Reading
 lab.read(
-    f"**Measured:** the adder alone, in any order, {told('an adder')}. It is there to wait. The "
-    f"fixed order {told('a fixed order')}, and what it loses, the next change is to win back."
+    f"**Measured:** the adder alone, in any order, {told('an adder')}. The "
+    f"fixed order {told('a fixed order')}. The next change is to win that back."
     if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
     < -SCATTER
     else f"**Measured:** the adder alone, in any order, {told('an adder')}. The fixed order "
@@ -924,23 +970,22 @@ lab.read(
 # Why nobody waits for ever
 # -------------------------
 #
-# Programs that wait for each other may stand still: if those on the SMs wait for one that has not
-# started, it never will. That this cannot happen rests on one assumption, **that programs start in
-# the order of their ids.** No manual promises it, though every launch on the GPU of this page came
-# to its end. Program ids ascend with the keys of a head, so the argument has three steps:
+# *Can programs that wait for each other stand still for ever?* They would, if those on the SMs
+# waited for one that has not started. That this does not happen rests on one assumption, **that
+# programs start in the order of their ids.** No manual promises it, though every launch on the GPU
+# of this page came to its end. Program ids ascend with the keys of a head, so
 #
-# 1. A program waits for one other, that of the keys before its own in the same head, whose id is
-#    smaller.
-# 2. So, by the assumption, what it waits for has started.
-# 3. Thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none: what it could wait for is finished. It goes on, and finishes. Then the same holds for
-#    the next.
+# 1. a program waits for one other, that of the keys before its own in the same head, whose id is
+#    smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
 
 # %%
 # Heads apart
 # -----------
 #
-# Where does the order cost time? To see it, we simulate it. In each tick a program on an SM may do
+# *Where does the order cost time?* We simulate it. In each tick a program on an SM may do
 # one step of its own if the program of the keys before has done that step in a tick before. With a
 # causal mask, programs of later keys have fewer steps. Below, a row is an SM, a colour is a head,
 # and grey is waiting.
@@ -1023,13 +1068,10 @@ lab.sketch(
 
 # %%
 # On the left, programs of one head start at the same time, although each needs the one before it to
-# be a step ahead. With a causal mask they end together, so the next head begins with the same wait.
-# On the right, tiles of four heads alternate, so programs of one head start further apart, and each
-# finds that its turn has come. In each head ids still ascend with the keys, so nobody waits for
-# ever.
-#
-# On the GPU as many heads alternate as fill its SMs, or × 2, × 4 or × 8 as many. More are not
-# always better, because L2 then has to hold the queries and sums of more heads.
+# be a step ahead. They also end together, so the next head begins with the same wait. On the right,
+# tiles of four heads alternate, so programs of one head start further apart, and most find that
+# their turn has come. In each head ids still ascend with the keys. On the GPU as many heads
+# alternate as fill its SMs, or × 2, × 4 or × 8 as many.
 
 
 # Measuring
@@ -1147,9 +1189,8 @@ promised = simulated[4] / simulated[1] - 1
 lab.read(
     f"**Measured:** heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
     f"more, {100 * promised:.0f} %, because an SM there stands still whenever it waits, while on "
-    f"the GPU the consumers go on. At length 16,384, ×\u00a04 {of_heads(4, 16384)} against "
-    f"×\u00a01, and ×\u00a08 {of_heads(8, 16384, than=4)} against ×\u00a04, which the package "
-    "takes."
+    f"the GPU the consumers go on. The package takes ×\u00a04 at 16,384, too: this "
+    f"{of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 {of_heads(8, 16384, than=4)} against it."
 )
 
 # %%
@@ -1171,21 +1212,19 @@ lab.table(
 # %%
 
 # Reading
-of_an_order = ["an adder", "a fixed order", "heads apart"]
 lost = verdict(gain("heads apart", "causal", "an adder"))
 lab.read(
-    f"With a causal mask, the rungs from the adder on go {rates(of_an_order)} TFLOP/s. "
-    + (
-        "**So on this ladder, of one length, the same bits cost nothing that we can measure.** The "
-        "section on speed asks the same at other lengths. "
+    (
+        "**So on the ladder the same bits cost nothing that counts.** The section on speed asks "
+        "the same at other lengths. "
         if all(
             gain("heads apart", mask, "an adder") >= -SCATTER
             for mask in ("full", "causal")
         )
         else f"**So here the order still {lost}.** "
     )
-    + "(In any order, too, the heads that run at one time are chosen for L2. A fixed order without "
-    "an adder was not tried.)"
+    + f"Against “heads apart”, the package's kernel {told('Kernel Book', 'heads apart')}. "
+    "(A fixed order without an adder was not tried.)"
 )
 
 # %%
@@ -1244,11 +1283,8 @@ def change(mask):
 
 
 lab.read(
-    "At head_dim 64, `dK` and `dV` take half as many registers, so a tile may have 128 queries, "
-    "and the consumers meet half as often. But then each thread holds 64 scores and 64 elements of "
-    "`dP`, and registers are full again. If it reads `lse` and `delta` while a matmul is under "
-    "way, the time of the read is hidden, but they occupy registers all the while. So the package "
-    "reads them only after the matmul. "
+    "At head_dim 64 a tile has 128 queries, and registers are full again, so the package reads "
+    "`lse` and `delta` after the matmul and not during it. "
     f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
     f"{change('causal')} with a causal one, where spilled registers go from "
     f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
@@ -1258,12 +1294,14 @@ lab.read(
 # The call, and what it runs
 # --------------------------
 #
-# The package's kernel also takes windows, grouped heads and head_dim 64. ``attention`` chooses the
-# kernels of both passes, by the options with which ``gradients`` calls it:
+# *How do you call it?* The package's kernel also takes windows, grouped heads and head_dim 64, and
+# the options of ``attention`` choose the kernels of both passes:
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
 q, k, v, do = drawn((1, 2, 2, 128, 128, 128), dtype)
+
+# %%
 
 
 def gradients(**options):
@@ -1271,8 +1309,6 @@ def gradients(**options):
     attention(*leaves, is_causal=True, **options).backward(do)
     return [x.grad for x in leaves]
 
-
-# %%
 
 by_default = gradients()  # backend="auto"
 in_two_sweeps = gradients(backend="triton")  # plain Triton, on any GPU
@@ -1295,8 +1331,8 @@ lab.check(
 )
 
 # %%
-# On a Hopper GPU, in 16 bits, "auto" runs the kernel in Gluon where it was measured to be faster,
-# and two sweeps elsewhere: at head_dim 64 with a causal mask or a window, if sequences are short.
+# On a Hopper GPU, in 16 bits, "auto" runs what was measured to be faster: two sweeps for short
+# sequences at head_dim 64 with a causal mask or a window, and elsewhere the kernel in Gluon.
 # ``deterministic=False`` drops the order where that was the faster one, however little.
 #
 # .. dropdown:: Other backends, and which Triton
@@ -1306,10 +1342,8 @@ lab.check(
 #    ``deterministic=False`` takes plain Triton's single sweep, which lost to two sweeps at every
 #    length, only together with ``backend="triton"``.
 #
-#    The kernel was run under Triton 3.6, by tests and this page, and under 3.9, by tests. Under 3.7
-#    and 3.8 it compiles, but was not run. The addition by the copy engine has a public name only
-#    from 3.8 on; before, the package builds the same instruction itself. :doc:`/hardware` says what
-#    else runs where.
+#    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
+#    :doc:`/hardware` says what else runs where.
 
 
 # Measuring
@@ -1363,8 +1397,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # ------------
 #
 # The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
-# windows, in a fixed order and in any. Without a Hopper GPU, the sweep in PyTorch stands in for the
-# kernel, and its rows say so.
+# windows, in a fixed order and in any. Where there is no Hopper GPU, the sweep in PyTorch is
+# checked in place of the kernel.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1395,7 +1429,9 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
         yield from three_cases(what, ours, *inputs, is_causal, window)
 
 
-lab.check("The package's kernel", every_case())
+lab.check(
+    "The package's kernel", every_case(), stand_in="with PyTorch's sweep in its place"
+)
 
 # %%
 # **Are they the same bits?** We launch one input again and again, while a second stream keeps the
@@ -1574,11 +1610,8 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
+# Folded: With a causal mask, at head_dim 64, and all points in numbers
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
-
-# %%
-
-# Folded: Head_dim 64, and all points in numbers
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.table(
@@ -1614,10 +1647,12 @@ twice = [
     for row in at_points
 ]
 again_at = {"head_dim": 128, "mask": "causal", "seqlen": 16384}
-twice.append(
+between = (
     by_heads.rate("heads × 4", seqlen=16384)
     / speed.rate("one sweep, in order", **again_at)
+    - 1
 )
+close = sum(abs(ratio - 1) < SCATTER for ratio in twice)
 absent = [name for name in (*PEERS, FIXED) if name in speed.skipped]
 behind = [row for row in at_points if counts(row["its speed"], row["by default"])]
 over_theirs = [row for row in at_points if counts(row["by default"], row[FIXED_MODE])]
@@ -1628,8 +1663,10 @@ lab.read(
     f"points, and slower at {len(slower)}. **A library is faster than the package's default at "
     f"{everywhere} {len(at_points)}**: the default has {shares(128)} of its speed at head_dim 128, "
     f"and {shares(64)} at head_dim 64. Beside FlashAttention's deterministic mode it is ahead at "
-    f"{len(over_theirs)} points and behind at {len(below_theirs)}. (One kernel that the page times "
-    f"twice differs by up to {100 * max(abs(x - 1) for x in twice):.1f} %.) "
+    f"{len(over_theirs)} points and behind at {len(below_theirs)}. (Why less than "
+    f"{100 * SCATTER:.0f} % is no difference: the default is timed under two names, and at "
+    f"{close} of {len(twice)} points the two are closer. Another series of measurements is up to "
+    f"{100 * abs(between):.0f} % from this one, so we compare only within one.) "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1641,16 +1678,18 @@ lab.read(
 without = [row["no order"] / row["in order"] - 1 for row in at_points]
 dearer = sum(change > SCATTER for change in without)
 cheaper = sum(change < -SCATTER for change in without)
+dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 lab.read(
     "**What do the same bits cost?** In any order, the same kernel is faster at "
     + (
-        f"{dearer} of {len(without)} points, by up to {100 * max(without):.0f} %"
+        f"{dearer} of {len(without)} points, by up to {100 * max(without):.0f} % (head_dim "
+        f"{dearest['head_dim']}, {dearest['mask']}, {dearest['length']:,})"
         if dearer
         else f"none of {len(without)} points (it gains {100 * max(without):.0f} % at most, which "
         "is no difference)"
     )
-    + f", and slower at {cheaper}, by up to {-100 * min(without):.0f} %. One reason is that in an "
-    "order the program of the first keys writes its parts, so the sums need no zeros."
+    + f", and slower at {cheaper}, by up to {-100 * min(without):.1f} %. Without an order, the "
+    "sums must be set to zero first, because no program knows that it is the first to add."
     if speed.rows
     else f"{nan}"
 )
@@ -1661,7 +1700,7 @@ lab.read(
 #
 # *Who waits for whom, and how short can a step be?* The roles of one program write down the cycle
 # of their SM at certain points, here at head_dim 128, in a fixed order and without a mask. The
-# program is in the middle of its head, so it has others before it.
+# program has others of its head before it.
 
 
 # Measuring
@@ -1709,8 +1748,8 @@ SHADES = {  # from one point to another
 ROLES = ("consumer 0", "consumer 1", "adder")
 
 
-def in_order(rows, role="consumer 0"):
-    return [r for r in rows if (r["version"], r["role"]) == (TRACED[1], role)]
+def in_order(rows, role="consumer 0", version=TRACED[1]):
+    return [r for r in rows if (r["version"], r["role"]) == (version, role)]
 
 
 def timelines(axes, rows):
@@ -1736,9 +1775,9 @@ def timelines(axes, rows):
     axes.grid(axis="x", visible=True)
 
 
-def cycles_a_step(rows):
+def cycles_a_step(rows, version=TRACED[1]):
     """Cycles from one step to the next of a consumer, over the span that was traced."""
-    own = in_order(rows)
+    own = in_order(rows, version=version)
     return (own[-1]["begins"] - own[0]["begins"]) / (len(own) - 1) if own else nan
 
 
@@ -1773,36 +1812,35 @@ adds, its_turn = (
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
-    f"**It is one chain.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles of a step "
-    "to hand its part over: it waits until the copy engine has read the part before (wait 7), late "
-    f"in the adder's bar. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
-    f"{100 * its_turn / a_step:.0f} % it waits for its turn, a part of which is to read the "
-    "counter. The turn comes from the adder of the program before, which waits in the same way. So "
-    "all programs of a head go at one pace, and only the first waits for no turn."
+    f"**Each role waits for another.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles "
+    "of a step to hand its part over: it waits until the copy engine has read the part before, "
+    f"late in the adder's bar. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
+    f"{100 * its_turn / a_step:.0f} % it waits for its turn, which it gets from the adder of the "
+    "program before."
 )
 
 # %%
 
 # Reading
 of_order = verdict(gain("a fixed order", "full", "an adder"))
+free_step = cycles_a_step(traced.rows, TRACED[0])
+slower_rung = gain(TRACED[0], "full", TRACED[1]) < -SCATTER
 lab.read(
-    "Is it the order, then, that sets this pace? No program without an order was traced. But on "
-    f"the ladder, without a mask, the fixed order {of_order}"
+    f"**Does the order set this pace?** Traced was also “{TRACED[0]}”, a rung without order, adder "
+    f"and overlap, and a step of that program takes {free_step:,.0f} cycles"
     + (
-        ", so without one the time likely goes elsewhere. "
-        if of_order == NO_DIFFERENCE
+        ": fewer, although as a whole that rung is slower. So one program does not tell. "
+        if free_step < a_step and slower_rung
         else ". "
     )
-    + "(The trace is one program: on average over programs of all tiles, a step takes "
-    f"{mean_step:,.0f} cycles.)"
+    + f"The ladder does: without a mask, the fixed order {of_order}. On average over programs of "
+    f"all tiles, a step in a fixed order takes {mean_step:,.0f} cycles."
 )
 
 # %%
-# So how short could a step be, if nobody waited? We measure each part of the GPU alone.
-#
-# **Shared memory** gives an SM 128 bytes per cycle. A matmul with both operands there reads it in
-# every cycle in which it computes, so all else that a step moves comes on top. **The additions**
-# are done in L2, which all SMs share.
+# So how short could a step be, if nobody waited? One limit is shared memory, which gives an SM 128
+# bytes per cycle. A matmul with both operands there reads it in every cycle in which it computes,
+# so all else that a step moves comes on top. Each part was measured alone:
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2039,8 +2077,6 @@ parts_of_a_step = {  # cycles: counted, and measured
         counted(whole_step)[1],
         cycles(whole_step),
     ),
-    "L2, for one part, if one SM adds": (None, cycles("one SM adds a part")),
-    "L2, for one part, if all SMs add": (None, cycles("all SMs add parts")),
     "a step of the kernel, on average": (None, mean_step),
 }
 lab.table(
@@ -2065,42 +2101,20 @@ by_part
 
 
 # Reading
-limits_of_step = {
-    "shared memory": cycles(whole_step),
-    "the additions in L2": cycles("all SMs add parts"),
-}
-over = [what for what, needed in limits_of_step.items() if needed > 1.05 * ideal]
-longest = max(limits_of_step.values())
-if len(over) == 2:
-    both = " and ".join(f"{limits_of_step[what]:,.0f}" for what in over)
-    verdict_of_step = (
-        f"**So a step takes at least {longest:,.0f} cycles:** not the {ideal:,.0f} of the matmul "
-        f"units are the limit, but shared memory and the additions in L2, with {both} cycles, and "
-        "more overlap shortens neither."
-    )
-elif over:
-    verdict_of_step = (
-        f"**So one limit lies above the {ideal:,.0f} cycles of the matmul units:** {over[0]}, with "
-        f"{limits_of_step[over[0]]:,.0f} cycles."
-    )
-else:
-    verdict_of_step = (
-        f"**So neither shared memory nor the additions limit a step:** both need about the "
-        f"{ideal:,.0f} cycles of the matmul units, or fewer."
-    )
+needed, alone, beside_all = (
+    cycles(what) for what in (whole_step, "one SM adds a part", "all SMs add parts")
+)
 lab.read(
-    f"{verdict_of_step} A step of the kernel takes {mean_step / longest:.2f} times as long"
-    + (
-        ", which we put down to the chain. "
-        if mean_step > (1 + SCATTER) * longest
-        else ". "
+    (
+        f"**So a step takes at least {needed:,.0f} cycles:** not the matmul units set the limit, "
+        "but shared memory, and more overlap does not shorten it. "
+        if needed > 1.05 * ideal
+        else "**So shared memory is no limit:** a step needs it for about as long as the matmul "
+        "units. "
     )
-    + (
-        f"(In it, an adder adds for {adds:,.0f} cycles, less than if all SMs add: while some of "
-        "them wait for their turn, fewer add at a time.)"
-        if cycles("one SM adds a part") < adds < cycles("all SMs add parts")
-        else ""
-    )
+    + f"A step of the kernel takes {mean_step / needed:.2f} times as long. Where the rest goes we "
+    "have not measured; our guess is the waits of the roles for each other. (To add one part takes "
+    f"{alone:,.0f} cycles if one SM adds, and {beside_all:,.0f} if all SMs do so without a pause.)"
 )
 
 # %%
@@ -2139,13 +2153,10 @@ def share_around(seqlen):
 
 lab.read(
     "**Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim "
-    "128, and everything else is as long: one exponential, the conversions of `P` and `dS`, "
-    "writing `dS` and meeting. Tiles of 128 by 128 also compute more pairs at the diagonal that "
-    "nobody needs. Both weigh most at short lengths, so there the package takes two sweeps. "
-    "**Short sequences.** Before the sweep, a kernel computes `delta`; behind it, another converts "
-    "the sums of `dQ` to 16 bits. Both take as long at any length, because the number of tokens is "
-    "the same, while the sweep of short sequences has less work. At head_dim 128 without a mask, "
-    "they take "
+    "128, and all else is as long. Tiles of 128 by 128 also compute more pairs at the diagonal "
+    "that nobody needs. Both weigh most at short lengths. **Short sequences.** A kernel before the "
+    "sweep computes `delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a "
+    "mask, they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
     "16,384."
 )
@@ -2175,14 +2186,16 @@ lab.table(rows, "Three heads of eight tiles of keys, on four SMs")
 # lse is far below zero, the weight is more than float32 holds: infinity times zero is not a number.
 
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
-weight = (0.0 - lse).exp()
-of_dq = weight * 0.0  # dS of this key, times the key, which is zeros
+weight = (0.0 - lse).exp()  # of a key that is not there: its score is 0
+is_there = torch.tensor(False)
+not_masked = weight * 0.0  # dS of this key, times the key, which is zeros
+masked = torch.where(is_there, weight, 0.0) * 0.0
 
 # %%
 
 # Measuring
 rows = []
-for name, part in {"not masked": of_dq, "masked": 0 * of_dq.nan_to_num()}.items():
+for name, part in {"not masked": not_masked, "masked": masked}.items():
     row = {"padded keys are": name}
     rows.append(
         row | {f"lse {x:.0f}": f"{y:.0f}" for x, y in zip(lse, part, strict=True)}
@@ -2195,14 +2208,14 @@ lab.table(rows, "What a key that is not there adds to dq")
 # --------
 #
 # - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
-#   :math:`dQ`, and more once matmuls run while the same warps do other work.
+#   :math:`dQ`, and more with overlap.
 # - **The same bits.** An adder writes a counter once its additions are complete, behind a fence
 #   between the copy engine and the threads, and the next program waits for it. If programs start in
 #   the order of their ids, which no manual promises, none waits for ever. With heads apart, the
-#   order cost nothing beyond scatter at any point that we measured.
-# - **What is left.** At head_dim 128 a step needs shared memory and additions in L2 for longer than
-#   the matmul units, and its roles wait for each other in a chain. At head_dim 64 with a causal
-#   mask we are furthest behind.
+#   order costs a few per cent at most.
+# - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units,
+#   and takes longer still: we guess, because its roles wait for each other. At head_dim 64 with a
+#   causal mask we are furthest behind.
 #
 # Exercises
 # ---------
@@ -2225,8 +2238,7 @@ lab.table(rows, "Of the speed of a large matmul")
 # %%
 # **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
 # shared memory (227 KiB) and the registers of the tiles that a consumer of 64 keys holds in
-# float32, of the 240 that each of its 128 threads has. How many cycles of shared memory would 80
-# queries need, per 64 of them?
+# float32, of the 240 that each of its 128 threads has.
 
 # %%
 
@@ -2241,17 +2253,9 @@ for queries in (64, 80, 96, 128):
         "shared memory, KiB": shared,
         "registers": int(registers),
     }
-    # rows of 256 bytes: of all operands, then of dS, the part and the tiles of queries
-    moved = 2 * (6 * 64 // 2 + 5 * queries) + (1 + 4 + 2) * queries
-    row["cycles of shared memory, per 64 queries"] = round(2 * moved * 64 / queries)
     rows.append(row | {"fits": "yes" if shared < 227 and registers < 240 else "no"})
 assert [row["fits"] for row in rows] == ["yes", "yes", "no", "no"]
-assert rows[0]["cycles of shared memory, per 64 queries"] == 2944
 lab.table(rows, "Tiles of queries at head_dim 128")
-
-# %%
-# FlashAttention 4 takes 80 queries there where nothing is masked. Triton's tiles must be powers of
-# two, so 80 and 96 are out of reach whatever fits.
 
 # %%
 # References
@@ -2261,10 +2265,7 @@ lab.table(rows, "Tiles of queries at head_dim 128")
 #   with asynchrony and low-precision.* NeurIPS 2024.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
-#   2024.
-# - NVIDIA. *Parallel thread execution*, the instructions ``cp.reduce.async.bulk.tensor``, ``fence``
-#   and ``redux``, and the memory consistency model.
+# - NVIDIA. *Parallel thread execution*, ``cp.reduce.async.bulk.tensor`` and ``fence``.
 
 # %%
 

@@ -191,11 +191,9 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is run by 128 threads, which a figure below shows. They divide its block among them and
-# keep their elements in :term:`registers <register>`, the fastest memory. An element's index tells
-# who holds it: of the ten binary digits of an index below 1,024, seven name the thread and three
-# the register. So the size of a block has to be a power of two. In a block of four, most threads
-# only repeat what the first ones do.
+# A program is run by 128 threads, among which the compiler divides a block by halving it again and
+# again, so its size has to be a power of two. Threads keep their elements in :term:`registers
+# <register>`, the fastest memory.
 #
 # The size must also be known when the kernel is compiled, because an instruction names its
 # registers. ``tl.constexpr`` declares it a constant; another size needs another compiled kernel.
@@ -510,12 +508,17 @@ def repeated(name):
 
 lost, *rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 assert not way or max(rounded) < 1e-5
+racing, atomic = (
+    of_way(name, "µs") for name in ("load, add, store", "atomic addition")
+)
 lab.read(
-    f"Load, add, store loses up to {100 * lost:.0f} % of a sum, and the two others only round. "
+    f"Load, add, store loses up to {100 * lost:.0f} % of a sum"
+    + (", and is not even faster than atomics" if racing > 0.99 * atomic else "")
+    + ". The two others only round. "
     "Rounding depends on the order of the additions, which with atomics is the order in which "
     f"programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the first "
-    f"run with atomics, and {repeated('partial sums')} with partial sums. So we take partial sums, "
-    "whose time in the table includes the second launch."
+    f"run with atomics, and {repeated('partial sums')} with partial sums. So we take these. Their "
+    "time includes the second launch."
 )
 
 # %%
@@ -548,12 +551,8 @@ lab.read(
 #          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
 #
 # One pass over ``x`` serves both gradients. Where several programs share columns, the kernel takes
-# as ``dw_ptr`` a matrix of partial sums, with a row for each of them.
-
-lab.source(weighted_sum_bwd_kernel, "def")
-
-# %%
-# A program keeps the weights and the sums of a block of columns in registers.
+# as ``dw_ptr`` a matrix of partial sums, with a row for each of them. A program keeps the weights
+# and the sums of a block of columns in registers.
 
 lab.source(weighted_sum_bwd_kernel, "place")
 
@@ -570,16 +569,20 @@ lab.source(weighted_sum_bwd_kernel, "loop")
 lab.source(weighted_sum_bwd_kernel, "end")
 
 # %%
-# The second kernel, ``part_sum_kernel``, adds these by the same loop over rows. It reads little,
-# because there are far fewer programs than rows.
-#
+# The second kernel, ``part_sum_kernel``, adds the ``n_parts`` rows that ``parts_ptr`` points to, of
+# ``n`` columns each.
+
+lab.source(part_sum_kernel, "add")
+
+# %%
 # Into PyTorch
 # ------------
 #
 # How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
 # autograd how to compute a result and the gradients of its inputs.
 # ``save_for_backward`` keeps the tensors that the backward pass needs again. Here two programs
-# share each block of columns, so ``parts``, which is passed as ``dw_ptr``, has two rows.
+# share each block of columns, and each leaves one row of sums, however many rows of ``x`` it has
+# read. So ``parts``, which is passed as ``dw_ptr``, has two rows.
 
 
 class WeightedSum(torch.autograd.Function):
@@ -651,9 +654,10 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# We compare three dtypes and three shapes with the truth in float64. An error may be twice
-# PyTorch's own, or one unit in the last place (:term:`ulp`); in float32 eight times PyTorch's,
-# because there the order of the additions decides.
+# We compare three shapes in three dtypes, and in bfloat16 with a float32 weight, with the truth in
+# float64. An error may be twice the larger of PyTorch's own and half a unit in the last place
+# (:term:`ulp`). Where a result is float32 it may be eight times as large, because there the order
+# of the additions decides.
 
 
 def cases():
@@ -717,17 +721,17 @@ if runtime.INTERPRETED:
 # and an SM holds several programs at a time.
 #
 # A program has four :term:`warps <warp>`, unless ``num_warps`` says otherwise, and a warp is 32
-# threads that execute the same instruction together. Triton code never mentions a thread: the
-# compiler divides each block among them.
+# threads that execute the same instruction together.
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
-# So the 32 threads of a warp read 512 consecutive bytes together, which the memory serves with few
-# transactions: this is called :term:`coalescing`.
+# An element's index says who holds it: of the ten binary digits of an index below 1,024, seven name
+# the thread and three the register. A thread holds neighbouring elements, as many as make 16 bytes,
+# the widest load that it can issue. So the 32 threads of a warp read 512 consecutive bytes
+# together, which the memory serves with few transactions: this is called :term:`coalescing`.
 
 # %%
 
@@ -784,7 +788,7 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # What does such a load wait for? A number on its way to a thread passes several memories: HBM, the
 # :term:`L2` cache that all SMs share, the :term:`L1` cache of an SM, which is one memory with its
-# :term:`shared memory`, and the registers. The bars show the speed of each, and the labels also its
+# :term:`shared memory`, and the registers. The bars show their speeds, and the labels also
 # :term:`latency` and size.
 
 # %%
@@ -918,8 +922,12 @@ def steps(axes, rows):
             f"{row['memory']}: {row['TB/s']:.3g} TB/s after {row['nanoseconds']:,.3g} ns, "
             f"{row['MiB']:,.0f} MiB"
         )
-        axes.text(0, place - 0.26, text, va="bottom")
-    axes.set(xlabel="TB/s", xlim=(0, 1.02 * most), ylim=(len(rows) - 0.7, -0.75))
+        axes.annotate(
+            text, (1, place - 0.26), (4, 0), textcoords="offset points", va="bottom"
+        )
+    axes.set(xscale="log", xlabel="TB/s, logarithmic", xlim=(1, 1.5 * most))
+    axes.set_ylim(len(rows) - 0.7, -0.75)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks([])
     axes.grid(visible=False, axis="y")
 
@@ -947,8 +955,7 @@ lab.read(
 )
 
 # %%
-# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once, and keep all else
-# in caches and registers.
+# So the weighted sum is :term:`memory-bound`: it should read ``x`` from HBM once.
 
 # %%
 
@@ -1008,25 +1015,26 @@ fewer = [100 * forward.share("Kernel Book", rows=2**power) for power in (10, 12,
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
-apart = (
-    ", and what explains the rest, we did not measure" if slowly > 3.3 * copied else ""
-)
+apart = "; the rest we did not explain" if slowly > 3.3 * copied else ""
 
 
-def ahead(sweep, provider, other="Kernel Book"):
-    """Say at which points a provider is faster than another; less than 1 % is no difference."""
+def ahead(sweep, provider, what):
+    """Say where a provider is faster than ours, and by how much; under 1 % is no difference."""
     one, two = (
         sweep.at(provider=name).set_index(sweep.axis)["ms"]
-        for name in (provider, other)
+        for name in (provider, "Kernel Book")
     )
     points = [int(point) for point in one.index[1.01 * one < two]]
-    return f"at {listed(points)}" if points else "at none of these numbers of"
+    if not points:
+        return "nowhere faster than ours"
+    most = 100 * (two / one).max() - 100
+    return f"faster than ours at {listed(points)} {what}, by up to {most:.0f} %"
 
 
 lab.read(
-    f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    f"Three times the bytes explain a factor of 3{apart}. One operation of PyTorch, `x @ w`, "
-    f"computes the same and reaches {largest['x @ w']:.0f} % of the copy's speed."
+    f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy, "
+    f"of which three times the bytes explain a factor of 3{apart}. `x @ w`, a single operation of "
+    f"PyTorch, reaches {largest['x @ w']:.0f} % of the copy's speed."
 )
 
 # %%
@@ -1035,10 +1043,10 @@ lab.read(
 lab.read(
     f"Our first kernel, with one row per program, reaches {largest['one row a program']:.0f} %, "
     f"and the operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. From 1,024 "
-    f"to 16,384 rows it reaches only {min(fewer):.0f} to {max(fewer):.0f} %. The kernel that "
-    f"`torch.compile` writes reaches {largest['torch.compile']:.0f} % at 65,536 rows, but is "
-    f"faster than ours {ahead(forward, 'torch.compile')} rows; in this book less than 1 % is no "
-    "difference."
+    f"to 16,384 rows it reaches only {min(fewer):.0f} to {max(fewer):.0f} %, mainly because a copy "
+    "ends while bytes that it wrote are still in L2, and ours writes nearly none. `torch.compile` "
+    f"reaches {largest['torch.compile']:.0f} % at 65,536 rows, but is "
+    f"{ahead(forward, 'torch.compile', 'rows')}; in this book less than 1 % is no difference."
 )
 
 # %%
@@ -1076,10 +1084,10 @@ found = {
 } or {1: float("nan")}
 least = min(found, key=found.get)
 lab.read(
-    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %. The "
-    f"slowest are those of {least:,} columns, where the results, which the count of bytes leaves "
-    f"out, are {100 / (1 + least):.0f} % of all that is moved. `torch.compile` is faster "
-    f"{ahead(shapes, 'torch.compile')} columns."
+    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %, the "
+    f"least with {least:,} columns, where the results, which are not counted, are "
+    f"{100 / (1 + least):.0f} % of all bytes. `torch.compile` is "
+    f"{ahead(shapes, 'torch.compile', 'columns')}."
 )
 
 # %%
@@ -1138,11 +1146,10 @@ shares_of_backward = [
     backward.share("Kernel Book", rows=2**power) for power in (4, 8, 10, 12, 14)
 ]
 lab.read(
-    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, "
-    f"`torch.compile` {large['torch.compile']:.0f} % and `x @ w` {large['x @ w']:.0f} %. With "
-    f"fewer rows ours falls to {100 * min(shares_of_backward):.0f} %. "
-    f"`torch.compile` is faster than ours {ahead(backward, 'torch.compile')} rows. "
-    f"PyTorch's operations take {theirs / ours:.1f} times as long, in part because they write "
+    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
+    f"with fewer it falls to {100 * min(shares_of_backward):.0f} %. `torch.compile` reaches "
+    f"{large['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile', 'rows')}. PyTorch's "
+    f"operations take {theirs / ours:.1f} times as long as ours, in part because they write "
     "`dy * x` and read it again, which makes twice our bytes."
 )
 
@@ -1214,19 +1221,30 @@ both = {row["pass"]: row for row in host.rows}.get("forward and backward", {})
 our_host, their_host = (
     both.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch")
 )
-our_gpu, their_gpu = (
-    1e3 * sum(sweep.milliseconds_at(name, rows=2**12) for sweep in (forward, backward))
-    for name in ("Kernel Book", "PyTorch")
-)
+
+
+def on_gpu(name, rows):
+    """Microseconds of both passes."""
+    passes = (forward, backward)
+    return 1e3 * sum(sweep.milliseconds_at(name, rows=rows) for sweep in passes)
+
+
+sizes = [2**power for power in (4, 8, 10, 12, 14, 16)]
+waiting = [rows for rows in sizes if our_host > on_gpu("Kernel Book", rows)]
+behind = [
+    rows
+    for rows in waiting
+    if our_host > 1.01 * max(their_host, on_gpu("PyTorch", rows))
+]
 lab.read(
     "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
-    f"host and GPU sets the pace. For both passes our host code needs {our_host:.0f} µs"
+    f"host and GPU sets the pace. For both passes our host code takes {our_host:.0f} µs"
+    + (f", longer than our kernels for up to {waiting[-1]:,} rows" if waiting else "")
+    + f". PyTorch's takes {their_host:.0f}"
     + (
-        f", longer than our kernels for up to 4,096 rows. PyTorch needs {their_host:.0f} on the "
-        f"host and at most {their_gpu:.0f} on the GPU, so up to that size it is faster when a "
-        "model is run call by call."
-        if our_host > max(their_host, their_gpu, 2 * our_gpu)
-        else f", and PyTorch's {their_host:.0f}."
+        f", so that call by call its operations are faster up to {behind[-1]:,} rows."
+        if behind
+        else "."
     )
 )
 
@@ -1347,7 +1365,25 @@ reverse_kernel[(4,)](x, y, 1000, BLOCK_SIZE=256)
 assert torch.equal(y, x.flip(0))
 
 # %%
-# **4. A stride that belongs to no dimension.** Read the diagonal of a square matrix.
+# .. dropdown:: Seven more puzzles
+#
+#    **4. A stride that belongs to no dimension.** Read the diagonal of a square matrix.
+#
+#    **5. The outer product.** Make a matrix of 5 × 6 from vectors of 5 and of 6, in one program.
+#
+#    **6. The right neutral element.** Find the largest number of each row, even where all are
+#    negative.
+#
+#    **7. A transpose.** Copy a matrix of 50 × 70 into one of 70 × 50, in blocks of 16 × 16.
+#
+#    **8. A sum over programs.** Add up 5,000 integers with blocks of 256: partial sums first, then
+#    a launch of a single program.
+#
+#    **9. Counting.** Count each of ten digits among 1,000. Integers may be added in any order, so
+#    here ``tl.atomic_add`` costs no reproducibility.
+#
+#    **10. A descriptor.** A tensor :term:`descriptor` replaces offsets and masks. Sum the rows of a
+#    matrix with ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
 
@@ -1365,9 +1401,6 @@ x = torch.randn(7, 7, device=runtime.DEVICE)
 y = torch.empty(7, device=runtime.DEVICE)
 diagonal_kernel[(1,)](x, y, *x.stride(), 7, BLOCK_SIZE=8)
 assert torch.equal(y, x.diagonal())
-
-# %%
-# **5. The outer product.** Make a matrix of 5 × 6 from vectors of 5 and of 6, in one program.
 
 # %%
 
@@ -1391,10 +1424,6 @@ outer_kernel[(1,)](a, b, y, 5, 6, 8, 8)
 assert torch.equal(y, torch.outer(a, b))
 
 # %%
-# **6. The right neutral element.** Find the largest number of each row, even where all are
-# negative.
-
-# %%
 
 # Solution: the right neutral element
 
@@ -1410,9 +1439,6 @@ x = -torch.rand(5, 100, device=runtime.DEVICE)
 y = torch.empty(5, device=runtime.DEVICE)
 max_kernel[(5,)](x, y, 100, BLOCK_COLS=128)
 assert torch.equal(y, x.max(dim=1).values)
-
-# %%
-# **7. A transpose.** Copy a matrix of 50 × 70 into one of 70 × 50, in blocks of 16 × 16.
 
 # %%
 
@@ -1433,10 +1459,6 @@ transpose_kernel[(4, 5)](x, y, 50, 70, BLOCK=16)
 assert torch.equal(y, x.t())
 
 # %%
-# **8. A sum over programs.** Add up 5,000 integers with blocks of 256: partial sums first, then a
-# launch of a single program.
-
-# %%
 
 # Solution: a sum over programs
 
@@ -1455,10 +1477,6 @@ block_sum_kernel[(1,)](sums, total, 20, BLOCK_SIZE=32)
 assert total.item() == 5000 * 4999 // 2
 
 # %%
-# **9. Counting.** Count how often each of ten digits occurs among 1,000. Integers may be added in
-# any order, so here ``tl.atomic_add`` costs no reproducibility.
-
-# %%
 
 # Solution: counting
 
@@ -1475,11 +1493,6 @@ digits = torch.randint(10, (1000,), device=runtime.DEVICE)
 counts = torch.zeros(10, dtype=torch.int32, device=runtime.DEVICE)
 count_kernel[(4,)](digits, counts, 1000, BLOCK_SIZE=256)
 assert torch.equal(counts.long(), digits.bincount(minlength=10))
-
-# %%
-# **10. A descriptor.** A tensor :term:`descriptor` knows the shape and the strides of a tensor, so
-# that offsets and masks need not be written by hand. Sum the rows of a matrix with
-# ``TensorDescriptor.from_tensor(x, [rows, columns])`` and ``x_desc.load([row, 0])``.
 
 # %%
 

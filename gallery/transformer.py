@@ -84,7 +84,7 @@ lab.start(
 #          it through layer norm, the linear layer qkv, attention, the linear layer out and dropout,
 #          and is added back. A second branch leaves it through layer norm, the linear layer up,
 #          GELU, the linear layer down and dropout, and is added back. Attention, layer norm and
-#          dropout are marked as operators that are injected; the linear layers are matmuls.
+#          dropout are marked as operators that are replaced; the linear layers are matmuls.
 #
 # Attention is the formula itself: scores, the causal mask, softmax, a weighted sum of values.
 # ``record_function`` names a range for the profiler and does nothing else.
@@ -682,9 +682,9 @@ its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
     "In bfloat16 softmax takes "
     f"{100 * ranges['bfloat16']['softmax'] / multiplied['bfloat16']:.0f} % of the time of these "
-    f"matmuls, for {100 * 5 / (4 * head):.1f} % of their FLOPs. Its own kernels take only "
-    f"{its_kernels:.1f} ms of it. The rest are casts, because autocast runs softmax in float32; in "
-    "the figure they have a bar of their own."
+    f"matmuls with the scale, for {100 * 5 / (4 * head):.1f} % of their FLOPs. Its own kernels "
+    f"take only {its_kernels:.1f} ms of it. The rest are casts, because autocast runs softmax in "
+    "float32."
 )
 
 # %%
@@ -692,7 +692,7 @@ lab.read(
 #    :class: kb-key
 #
 #    In bfloat16 a step spends most of its time on operations that wait for memory. FLOPs do not
-#    predict the time of these; bytes do.
+#    predict the time of these; the bytes that they move should.
 #
 # Why there are casts
 # -------------------
@@ -960,7 +960,7 @@ lab.read(
         if at["bfloat16", "step"] >= at["float32", "step"]
         else "Not by far"
     )
-    + f": the peak of a step is {at['bfloat16', 'step']:.0f} GiB, and "
+    + f": at this size and context the peak of a step is {at['bfloat16', 'step']:.0f} GiB, and "
     f"{at['float32', 'step']:.0f} in float32. Autocast halves most activations, but keeps the "
     "weights of attention in both dtypes and a copy of every parameter."
 )
@@ -979,7 +979,6 @@ lab.table(
 # When does a step hold the most? PyTorch's allocator can record each allocation and its release.
 # We go back to *large*, in float32, and sum them up over one step, as it is, and with
 # :term:`checkpointing`, where a layer keeps only its input and computes the rest again in backward.
-# A point of the lines is the most that an eightieth of a pass holds.
 
 
 # Measuring
@@ -1097,7 +1096,6 @@ peak = {
     )
     for version in ("all kept", "checkpointed")
 }
-at_end = timeline.rows[-1]["most, GiB"] if timeline.rows else nan
 paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
 inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
 spared = (SIZES["large"].layers - 1) * (
@@ -1105,9 +1103,8 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. At the end the "
-    f"gradients are released, and {at_end:.1f} GiB remain, of which the parameters and AdamW's "
-    f"averages are {3 * its_gradients:.1f}. Checkpointing lowers the peak from "
+    "Forward climbs by the same step in each layer and backward descends by it. "
+    f"Checkpointing lowers the peak from "
     f"{peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another forward "
     "pass. **The memory goes to what forward keeps for backward; the largest of it are the tables "
     "of attention, which alone grow with the square of the context.**"
@@ -1381,13 +1378,12 @@ lab.read(
     )
     + (
         f"At 65,536 {' and '.join(missing)} {'runs' if len(missing) == 1 else 'run'} out of "
-        f"memory: a table would have {8 * 65536**2 * 2 / 2**30:.0f} GiB, and the formula holds "
-        "three. "
+        f"memory: a table would have {8 * 65536**2 * 2 / 2**30:.0f} GiB, and without a "
+        "compiler several exist at once. "
         if missing
         else ""
     )
-    + "**Without the table, the memory of attention grows with the length and not with its "
-    "square, and most of its time is saved as well.**"
+    + "**Without the table, memory grows with the length, and not with its square.**"
 )
 
 # %%
@@ -2043,7 +2039,9 @@ lab.table(
             "the GPU waits, ms": round(took - ran, 1),
         }
         for name in (
-            *last,
+            "+ attention",
+            "+ layer norm",
+            "+ dropout",
             "SDPA",
             "SDPA, compiled",
             "attention, compiled",
@@ -2054,7 +2052,7 @@ lab.table(
     ]
     if steps.rows
     else [],
-    "The faint parts of six bars",
+    "The faint parts of seven bars",
 )
 
 # %%
@@ -2067,6 +2065,8 @@ our_ran, sdpa_ran = (
     step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
 )
 slower_eager = change("step, ms", *last) > 0
+apart = step("p20, ms", "+ dropout") > step("p80, ms", "+ attention")
+low, high = (step(f"{at}, ms", "+ layer norm") for at in ("p20", "p80"))
 lab.read(
     "On the GPU the step gains what its layers gained: from the bar “+ softmax” to “+ attention” "
     f"the kernels shorten from {step('busy, ms', '+ softmax'):.0f} ms to "
@@ -2077,6 +2077,7 @@ lab.read(
     + (
         f"**Yet with these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms instead "
         f"of {step('step, ms', '+ attention'):.0f}, "
+        + ("" if apart else "although their ranges overlap, ")
         if slower_eager
         else f"**With these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms, "
     )
@@ -2085,6 +2086,15 @@ lab.read(
         ", although our kernels are no slower.** In the rest the GPU waits."
         if our_ran <= sdpa_ran < our_took
         else ".**"
+    )
+    + f" Steps that wait for the host scatter: with layer norm and without dropout, the eager step "
+    f"takes {step('step, ms', '+ layer norm'):.0f} ms, and the middle 60 % of its times span "
+    f"{low:.0f} to {high:.0f}"
+    + (
+        ". That this bar is longer than PyTorch's is no property of layer norm, "
+        "which the next bar has as well."
+        if step("step, ms", "+ layer norm") > step("step, ms", "PyTorch")
+        else "."
     )
 )
 
@@ -2142,7 +2152,13 @@ lab.read(
         if left_over > 0
         else ". "
     )
-    + "For compiled code we have no such sum. But if the host is the reason there, too, the loss "
+    + "For compiled code we have no such sum"
+    + (
+        ", nor do we know why it is slower than eager code. But if"
+        if our_took > step("step, ms", "+ dropout")
+        else ". But if"
+    )
+    + " the host is the reason there, too, the loss "
     "must disappear without it. The next section takes it away."
 )
 
@@ -2151,7 +2167,7 @@ lab.read(
 #    :class: kb-key
 #
 #    A step takes the longer of two times: that of its kernels, and that in which the host launches
-#    them. The faster the kernels, the sooner the host decides.
+#    them.
 
 # %%
 
@@ -2485,9 +2501,10 @@ for dtype in (torch.float32, torch.bfloat16):
 # Reading
 finished = "Kernel Book, CUDA graph"
 lab.read(
-    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
-    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved bytes; attention without a "
-    "table removed most of these, and the tables from the memory. Compiled and as a CUDA graph, "
+    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms (without a "
+    f"wait after each pass) and {step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved "
+    "bytes; attention without a table removed most of these, and the tables from the memory. "
+    "Compiled and as a CUDA graph, "
     f"**the step takes {step('step, ms', finished):.0f} ms and "
     f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"

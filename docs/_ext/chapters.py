@@ -66,7 +66,8 @@ class Facts(NamedTuple):
     """What a chapter's card and the line under its title say.
 
     ``needs`` are the chapters to read before. ``bars`` are the card's picture: a label for each
-    provider of the recorded ``sweep`` at the point that ``where`` names.
+    provider of the recorded ``sweep`` at the point that ``where`` names. With ``column`` they are
+    times: of each row of the recorded table ``sweep``, its microseconds in this column.
     """
 
     question: str
@@ -75,6 +76,7 @@ class Facts(NamedTuple):
     sweep: str
     where: dict
     bars: dict[str, str]
+    column: str = ""
 
 
 CHAPTERS = {
@@ -95,13 +97,16 @@ CHAPTERS = {
         "kernel, and what makes the same kernel several times as slow?",
         "introductory",
         ("first_kernel",),
-        "registers",
-        {"columns": 4096},
+        "One call, timed in five ways",
+        {"rows": 64, "columns": 1024},
         {
-            "32 registers": "softmax, 32 registers a thread",
-            "64 registers": "softmax, 64 registers",
-            "Kernel Book": "softmax, as many as it needs",
+            "clock": "clock around the call",
+            "clock and wait": "clock, and wait for the GPU",
+            "events": "two events on the GPU",
+            "events after a pause": "events after a pause",
+            "events, pause and flush": "events, pause, empty cache",
         },
+        "small, µs",
     ),
     "dropout": Facts(
         "Can the backward pass of dropout zero the same elements again without a stored mask?",
@@ -124,9 +129,9 @@ CHAPTERS = {
         {"columns": 65536},
         {
             "simple_softmax": "five PyTorch operations",
-            "three_pass": "three_pass, three reads",
-            "online": "online, two reads",
-            "Kernel Book": "split, one read",
+            "three_pass": "one kernel, three reads",
+            "online": "one kernel, two reads",
+            "Kernel Book": "one kernel, one read",
         },
     ),
     "layer_norm": Facts(
@@ -170,7 +175,7 @@ CHAPTERS = {
         },
     ),
     "attention_fast": Facts(
-        "Which changes bring attention close to the speed of a matmul, and what is each of them "
+        "Which changes bring attention closer to the speed of a matmul, and what is each of them "
         "worth?",
         "advanced",
         ("attention_forward",),
@@ -748,18 +753,18 @@ def opening_bars(stem):
     if record is None or stem not in CHAPTERS:
         return None
     bars, limit = bars_of(record)
-    scale = max(100, *(percent for _, percent in bars))
+    scale = max(100 if limit else 0, *(number for _, number in bars))
     rows = "".join(
-        f'<li><span>{in_print(label)}</span> <i style="--share:{percent / scale:.3f}"></i>'
-        f"<b>{percent}</b></li>"
-        for label, percent in bars
+        f'<li><span>{in_print(label)}</span> <i style="--share:{number / scale:.3f}"></i>'
+        f"<b>{number}</b></li>"
+        for label, number in bars
     )
     gpu = escape(record["provenance"]["gpu"])
     shown = escape(pictured_input(record))
-    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. 100 is the speed of {limit}."
-    style = f' style="--limit:{100 / scale:.3f}"'
+    unit = f"100 is the speed of {limit}" if limit else "The numbers are microseconds"
+    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. {unit}."
     return html(
-        f'<figure class="kb-bars"{style}><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'
+        f'<figure class="kb-bars"><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'
     )
 
 

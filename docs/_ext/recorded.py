@@ -176,7 +176,8 @@ class Chapters(SphinxDirective):
         )
         said = (
             f"A picture shows the speed of a chapter’s versions on one input, which is named below "
-            f"it, in percent of a limit that was measured beside them, {measured_on(primary())}. "
+            f"it, in percent of a limit that was measured beside them, {measured_on(primary())}; "
+            f"in “Measuring a kernel” it shows times. "
             f"The sentence after its question says what a chapter reaches over its inputs. All "
             f"chapters together take about {short} hours to read ({whole} with every fold open)"
         )
@@ -337,7 +338,8 @@ def unbeaten_points(sweeps):
 
 
 def operator_rows(app, docname):
-    headers = ("Operator", OURS, "PyTorch", "Fastest library", "torch.compile", "Unbeaten", "Input")
+    compiled = "torch.\N{ZERO WIDTH SPACE}compile"  # two lines on a phone, or its end is cut off
+    headers = ("Operator", OURS, "PyTorch", "Fastest library", compiled, "Unbeaten", "Input")
     rows, by_chapter = [], {record["chapter"]: record for record in primary()}
     for operator in OPERATORS:
         if operator.chapter not in by_chapter:
@@ -448,7 +450,7 @@ class Count(SphinxRole):
 def pictured_input(record):
     """The input whose speeds a chapter's picture shows."""
     facts = CHAPTERS[record["chapter"]]
-    points = record["sweeps"][facts.sweep]["points"]
+    points = [facts.where] if facts.column else record["sweeps"][facts.sweep]["points"]
     [point] = [p for p in points if facts.where.items() <= p.items()]
     if "elements" in point:
         size = [f"{point['elements']:,} elements"]
@@ -468,17 +470,24 @@ def pictured_input(record):
 
 
 def bars_of(record):
-    """The bars of a chapter: a label and a percentage of the limit for each, and the limit."""
+    """The bars of a chapter: a label and a percentage of the limit for each, and the limit.
+
+    Times have no limit, which is empty then.
+    """
     facts = CHAPTERS[record["chapter"]]
-    measured = sweep(record, facts.sweep)
-    found = percents([measured], facts.where)
+    if facts.column:
+        recorded = record["tables"][facts.sweep]
+        number = recorded["columns"].index(facts.column)
+        found, limit = {row[0]: row[number] for row in recorded["rows"]}, ""
+    else:
+        measured = sweep(record, facts.sweep)
+        found, limit = percents([measured], facts.where), LIMITS[measured.limit]
     if missing := facts.bars.keys() - found.keys():
         raise ExtensionError(
             f"docs/_ext/chapters.py: {record['chapter']} has no {', '.join(sorted(missing))} in "
-            f"its sweep {facts.sweep!r} at {facts.where}."
+            f"its {facts.sweep!r} at {facts.where}."
         )
-    bars = [(label, found[provider]) for provider, label in facts.bars.items()]
-    return bars, LIMITS[measured.limit]
+    return [(label, found[provider]) for provider, label in facts.bars.items()], limit
 
 
 def thumbnail(srcdir, record):
@@ -487,36 +496,41 @@ def thumbnail(srcdir, record):
     path = Path(srcdir, "chapters", "images", f"{record['chapter']}_card.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw_bars(bars, limit, shown), encoding="utf-8")
-    spoken = ", ".join(f"{label} {percent}" for label, percent in bars)
-    alt = f"Bars, % of the speed of {limit}, for {shown}: {spoken}."
+    spoken = ", ".join(f"{label} {number}" for label, number in bars)
+    unit = f"% of the speed of {limit}" if limit else "microseconds"
+    alt = f"Bars, {unit}, for {shown}: {spoken}."
     return f"/{path.relative_to(srcdir).as_posix()}", alt
 
 
 def draw_bars(bars, limit, shown):
     """An SVG of a bar for each (label, percent), the last one the book's, and a line at the limit.
 
-    Under the bars stands ``shown``, the input. The colours are those of the figures, so that it has
-    a dark twin as they have.
+    Without a limit the bars are microseconds. Under them stands ``shown``, the input. The colours
+    are those of the figures, so that it has a dark twin as they have.
     """
     from kernelbook.lab import figures
 
-    width, height, top = 360, 190, 30
+    width, height, top = 360, 190, 30 if limit else 0
     step, number = (height - top) / len(bars), len(bars)
-    scale = (width - 44) / max(100, *(percent for _, percent in bars))  # the numbers stand beside
+    most = max(100 if limit else 0, *(length for _, length in bars))
+    scale = (width - 44) / most  # the numbers stand beside
     end = round(100 * scale)
-    drawn = (
-        f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
-        f'<text x="{end}" y="16" text-anchor="end" fill="{figures.MUTED}">{limit} = 100 %</text>'
-        f'<text x="0" y="{height + 20}" fill="{figures.MUTED}">{escape(shown)}</text>'
-    )
-    for place, (label, percent) in enumerate(bars, 1):
+    below = escape(shown if limit else f"µs, {shown}")
+    drawn = f'<text x="0" y="{height + 20}" fill="{figures.MUTED}">{below}</text>'
+    if limit:
+        drawn += (
+            f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
+            f'<text x="{end}" y="16" text-anchor="end" fill="{figures.MUTED}">'
+            f"{limit} = 100 %</text>"
+        )
+    for place, (label, length) in enumerate(bars, 1):
         y = round(top + step * (place - 1))
         colour = figures.colour(OURS if place == number else "copy")
         drawn += (
             f'<text x="0" y="{y + 13}" fill="{figures.TEXT}">{escape(label)}</text>'
-            f'<rect x="0" y="{y + 19}" width="{percent * scale:.0f}" height="13" rx="2" '
+            f'<rect x="0" y="{y + 19}" width="{length * scale:.0f}" height="13" rx="2" '
             f'fill="{colour}"/><text x="{width}" y="{y + 31}" text-anchor="end" '
-            f'font-weight="600" fill="{figures.TEXT}">{percent}</text>'
+            f'font-weight="600" fill="{figures.TEXT}">{length}</text>'
         )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 26}" '

@@ -18,7 +18,8 @@ document.addEventListener("toggle", () => window.dispatchEvent(new Event("resize
 function markWide() {
   const boxes = ".kb-table, .pst-scrollable-table-container, .kb-pan";
   for (const box of document.querySelectorAll(boxes)) {
-    const wide = box.scrollWidth > box.clientWidth + 1;
+    const margin = box.matches(".kb-pan") ? 24 : 1; // the edge of a figure is blank
+    const wide = box.scrollWidth > box.clientWidth + margin;
     box.classList.toggle("kb-wide", wide);
     if (!box.matches(".kb-pan")) continue;
     if (wide) box.tabIndex = 0;

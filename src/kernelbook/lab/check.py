@@ -173,7 +173,13 @@ def tolerance(torch_error: float, dtype: torch.dtype, factor: float = FACTOR) ->
 
 
 def check(
-    name: str, cases: Iterable[Case], *, here: bool = True, theirs: str = "PyTorch's"
+    name: str,
+    cases: Iterable[Case],
+    *,
+    here: bool = True,
+    theirs: str = "PyTorch's",
+    title: str = "",
+    stand_in: str = "",
 ) -> Shown:
     """Compare each case with float64 truth, part by part.
 
@@ -181,14 +187,19 @@ def check(
     the row of each dtype that came nearest; and, folded, all rows. What the recorded run found on
     its GPU stands before what Triton's interpreter finds here. ``here=False`` says that the kernels
     cannot run on this machine: then no case is looked at, and the recorded rows stand alone.
-    ``theirs`` names the column of the other error, where that is not PyTorch's.
+    ``theirs`` names the column of the other error, where that is not PyTorch's, and ``title`` what
+    was checked, where that is not the name under which it is recorded. ``stand_in`` says what the
+    cases are of, or where they ran, if no kernel of this machine computed them.
 
     Raises:
         CheckFailed: one row is over its tolerance, or there is none. Nothing is recorded then.
     """
+    title = title or name
     if not here:
         runs = chapter.checked(name)
-        return show(_summary(name, runs, theirs)) if runs else table([], f"{name}. {NOT_RECORDED}")
+        if not runs:
+            return table([], f"{title}. {NOT_RECORDED}")
+        return show(_summary(title, runs, theirs))
     rows = [case.row() for case in cases]
     if not rows:
         raise CheckFailed(f"{name}: no case was checked.")
@@ -198,7 +209,7 @@ def check(
         )
         raise CheckFailed(f"{len(failed)} of {len(rows)} rows failed.\n{plain}")
     chapter.keep("checks", name, rows)
-    return show(_summary(name, chapter.checked(name, rows), theirs))
+    return show(_summary(title, chapter.checked(name, rows, stand_in), theirs))
 
 
 def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
@@ -207,9 +218,9 @@ def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
     first = next(iter(runs.values()))
     nearest = list({row["dtype"]: row for row in sorted(first, key=_nearness)}.values())
     nearest.sort(key=first.index)
-    what = "the row of each dtype that came nearest to its tolerance"
+    what = "of each dtype, the check nearest to its tolerance"
     what = what if len(first) > len(nearest) else "every row"
-    html, plain = tabulated(_columns(nearest, theirs), f"{name}, {what}")
+    html, plain = tabulated(_columns(nearest, theirs), f"{name}: {what}")
     folded = "".join(
         tabulated(
             _columns(rows, theirs), f"{name}, {where}: error of the worst part against float64"

@@ -202,6 +202,9 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
     The first rung is at the top. The dashed line is the limit. Other GPUs: see :func:`plot`.
     """
 
+    # An ideal is a speed itself.
+    of_limit = f"% of {'' if sweep.limit == 'ideal' else 'the speed of '}{sweep.limit}"
+
     def rows_of(sweep: Sweep) -> pandas.DataFrame:
         rows = sweep.at(**where)
         return rows[rows["provider"].isin(rungs)]
@@ -231,10 +234,10 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
                 axes.tick_params(axis="y", length=0)
                 axes.grid(axis="y", visible=False)
                 axes.set_title(group, loc="left", fontsize=11, color=MUTED)
-            panels[-1, 0].set_xlabel(f"% of the speed of {sweep.limit}")
+            panels[-1, 0].set_xlabel(of_limit)
             axes.set_xlim(0, max(112, axes.get_xlim()[1]))
         found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
-        alt = f"Bars, % of the speed of {sweep.limit}: {', '.join(found)}."
+        alt = f"Bars, {of_limit}: {', '.join(found)}."
         return _finish(figure, sweep, title, alt)
 
     if rows_of(sweep).empty:

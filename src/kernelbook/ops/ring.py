@@ -337,13 +337,8 @@ def _wait(works: list[dist.Work]) -> None:
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """Add attention to more keys: change out and lse to those of all keys, by sums in float32.
 
-    out = (1 - w) out + w part, where w = exp(lse_part) / (exp(lse) + exp(lse_part)).
-
-    Args:
-        out: attention to some keys, (..., seqlen, head_dim).
-        lse: its logsumexp, (..., seqlen), float32; -inf where a query has seen nothing.
-        part: attention to other keys.
-        lse_part: its logsumexp.
+    out = (1 - w) out + w part, where w = exp(lse_part) / (exp(lse) + exp(lse_part)). Both outputs
+    are (..., seqlen, head_dim), and lse is (..., seqlen), float32, -inf for a query without keys.
     """
     w = torch.sigmoid(lse_part - lse).masked_fill_(lse_part == -torch.inf, 0).unsqueeze(-1)
     torch.addcmul(out * (1 - w), part, w, out=out)

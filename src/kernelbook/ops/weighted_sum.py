@@ -132,6 +132,7 @@ def part_sum_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    # -- add: the rows of partial sums, of my columns
     cols = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for start in range(0, n_parts, BLOCK_ROWS):
