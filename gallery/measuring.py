@@ -1042,10 +1042,10 @@ lab.draw(graph, "Ten softmaxes in a row", paces_in_words, paces)
 
 # Reading
 heights = [row["rows"] for row in graph.rows] or [16, 65536]
-alone, as_graph, singly = (
+as_graph, singly = (
     {row["rows"]: row[f"{way}, µs"] for row in graph.rows}
     or dict.fromkeys(heights, nan)
-    for way in ("kernels alone", "as a graph", "one by one")
+    for way in ("as a graph", "one by one")
 )
 few, *_, many = heights
 marks = 10 * nothing[best]

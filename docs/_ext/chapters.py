@@ -44,9 +44,6 @@ BOOKKEEPING = {
 }
 """What any other cell folds under that does this and holds no kernel."""
 
-FOR_TOOLS = re.compile(r"# (fmt: skip|noqa)")
-"""How a comment begins that no listing of a page shows."""
-
 PLAIN = (["n"], ["p"], ["w"])
 """Pygments' classes of the tokens that have no colour of their own in the book's two styles."""
 
@@ -802,14 +799,16 @@ def lighten(app, doctree, docname):
     were a third of the bytes of a chapter. A name within a link keeps its span, because a link has
     a colour of its own. What only a formatter or linter reads is left out.
     """
+    from kernelbook.lab import display
+
     for token in list(doctree.findall(nodes.inline)):
-        if FOR_TOOLS.match(token.astext()):
+        if display.FOR_TOOLS.match(token.astext()):
             token.parent.remove(token)
         elif token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
             token.parent.replace(token, nodes.Text(token.astext()))
     for block in doctree.findall(nodes.literal_block):
-        if block.rawsource == block.astext() and FOR_TOOLS.search(block.rawsource):
-            block.rawsource = re.sub(f"  {FOR_TOOLS.pattern}.*", "", block.rawsource)
+        if block.rawsource == block.astext() and display.FOR_TOOLS.search(block.rawsource):
+            block.rawsource = display.for_readers(block.rawsource)
             block.clear()
             block += nodes.Text(block.rawsource)
 

@@ -221,6 +221,15 @@ def listing(parts: dict[str, object]) -> Markdown:
     )
 
 
+FOR_TOOLS = re.compile(r"# (fmt: skip|noqa)")
+"""How a comment begins that no listing of a page shows."""
+
+
+def for_readers(code: str) -> str:
+    """Return code without the comments that only a formatter or linter reads."""
+    return re.sub(f"  {FOR_TOOLS.pattern}.*", "", code)
+
+
 def _sourced(thing, *pieces: str) -> Markdown:
     function = getattr(thing, "fn", thing)  # a kernel keeps its Python function there
     lines, first = inspect.getsourcelines(function)
@@ -235,8 +244,7 @@ def _sourced(thing, *pieces: str) -> Markdown:
         shown += range(starts[0], end)
     if pieces:
         lines, first = [lines[i] for i in shown], first + shown[0]
-    code = inspect.cleandoc("\n" + "".join(lines))
-    code = re.sub(r"  # (fmt: skip|noqa\b.*)", "", code)  # for tools, not for readers
+    code = for_readers(inspect.cleandoc("\n" + "".join(lines)))
     name = inspect.getmodule(function).__name__.replace(".", "/")
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
