@@ -21,9 +21,7 @@ show is replayed from a recorded run.
 import statistics
 import warnings
 
-import torch
-
-from kernelbook import lab, reference, runtime, weighted_sum
+from kernelbook import lab, reference, weighted_sum
 from kernelbook.ops.weighted_sum import (
     _backward,
     _forward,
@@ -47,6 +45,10 @@ lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 #
 # Each row of a matrix ``x`` is multiplied by the same weights ``w`` and added up, as in a linear
 # layer with one output.
+
+import torch
+
+from kernelbook import runtime  # runtime.DEVICE is the GPU, if there is one
 
 
 def simple_weighted_sum(x, w):
@@ -88,7 +90,7 @@ print(y.tolist())
 # %%
 # ``kernel[grid](...)`` launches a kernel. The :term:`grid` ``(3,)`` asks for three programs,
 # because three blocks of four cover ten elements. All three run the same code, and differ only in
-# ``tl.program_id(0)``, the number of the program. (``runtime.DEVICE`` is the GPU, if there is one.)
+# ``tl.program_id(0)``, the number of the program.
 #
 # .. image:: /figures/first-kernel-blocks.svg
 #    :alt: Ten squares named x[0] to x[9] in three frames, program 0 to program 2, of four squares
@@ -140,7 +142,8 @@ lab.table(
 # ----------------------
 #
 # Offsets 10 and 11 are past the end. The :term:`mask` ``offsets < n`` leaves them out of the load
-# and of the store. What happens without it? We give ``y`` two neighbours in memory, which hold -1.
+# and of the store. What happens without it? Behind the ten numbers of ``x`` we let two more lie in
+# memory, 10 and 11, and behind ``y`` two that belong to something else, both -1.
 
 
 @triton.jit
@@ -148,6 +151,12 @@ def unmasked_kernel(x_ptr, y_ptr, n, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
 
+
+for kernel in (double_kernel, unmasked_kernel):
+    numbers = torch.arange(12.0, device=runtime.DEVICE)  # x, 10 and 11
+    memory = torch.full((12,), -1.0, device=runtime.DEVICE)  # y, and its neighbours
+    kernel[(3,)](numbers, memory, 10, BLOCK_SIZE=4)
+    print(memory[8:].tolist())
 
 # %%
 
@@ -166,18 +175,16 @@ def neighbours():
     return rows
 
 
-lab.table(neighbours(), "What became of the two numbers after y, run here")
-
 # %%
 
 # Folded: The same two launches on a GPU
 lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
-# Without the mask the kernel overwrites memory that belongs to something else. Nothing reports it,
-# because only an address outside all memory of the process makes a launch fail, with an *illegal
-# memory access*. A load has one more rule: where its mask is false, what it gives is undefined,
-# unless ``other=0.0`` names a value.
+# The kernel without a mask has read 10 and 11, and written their doubles over its neighbours.
+# Nothing reports it, because only an address outside all memory of the process makes a launch fail,
+# with an *illegal memory access*. A load has one more rule: where its mask is false, what it gives
+# is undefined, unless ``other=0.0`` names a value.
 #
 # What the compiler must know
 # ---------------------------
@@ -298,25 +305,32 @@ print(simple_weighted_sum(x, w).tolist())
 # -------
 #
 # Why does the kernel take both strides of ``x``, if rows lie one after another? A transposed matrix
-# is the same memory with its strides exchanged, and the kernel can read it without a copy. With
-# other strides than its own it sums the wrong numbers, without an error:
+# is the same memory with its strides exchanged, and the kernel can read it without a copy. Here one
+# of 6 rows and 5 columns becomes one of 5 rows and 6 columns. We launch the kernel on it once with
+# the strides 6 and 1, which a matrix of that shape usually has:
 
-columns = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)
+tall = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)  # strides (5, 1)
+turned = tall.t()  # strides (1, 5)
 assumed = torch.empty(5, device=runtime.DEVICE)
-rows_kernel[(3,)](columns.t(), w, assumed, 6, 1, 5, 6, 2, 8)
+rows_kernel[(3,)](turned, w, assumed, 6, 1, 5, 6, BLOCK_ROWS=2, BLOCK_COLS=8)
+
+# %%
+
 lab.table(
     [
         {"strides": name, "sums": " ".join(f"{total:.0f}" for total in y.tolist())}
         for name, y in {
-            f"its own, {columns.t().stride()}": sum_rows(columns.t(), w),
+            f"its own, {turned.stride()}": sum_rows(turned, w),
             "assumed, (6, 1)": assumed,
-            "PyTorch": simple_weighted_sum(columns.t(), w),
+            "PyTorch": simple_weighted_sum(turned, w),
         }.items()
     ],
     "Why a kernel takes strides: the sums of the rows of a transposed matrix",
 )
 
 # %%
+# With other strides than its own it sums the wrong numbers, without an error.
+#
 # Long rows
 # ---------
 #
@@ -344,10 +358,7 @@ lab.source(weighted_sum_fwd_kernel, "loop")
 # %%
 # One reduction and one store follow. If a row has several parts, each program stores the sum of its
 # own part, and a second small kernel adds these.
-
-lab.source(weighted_sum_fwd_kernel, "end")
-
-# %%
+#
 # What programs must not share
 # ----------------------------
 #
@@ -541,76 +552,90 @@ lab.read(
 #          = \sum_i dy_i \, x_{ij}
 #
 # The gradient of ``x`` is the outer product of ``dy`` and ``w``, which any program can compute for
-# its own block. The gradient of ``w`` needs the partial sums.
+# its own block. The gradient of ``w`` needs the partial sums. With three programs of two rows, and
+# ones for ``dy``:
 #
-# .. image:: /figures/first-kernel-sums.svg
-#    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
-#          (0, 0) and (1, 0) have rows 0, 1, 4 and 5, programs (0, 1) and (1, 1) rows 2, 3, 6 and 7;
-#          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
-#          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
+# .. image:: /figures/first-kernel-parts.svg
+#    :alt: The matrix x of 5 rows and 6 columns, which holds 0 to 29. Program 0 has rows 0 and 1,
+#          program 1 rows 2 and 3, program 2 row 4. Each adds its rows, column by column, into its
+#          own row of parts: 6 8 10 12 14 16, 30 32 34 36 38 40 and 24 25 26 27 28 29. The second
+#          launch adds these three rows to dw: 60 65 70 75 80 85.
 #
-# One pass over ``x`` serves both gradients. Where several programs share columns, the kernel takes
-# as ``dw_ptr`` a matrix of partial sums, with a row for each of them. A program keeps the weights
-# and the sums of a block of columns in registers.
+# Here is the whole kernel. It has the blocks of ``rows_kernel``, reads ``x`` once, and differs in
+# what it makes of it: it stores a block of ``dx``, and sums along the rows, ``axis=0``, instead of
+# the columns.
 
-lab.source(weighted_sum_bwd_kernel, "place")
+
+@triton.jit
+def rows_bwd_kernel(
+    dy_ptr,  # gradient of y, (n_rows)
+    x_ptr,  # input, (n_rows, n_cols), contiguous
+    w_ptr,  # weight, (n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous
+    parts_ptr,  # partial sums, (number of programs, n_cols), float32
+    n_rows,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+):
+    program = tl.program_id(0)
+    rows = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    offsets = rows[:, None] * n_cols + cols[None, :]
+    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    dy = tl.load(dy_ptr + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + offsets, dy[:, None] * w[None, :], mask=inside)
+    part = tl.sum(dy[:, None] * x, axis=0)
+    tl.store(parts_ptr + program * n_cols + cols, part, mask=cols < n_cols)
+
+
+def rows_backward(dy, x, w, block_rows=2):
+    n_rows, n_cols = x.shape
+    dx = torch.empty_like(x)
+    programs = triton.cdiv(n_rows, block_rows)
+    parts = torch.empty(programs, n_cols, device=x.device)
+    block = (block_rows, triton.next_power_of_2(n_cols))
+    rows_bwd_kernel[(programs,)](dy, x, w, dx, parts, n_rows, n_cols, *block)
+    dw = sum_rows(parts.t(), torch.ones(programs, device=x.device))
+    return dx, dw.to(w.dtype)
+
+
+x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
+dx, dw = rows_backward(torch.ones(5, device=runtime.DEVICE), x, w)
+print(dw.tolist())
+print(x.sum(0).tolist())  # what PyTorch adds up
 
 # %%
-# Several programs have the same columns and share the rows; ``tl.num_programs(1)`` says how many.
-# After each iteration a program moves ``step`` rows ahead, past those of the others. Where a
-# gradient is not wanted its pointer is ``None``, and the compiler drops the branch.
-
-lab.source(weighted_sum_bwd_kernel, "loop")
-
-# %%
-# After its last iteration it adds up the rows of its block, and stores one row of partial sums.
-
-lab.source(weighted_sum_bwd_kernel, "end")
-
-# %%
-# The second kernel, ``part_sum_kernel``, adds the ``n_parts`` rows that ``parts_ptr`` points to, of
-# ``n`` columns each.
-
-lab.source(part_sum_kernel, "add")
-
-# %%
+# The rows of partial sums stand in the order of the programs, so that no two write to the same one.
+# The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
+# ``rows_kernel`` sums that row with weights of 1.
+#
 # Into PyTorch
 # ------------
 #
 # How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
-# autograd how to compute a result and the gradients of its inputs.
-# ``save_for_backward`` keeps the tensors that the backward pass needs again. Here two programs
-# share each block of columns, and each leaves one row of sums, however many rows of ``x`` it has
-# read. So ``parts``, which is passed as ``dw_ptr``, has two rows.
+# autograd how to compute a result and the gradients of its inputs. ``save_for_backward`` keeps the
+# tensors that the backward pass needs again.
 
 
 class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        n_rows, n_cols = x.shape
-        y = torch.empty(n_rows, device=x.device)
-        grid = (triton.cdiv(n_rows, 2), 1)
-        sizes = {"part_cols": n_cols, "BLOCK_ROWS": 2, "BLOCK_COLS": 4}
-        weighted_sum_fwd_kernel[grid](x, w, y, *x.stride(), n_rows, n_cols, **sizes)
-        return y
+        return sum_rows(x, w)
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        n_rows, n_cols = x.shape
-        dx, dw = torch.empty(x.shape, device=x.device), torch.empty_like(w)
-        parts = torch.empty(2, n_cols, device=x.device)
-        grid = (triton.cdiv(n_cols, 4), 2)
-        strides, blocks = x.stride(), {"BLOCK_ROWS": 2, "BLOCK_COLS": 4}
-        weighted_sum_bwd_kernel[grid](
-            dy, x, w, dx, parts, dy.stride(0), *strides, n_rows, n_cols, **blocks
-        )
-        part_sum_kernel[(triton.cdiv(n_cols, 4),)](parts, dw, 2, n_cols, **blocks)
-        return dx, dw
+        return rows_backward(dy.contiguous(), x.contiguous(), w)
 
 
 # %%
+# ``contiguous()`` copies a tensor whose strides the kernel does not expect. That of ``dy`` is often
+# 0: the gradient of ``y.sum()`` is a single 1, which stands for all rows.
+#
 # ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
 # the change of the results with what the backward pass claims. Usually the step must be tiny, which
 # needs float64. The weighted sum is linear in each element, so 0.25 and float32 will do.
@@ -621,7 +646,25 @@ steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# The book's operator also accepts any shape, refuses wrong input, and is registered, so that
+# **What is left to the book's operator?** One row of partial sums for each two rows of ``x`` would
+# be as many bytes as ``x`` has in bfloat16. So its backward kernel has few programs, and each goes
+# on to further rows before it stores its sums. A program also has a block of the columns only, and
+# takes strides:
+#
+# .. image:: /figures/first-kernel-sums.svg
+#    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
+#          (0, 0) and (1, 0) have rows 0, 1, 4 and 5, programs (0, 1) and (1, 1) rows 2, 3, 6 and 7;
+#          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
+#          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
+#
+# In its loop, ``part`` is ``tl.program_id(1)``, the second number of a program in the drawing, and
+# ``step`` takes it past the rows of the others. ``w`` and the sums ``dw`` stay in registers. Where
+# a gradient is not wanted its pointer is ``None``, and the compiler drops the branch.
+
+lab.source(weighted_sum_bwd_kernel, "loop")
+
+# %%
+# The operator also accepts any shape, refuses wrong input, and is registered, so that
 # ``torch.compile`` knows it.
 
 # %%
@@ -653,9 +696,9 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# We compare three shapes in three dtypes, and in bfloat16 with a float32 weight, with the truth in
-# float64. An error may be twice the larger of PyTorch's own and half a unit in the last place
-# (:term:`ulp`). Where a result is float32 it may be eight times as large, because there the order
+# We compare three shapes in three dtypes with the truth in float64, and bfloat16 with a float32
+# weight, whose sums are float32. An error may be twice the larger of PyTorch's own and half a unit
+# in the last place (:term:`ulp`), or eight times where a result is float32, because there the order
 # of the additions decides.
 
 
@@ -681,7 +724,7 @@ def cases():
                 reference.weighted_sum(x, w),
                 *reference.weighted_sum_backward(x, w, dy),
             )
-            label = str(shape) if dtype == of_weight else f"{shape}, float32 weight"
+            label = str(shape) if dtype == of_weight else f"{shape}, bfloat16 × float32"
             for what, ours, *rest in zip(
                 ("forward", "dx", "dw"), *found, truth, strict=True
             ):
@@ -1018,7 +1061,6 @@ usual, streamed = (
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
-apart = "; the rest we did not explain" if slowly > 3.3 * copied else ""
 
 
 def ahead(sweep, provider, what):
@@ -1036,8 +1078,55 @@ def ahead(sweep, provider, what):
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy, "
-    f"of which three times the bytes explain a factor of 3{apart}. `x @ w`, a single operation of "
-    f"PyTorch, reaches {largest['x @ w']:.0f} % of the copy's speed."
+    "of which three times the bytes explain a factor of 3. `x @ w`, a single operation of PyTorch, "
+    f"reaches {largest['x @ w']:.0f} % of the copy's speed."
+)
+
+# %%
+
+
+# Measuring
+def two_operations():
+    x = torch.randn(2**16, 4096, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(4096, device=runtime.DEVICE, dtype=torch.bfloat16)
+    product = x * w
+    half = x.view(-1)[: x.numel() // 2]
+    target, half_target = torch.empty_like(x), torch.empty_like(half)
+
+    def microseconds(run):
+        return round(1e3 * statistics.median(lab.event_times(run)), 1)
+
+    return [
+        {
+            "operation": "product = x * w",
+            "µs": microseconds(lambda: x * w),
+            "a copy of as many bytes (µs)": microseconds(lambda: target.copy_(x)),
+        },
+        {
+            "operation": "product.sum(-1)",
+            "µs": microseconds(lambda: product.sum(-1)),
+            "a copy of as many bytes (µs)": microseconds(
+                lambda: half_target.copy_(half)
+            ),
+        },
+    ]
+
+
+# %%
+
+# Folded: Each of the two operations beside a copy of its bytes
+apart = lab.measure("PyTorch's two operations, 65,536 rows", two_operations)
+apart
+
+# %%
+
+# Reading
+of_product, of_sum = [
+    100 * row["a copy of as many bytes (µs)"] / row["µs"] for row in apart.rows
+] or [nan] * 2
+lab.read(
+    f"The rest is how fast each of the two is: the multiplication reaches {of_product:.0f} % of "
+    f"the speed of a copy of its own bytes, and the sum {of_sum:.0f} %."
 )
 
 # %%
@@ -1232,8 +1321,9 @@ lab.read(
 )
 
 # %%
+# The figures leave out the host, the CPU, which needs time for each call, and the slower of host
+# and GPU sets the pace.
 
-# Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
 host = lab.host_times(
@@ -1266,13 +1356,16 @@ behind = [
     if our_host > 1.01 * max(their_host, on_gpu("PyTorch", rows))
 ]
 lab.read(
-    "One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of "
-    f"host and GPU sets the pace. For both passes our host code takes {our_host:.0f} µs"
-    + (f", longer than our kernels for up to {waiting[-1]:,} rows" if waiting else "")
-    + f". PyTorch's takes {their_host:.0f}"
-    + (
-        f", so that call by call its operations are faster up to {behind[-1]:,} rows."
+    (
+        "**Call by call, PyTorch's two operations are faster than ours with up to "
+        f"{behind[-1]:,} rows,** because for both passes our host code takes "
         if behind
+        else "For both passes our host code takes "
+    )
+    + f"{our_host:.0f} µs and PyTorch's {their_host:.0f}"
+    + (
+        f"; our kernels take longer than that only with more than {waiting[-1]:,} rows."
+        if waiting
         else "."
     )
 )

@@ -85,8 +85,8 @@ CHAPTERS = {
         {"rows": 65536},
         {
             "PyTorch": "two PyTorch operations",
-            "one row a program": "first kernel",
-            "Kernel Book": "the book's operator",
+            "one row a program": "first kernel, whole rows",
+            "Kernel Book": "operator, rows of any length",
         },
     ),
     "measuring": Facts(
