@@ -338,26 +338,22 @@ lab.table(
 # are 4 MB, while an :term:`SM`, the part of a GPU that runs a program, has 256 KB of registers. So
 # the kernel of this book's operator loops over blocks of columns.
 #
-# It also divides a long row among several programs, because a matrix of few rows would otherwise
-# leave most of the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts
-# blocks of rows, and ``tl.program_id(1)`` counts parts of a row, of ``part_cols`` columns each. The
-# other parameters are those of ``rows_kernel``.
+# It also divides a long row into parts, because a matrix of few rows would otherwise leave most of
+# the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts blocks of rows,
+# and ``tl.program_id(1)`` parts of a row, each from column ``first`` to ``last``.
 #
 # .. dropdown:: More: why row numbers are int64
 #
 #    Past :math:`2^{31}` elements an offset does not fit into 32 bits.
 
-lab.source(weighted_sum_fwd_kernel, "place")
-
-# %%
-# The loop keeps as many sums as a block has elements, so threads need not exchange anything before
-# the loop is over. What ``EVICT`` does is measured below.
-
 lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
-# One reduction and one store follow. If a row has several parts, each program stores the sum of its
-# own part, and a second small kernel adds these.
+# The loop keeps as many sums as a block has elements, so threads need not exchange anything before
+# it is over. What ``EVICT`` does is measured below.
+#
+# One ``tl.sum`` and one store follow. Where a row has several parts, a second small kernel adds
+# their sums.
 #
 # What programs must not share
 # ----------------------------
@@ -431,14 +427,11 @@ lab.read(
 #
 # So write to another tensor, or launch a second kernel, which begins when the first has ended.
 #
-# Yet the gradient, our next section, is a sum over rows that belong to different programs. There
-# are three ways to add them up:
-#
-# - *Load, add, store:* each program loads the sum so far, adds its rows and stores the result. Two
-#   programs may load the same value, and one addition is lost.
-# - *An atomic addition*, ``tl.atomic_add``, does all three in one step.
-# - :term:`Partial sums <partial sums>`: each program stores the sum of its own rows, and a second
-#   kernel adds these up.
+# Yet the gradient, our next section, is a sum over rows of different programs. If each program
+# *loads* the sum so far, *adds* its rows and *stores* the result, two may load the same value, and
+# one addition is lost. *An atomic addition*, ``tl.atomic_add``, does all three in one step. Or each
+# program stores a :term:`partial sum <partial sums>`, of its own rows, and a second kernel adds
+# these up.
 
 # %%
 
@@ -535,13 +528,8 @@ lab.read(
 # The gradient
 # ------------
 #
-# How much does the loss change if one weight changes? Take two rows, 1 2 3 and 4 5 6. The second
-# weight enters the first sum with the factor 2 and the second with 5. If the loss grows by 10 per
-# unit of the first sum and by 1 per unit of the second, it grows by
-# :math:`10 \cdot 2 + 1 \cdot 5 = 25` per unit of that weight.
-#
-# In general, let :math:`L` be the loss and :math:`dy_i` its derivative with respect to
-# :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
+# Let :math:`L` be the loss and :math:`dy_i` its derivative with respect to :math:`y_i`. Each
+# :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
 #
 # .. math::
 #
@@ -561,9 +549,8 @@ lab.read(
 #          own row of parts: 6 8 10 12 14 16, 30 32 34 36 38 40 and 24 25 26 27 28 29. The second
 #          launch adds these three rows to dw: 60 65 70 75 80 85.
 #
-# Here is the whole kernel. It has the blocks of ``rows_kernel``, reads ``x`` once, and differs in
-# what it makes of it: it stores a block of ``dx``, and sums along the rows, ``axis=0``, instead of
-# the columns.
+# The whole kernel has the blocks of ``rows_kernel`` and reads ``x`` once. It stores a block of
+# ``dx``, and sums along ``axis=0``, over its rows:
 
 
 @triton.jit
@@ -605,7 +592,6 @@ def rows_backward(dy, x, w, block_rows=2):
 x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
 dx, dw = rows_backward(torch.ones(5, device=runtime.DEVICE), x, w)
 print(dw.tolist())
-print(x.sum(0).tolist())  # what PyTorch adds up
 
 # %%
 # The rows of partial sums stand in the order of the programs, so that no two write to the same one.
@@ -633,8 +619,8 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# ``contiguous()`` copies a tensor whose strides the kernel does not expect. That of ``dy`` is often
-# 0: the gradient of ``y.sum()`` is a single 1, which stands for all rows.
+# ``contiguous()`` copies a tensor of other strides. That of ``dy`` is often 0: the gradient of
+# ``y.sum()`` is a single 1, which stands for all rows.
 #
 # ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
 # the change of the results with what the backward pass claims. Usually the step must be tiny, which
@@ -646,10 +632,10 @@ steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# **What is left to the book's operator?** One row of partial sums for each two rows of ``x`` would
-# be as many bytes as ``x`` has in bfloat16. So its backward kernel has few programs, and each goes
-# on to further rows before it stores its sums. A program also has a block of the columns only, and
-# takes strides:
+# **What is left to the book's operator?** A row of partial sums for each two rows of ``x`` would be
+# as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
+# to further rows, with its sums in registers, before it stores them. It also has a block of the
+# columns only:
 #
 # .. image:: /figures/first-kernel-sums.svg
 #    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
@@ -657,13 +643,6 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 #          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
 #          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
 #
-# In its loop, ``part`` is ``tl.program_id(1)``, the second number of a program in the drawing, and
-# ``step`` takes it past the rows of the others. ``w`` and the sums ``dw`` stay in registers. Where
-# a gradient is not wanted its pointer is ``None``, and the compiler drops the branch.
-
-lab.source(weighted_sum_bwd_kernel, "loop")
-
-# %%
 # The operator also accepts any shape, refuses wrong input, and is registered, so that
 # ``torch.compile`` knows it.
 
@@ -770,9 +749,8 @@ if runtime.INTERPRETED:
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# An element's index says who holds it: of the ten binary digits of an index below 1,024, seven name
-# the thread and three the register. A thread holds neighbouring elements, as many as make 16 bytes,
-# the widest load that it can issue. So the 32 threads of a warp read 512 consecutive bytes
+# A thread holds neighbouring elements, as many as make 16 bytes, the widest load that it can issue.
+# So the 32 threads of a warp read 512 consecutive bytes
 # together, which the memory serves with few transactions: this is called :term:`coalescing`.
 
 # %%
@@ -1182,6 +1160,9 @@ def evictions():
     ]
 
 
+# %%
+
+# Folded: The four times
 evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 evicted
 
@@ -1238,8 +1219,7 @@ found = {
 least = min(found, key=found.get)
 lab.read(
     f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %, the "
-    f"least with {least:,} columns, where the results, which are not counted, are "
-    f"{100 / (1 + least):.0f} % of all bytes. `torch.compile` is "
+    f"least with {least:,} columns. `torch.compile` is "
     f"{ahead(shapes, 'torch.compile', 'columns')}."
 )
 
@@ -1285,13 +1265,10 @@ lab.plot(backward, "Backward, rows of 4,096 in bfloat16", share=True)
 # %%
 
 # Reading
-large, medium = (
-    {
-        name: 100 * backward.share(name, rows=rows)
-        for name in ("torch.compile", "Kernel Book", "x @ w")
-    }
-    for rows in (2**16, 2**12)
-)
+large = {
+    name: 100 * backward.share(name, rows=2**16)
+    for name in ("torch.compile", "Kernel Book")
+}
 theirs, ours = (
     backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
@@ -1315,14 +1292,12 @@ few, of_copy = (
 megabytes = 16 * 4096 * 2 / 1e6
 lab.read(
     f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes {of_copy:.1f} and the "
-    f"operator {few:.1f}, because starting and timing a kernel takes microseconds, however little "
-    f"it does. Backward, 4,096 rows reach {medium['Kernel Book']:.0f} %, because the partial sums "
-    "and their second launch are a larger part of the work there."
+    f"operator {few:.1f}, because starting and timing a kernel takes microseconds. And one cost is "
+    "in neither figure: the host, the CPU, needs time for each call, and the slower of host and "
+    "GPU sets the pace."
 )
 
 # %%
-# The figures leave out the host, the CPU, which needs time for each call, and the slower of host
-# and GPU sets the pace.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1358,16 +1333,11 @@ behind = [
 lab.read(
     (
         "**Call by call, PyTorch's two operations are faster than ours with up to "
-        f"{behind[-1]:,} rows,** because for both passes our host code takes "
+        f"{behind[-1]:,} rows,** because our host code takes "
         if behind
-        else "For both passes our host code takes "
+        else "Our host code takes "
     )
-    + f"{our_host:.0f} µs and PyTorch's {their_host:.0f}"
-    + (
-        f"; our kernels take longer than that only with more than {waiting[-1]:,} rows."
-        if waiting
-        else "."
-    )
+    + f"{our_host:.0f} µs for both passes and PyTorch's {their_host:.0f}."
 )
 
 # %%
@@ -1416,10 +1386,9 @@ for dtype in (tl.float16, tl.float32):
 # In short
 # --------
 #
-# A kernel can read each number once: a program finds its block from its own number, and a mask
-# keeps it from what lies past the end. Sums that cross programs go through partial sums, because
-# one program must not write what another reads. How do we know the times above? A clock easily
-# misleads, as the next chapter, :doc:`measuring`, shows.
+# A program finds its block from its own number, and a mask keeps it from what lies past the end.
+# Sums that cross programs go through partial sums, because one program must not write what another
+# reads. How do we know the times above? A clock easily misleads: see :doc:`measuring`.
 #
 # Puzzles
 # -------
