@@ -259,8 +259,9 @@ lab.read(
     "For the small softmax nearly all of the time is the host's. Two events without a pause show "
     f"{small['events']:.0f} µs"
     + (
-        ", even more than the clock with its wait. Unlike the kernel in the drawing, one so short "
-        "ends before the host has queued the second event, and the GPU waits for that too. "
+        ", even more than the clock with its wait. Unlike the kernel in the drawing of timelines, "
+        "one so short ends before the host has queued the second event, and the GPU waits for that "
+        "too. "
         if small["events"] > 1.01 * small["clock and wait"]
         else ", because the GPU waits for the host between them. "
     )
@@ -269,10 +270,39 @@ lab.read(
 )
 
 # %%
-# So the best way is two events, after a pause and from a cold cache: it adds a few microseconds to
-# the kernel's own time, little beside a large kernel and much beside a small one. The figures of
-# this book use it, because they compare kernels. A user who waits for one answer waits for the host
-# too, and ``clock_and_wait`` is then the honest way.
+# So the best way is two events, after a pause and from a cold cache. Here it is in one function, to
+# copy. It takes the steps of the last bar, which ``median(partial(events, before=cold), run)`` put
+# together:
+
+
+def gpu_time(run, n=50):
+    """Median microseconds that the GPU takes for a call, from a cold cache."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(n + 5):  # the first five compile and warm up
+        torch.cuda.synchronize()
+        torch.zeros(2**28, dtype=torch.int8, device="cuda")  # flush L2
+        torch.cuda._sleep(2_000_000)  # while the host queues what follows
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+# %%
+
+# Reading
+lab.read(
+    f"It prints about {large[best]:.0f} for the large softmax and {small[best]:.0f} for the small "
+    "one, the numbers of that bar: it adds a few microseconds to the kernel's own time, little "
+    "beside a large kernel and much beside a small one."
+)
+
+# %%
+# The figures of this book time so, because they compare kernels. A user who waits for one answer
+# waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # One such number is not yet a claim. What else moves it? Is the result right? And is the time good?
 #
@@ -281,7 +311,8 @@ lab.read(
 #
 # Why does ``median`` throw five calls away? We time four functions from their first call to their
 # tenth: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`), a
-# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`.
+# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`. Guess before you look: which
+# first call takes longest, and how many times as long as the tenth?
 
 import triton
 
@@ -369,7 +400,8 @@ lab.read(
 # -------------
 #
 # Is the flush worth its trouble? We copy tensors of growing size, once from a cold cache and once
-# from the one that the copy before has left.
+# from the one that the copy before has left. Guess: of which size does the cache speed a copy up
+# most?
 
 
 def copies():
@@ -455,108 +487,14 @@ lab.read(
 )
 
 # %%
-# How many runs?
-# --------------
-#
-# Equal runs do not take equal time, so which of their times is *the* time? The figure sorts 2,000
-# runs of one softmax: the curve says how many per cent of the runs were at least as fast.
-
-
-PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
-
-
-def percentiles():
-    run = partial(softmax, matrix(4096, 4096))
-    median(events, run)
-    times = numpy.percentile([events(run, cold) for _ in range(2000)], PERCENT)
-    return [
-        {"% of the runs": share, "µs, at most": round(float(found), 3)}
-        for share, found in zip(PERCENT, times, strict=True)
-    ]
-
-
-spread = lab.measure("2,000 runs of one softmax", percentiles)
-
-# %%
-
-
-# Drawing
-def at_most(rows):
-    return {row["% of the runs"]: row["µs, at most"] for row in rows}
-
-
-def sorted_runs(rows):
-    found = ", ".join(f"{share} % {took:.2f}" for share, took in at_most(rows).items())
-    return f"The time that a share of the runs did not exceed, in µs: {found}."
-
-
-def curve(axes, rows):
-    times, ours = at_most(rows), lab.colour("Kernel Book")
-    axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
-    shown = {share: took for share, took in times.items() if share < 100}
-    axes.plot(shown.values(), shown.keys(), color=ours)
-    for share in (20, 50, 80):
-        axes.plot(times[share], share, "o", color=ours)
-        axes.annotate(
-            f"p{share}", (times[share], share), (7, -11), textcoords="offset points"
-        )
-    axes.set(xlabel="µs", ylabel="% of the runs", ylim=0)
-
-
-lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
-
-# %%
-
-# Reading
-times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
-lab.read(
-    "The curve has a long tail to the right, because much can delay a run and little can speed it "
-    "up. One long delay moves the mean of all runs, and hardly the median. So this book reports "
-    "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
-)
-
-# %%
-# How many runs does a claim need? Suppose that we had made only five. We draw five of these runs at
-# random, a thousand times, and note how far their median strays from that of all runs.
-
-
-# Measuring
-def strays(n, draws=1000):
-    """By how many % the median of n runs strays at most, in 95 of 100 samples."""
-    shares = 100 * numpy.random.default_rng(0).random((draws, n))
-    times = at_most(spread.rows)
-    samples = numpy.interp(shares, list(times), list(times.values()))
-    off = numpy.abs(numpy.median(samples, axis=1) / times[50] - 1)
-    return 100 * float(numpy.quantile(off, 0.95))
-
-
-IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
-SAMPLES = (5, 20, 100, IN_ALL)
-rows = [
-    {"runs": n, "their median strays by, %": round(strays(n), 2)}
-    for n in SAMPLES
-    if spread.rows
-]
-lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
-
-# %%
-
-# Reading
-by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
-lab.read(
-    f"This book makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} "
-    "milliseconds. More runs do not help against a disturbance that outlasts all of them, such as "
-    "a lower clock."
-)
-
-# %%
 # Clocks and power
 # ----------------
 #
 # Why can the same kernel be slower at the end of a long job? One reason is that a GPU lowers its
 # clocks when it would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep
 # it busy for a second and a half, and then time more runs while ``nvidia-smi`` reads the clocks and
-# the power. The labels give time, power and clock of the busy GPU.
+# the power. Guess which suffers most: a matmul of random numbers, one of zeros, or a copy? The
+# labels give time, power and clock of the busy GPU.
 
 
 # Measuring
@@ -696,8 +634,7 @@ if all(isinstance(found[names[0]], float) for found in (clock_at, watts)):
         f"{clock_at[names[0]]:,.0f} MHz"
     )
 copies = (
-    " The copies keep the highest clock of the four and even gain a little when the GPU is busy; "
-    "why, we do not know."
+    " The copies keep the highest clock of the four, and even gain a little when the GPU is busy."
     if max(slower[name] for name in names[2:]) < -1
     else ""
 )
@@ -717,7 +654,8 @@ lab.read(
     f"The matmul of zeros does the same work in {zeros:,.0f} µs instead of {random:,.0f}"
     + (
         ", in part because bits that do not change draw less power, so that its clock falls "
-        "less. Why it falls at all, so far below the power limit, we do not know."
+        "less. We do not know why it falls at all, so far below the power limit"
+        + (", nor why the copies gain." if copies else ".")
         if puzzle
         else "."
     )
@@ -731,9 +669,103 @@ lab.read(
 # Which difference is real?
 # -------------------------
 #
-# Two kernels differ by one per cent: is one of them faster? Perhaps not, because the other may
-# always have run after a matmul, which had lowered the clock. The loop of this book therefore draws
-# a new order in each of its rounds. It can also measure the scatter that remains.
+# Two kernels differ by one per cent: is one of them faster? Equal runs do not take equal time
+# either. The figure sorts 2,000 runs of one softmax: the curve says how many per cent of the runs
+# were at least as fast.
+
+
+PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
+
+
+def percentiles():
+    run = partial(softmax, matrix(4096, 4096))
+    median(events, run)
+    times = numpy.percentile([events(run, cold) for _ in range(2000)], PERCENT)
+    return [
+        {"% of the runs": share, "µs, at most": round(float(found), 3)}
+        for share, found in zip(PERCENT, times, strict=True)
+    ]
+
+
+spread = lab.measure("2,000 runs of one softmax", percentiles)
+
+# %%
+
+
+# Drawing
+def at_most(rows):
+    return {row["% of the runs"]: row["µs, at most"] for row in rows}
+
+
+def sorted_runs(rows):
+    found = ", ".join(f"{share} % {took:.2f}" for share, took in at_most(rows).items())
+    return f"The time that a share of the runs did not exceed, in µs: {found}."
+
+
+def curve(axes, rows):
+    times, ours = at_most(rows), lab.colour("Kernel Book")
+    axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
+    shown = {share: took for share, took in times.items() if share < 100}
+    axes.plot(shown.values(), shown.keys(), color=ours)
+    for share in (20, 50, 80):
+        axes.plot(times[share], share, "o", color=ours)
+        axes.annotate(
+            f"p{share}", (times[share], share), (7, -11), textcoords="offset points"
+        )
+    axes.set(xlabel="µs", ylabel="% of the runs", ylim=0)
+
+
+lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
+
+# %%
+
+# Reading
+times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
+lab.read(
+    "The curve has a long tail to the right, because much can delay a run and little can speed it "
+    "up. One long delay moves the mean of all runs, and hardly the median. So this book reports "
+    "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+)
+
+# %%
+# How many runs does a claim need? Suppose that we had made only five. We draw five of these runs at
+# random, a thousand times, and note how far their median strays from that of all runs. Guess: by
+# more than one per cent?
+
+
+# Measuring
+def strays(n, draws=1000):
+    """By how many % the median of n runs strays at most, in 95 of 100 samples."""
+    shares = 100 * numpy.random.default_rng(0).random((draws, n))
+    times = at_most(spread.rows)
+    samples = numpy.interp(shares, list(times), list(times.values()))
+    off = numpy.abs(numpy.median(samples, axis=1) / times[50] - 1)
+    return 100 * float(numpy.quantile(off, 0.95))
+
+
+IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
+SAMPLES = (5, 20, 100, IN_ALL)
+rows = [
+    {"runs": n, "their median strays by, %": round(strays(n), 2)}
+    for n in SAMPLES
+    if spread.rows
+]
+lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
+
+# %%
+
+# Reading
+by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+lab.read(
+    f"This book makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} "
+    "milliseconds. More runs do not help against a disturbance that outlasts all of them, such as "
+    "a lower clock."
+)
+
+# %%
+# Nor do they help if one kernel always runs after a matmul, which has lowered the clock. The loop
+# of this book therefore draws a new order in each of its rounds. It can also measure the scatter
+# that remains.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -846,13 +878,21 @@ lab.table(
 # Reading
 sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
 all_large = [row[sizes[2]] for row in suites.rows] or [nan]
-flushed, graphed, by_book = (
+in_a_row, by_timer, flushed, graphed, by_book = (
     cell(suites, name, sizes[0])
-    for name in ("do_bench", "do_bench_cudagraph", "this book's")
+    for name in (
+        "events around a loop",
+        "torch.utils.benchmark",
+        "do_bench",
+        "do_bench_cudagraph",
+        "this book's",
+    )
 )
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    "the small one the first two measure how fast the host launches. `do_bench` "
+    f"the small one the first two measure the host, and find {in_a_row:.0f} and {by_timer:.0f} µs; "
+    f"the clock found {small['clock']:.0f} for one call after a wait. The host is no constant, and "
+    "which part of a call makes the difference we did not find. `do_bench` "
     + (
         f"finds {flushed:.0f} µs there, more than for the middle input: it measures the host too, "
         "as if its flush were over before the kernel is queued."
@@ -1269,7 +1309,8 @@ lab.read(
         if len(above) == 2
         else ""
     )
-    + " Where points lie over each other, the table has their numbers."
+    + " The table has the numbers. Its percentages can be lower than those of a chapter, because a "
+    "chapter divides by a copy as large as its own input, and this roof is a copy of 1 GiB."
 )
 
 # %%
@@ -1622,20 +1663,29 @@ again = (
 
 
 def timed(name, columns=8192):
-    """Microseconds of a kernel of softmax, from the sweep of its chapter."""
+    """Microseconds and rows of a kernel of softmax, from the sweep of its chapter."""
     record = results.find("softmax")
     ladder = record["sweeps"]["ladder"] if record else {"points": ()}
-    places = [i for i, p in enumerate(ladder["points"]) if p["columns"] == columns]
-    return 1e3 * ladder["milliseconds"][name][places[0]][1] if places else nan
+    for i, point in enumerate(ladder["points"]):
+        if point["columns"] == columns:
+            return 1e3 * ladder["milliseconds"][name][i][1], point["rows"]
+    return nan, nan
 
 
-by_row, by_online = timed("one program"), timed("online")
+(by_row, more), (by_online, _) = timed("one program"), timed("online")
+(wide, _), (wide_online, _) = timed("Kernel Book", 65536), timed("online", 65536)
 again += (
-    " Nor does the second read cost time: in the benchmark of the chapter on softmax, with rows as "
-    f"long, `online` takes {by_online:.0f} µs and `row` {by_row:.0f}."
+    f" Nor does the second read cost time: on {more:,} rows of this length, in the chapter on "
+    f"softmax, `online` takes {by_online:.0f} µs and `row` {by_row:.0f}."
     if by_online < 1.01 * by_row
-    else f" In the benchmark of the chapter on softmax, with rows as long, `online` takes "
+    else f" On {more:,} rows of this length, in the chapter on softmax, `online` takes "
     f"{by_online:.0f} µs and `row` {by_row:.0f}."
+)
+again += (
+    " With 65,536 columns, as in the picture of the home page, the rows under way no longer fit in "
+    f"L2, and two reads take {wide_online:.0f} µs where one takes {wide:.0f}."
+    if wide_online > 1.01 * wide
+    else ""
 )
 found = (
     f"`row` reads from HBM what it must on paper. {again} While `row` runs, memory is busy at "
@@ -1716,7 +1766,8 @@ lab.read(text)
 #   event, or measure with the host on purpose.
 # - *Faster than the memory:* the input was in the cache. Flush the L2 before each run.
 # - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
-# - *Another time at every run:* take the median of more runs; four times as many halve its scatter.
+# - *Another time at every run:* take the median of more runs. If runs are independent, four times
+#   as many about halve its scatter.
 # - *Another time after another kernel:* that is the clock. Shuffle the order, and run an A/A test.
 # - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
 # - *Slow without a reason on paper:* look at registers and spills, then at the counters of ``ncu``.
