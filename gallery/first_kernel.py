@@ -504,13 +504,9 @@ def of_way(name, column):
     return float(way[name][column]) if way else nan
 
 
-def repeated(name):
-    same = of_way(name, "of 19 runs, equal to the first")
-    return {0: "none", 19: "all"}.get(same, f"{same:.0f}")
-
-
 lost, *rounded = (of_way(name, "worst error") for name in way or [None] * 3)
 assert not way or max(rounded) < 1e-5
+assert not way or of_way("partial sums", "of 19 runs, equal to the first") == 19
 racing, atomic = (
     of_way(name, "µs") for name in ("load, add, store", "atomic addition")
 )
@@ -519,9 +515,8 @@ lab.read(
     + (", and is not even faster than atomics" if racing > 0.99 * atomic else "")
     + ". The two others only round. "
     "Rounding depends on the order of the additions, which with atomics is the order in which "
-    f"programs arrive: of 19 repetitions, {repeated('atomic addition')} had the bits of the first "
-    f"run with atomics, and {repeated('partial sums')} with partial sums. So we take these. Their "
-    "time includes the second launch."
+    "programs arrive. With partial sums it is fixed, and every run has the same bits. So we take "
+    "these. Their time includes the second launch."
 )
 
 # %%
@@ -623,8 +618,8 @@ class WeightedSum(torch.autograd.Function):
 # ``y.sum()`` is a single 1, which stands for all rows.
 #
 # ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
-# the change of the results with what the backward pass claims. Usually the step must be tiny, which
-# needs float64. The weighted sum is linear in each element, so 0.25 and float32 will do.
+# the change of the results with what the backward pass claims. The weighted sum is linear in each
+# element, so the step need not be tiny, and float32 will do.
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -634,14 +629,8 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 # %%
 # **What is left to the book's operator?** A row of partial sums for each two rows of ``x`` would be
 # as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
-# to further rows, with its sums in registers, before it stores them. It also has a block of the
-# columns only:
-#
-# .. image:: /figures/first-kernel-sums.svg
-#    :alt: A matrix x of eight rows and eight columns, and a grid of two by two programs. Programs
-#          (0, 0) and (1, 0) have rows 0, 1, 4 and 5, programs (0, 1) and (1, 1) rows 2, 3, 6 and 7;
-#          the first of each two has columns 0 to 3, the second columns 4 to 7. Below are two rows
-#          of partial sums, one for each part of the rows, and arrows lead from both down to dw.
+# to further rows, with its sums in registers, before it stores them. It also takes long rows in
+# blocks of columns, as the forward pass does, and any strides.
 #
 # The operator also accepts any shape, refuses wrong input, and is registered, so that
 # ``torch.compile`` knows it.
@@ -1284,20 +1273,8 @@ lab.read(
 )
 
 # %%
-
-# Reading
-few, of_copy = (
-    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
-)
-megabytes = 16 * 4096 * 2 / 1e6
-lab.read(
-    f"For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes {of_copy:.1f} and the "
-    f"operator {few:.1f}, because starting and timing a kernel takes microseconds. And one cost is "
-    "in neither figure: the host, the CPU, needs time for each call, and the slower of host and "
-    "GPU sets the pace."
-)
-
-# %%
+# One cost is in neither figure: the host, the CPU, needs time for each call, and the slower of host
+# and GPU sets the pace.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
