@@ -340,7 +340,8 @@ lab.table(
 #
 # It also divides a long row into parts, because a matrix of few rows would otherwise leave most of
 # the GPU idle. The grid therefore has two dimensions: ``tl.program_id(0)`` counts blocks of rows,
-# and ``tl.program_id(1)`` parts of a row, each from column ``first`` to ``last``.
+# and ``tl.program_id(1)`` parts of a row, each from column ``first`` to ``last``. ``x_ptrs`` points
+# to column 0 of each row.
 #
 # .. dropdown:: More: why row numbers are int64
 #
@@ -1268,8 +1269,8 @@ lab.read(
     f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
     f"with fewer it falls to {100 * min(shares_of_backward):.0f} %. `torch.compile` reaches "
     f"{large['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile', 'rows')}. PyTorch's "
-    f"operations take {theirs / ours:.1f} times as long as ours, in part because they write "
-    "`dy * x` and read it again, which makes twice our bytes."
+    f"operations take {theirs / ours:.1f} times as long as ours, in part because they move twice "
+    "as many bytes."
 )
 
 # %%

@@ -235,7 +235,7 @@ def _summary(name: str, runs: dict[str, list[dict]], theirs: str) -> Shown:
 
 
 def _passed(where: str, rows: list[dict]) -> str:
-    checks = "the check" if len(rows) == 1 else f"all {len(rows)} checks"
+    checks = {1: "the check", 2: "both checks"}.get(len(rows), f"all {len(rows)} checks")
     worst = max(map(_nearness, rows))
     return f"{checks} passed {where}, the worst at {worst:.2f} of its tolerance"
 
