@@ -14,7 +14,8 @@ def norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < n_cols
-    x = tl.load(x_ptr + row * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
+    offsets = row * n_cols + cols
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
     # -- moments: the mean, and m2, the sum of squared deviations from it
     mean = tl.sum(x, axis=0) / n_cols
@@ -26,7 +27,7 @@ def norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
     w = tl.load(w_ptr + cols, mask=inside)
     b = tl.load(b_ptr + cols, mask=inside)
     y = (x - mean) * rstd * w + b
-    tl.store(y_ptr + row * n_cols + cols, y, mask=inside)
+    tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
@@ -35,7 +36,8 @@ def corrected_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.con
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < n_cols
-    x = tl.load(x_ptr + row * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
+    offsets = row * n_cols + cols
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
     # -- moments: corrected by the sum of the deviations
     mean = tl.sum(x, axis=0) / n_cols
@@ -49,7 +51,7 @@ def corrected_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.con
     w = tl.load(w_ptr + cols, mask=inside)
     b = tl.load(b_ptr + cols, mask=inside)
     y = (x - mean) * rstd * w + b
-    tl.store(y_ptr + row * n_cols + cols, y, mask=inside)
+    tl.store(y_ptr + offsets, y, mask=inside)
 
 
 def norm(x, w, b, eps=1e-5, kernel=norm_kernel):
