@@ -399,7 +399,7 @@ climb("One read of a row, bfloat16", "one program", 4096, 32768)
 
 # Reading
 lab.read(
-    f"One read reaches {share['one program', 4096]:.0f} % of a copy at 4,096 columns. At 32,768 it "
+    f"At 4,096 columns one read reaches {share['one program', 4096]:.0f} % of a copy. At 32,768 it "
     f"falls to {share['one program', 32768]:.0f} %, which we mend after the next section."
 )
 
@@ -512,17 +512,16 @@ plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
     "As the mean is rounded to 16,777,216, the deviations are 0 and 2. Their sum, 2, gives a "
-    "correction of 1, and 4 − 2 · 1² is the right `m2`. The small kernels agree: outputs should "
-    f"have a variance of 1, and have {plain:.1f} without the correction and {corrected:.1f} with "
-    "it. (The mean itself stays rounded.)"
+    "correction of 1, and 4 − 2 · 1² is the right `m2`. The small kernels agree: the variance of "
+    f"their outputs should be 1, and is {plain:.1f} without the correction and {corrected:.1f} "
+    "with it. (The mean itself stays rounded.)"
 )
 
 # %%
 # The operator's ``moments`` are these lines for several rows at once, with a guard at each step:
 #
 # - *No sum overflows.* A sum of large numbers can, even where their mean does not. So the numbers
-#   are multiplied by :math:`2^{-16}` before they are summed, and the mean is divided by it. A power
-#   of two costs no digit.
+#   are multiplied by :math:`2^{-16}` first, which costs no digit, and their mean is divided by it.
 # - *The division is right to the last bit.* A GPU's ``/`` may be off by a bit, so ``divide`` works
 #   out what its quotient leaves over, and adds a share of it.
 # - *The warps wait once.* They wait for each other in every reduction, so ``two_sums`` finds both
@@ -567,10 +566,10 @@ lab.listing(
 # Longer rows: packed
 # -------------------
 #
-# What happens when rows get too long for the registers? A row of 32,768 columns, widened to
-# float32, takes half of those of an SM, and one of 65,536 would take all. Each SM runs several
-# programs at once, so that some load while others compute, and they share its registers. Of
-# programs with such rows few fit, and at times none loads.
+# What happens when rows get too long for the registers? Each SM runs several programs at once, so
+# that some load while others compute, and they share its registers. A row of 32,768 columns,
+# widened to float32, takes half of them, and one of 65,536 would take all. Few such programs fit, and at
+# times none loads.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -685,8 +684,8 @@ two, lone, long, shared = (
 said = (
     "At 32,768 columns packing gains "
     f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. Rows of 65,536 "
-    "columns are too long for one program to widen. Packed, they leave room for only one program on "
-    "an SM, so that nothing hides its loads. Two experiments speak for this cause: without weight and "
+    "columns are too long for one program to widen. Packed, they leave room for only one program "
+    "on an SM, so that nothing hides its loads. Two experiments speak for this: without weight and "
     f"bias, which are loads too, the longest rows gain {long[1] - long[0]:.0f} points, and with "
     f"only one program per SM rows of 32,768 lose {two[0] - lone[0]:.0f}."
 )
@@ -819,12 +818,12 @@ two_warps = next((row["% of a copy"] for row in fewer.rows if row["warps"] == 2)
 gain = share["Kernel Book", 1024] - share["one program", 1024]
 little = 100 * (share["Kernel Book", 4096] / share["one program", 4096] - 1)
 lab.read(
-    "The line of the public function, `Kernel Book`, is the packed kernel beyond "
-    f"{tuned.TILE_COLS:,} columns. Up to there it is the kernel of one read with twice as many "
-    f"warps, which gains {gain:.0f} points at 1,024 columns and "
+    f"Beyond {tuned.TILE_COLS:,} columns `Kernel Book`, the public function, is the packed kernel. "
+    "Up to there it is the kernel of one read with twice as many warps, which gains "
+    f"{gain:.0f} points at 1,024 columns and "
     + ("makes less than 1 % of difference" if abs(little) < 1 else f"{little:+.1f} %")
-    + f" at 4,096. At 1,024 columns the loop reaches only {share['loop', 1024]:.0f} %, because its "
-    f"eight warps are too many for so short a row: with two it reaches {two_warps:.0f} %."
+    + " at 4,096. The loop's eight warps are too many for rows of 1,024 columns: with two it "
+    f"reaches {two_warps:.0f} % instead of {share['loop', 1024]:.0f} %."
 )
 
 # %%
