@@ -339,8 +339,8 @@ gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, PyTorch's single operations reach "
     f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, where their bytes alone "
-    "would allow a sixth, 17 %. The rest is lost because PyTorch loads only one element at a time "
-    "where an operand, such as the mean, is repeated over columns or rows."
+    "would allow a sixth, 17 %, because PyTorch loads an operand that is repeated over columns or "
+    "rows, such as the mean, one element at a time."
 )
 
 # %%
