@@ -13,7 +13,8 @@ You will learn
 - how long rows fit on the chip: packed in pairs, or shared by several programs.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 5
+import dataclasses
 import statistics
 from functools import partial
 from unittest import mock
@@ -25,16 +26,21 @@ from kernelbook import lab, reference, runtime
 from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.forward import (
     _forward,
+    divide,
     far_rstd,
     loop_fwd_kernel,
+    mean_of,
     merge_moments,
     moments,
     packed_row_fwd_kernel,
     row_fwd_kernel,
     split_fwd_kernel,
     square,
+    without,
 )
 from kernelbook.ops.rows.packed import widen
+from kernelbook.ops.rows.sums import two_sums
+from kernelbook.small.layer_norm import corrected_norm_kernel, norm, norm_kernel
 
 lab.start("layer_norm", "kernelbook.ops.layer_norm")
 
@@ -142,11 +148,8 @@ lab.source(loop_fwd_kernel, "write")
 lab.source(loop_fwd_kernel)
 
 # %%
-# The plot shows every version of this chapter as a share of the speed of a copy, because a copy,
-# too, reads one byte for each that it writes. For now only "loop" and ``simple_layer_norm``
-# matter, the two lowest lines. "One program" is the next section's kernel, which we timed up to
-# 32,768 columns, because a row of 65,536 float32 would fill every register of an SM. "Kernel Book"
-# is the public function, which takes the best kernel for each length.
+# How far is that from the best? We compare with a copy, because it, too, reads one byte for each
+# that it writes.
 
 
 # Measuring
@@ -249,7 +252,79 @@ ladder = lab.bench(
     limit="copy",
     work=FORWARD,
 )
-lab.plot(ladder, "Every version, forward, bfloat16", share=True)
+
+# %%
+
+# Drawing
+RUNGS = {
+    "simple_layer_norm": "seven operations",
+    "loop": "three reads",
+    "one program": "one read",
+    "Kernel Book": "one read, packed",
+}
+
+
+def complete(sweep):
+    """Return a sweep that says of no version that it was absent at some length."""
+    elsewhere = [complete(other) for other in sweep.elsewhere]
+    return dataclasses.replace(sweep, skipped={}, elsewhere=elsewhere)
+
+
+def climb(title, newest, *lengths):
+    """Draw a bar for each version up to the newest, which is lit, at some lengths of rows."""
+    rungs = list(RUNGS)[: list(RUNGS).index(newest) + 1]
+
+    def reached(rows):
+        shares = {(row["columns"], row["provider"]): row["share"] for row in rows}
+        for n in lengths:
+            yield (
+                n,
+                {name: 100 * shares[n, name] for name in rungs if (n, name) in shares},
+            )
+
+    def in_words(rows):
+        found = [
+            f"{RUNGS[name]} {value:.0f} at {n:,} columns"
+            for n, values in reached(rows)
+            for name, value in values.items()
+        ]
+        return f"Bars, % of the speed of a copy: {', '.join(found)}."
+
+    def bars(axes, rows):
+        places, names = [], []
+        place = 0
+        for n, values in reached(rows):
+            axes.text(0, place, f"{n:,} columns", va="center", fontweight="bold")
+            for name, value in values.items():
+                place += 1
+                lit = name == newest
+                ink = lab.colour("Kernel Book" if lit else "copy")
+                axes.barh(place, value, color=ink, height=0.72)
+                axes.text(
+                    101 if 92 < value < 100 else value + 1,
+                    place,
+                    f"{value:.0f}",
+                    va="center",
+                    fontweight="bold" if lit else "normal",
+                )
+                places.append(place)
+                names.append(RUNGS[name])
+            place += 1
+        axes.figure.set_size_inches(5.4, 1.2 + 0.3 * place)
+        axes.axvline(100, color=lab.colour("copy"), linestyle="--", linewidth=1)
+        axes.set_yticks(places, names)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False)
+        axes.invert_yaxis()
+        axes.set(xlabel="% of the speed of a copy", xlim=(0, 112))
+
+    missing = any(
+        (ladder.at(provider=name, columns=n)).empty for n in lengths for name in rungs
+    )
+    lab.draw(ladder if missing else complete(ladder), title, in_words, bars)
+
+
+climb("Three reads of a row, bfloat16", "loop", 4096, 65536)
 
 # %%
 
@@ -263,9 +338,9 @@ share = {
 gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, PyTorch's single operations reach "
-    f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns. Their bytes alone would "
-    "allow a sixth, 17 %; the rest is lost because PyTorch loads only one element at a time where "
-    "an operand, such as the mean, is repeated over columns or rows."
+    f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, where their bytes alone "
+    "would allow a sixth, 17 %, because PyTorch loads an operand that is repeated over columns or "
+    "rows, such as the mean, one element at a time."
 )
 
 # %%
@@ -276,68 +351,56 @@ single
 # %%
 
 # Reading
-two_warps = next((row["% of a copy"] for row in fewer.rows if row["warps"] == 2), nan)
 lab.read(
-    f"The loop reaches {share['loop', 4096]:.0f} %, because a short row is still in L2, the cache "
-    "that all SMs share, when the loop reads it again. The longest rows are not, so they come from "
-    f"main memory three times, and the loop falls to {share['loop', 65536]:.0f} % at 65,536 "
-    f"columns. At 1,024 columns it reaches only {share['loop', 1024]:.0f} %, because its eight "
-    "warps, groups of 32 threads, are too many for so short a row: with two it reaches "
-    f"{two_warps:.0f} %."
+    f"The loop reaches {share['loop', 4096]:.0f} % at 4,096 columns, because a short row is still "
+    "in L2, the cache that all SMs share, when the loop reads it again. Were every read from main "
+    "memory, three reads and a write would reach half the speed of a copy's read and write; at "
+    f"65,536 columns the loop reaches {share['loop', 65536]:.0f} %."
 )
-
-# %%
-
-# Folded: The loop with fewer warps
-fewer
 
 # %%
 # One read: whole rows
 # --------------------
 #
-# What changes if the row stays on the chip between the three steps? The second kernel gives each
-# :term:`program` a few rows and loads them whole into :term:`registers <register>`, the fastest
-# storage on the chip. Zeros fill the block past the end of a row (``other=0.0``). ``.cg`` leaves
-# :term:`L1`, the small cache of each :term:`SM`, to weight and bias, because ``x`` is read once.
+# What changes if the row stays on the chip between the three steps? Here is the smallest kernel
+# that keeps it there. Each :term:`program` loads one row whole into :term:`registers <register>`,
+# the fastest storage on the chip, and never reads it again.
 
-lab.source(row_fwd_kernel, "load")
-
-# %%
-# Computing the mean and then the variance now reads no memory. ``moments``, which the next section
-# takes apart, returns the mean and ``m2``, the sum of squared deviations from it. The statistics
-# are stored if gradients are wanted, because the backward pass needs them again.
-
-lab.source(row_fwd_kernel, "statistics")
+lab.source(norm_kernel)
 
 # %%
-# The last piece writes the result as the third loop does.
+# The length of a block must be a power of two, so ``BLOCK`` may reach past the end of the row. The
+# load fills that *padding* with zeros (``other=0.0``). They change no sum, but their deviation is
+# minus the mean, so ``tl.where`` sets it to zero. The launch starts a program for each row, and in
+# each of them four warps, groups of 32 threads, share the row (``num_warps=4``).
 
-# Folded: The kernel whole, with two functions of the next section
-lab.listing(
-    {
-        "The kernel": row_fwd_kernel,
-        "A square, rounded before it is added": square,
-        "The reciprocal standard deviation of far rows": far_rstd,
-    }
-)
+lab.source(norm)
+
+# %%
+x = torch.randn(33, 1000, device=runtime.DEVICE)
+w, b = torch.randn(2, 1000, device=runtime.DEVICE)
+torch.testing.assert_close(norm(x, w, b), F.layer_norm(x, (1000,), w, b))
+
+# %%
+# The kernel that we time, ``row_fwd_kernel``, gives a program several rows if they are short, and
+# stores mean and ``rstd`` if gradients are wanted, because the backward pass needs them again. It
+# loads ``x`` with ``.cg``, which leaves :term:`L1`, the small cache of each :term:`SM`, to weight
+# and bias. Its statistics are those of the next section.
+
+# Folded: The timed kernel whole
+lab.source(row_fwd_kernel)
+
+# %%
+
+# Drawing
+climb("One read of a row, bfloat16", "one program", 4096, 32768)
 
 # %%
 
 # Reading
-said = (
-    'At 4,096 columns one read, the line "one program" in the plot, reaches '
-    f"{share['one program', 4096]:.0f} % of a copy, where the loop reaches "
-    f"{share['loop', 4096]:.0f} %."
-)
-gain, little = (share["Kernel Book", n] - share["one program", n] for n in (1024, 4096))
 lab.read(
-    f"{said} The public function runs the same kernel with twice as many warps, which gains "
-    f"{gain:.0f} points at 1,024 columns"
-    + (
-        " and makes no clear difference at 4,096."
-        if abs(little) < 2
-        else f" and {little:+.0f} at 4,096."
-    )
+    f"At 4,096 columns one read reaches {share['one program', 4096]:.0f} % of a copy. At 32,768 it "
+    f"falls to {share['one program', 32768]:.0f} %, which we mend after the next section."
 )
 
 # %%
@@ -385,56 +448,106 @@ lab.read(
 #    what our mean lacks, so we add it.
 #
 # In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
-# is the right mean. In plain PyTorch this takes four lines. The last one is needed because the
-# wrong mean has also made the sum of squares larger, by :math:`N` times the square of the
-# correction.
+# is the right mean. In the small kernel two lines are new and the last one changes:
+
+lab.source(corrected_norm_kernel, "moments")
+
+# %%
+# Why does ``m2`` change? The wrong mean has also made the sum of squares larger, by :math:`N` times
+# the square of the correction. Take the two numbers 16,777,216 and 16,777,218, which are neighbours
+# in float32. Their mean lies between them, where float32 has no number.
 
 
-def corrected_moments(x):
-    mean = x.sum() / len(x)
-    deviation = x - mean
-    correction = deviation.sum() / len(x)
-    m2 = deviation.square().sum() - len(x) * correction**2
-    return mean + correction, m2
+# Drawing
+def two_neighbours(axes):
+    ours, true = lab.colour("Kernel Book"), lab.colour("PyTorch")
+    grey = lab.colour("copy")
+    axes.plot([-0.4, 2.4], [0, 0], color=grey, linewidth=1)
+    for place, name in ((0, "16,777,216"), (2, "16,777,218")):
+        axes.plot(place, 0, "o", color=grey, markersize=9)
+        axes.text(place, -0.16, name, ha="center", va="top")
+    axes.plot(1, 0, "|", color=true, markersize=16, markeredgewidth=2.5)
+    axes.text(1, -0.16, "the true mean", ha="center", va="top", color=true)
+    arrows = (  # height, from, to, colour, name, where it stands
+        (0.3, 1, 0, true, "−1", 0.5),
+        (0.3, 1, 2, true, "1", 1.5),
+        (0.75, 0, 2, ours, "2", 1),
+    )
+    for height, start, end, ink, name, middle in arrows:
+        arrow = {"arrowstyle": "->", "color": ink, "linewidth": 1.8}
+        axes.annotate("", (end, height), (start, height), arrowprops=arrow)
+        axes.text(middle, height + 0.04, name, ha="center", va="bottom", color=ink)
+    axes.text(0, 0.79, "0", ha="center", va="bottom", color=ours)
+    axes.plot(0, 0.75, "o", color=ours, markersize=4)
+    axes.text(
+        2.4, 0.75, "from the rounded mean:\nsquares sum to 4", va="center", color=ours
+    )
+    axes.text(
+        2.4, 0.3, "from the true mean:\nsquares sum to 2", va="center", color=true
+    )
+    axes.set(xlim=(-0.45, 4.0), ylim=(-0.45, 1.05))
+    axes.axis("off")
 
+
+lab.sketch(
+    "Two numbers whose mean is no float32 number",
+    "A line with 16,777,216 and 16,777,218 and their true mean between them. From the true mean "
+    "they deviate by −1 and 1, whose squares sum to 2. From the rounded mean, 16,777,216, they "
+    "deviate by 0 and 2, whose squares sum to 4.",
+    two_neighbours,
+    height=2.1,
+)
 
 # %%
 
 # Reading
-x = torch.linspace(1000, 1001, 500)
-_, m2 = corrected_moments(x)
-off = abs((m2 / 500 / x.double().var(correction=0)).item() - 1)
-assert off < 1e-6
+row = torch.tensor([[2.0**24, 2.0**24 + 2]], device=runtime.DEVICE)
+ones, zeros = (
+    torch.ones(2, device=runtime.DEVICE),
+    torch.zeros(2, device=runtime.DEVICE),
+)
+kernels = (norm_kernel, corrected_norm_kernel)
+found = [norm(row, ones, zeros, eps=0.0, kernel=kernel) for kernel in kernels]
+plain, corrected = (y.var(correction=0).item() for y in found)
+assert abs(corrected - 1) < 1e-6
 lab.read(
-    "On 500 numbers from 1,000 to 1,001, in float32, the variance `m2 / 500` is off by "
-    f"{off:.0e} of itself."
+    "As the mean is rounded to 16,777,216, the deviations are 0 and 2. Their sum, 2, gives a "
+    "correction of 1, and 4 − 2 · 1² is the right `m2`. The small kernels agree: the variance of "
+    f"their outputs should be 1, and is {plain:.1f} without the correction and {corrected:.1f} "
+    "with it. (The mean itself stays rounded.)"
 )
 
 # %%
-# ``moments`` is these lines for the rows of a block, with a guard at each step:
+# The operator's ``moments`` are these lines for several rows at once, with a guard at each step:
 #
-# - ``tl.where`` leaves out what lies past the end of the row. It was loaded as zeros, but its
-#   *deviation* is minus the mean.
-# - ``mean_of`` and ``divide`` divide by :math:`N` right to the last bit. Both sums over a row are
-#   of numbers times ``SMALL``, :math:`2^{-16}`: the plain sum of 65,536 numbers could overflow
-#   where their mean does not.
-# - ``two_sums`` finds ``m2``, from each ``square``, and ``residue``, the sum of the deviations, in
-#   one reduction. ``without`` is the subtraction of the last line.
-# - Rows of bfloat16, or of up to ``EXACT`` = 8,192 float16, skip the correction, because their sum
-#   is exact: of the 24 bits of float32 a number takes 8 or 11, and the others have room for a sum
-#   of 65,536 or 8,192 of them.
+# - *No sum overflows.* A sum of large numbers can, even where their mean does not. So the numbers
+#   are multiplied by :math:`2^{-16}` first, which costs no digit, and their mean is divided by it.
+# - *The division is right to the last bit.* A GPU's ``/`` may be off by a bit, so ``divide`` works
+#   out what its quotient leaves over, and adds a share of it.
+# - *The warps wait once.* They wait for each other in every reduction, so ``two_sums`` finds both
+#   sums of deviations in one.
+# - *Equal numbers have no variance.* If the subtraction leaves only rounding, ``without`` says 0.
+# - *16-bit rows skip the correction*, where a sum of numbers of about the same size is exact: of
+#   the 24 bits of float32 a bfloat16 takes 8, and a float16 11, which leaves room for a sum of
+#   65,536 or 8,192 of them. If some are much larger than others the sum rounds, but the deviations
+#   are then large beside its error.
 
-lab.source(moments, "mean", "correct")
+# Folded: The operator's moments, and its helpers
+lab.listing(
+    {
+        "The mean, and the sum of squared deviations": moments,
+        "The mean of scaled numbers": mean_of,
+        "A division that is right to the last bit": divide,
+        "Two sums in one reduction": two_sums,
+        "The subtraction that keeps zeros and infinities": without,
+        "A square, rounded before it is added": square,
+        "The reciprocal standard deviation of far rows": far_rstd,
+    }
+)
 
 # %%
-# .. dropdown:: More: why some helpers do so, and rows whose squares overflow
+# .. dropdown:: More: squares that round differently, and rows whose squares overflow
 #
-#    - ``EXACT`` counts numbers of about the same size. If some are much larger than others, the
-#      deviations are large beside the error of the mean.
-#    - ``SMALL`` is a power of two, which costs no digit unless the result is subnormal, and then
-#      epsilon outweighs it.
-#    - ``two_sums`` reduces once instead of twice, because the warps of a program wait for each
-#      other in every reduction.
 #    - ``square`` matters in rows with no more elements than a warp has threads. There the first
 #      addition combines the squares of two threads, and the compiler would fuse it with the
 #      multiplication. Each thread would then use its own square unrounded and the other's rounded,
@@ -446,14 +559,17 @@ lab.source(moments, "mean", "correct")
 #      :math:`2^{-84}`, before it squares them. It checks for far rows only at its end, because the
 #      test makes its warps wait for each other at a *barrier*, a point that no thread passes before
 #      all have reached it. In the middle every row would pay for that wait.
+#    - The branch of ``moments`` for more than 8,192 columns of float16 is for rows that the next
+#      section cannot pack, such as those of odd length.
 
 # %%
 # Longer rows: packed
 # -------------------
 #
 # What happens when rows get too long for the registers? Each SM runs several programs at once, so
-# that some load while others compute, and they share its registers. A row of 16,384 columns,
-# widened to float32, takes a quarter of them. Few programs then fit, and at times none loads.
+# that some load while others compute, and they share its registers. A row of 32,768 columns,
+# widened to float32, takes half of them, and one of 65,536 would take all. Few such programs fit,
+# and at times none loads.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -478,17 +594,32 @@ lab.source(packed_row_fwd_kernel, "load")
 lab.source(widen)
 
 # %%
+# Now the kernel can go through the tuple as often as it needs the row: for the mean, for the
+# variance and for the output. Each time it widens every piece anew.
+
+lab.source(packed_row_fwd_kernel, "mean", "variance")
+
+# %%
+# ``afresh`` adds a ``zero`` that the compiler does not know to be zero. Otherwise it would keep the
+# numbers that the step before has widened, and with them the registers that packing saves.
+# ``where_piece`` says which positions of a piece lie inside the row. There is no correction: the
+# sum of a bfloat16 row is exact in the sense above, and of float16 ``mean_of_pairs`` sums the
+# leading bits and the others separately.
+#
 # .. dropdown:: More: how the packed kernel writes
 #
 #    Weight and bias together would take twice as many registers as the packed row. The last step
 #    therefore goes piece by piece, and a barrier keeps the compiler from loading all pieces first.
-#    ``where_piece`` gives the positions of a piece and says which of them lie inside the row.
 #    ``load_parameter`` loads the same piece of the weight or bias, and ``narrow`` turns float32
-#    back into pairs. ``afresh`` adds a zero that the compiler does not know to be zero: it would
-#    otherwise keep the numbers that the step before has widened.
+#    back into pairs.
 
 # Folded: The packed kernel whole
 lab.source(packed_row_fwd_kernel)
+
+# %%
+
+# Drawing
+climb("A row in pairs, bfloat16", "Kernel Book", 32768, 65536)
 
 # %%
 
@@ -551,21 +682,17 @@ two, lone, long, shared = (
     for row in lines.rows or [dict.fromkeys(packed_keys, nan)] * 4
 )
 said = (
-    'At 32,768 columns a packed row, the line "Kernel Book", reaches '
-    f"{share['Kernel Book', 32768]:.0f} % of a copy, where a widened one reaches "
-    f"{share['one program', 32768]:.0f} %. At 65,536 columns it falls to "
-    f"{share['Kernel Book', 65536]:.0f} %, because even packed such a row leaves room for only one "
-    "program on an SM, so that nothing hides its loads, those of weight and bias included."
-    + (
-        f" Held to one program, rows of 32,768 fall as well, to {lone[0]:.0f} %."
-        if lone[0] < two[0] - 10
-        else ""
-    )
+    "At 32,768 columns packing gains "
+    f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. Rows of 65,536 "
+    "columns are too long for one program to widen. Packed, they leave room for only one program "
+    "on an SM, so that nothing hides its loads. Two experiments speak for this: without weight and "
+    f"bias, which are loads too, the longest rows gain {long[1] - long[0]:.0f} points, and with "
+    f"only one program per SM rows of 32,768 lose {two[0] - lone[0]:.0f}."
 )
 if shared[0] < long[0]:
     said += (
-        " To split the longest rows among programs, as the next section does and as is fast in "
-        f"softmax, would be slower still, {shared[0]:.0f} %, for a reason that we have not found."
+        " To split the longest rows, as the next section does and as is fast in softmax, would be "
+        f"slower still, {shared[0]:.0f} %, for a reason that we have not found."
     )
 for other in ladder.elsewhere:
     widened, packed, longest = (
@@ -675,6 +802,34 @@ lab.table(
     ],
     "The first kernel whose limit a row does not exceed runs",
 )
+
+# %%
+lab.plot(
+    ladder,
+    "Every version, forward, bfloat16",
+    share=True,
+    names={"simple_layer_norm": "seven operations", "one program": "one read"},
+)
+
+# %%
+
+# Reading
+eight, two = (row["% of a copy"] for row in fewer.rows or 2 * [{"% of a copy": nan}])
+gain = share["Kernel Book", 1024] - share["one program", 1024]
+little = 100 * (share["Kernel Book", 4096] / share["one program", 4096] - 1)
+lab.read(
+    f"Beyond {tuned.TILE_COLS:,} columns `Kernel Book`, the public function, is the packed kernel. "
+    "Up to there it is the kernel of one read with twice as many warps, which gains "
+    f"{gain:.0f} points at 1,024 columns and "
+    + ("makes less than 1 % of difference" if abs(little) < 1 else f"{little:+.1f} %")
+    + " at 4,096. The loop's eight warps are too many for rows of 1,024 columns: with two it "
+    f"reaches {two:.0f} % instead of {eight:.0f} %."
+)
+
+# %%
+
+# Folded: The loop with fewer warps
+fewer
 
 # %%
 # .. dropdown:: Rows that cannot be packed
@@ -823,9 +978,12 @@ scatter = max(
     )
     for n in LADDER
 )
+again = 100 * forward.share("Kernel Book", dtype="bfloat16", columns=32768)
 lab.read(
     f"{forward.summary(**in_dtypes[0])} {about_quack(forward)} Our kernels are those of the "
-    f"first figure, timed again, and the two timings differ by up to {scatter:.1f} points."
+    f"figures above, timed again, and the two timings differ by up to {scatter:.1f} points: at "
+    "32,768 columns the bars at the top of the page show "
+    f"{share['Kernel Book', 32768]:.0f} %, and this figure {again:.0f}."
 )
 
 # %%
@@ -841,15 +999,29 @@ said = (
     "split; longer rows than 65,536 we checked but did not time. "
     f"{forward.losses_in_words(*in_dtypes)}"
 )
+for (
+    row
+) in losses:  # the table names every library that is ahead there, not the fastest alone
+    where = {"dtype": row["dtype"], "columns": row["columns"]}
+    ours = forward.share("Kernel Book", **where)
+    others = forward.at(**where)
+    others = others[~others["provider"].isin(["copy", "Kernel Book"])]
+    others = others[others["share"] > 1.01 * ours].sort_values("share", ascending=False)
+    row["ahead"] = ", ".join(
+        f"{one.provider} {100 * one.share:.0f}" for one in others.itertuples()
+    )
 if losses and max(row["its %"] - row["our %"] for row in losses) > scatter:
     said += f" A lead below {scatter:.1f} points may be scatter; larger ones are unexplained."
 lab.read(said)
 
 # %%
 
+ahead = [
+    {key: row[key] for key in ("dtype", "columns", "ahead", "our %")} for row in losses
+]
 lab.table(
-    losses, f"Where a library is ahead, in % of a copy, on {gpu}"
-) if losses else None
+    ahead, f"Where libraries are ahead, in % of a copy, on {gpu}"
+) if ahead else None
 
 # %%
 
@@ -881,9 +1053,11 @@ lab.facts(
 # Called from Python
 # ------------------
 #
-# The figures time the GPU alone. Is the operator as fast when Python calls it? No, because the
-# :term:`host` has to check arguments, allocate results, run autograd and *start* every kernel. A
-# :term:`CUDA graph` records the :term:`launches <launch>` once and replays them without that work.
+# The figures time the GPU alone. Is the operator as fast when Python calls it? No: the :term:`host`
+# has to check arguments, allocate results, run autograd and *start* every kernel. PyTorch does all
+# of that in C++ and we do it in Python, which is slower. A :term:`CUDA graph` records the
+# :term:`launches <launch>` once and replays them without that work. The table has both, for the
+# forward pass together with the backward pass, the subject of the next chapter.
 
 
 # Measuring
@@ -962,9 +1136,9 @@ def small_said(rows):
         )
     )
     said = (
-        f"Our calls take {min(called):.0f} to {max(called):.0f} µs, times of the host, which "
-        "scatter. Of the call with 16 rows the GPU works only "
-        f"{alone[0]:.0f} µs, as the graph shows, and PyTorch's call takes {theirs[0]:.0f}."
+        f"With 16 rows our call takes {called[0] / theirs[0]:.1f} times as long as PyTorch's, "
+        f"although the GPU works only {alone[0]:.0f} of its {called[0]:.0f} µs, as the graph "
+        "shows. Times of the host scatter."
     )
     lead, kept = theirs_alone[-1] - alone[-1], theirs[-1] - called[-1]
     if kept < lead / 2:

@@ -272,11 +272,13 @@ def packed_row_fwd_kernel(
     for piece in tl.static_range(PIECES):
         x = x + (load_pairs(x_ptrs, piece, n_cols, PAIRS, FULL),)
 
-    # -- statistics: widened for one step at a time
+    # -- mean: each piece widened for this step alone
     total = tl.zeros((2 * PAIRS,), tl.float32)
     for piece in tl.static_range(PIECES):
         total += widen(x[piece], dtype) * SMALL
     mean = mean_of_pairs(total, n_cols, dtype)
+
+    # -- variance: each widened anew
     x = afresh(x, zero)
     m2 = tl.zeros((2 * PAIRS,), tl.float32)
     for piece in tl.static_range(PIECES):
@@ -284,6 +286,8 @@ def packed_row_fwd_kernel(
         deviation = tl.where(inside, widen(x[piece], dtype) - mean, 0.0)
         m2 += deviation * deviation
     m2 = tl.sum(m2, axis=0)
+
+    # -- far: such a row once more, and the statistics for backward
     rstd = tl.rsqrt(m2 / n_cols + eps)
     if (dtype != tl.float16) and (m2 == float("inf")):
         rstd = tl.sum(far_rstd(x_ptr + row * stride_row, True, mean, n_cols, eps, FAR_COLS))
