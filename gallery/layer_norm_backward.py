@@ -3,7 +3,7 @@ Layer norm backward, without a lock
 ===================================
 
 In the backward pass of layer norm, every row of a batch adds to the gradient of the same weight.
-*How do thousands of programs add to one array without a race, and without waiting for each other?*
+*How do hundreds of programs add to one array without a race, and without waiting for each other?*
 
 You will learn
 
@@ -36,6 +36,14 @@ from kernelbook.ops.layer_norm.backward import (
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
 from kernelbook.ops.layer_norm.sums import hand_over, sum_of_buffers
+from kernelbook.small.layer_norm_backward import (
+    add_kernel,
+    lock_kernel,
+    partial_kernel,
+    sum_my_rows,
+    with_lock,
+    without_lock,
+)
 
 lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 
@@ -72,8 +80,12 @@ def simple_backward(x, w, mean, rstd, dy):
 # weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
 # to different programs, which run at the same time and in no fixed order.
 #
-# Suppose that a sum stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4,
-# and whichever finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
+# Suppose that a sum stands at 3, and that two programs have 3 and 4 to add. If both read it before
+# either stores, whichever finishes last wins. This is a *race*:
+#
+# .. image:: /figures/layer-norm-race.svg
+#    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
+#          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
 # The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
 # There is a better one:
@@ -82,12 +94,12 @@ def simple_backward(x, w, mean, rstd, dy):
 #    :class: kb-key
 #
 #    Each program sums its own rows and stores a *partial sum*, and a second kernel adds the
-#    partial sums. No program waits for another, and the order of additions never changes.
+#    partial sums. To add, no program waits for another, and the order of additions never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
-#          sums. A second kernel adds up the three rows to dw and db.
+#          sums. A second kernel reads all three and adds them up to dw and db.
 #
 # The mathematics
 # ---------------
@@ -167,7 +179,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
 # ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without both,
-# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must.
+# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``. Neither part is in it any more: it sums to 0, and so
+# does its product with :math:`\hat{x}`. Times :math:`r`, which is 0.71, it is ``dx``.
 
 # Measuring
 import triton
@@ -222,6 +235,8 @@ first = torch.eye(5, dtype=torch.float64)[:1]
 left, _, _ = simple_backward(five, torch.ones_like(five), 3, 0.5**0.5, first)
 remains = torch.tensor([[0.4, -0.4, -0.2, 0, 0.2]], dtype=torch.float64)
 torch.testing.assert_close(left / 0.5**0.5, remains)
+assert abs(left.sum()) < 1e-15
+assert abs((left * (five - 3)).sum()) < 1e-15
 
 # %%
 
@@ -244,59 +259,39 @@ lab.read(
 # How many programs should there be? One per row would leave two rows of float32 sums for each row
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
-# rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32.
+# rows and keeps its partial sums for ``dw`` and ``db`` in :term:`registers <register>`.
 #
-# These sums leave room for few programs on an SM, so each loads *ahead*: with ``num_stages`` its
-# next rows are copied into :term:`shared memory`, the fast storage of the SM, while it works on a
-# row. ``load_weight`` gives ones where there is no weight.
+# Here is what a program does, small: for float32 rows of up to 4,096 elements.
 
-lab.source(row_bwd_kernel, "begin", "add")
+lab.source(sum_my_rows)
 
 # %%
-# The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
-# in one reduction, and ``means_of`` divides them by :math:`N`.
-
-lab.source(row_bwd_kernel, "row")
-
-# %%
-# .. dropdown:: What ``means_of`` does besides
+# Program 0 of three takes rows 0, 3, 6 and so on. ``cols`` are the columns of a row, filled up to a
+# power of two, and ``inside`` masks the filling: ``w`` and ``dy`` are 0 there, so it adds nothing.
+# The last five lines of the loop are step 6, in the same names.
 #
-#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
-#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
-#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
-#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
-#    input still reaches ``dx``, through ``xhat`` or ``c2``.
-
-# Folded: The function means_of
-lab.source(means_of)
-
-# %%
-# At the end, the program hands its two rows of sums over to a *buffer* in main memory.
-# ``hand_over`` has two ways to do it, which the next two sections show: few buffers, which the
-# programs share, or one for each program.
-
-lab.source(row_bwd_kernel, "end")
-
-# %%
-
-# Folded: The kernel whole
-lab.source(row_bwd_kernel)
-
-# %%
+# How do ``dw`` and ``db`` get from the registers of each program into one array? The next two
+# sections show a way with a lock and a way without.
+#
 # The obvious way: a lock
 # -----------------------
 #
-# How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
-# free and 1 if taken. A compare-and-swap, an :term:`atomic` operation, reads the lock, and writes 1
-# only if it read 0, in one indivisible step. So only one program can succeed, and the others try
-# again. This cannot hang, because the program that holds the lock is running and waits for nothing.
+# With a lock, the programs share one *buffer* in main memory, two rows of zeros at first, to which
+# they add one at a time. The lock is an integer, 0 if free and 1 if taken. A compare-and-swap, an
+# :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one indivisible step. So
+# only one program can succeed, and the others try again. This cannot hang, because the program that
+# holds the lock is running and waits for nothing.
 
-lab.source(hand_over, "acquire")
+lab.source(lock_kernel)
 
 # %%
-# The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
-# load may find an outdated line in a cache. And only one of many threads takes the lock.
+
+lab.source(with_lock)
+
+# %%
+# Why two barriers, and what are ``acquire`` and ``release``? The swap orders the programs, but not
+# their *memory accesses*: a store may wait in a queue, and a load may find an outdated line in a
+# cache. And only one of many threads takes the lock.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -319,26 +314,66 @@ lab.source(hand_over, "acquire")
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program. That is a rule of NVIDIA's
-# memory model and not our experience: “What breaks it” removes them, and no sum came out wrong.
-# Between its two barriers, a program adds its sums to the buffer:
-
-lab.source(hand_over, "add")
-
-# %%
-
-lab.source(hand_over, "release")
-
-# %%
+# Without the barriers, this holds for only one thread of each program.
+#
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? If each program has a buffer of its own, it stores its sums and is
-# done. Each program of a second kernel adds some columns of all buffers, in a fixed order.
+# What if nobody had to wait? Each program gets a buffer of its own, and all that stood between the
+# swap and the exchange becomes two stores:
 
-lab.source(sum_of_buffers)
+lab.source(partial_kernel)
 
 # %%
+# A second kernel adds the buffers. Each of its programs takes some columns, and adds them in the
+# order of the buffers, which is always the same.
+
+lab.source(add_kernel)
+
+# %%
+# The launch of both needs no zeros and no lock, but as many buffers as there are programs. To
+# ``add_kernel``, a buffer is one row, of ``dw`` and then ``db``.
+
+lab.source(without_lock)
+
+# %%
+# Both ways, with three programs for seven rows, give the gradients of float64:
+
+seed = torch.Generator(runtime.DEVICE).manual_seed(0)
+few, few_dy, few_w = torch.randn(3, 7, 100, generator=seed, device=runtime.DEVICE)
+few_rstd = (few.var(-1, correction=0) + 1e-5).rsqrt()
+for add_up in (with_lock, without_lock):
+    found = add_up(few, few_w[0], few.mean(-1), few_rstd, few_dy, 3)
+    expected = reference.layer_norm_backward(few, few_dy, 1, few_w[0])
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+
+# %%
+# The operator's kernel does three things more. It takes several short rows at once, and reads
+# numbers of 16 bits. And it loads *ahead*: with ``num_stages`` its next rows are copied into
+# :term:`shared memory`, the fast storage of the SM, while it works on a row. Both ways are one
+# function there, ``hand_over``: partial sums are the same code with ``locks_ptr=None`` and
+# ``n_buffers`` equal to the number of programs.
+
+# Folded: The operator's kernels whole
+lab.listing(
+    {
+        "The kernel for whole rows": row_bwd_kernel,
+        "How it hands over its sums, with a lock or without": hand_over,
+        "How its second kernel adds some columns of the buffers": sum_of_buffers,
+        "The means from both sums of a row, which two_sums computes in one reduction": means_of,
+    }
+)
+
+# %%
+# .. dropdown:: What ``means_of`` does besides
+#
+#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
+#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
+#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
+#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
+#    input still reaches ``dx``, through ``xhat`` or ``c2``.
+#
 # .. dropdown:: How autograd calls the kernels
 #
 #    Autograd sees a single function, which computes only the gradients that are requested. If
@@ -353,11 +388,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster, and why? *Lock per tile* takes the lock for every tile of ``BLOCK_ROWS`` rows:
-# two rows of 1,024 columns, or one longer row. Triton's own layer norm tutorial takes a lock for
-# every row. *Lock per program* first sums many rows in registers, and
-# so do *partial sums*, without a lock. *Partial sums per tile* have no lock either, but a buffer
-# for every tile, which tells the cost of storing from that of waiting.
+# Which is faster, and why? *Lock per program* and *partial sums* are the two ways above. *Lock per
+# tile* takes the lock for every tile of two rows of 1,024 columns, or of one longer row; Triton's
+# own layer norm tutorial takes it for every row. *Partial sums per tile* have no lock either, but a
+# buffer for every tile.
 
 
 # Measuring
@@ -421,14 +455,17 @@ race_share = {
     for n in (1024, 4096, 8192)
 }
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
+ahead_by = [
+    race_share["Kernel Book", n] - race_share["lock per program", n]
+    for n in (4096, 8192)
+]
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns, a lock "
-    f"per program {race_share['lock per program', 1024]:.0f} % and partial sums "
-    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs meet at the "
-    "lock, the last two are only "
-    f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
-    "points apart."
+    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. Summing "
+    "many rows first is worth the most: a lock per program reaches "
+    f"{race_share['lock per program', 1024]:.0f} %, and partial sums "
+    f"{race_share['Kernel Book', 1024]:.0f} %. In the wider rows, partial sums are ahead of a lock "
+    f"per program by only {min(ahead_by):.0f} to {max(ahead_by):.0f} percentage points."
 )
 
 # %%
@@ -436,19 +473,22 @@ lab.read(
 
 # Reading
 def waiting_said():
-    locked, stored, best = (
-        {n: race.milliseconds_at(name, columns=n) for n in (1024, 8192)}
-        for name in ("lock per tile", "partial sums per tile", "Kernel Book")
+    short, wide = (
+        100
+        * race.milliseconds_at("partial sums per tile", columns=n)
+        / race.milliseconds_at("lock per tile", columns=n)
+        for n in (1024, 8192)
     )
-    waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
     said = (
-        "How much of this is waiting? Partial sums per tile wait for nobody, and at 1,024 columns "
-        f"this saves {waits:.0f} % of the time that a lock per tile adds to partial sums. The rest "
-        "moves a row of both sums to and from memory for each tile."
+        "How much of a lock's time is waiting? We do not know. Partial sums per tile wait for "
+        f"nobody, and take {short:.0f} % of the time of a lock per tile at 1,024 columns"
     )
-    if locked[8192] < stored[8192]:
-        said += " At 8,192 columns it saves nothing: there a lock per tile is faster."
-    return f"{said} So what helps most at every length is to sum many rows first."
+    if wide > 101:
+        return (
+            f"{said}. But at 8,192 columns they take {wide:.0f} %, so they pay for something that "
+            "the lock does not."
+        )
+    return f"{said}, and {wide:.0f} % at 8,192, but they also store more."
 
 
 lab.read(waiting_said())
@@ -526,10 +566,15 @@ def buffer_sizes():
 
 
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
-traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
+share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
+    100 * 16 * row["rows of sums"] / (6 * min(32768, 2**27 // row["columns"]))
+    for row in sizes.rows
+] or [nan]
 lab.read(
-    "Writing the buffers and reading them again adds at most "
-    f"{2 * traffic:.0f} % to the bytes of `x`, `dy` and `dx`."
+    "Writing the buffers and reading them again adds "
+    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
+    "the sizes of the figures. With fewer rows the share is larger, because there are as many "
+    "programs."
 )
 
 # %%
@@ -544,7 +589,8 @@ sizes
 # What if a row and its sums no longer fit in the registers? At 16,384 columns the sums fill half of
 # an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
 # forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
-# part of every row of the group. In each iteration of its loop, a program
+# part of every row of the group. For ``dw`` and ``db`` they need no lock either, but for ``c1`` and
+# ``c2`` they do wait for each other. In each iteration of its loop, a program
 #
 # 1. *publishes* what its part of this row adds to ``c1`` and ``c2``, in a *slot* of memory;
 # 2. loads its part of the next row *ahead*;
@@ -564,11 +610,19 @@ sizes
 lab.source(split_bwd_kernel, "publish")
 
 # %%
-# And the others. ``wait`` looks at the slots of the row before until they are full. It reads
-# ``LOOKS`` of them, so of few parts some twice (``% N_PARTS``). ``collect`` takes their numbers
-# apart, and the formula of *Step 6* follows, with what the shift has kept of that row:
-# ``x_before`` and so on. If a slot stays empty for ``max_polls`` looks, the program computes all
-# parts itself, which the listing leaves out.
+# And the others, still in the loop:
+#
+# - ``load_part`` loads the program's part of a row; ``row_of`` holds the pointers and strides.
+# - ``wait`` looks at the slots of the row before, again and again, until none is empty.
+# - ``parts`` numbers what a :term:`warp` looks at, from 0 to ``LOOKS`` − 1. ``LOOKS`` is 32, one
+#   for each thread of the warp. A row of 16 parts has 16 slots, so it looks at each twice
+#   (``% N_PARTS``), and ``parts < N_PARTS`` counts each once. Only for more than 32 parts are there
+#   more looks, at least one for each of the program's ``THREADS``.
+# - ``collect`` takes the two numbers of each slot apart. Step 6 follows, with what the shift has
+#   kept of that row: ``x_before`` and so on.
+#
+# If a slot stays empty for ``max_polls`` looks, the program computes all parts itself, which the
+# listing leaves out.
 
 lab.source(split_bwd_kernel, "ahead", "collect", "finish", "shift")
 
@@ -755,15 +809,14 @@ lab.read(
 ) if wide else None
 
 # %%
-# Why wide rows are slower
-# ------------------------
+# What wide rows lack
+# -------------------
 #
-# What do wide rows lack? Memory is busy only while an SM has bytes requested *ahead*, for later
-# rows. The kernel for whole rows has its next rows on the way. A packed row takes all registers of
-# an SM, so nothing is loaded while its program computes. In shared rows a thread takes up to 255
-# registers, the most that it can have, so few programs fit, with one part each on the way. If this
-# matters, *each kernel* must get faster with more bytes ahead. The kernels differ in more than
-# that, so their speeds need not follow the bytes from one kernel to the next.
+# Memory is busy only while an SM has bytes requested *ahead*, for later rows. The kernel for whole
+# rows has its next rows on the way. A packed row takes all registers of an SM, so nothing is loaded
+# while its program computes. In shared rows each program has one part on the way, and registers
+# leave room for few programs. Is that why wide rows are slower? The table changes the bytes ahead
+# of whole and of shared rows.
 
 
 # Measuring
@@ -842,8 +895,7 @@ def ahead_said():
     if min(none, packed) > four:
         said += (
             "Even four are slower than a program of whole or packed rows that has nothing ahead, "
-            "and that requests a row of 32 or 64 KiB at once. So bytes ahead are not all that "
-            "shared rows lack. "
+            "so bytes ahead are not all that shared rows lack. "
         )
     said += (
         "Do they lose time by waiting for each other? In the last line each program does the same "
@@ -852,7 +904,7 @@ def ahead_said():
     return said + (
         f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
         if alone - four >= 5
-        else "and it is no faster."
+        else "and it is no faster. What else they lack, we do not know."
     )
 
 
@@ -981,20 +1033,30 @@ lost
 
 # %%
 
+# Measuring
+ptx = lab.measure("From taking the lock to giving it back", in_ptx)
+
+# %%
+
 # Reading
 wrong = {row["protected by"]: row["wrong runs of 100"] for row in lost.rows}
 wrong = {name: wrong.get(name, nan) for name in LOCKS}
-halves = [name for name in list(LOCKS)[1:3] if wrong[name]]
-why = (
-    "So the lock needs both of them."
-    if len(halves) == 2
-    else "A protection that is missing without an error here is not superfluous: another GPU or "
-    "compiler may reorder what these happen to keep in order."
-)
-if halves == ["barriers alone"]:
+listed = {row["protected by"]: row["PTX"].split(", ") for row in ptx.rows}
+barriers_left = listed.get("acquire and release alone", []).count("bar.sync")
+why = "A protection that is missing without an error here is not superfluous."
+if wrong["acquire and release alone"]:
+    why = "So the lock needs both of them."
+elif wrong["barriers alone"]:
     why = (
         "Barriers order the threads of one program and not what another program sees. Without our "
-        "barriers the lock worked, but nothing guarantees it."
+        "barriers no run is wrong, but that does not show that a lock can do without: "
+    )
+    why += (
+        "as the fold shows, the compiler puts the first one back, because it hands the result of "
+        "the swap to all threads. So only the second was ever taken away, and its absence may "
+        "show on another GPU."
+        if barriers_left == 1
+        else "their absence may show on another GPU."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1002,14 +1064,9 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: What the compiler makes of it
-#
-#    The next fold lists what accesses memory or waits, in :term:`PTX`, NVIDIA's assembly language.
-#    A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the result of the
-#    swap to all threads of the program.
 
-# Folded: From taking the lock to giving it back, in PTX
-lab.measure("From taking the lock to giving it back", in_ptx)
+# Folded: From taking the lock to giving it back, in PTX, NVIDIA's assembly language
+ptx
 
 # %%
 # **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
