@@ -69,8 +69,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
 # elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
 # ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
-# ``rstd``, the reciprocal of the standard deviation. That is a factor of :math:`25 / 3 = 8.3` on
-# paper; we have not timed it.
+# ``rstd``, the reciprocal of the standard deviation: 8.3 times fewer bytes, on paper.
 #
 # The idea
 # --------
@@ -261,7 +260,7 @@ lab.read(
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
 # rows and keeps its partial sums for ``dw`` and ``db`` in :term:`registers <register>`.
 #
-# Here is what a program does, small: for float32 rows of up to 4,096 elements.
+# Here is what a program does, for float32 rows of up to 4,096 elements:
 
 lab.source(sum_my_rows)
 
@@ -270,8 +269,7 @@ lab.source(sum_my_rows)
 # power of two, and ``inside`` masks the filling: ``w`` and ``dy`` are 0 there, so it adds nothing.
 # The last five lines of the loop are step 6, in the same names.
 #
-# How do ``dw`` and ``db`` get from the registers of each program into one array? The next two
-# sections show a way with a lock and a way without.
+# A lock, or partial sums, then bring ``dw`` and ``db`` from the registers into one array.
 #
 # The obvious way: a lock
 # -----------------------
@@ -291,14 +289,8 @@ lab.source(with_lock)
 # %%
 # Why two barriers, and what are ``acquire`` and ``release``? The swap orders the programs, but not
 # their *memory accesses*: a store may wait in a queue, and a load may find an outdated line in a
-# cache. And only one of many threads takes the lock.
-#
-# .. image:: /figures/layer-norm-lock.svg
-#    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
-#          passes a second barrier and gives the lock back with release. Program B tries in vain
-#          until then. It takes the lock, passes a barrier, and its threads load what A stored.
-#
-# Four things have to be ordered:
+# cache. And only one of many threads takes the lock. So four things have to be ordered, with the
+# numbers of the listing:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
 #    thread are not moved before it, nor answered with what a cache held from before.
@@ -307,6 +299,11 @@ lab.source(with_lock)
 # 3. *All my stores come before I release the lock.* They do because of a second barrier.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
 #    ``release`` semantics, which because of that barrier cover the stores of all threads.
+#
+# .. image:: /figures/layer-norm-lock.svg
+#    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
+#          passes a second barrier and gives the lock back with release. Program B tries in vain
+#          until then. It takes the lock, passes a barrier, and its threads load what A stored.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -319,8 +316,8 @@ lab.source(with_lock)
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? Each program gets a buffer of its own, and all that stood between the
-# swap and the exchange becomes two stores:
+# What if nobody had to wait? Each program gets a buffer of its own. Then all lines from the swap to
+# the exchange become two stores, to rows that nobody else writes:
 
 lab.source(partial_kernel)
 
@@ -349,11 +346,10 @@ for add_up in (with_lock, without_lock):
         torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
 
 # %%
-# The operator's kernel does three things more. It takes several short rows at once, and reads
-# numbers of 16 bits. And it loads *ahead*: with ``num_stages`` its next rows are copied into
-# :term:`shared memory`, the fast storage of the SM, while it works on a row. Both ways are one
-# function there, ``hand_over``: partial sums are the same code with ``locks_ptr=None`` and
-# ``n_buffers`` equal to the number of programs.
+# The operator's kernel also takes several short rows at once, and numbers of 16 bits. And it loads
+# *ahead*: with ``num_stages`` its next rows are copied into :term:`shared memory`, the fast storage
+# of the SM, while it works on a row. Both ways are one function there, ``hand_over``: partial sums
+# are the same code with ``locks_ptr=None`` and ``n_buffers`` equal to the number of programs.
 
 # Folded: The operator's kernels whole
 lab.listing(
@@ -388,10 +384,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster, and why? *Lock per program* and *partial sums* are the two ways above. *Lock per
-# tile* takes the lock for every tile of two rows of 1,024 columns, or of one longer row; Triton's
-# own layer norm tutorial takes it for every row. *Partial sums per tile* have no lock either, but a
-# buffer for every tile.
+# Which is faster, and why? *Lock per program* and *partial sums* are the two ways above, but the
+# lock with up to 64 buffers, each with a lock of its own. *Lock per tile* takes one for every tile
+# of two rows of 1,024 columns, or of one longer row; Triton's own tutorial takes it for every row.
+# *Partial sums per tile* have no lock either, but a buffer for every tile.
 
 
 # Measuring
@@ -473,22 +469,16 @@ lab.read(
 
 # Reading
 def waiting_said():
-    short, wide = (
-        100
-        * race.milliseconds_at("partial sums per tile", columns=n)
-        / race.milliseconds_at("lock per tile", columns=n)
-        for n in (1024, 8192)
+    locked, stored = (
+        race.milliseconds_at(name, columns=8192)
+        for name in ("lock per tile", "partial sums per tile")
     )
-    said = (
-        "How much of a lock's time is waiting? We do not know. Partial sums per tile wait for "
-        f"nobody, and take {short:.0f} % of the time of a lock per tile at 1,024 columns"
+    return "How much of a lock's time is waiting? We do not know. " + (
+        "Partial sums per tile wait for nobody, and at 8,192 columns they are still slower than a "
+        "lock per tile, so they pay for something that the lock does not."
+        if stored > 1.01 * locked
+        else "Partial sums per tile wait for nobody, but they also store more."
     )
-    if wide > 101:
-        return (
-            f"{said}. But at 8,192 columns they take {wide:.0f} %, so they pay for something that "
-            "the lock does not."
-        )
-    return f"{said}, and {wide:.0f} % at 8,192, but they also store more."
 
 
 lab.read(waiting_said())
@@ -526,10 +516,9 @@ differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_d
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
-    "Do two runs agree, too? We computed `dw` a hundred times from the same input. With a lock per "
-    "program "
-    f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
-    f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
+    "Do two runs agree, too? Of a hundred from the same input, "
+    f"{unlike.get('lock per program', nan):.0f} with a lock per program differ from the first in "
+    f"the last bits of `dw`, and {unlike.get('partial sums', nan) or 'none'} with partial sums."
 )
 
 # %%
@@ -538,9 +527,9 @@ lab.read(
 differ
 
 # %%
-# The programs add in the order in which they get the lock, and the last bits of a floating-point
-# sum depend on the order. Partial sums are always added in the same order, on one kind of GPU. So
-# ``layer_norm`` uses them: they are faster *and* reproducible.
+# The last bits of a floating-point sum depend on the order, and the programs add as they get the
+# lock. Partial sums are always added in the same order, on one kind of GPU. So ``layer_norm`` uses
+# them: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -573,8 +562,7 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 lab.read(
     "Writing the buffers and reading them again adds "
     f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
-    "the sizes of the figures. With fewer rows the share is larger, because there are as many "
-    "programs."
+    "the sizes of the figures, and more where there are fewer rows."
 )
 
 # %%
@@ -604,27 +592,25 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# Here is the first step. ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64 bits of two
-# numbers, as in :doc:`softmax </chapters/softmax>`.
+# Here are the first step and the last line of the third, in one loop. ``terms`` gives ``xhat`` and
+# ``wdy``, and ``to_slot`` makes 64 bits of two numbers, so that nobody ever reads one without the
+# other. ``collect`` takes them apart; ``parts < N_PARTS`` leaves out slots that were read twice.
+# Step 6 follows, with what the shift has kept of the row before: ``x_before`` and so on.
 
-lab.source(split_bwd_kernel, "publish")
+lab.source(split_bwd_kernel, "publish", "finish")
 
 # %%
-# And the others, still in the loop:
+# Between them, the program waits for ``slots`` to fill, as in :doc:`softmax </chapters/softmax>`.
+# If one stays empty too long, it computes all parts itself.
 #
-# - ``load_part`` loads the program's part of a row; ``row_of`` holds the pointers and strides.
-# - ``wait`` looks at the slots of the row before, again and again, until none is empty.
-# - ``parts`` numbers what a :term:`warp` looks at, from 0 to ``LOOKS`` − 1. ``LOOKS`` is 32, one
-#   for each thread of the warp. A row of 16 parts has 16 slots, so it looks at each twice
-#   (``% N_PARTS``), and ``parts < N_PARTS`` counts each once. Only for more than 32 parts are there
-#   more looks, at least one for each of the program's ``THREADS``.
-# - ``collect`` takes the two numbers of each slot apart. Step 6 follows, with what the shift has
-#   kept of that row: ``x_before`` and so on.
+# .. dropdown:: The other names of the kernel
 #
-# If a slot stays empty for ``max_polls`` looks, the program computes all parts itself, which the
-# listing leaves out.
-
-lab.source(split_bwd_kernel, "ahead", "collect", "finish", "shift")
+#    ``load_part`` loads the program's part of a row; ``row_of`` holds the pointers and strides.
+#    ``wait`` looks at the slots of a row until none is empty, ``max_polls`` times at most.
+#    ``parts`` numbers what a :term:`warp` looks at, from 0 to ``LOOKS`` − 1. ``LOOKS`` is 32, one
+#    for each thread of the warp. A row of 16 parts has 16 slots, so it looks at each twice
+#    (``% N_PARTS``). Only for more than 32 parts are there more looks, at least one for each of the
+#    program's ``THREADS``.
 
 # %%
 
@@ -812,11 +798,11 @@ lab.read(
 # What wide rows lack
 # -------------------
 #
-# Memory is busy only while an SM has bytes requested *ahead*, for later rows. The kernel for whole
-# rows has its next rows on the way. A packed row takes all registers of an SM, so nothing is loaded
-# while its program computes. In shared rows each program has one part on the way, and registers
-# leave room for few programs. Is that why wide rows are slower? The table changes the bytes ahead
-# of whole and of shared rows.
+# Memory is busy only while an SM has bytes requested *ahead*, for later rows. Whole rows have the
+# next ones on the way. A packed row takes all registers of an SM, so nothing is loaded while its
+# program computes. Shared rows have one part per program on the way, and registers leave room for
+# few programs. Is that why they are slower? The table changes the bytes ahead of whole and of
+# shared rows.
 
 
 # Measuring
@@ -881,9 +867,7 @@ def ahead_said():
     if three - none >= 10 and packed < three:
         said = (
             f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
-            f"{none:.0f} %. (With the kernel that adds the partial sums, it reached "
-            f"{100 * backward.share('Kernel Book', **in_dtypes[0], columns=8192):.0f} % in the "
-            "figure.) "
+            f"{none:.0f} %. "
         )
     else:
         said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
@@ -1049,14 +1033,16 @@ if wrong["acquire and release alone"]:
 elif wrong["barriers alone"]:
     why = (
         "Barriers order the threads of one program and not what another program sees. Without our "
-        "barriers no run is wrong, but that does not show that a lock can do without: "
+        "barriers no run is wrong"
     )
     why += (
-        "as the fold shows, the compiler puts the first one back, because it hands the result of "
-        "the swap to all threads. So only the second was ever taken away, and its absence may "
-        "show on another GPU."
+        ", but only the second was ever taken away: the compiler puts the first one back, because "
+        "it hands the result of the swap to all threads."
         if barriers_left == 1
-        else "their absence may show on another GPU."
+        else "."
+    )
+    why += (
+        " So this shows neither what they prevent nor that a lock can do without them."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1157,9 +1143,8 @@ theirs, truth = (
 lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
 
 # %%
-# **2. Two invariants.** Adding a number to a row does not change ``y``, so ``dx`` must sum to 0.
-# Scaling the row hardly changes ``y``, so ``dx`` must be nearly orthogonal to :math:`\hat{x}`. How
-# nearly? Derive :math:`\hat{x}^\top dx` from :math:`J`.
+# **2. Two invariants.** ``dx`` sums to 0, and is nearly orthogonal to :math:`\hat{x}`. How nearly?
+# Derive :math:`\hat{x}^\top dx` from :math:`J`.
 
 # %%
 

@@ -41,15 +41,15 @@ def lock_kernel(
     dw, db = sum_my_rows(x_ptr, w_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, n_rows, n_cols, cols)
 
     # -- lock: add to what the holders before me have stored
-    while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:
+    while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:  # 1
         pass
-    tl.debug_barrier()
+    tl.debug_barrier()  # 2
     dw += tl.load(sums_ptr + cols, mask=cols < n_cols, other=0.0)
     db += tl.load(sums_ptr + n_cols + cols, mask=cols < n_cols, other=0.0)
     tl.store(sums_ptr + cols, dw, mask=cols < n_cols)
     tl.store(sums_ptr + n_cols + cols, db, mask=cols < n_cols)
-    tl.debug_barrier()
-    tl.atomic_xchg(lock_ptr, 0, sem="release")
+    tl.debug_barrier()  # 3
+    tl.atomic_xchg(lock_ptr, 0, sem="release")  # 4
 
 
 def with_lock(x, w, mean, rstd, dy, n_programs):
