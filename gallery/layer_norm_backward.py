@@ -103,10 +103,9 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# What does the gradient of a row look like? Adding a number to a row does not change
-# :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
-# at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
-# :math:`\hat{x}`.
+# Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it. So
+# two parts of the gradient that arrives at :math:`\hat{x}` are lost on the way to :math:`x`: its
+# mean and, but for epsilon, its part along :math:`\hat{x}`.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
@@ -177,9 +176,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #    \end{aligned}
 #
 # In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
-# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without both,
-# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``. Neither part is in it any more: it sums to 0, and so
-# does its product with :math:`\hat{x}`. Times :math:`r`, which is 0.71, it is ``dx``.
+# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Subtracting both
+# leaves (0.4, −0.4, −0.2, 0, 0.2), which sums to 0, and so does its product with :math:`\hat{x}`.
+# Times :math:`r`, which is 0.71, it is ``dx``.
 
 # Measuring
 import triton
@@ -247,8 +246,7 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    "All steps agree with automatic differentiation, with an epsilon about as large as the "
-    f"variance: the largest difference is {worst:.0e}."
+    f"All six steps agree with automatic differentiation: the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -269,16 +267,14 @@ lab.source(sum_my_rows)
 # power of two, and ``inside`` masks the filling: ``w`` and ``dy`` are 0 there, so it adds nothing.
 # The last five lines of the loop are step 6, in the same names.
 #
-# A lock, or partial sums, then bring ``dw`` and ``db`` from the registers into one array.
-#
 # The obvious way: a lock
 # -----------------------
 #
-# With a lock, the programs share one *buffer* in main memory, two rows of zeros at first, to which
-# they add one at a time. The lock is an integer, 0 if free and 1 if taken. A compare-and-swap, an
-# :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one indivisible step. So
-# only one program can succeed, and the others try again. This cannot hang, because the program that
-# holds the lock is running and waits for nothing.
+# With a lock, the programs add ``dw`` and ``db`` to one *buffer* in main memory, two rows of zeros
+# at first, one program at a time. The lock is an integer, 0 if free and 1 if taken. A
+# compare-and-swap, an :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one
+# indivisible step. So only one program can succeed, and the others try again. This cannot hang,
+# because the program that holds the lock is running and waits for nothing.
 
 lab.source(lock_kernel)
 
@@ -585,32 +581,27 @@ sizes
 # 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
 # 4. *shifts*: this row becomes the row before, and the next becomes this one.
 #
-# One more iteration finishes the last row.
-#
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# Here are the first step and the last line of the third, in one loop. ``terms`` gives ``xhat`` and
-# ``wdy``, and ``to_slot`` makes 64 bits of two numbers, so that nobody ever reads one without the
-# other. ``collect`` takes them apart; ``parts < N_PARTS`` leaves out slots that were read twice.
-# Step 6 follows, with what the shift has kept of the row before: ``x_before`` and so on.
+# In the first step and the third, ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64
+# bits of two numbers, so that nobody ever reads one without the other.
 
-lab.source(split_bwd_kernel, "publish", "finish")
+lab.source(split_bwd_kernel, "publish", "collect")
 
 # %%
-# Between them, the program waits for ``slots`` to fill, as in :doc:`softmax </chapters/softmax>`.
-# If one stays empty too long, it computes all parts itself.
+# ``wait`` looks at the slots of the row before until none is empty. ``parts`` are 0 to 31, one for
+# each thread of a :term:`warp`, so that in a row of 16 parts each slot is read twice
+# (``% N_PARTS``). The program then adds the numbers of all slots, each once, to ``c1`` and ``c2``,
+# and finishes its part by step 6. If a slot stays empty for ``max_polls`` looks, it computes all
+# parts itself; its ``THREADS`` have to agree on that.
 #
-# .. dropdown:: The other names of the kernel
+# .. dropdown:: Rows of more than 32 parts
 #
-#    ``load_part`` loads the program's part of a row; ``row_of`` holds the pointers and strides.
-#    ``wait`` looks at the slots of a row until none is empty, ``max_polls`` times at most.
-#    ``parts`` numbers what a :term:`warp` looks at, from 0 to ``LOOKS`` − 1. ``LOOKS`` is 32, one
-#    for each thread of the warp. A row of 16 parts has 16 slots, so it looks at each twice
-#    (``% N_PARTS``). Only for more than 32 parts are there more looks, at least one for each of the
-#    program's ``THREADS``.
+#    ``parts`` are 0 to ``LOOKS`` − 1. With more parts than a warp has threads, ``LOOKS`` is at
+#    least the number of parts and at least ``THREADS``, so that each thread has slots of its own.
 
 # %%
 
@@ -692,8 +683,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, a reference and not a limit, because the backward pass reads two
-# bytes for each that it writes.
+# The yardstick is again a copy, though not a limit, because the backward pass reads two bytes for
+# each that it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -789,9 +780,8 @@ lab.table(
 # Reading
 wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
 lab.read(
-    "Our kernel shares rows of that length among programs. Why "
-    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster we have not "
-    "measured: the next section is about bfloat16."
+    f"Why {' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster with such wide "
+    "rows, we have not measured: the next section is about bfloat16."
 ) if wide else None
 
 # %%
@@ -924,7 +914,7 @@ lab.facts(
 #
 # **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
 # ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows hold small integers,
-# so any difference from their exact sum means that an addition was lost.
+# whose sum is exact, so any difference means a lost addition.
 
 
 @triton.jit
@@ -1070,8 +1060,8 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
-# deviation. The error grows where the variance is small beside epsilon.
+# **Epsilon is dropped.** Dividing by the plain standard deviation loses it. The error grows where
+# the variance is small beside epsilon.
 
 # Measuring
 rows = []
