@@ -103,8 +103,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it. So
-# two parts of the gradient that arrives at :math:`\hat{x}` are lost on the way to :math:`x`: its
+# Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it.
+# So two parts of the gradient that arrives at :math:`\hat{x}` are lost on the way to :math:`x`: its
 # mean and, but for epsilon, its part along :math:`\hat{x}`.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
