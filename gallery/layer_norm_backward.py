@@ -586,8 +586,8 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# In the first step and the third, ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64
-# bits of two numbers, so that nobody ever reads one without the other.
+# Here are the first step and the start of the third. ``terms`` gives ``xhat`` and ``wdy``, and
+# ``to_slot`` makes 64 bits of two numbers, so that nobody reads one without the other.
 
 lab.source(split_bwd_kernel, "publish", "collect")
 
@@ -1032,7 +1032,7 @@ elif wrong["barriers alone"]:
         else "."
     )
     why += (
-        " So this shows neither what they prevent nor that a lock can do without them."
+        " So this shows neither what barriers prevent nor that a lock can do without."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1045,7 +1045,7 @@ lab.read(
 ptx
 
 # %%
-# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
+# **The partial sums are kept in 16 bits.** In ``total += row``, digits run out: float16 has 11
 # significant bits and bfloat16 8, so a sum of ones stops at :math:`2^{11}` and :math:`2^8`.
 
 # Reading
@@ -1060,8 +1060,8 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** Dividing by the plain standard deviation loses it. The error grows where
-# the variance is small beside epsilon.
+# **Epsilon is dropped.** Dividing by the plain standard deviation, ``r = variance.rsqrt()``, loses
+# it. The error grows where the variance is small beside epsilon.
 
 # Measuring
 rows = []
