@@ -3,7 +3,7 @@ Layer norm backward, without a lock
 ===================================
 
 In the backward pass of layer norm, every row of a batch adds to the gradient of the same weight.
-*How do thousands of programs add to one array without a race, and without waiting for each other?*
+*How do hundreds of programs add to one array without a race, and without waiting for each other?*
 
 You will learn
 
@@ -36,6 +36,14 @@ from kernelbook.ops.layer_norm.backward import (
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
 from kernelbook.ops.layer_norm.sums import hand_over, sum_of_buffers
+from kernelbook.small.layer_norm_backward import (
+    add_kernel,
+    lock_kernel,
+    partial_kernel,
+    sum_my_rows,
+    with_lock,
+    without_lock,
+)
 
 lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 
@@ -61,8 +69,7 @@ def simple_backward(x, w, mean, rstd, dy):
 # What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
 # elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
 # ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
-# ``rstd``, the reciprocal of the standard deviation. That is a factor of :math:`25 / 3 = 8.3` on
-# paper; we have not timed it.
+# ``rstd``, the reciprocal of the standard deviation: 8.3 times fewer bytes, on paper.
 #
 # The idea
 # --------
@@ -72,8 +79,12 @@ def simple_backward(x, w, mean, rstd, dy):
 # weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
 # to different programs, which run at the same time and in no fixed order.
 #
-# Suppose that a sum stands at 3 when two programs read it. One stores 3 + 3 and the other 3 + 4,
-# and whichever finishes last wins: 6 or 7 is left where there should be 10. This is a *race*.
+# Suppose that a sum stands at 3, and that two programs have 3 and 4 to add. If both read it before
+# either stores, whichever finishes last wins. This is a *race*:
+#
+# .. image:: /figures/layer-norm-race.svg
+#    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
+#          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
 # The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
 # There is a better one:
@@ -82,20 +93,19 @@ def simple_backward(x, w, mean, rstd, dy):
 #    :class: kb-key
 #
 #    Each program sums its own rows and stores a *partial sum*, and a second kernel adds the
-#    partial sums. No program waits for another, and the order of additions never changes.
+#    partial sums. To add, no program waits for another, and the order of additions never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
-#          sums. A second kernel adds up the three rows to dw and db.
+#          sums. A second kernel reads all three and adds them up to dw and db.
 #
 # The mathematics
 # ---------------
 #
-# What does the gradient of a row look like? Adding a number to a row does not change
-# :math:`\hat{x}`, and scaling the row hardly changes it. So two parts of the gradient that arrives
-# at :math:`\hat{x}` are lost on the way to :math:`x`: its mean and, but for epsilon, its part along
-# :math:`\hat{x}`.
+# Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it.
+# So two parts of the gradient that arrives at :math:`\hat{x}` are lost on the way to :math:`x`: its
+# mean and, but for epsilon, its part along :math:`\hat{x}`.
 #
 # For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
 # \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
@@ -166,8 +176,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #    \end{aligned}
 #
 # In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
-# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Without both,
-# (0.4, −0.4, −0.2, 0, 0.2) is left of ``dy``, which sums to 0, as it must.
+# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Subtracting both
+# leaves (0.4, −0.4, −0.2, 0, 0.2), which sums to 0, and so does its product with :math:`\hat{x}`.
+# Times :math:`r`, which is 0.71, it is ``dx``.
 
 # Measuring
 import triton
@@ -222,6 +233,8 @@ first = torch.eye(5, dtype=torch.float64)[:1]
 left, _, _ = simple_backward(five, torch.ones_like(five), 3, 0.5**0.5, first)
 remains = torch.tensor([[0.4, -0.4, -0.2, 0, 0.2]], dtype=torch.float64)
 torch.testing.assert_close(left / 0.5**0.5, remains)
+assert abs(left.sum()) < 1e-15
+assert abs((left * (five - 3)).sum()) < 1e-15
 
 # %%
 
@@ -233,8 +246,7 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    "All steps agree with automatic differentiation, with an epsilon about as large as the "
-    f"variance: the largest difference is {worst:.0e}."
+    f"All six steps agree with automatic differentiation: the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -244,66 +256,37 @@ lab.read(
 # How many programs should there be? One per row would leave two rows of float32 sums for each row
 # of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
 # as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
-# rows, ``BLOCK_ROWS`` at a time, and keeps its partial sums for ``dw`` and ``db`` in
-# :term:`registers <register>`, in float32.
+# rows and keeps its partial sums for ``dw`` and ``db`` in :term:`registers <register>`.
 #
-# These sums leave room for few programs on an SM, so each loads *ahead*: with ``num_stages`` its
-# next rows are copied into :term:`shared memory`, the fast storage of the SM, while it works on a
-# row. ``load_weight`` gives ones where there is no weight.
+# Here is what a program does, for float32 rows of up to 4,096 elements:
 
-lab.source(row_bwd_kernel, "begin", "add")
+lab.source(sum_my_rows)
 
 # %%
-# The gradient of ``x`` is the formula of step 6, in the same names. ``two_sums`` computes both sums
-# in one reduction, and ``means_of`` divides them by :math:`N`.
-
-lab.source(row_bwd_kernel, "row")
-
-# %%
-# .. dropdown:: What ``means_of`` does besides
+# Program 0 of three takes rows 0, 3, 6 and so on. ``cols`` are the columns of a row, filled up to a
+# power of two, and ``inside`` masks the filling: ``w`` and ``dy`` are 0 there, so it adds nothing.
+# The last five lines of the loop are step 6, in the same names.
 #
-#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
-#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
-#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
-#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
-#    input still reaches ``dx``, through ``xhat`` or ``c2``.
-
-# Folded: The function means_of
-lab.source(means_of)
-
-# %%
-# At the end, the program hands its two rows of sums over to a *buffer* in main memory.
-# ``hand_over`` has two ways to do it, which the next two sections show: few buffers, which the
-# programs share, or one for each program.
-
-lab.source(row_bwd_kernel, "end")
-
-# %%
-
-# Folded: The kernel whole
-lab.source(row_bwd_kernel)
-
-# %%
 # The obvious way: a lock
 # -----------------------
 #
-# How do programs take turns? They share a few buffers, each with a lock, an integer that is 0 if
-# free and 1 if taken. A compare-and-swap, an :term:`atomic` operation, reads the lock, and writes 1
-# only if it read 0, in one indivisible step. So only one program can succeed, and the others try
-# again. This cannot hang, because the program that holds the lock is running and waits for nothing.
+# With a lock, the programs add ``dw`` and ``db`` to one *buffer* in main memory, two rows of zeros
+# at first, one program at a time. The lock is an integer, 0 if free and 1 if taken. A
+# compare-and-swap, an :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one
+# indivisible step. So only one program can succeed, and the others try again. This cannot hang,
+# because the program that holds the lock is running and waits for nothing.
 
-lab.source(hand_over, "acquire")
+lab.source(lock_kernel)
 
 # %%
-# The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
-# load may find an outdated line in a cache. And only one of many threads takes the lock.
-#
-# .. image:: /figures/layer-norm-lock.svg
-#    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
-#          passes a second barrier and gives the lock back with release. Program B tries in vain
-#          until then. It takes the lock, passes a barrier, and its threads load what A stored.
-#
-# Four things have to be ordered:
+
+lab.source(with_lock)
+
+# %%
+# Why two barriers, and what are ``acquire`` and ``release``? The swap orders the programs, but not
+# their *memory accesses*: a store may wait in a queue, and a load may find an outdated line in a
+# cache. And only one of many threads takes the lock. So four things have to be ordered, with the
+# numbers of the listing:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
 #    thread are not moved before it, nor answered with what a cache held from before.
@@ -313,32 +296,76 @@ lab.source(hand_over, "acquire")
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
 #    ``release`` semantics, which because of that barrier cover the stores of all threads.
 #
+# .. image:: /figures/layer-norm-lock.svg
+#    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
+#          passes a second barrier and gives the lock back with release. Program B tries in vain
+#          until then. It takes the lock, passes a barrier, and its threads load what A stored.
+#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program. That is a rule of NVIDIA's
-# memory model and not our experience: “What breaks it” removes them, and no sum came out wrong.
-# Between its two barriers, a program adds its sums to the buffer:
-
-lab.source(hand_over, "add")
-
-# %%
-
-lab.source(hand_over, "release")
-
-# %%
+# Without the barriers, this holds for only one thread of each program.
+#
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? If each program has a buffer of its own, it stores its sums and is
-# done. Each program of a second kernel adds some columns of all buffers, in a fixed order.
+# What if nobody had to wait? Each program gets a buffer of its own. Then all lines from the swap to
+# the exchange become two stores, to rows that nobody else writes:
 
-lab.source(sum_of_buffers)
+lab.source(partial_kernel)
 
 # %%
+# A second kernel adds the buffers. Each of its programs takes some columns, and adds them in the
+# order of the buffers, which is always the same.
+
+lab.source(add_kernel)
+
+# %%
+# The launch of both needs no zeros and no lock, but as many buffers as there are programs. To
+# ``add_kernel``, a buffer is one row, of ``dw`` and then ``db``.
+
+lab.source(without_lock)
+
+# %%
+# Both ways, with three programs for seven rows, give the gradients of float64:
+
+seed = torch.Generator(runtime.DEVICE).manual_seed(0)
+few, few_dy, few_w = torch.randn(3, 7, 100, generator=seed, device=runtime.DEVICE)
+few_rstd = (few.var(-1, correction=0) + 1e-5).rsqrt()
+for add_up in (with_lock, without_lock):
+    found = add_up(few, few_w[0], few.mean(-1), few_rstd, few_dy, 3)
+    expected = reference.layer_norm_backward(few, few_dy, 1, few_w[0])
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+
+# %%
+# The operator's kernel also takes several short rows at once, and numbers of 16 bits. And it loads
+# *ahead*: with ``num_stages`` its next rows are copied into :term:`shared memory`, the fast storage
+# of the SM, while it works on a row. Both ways are one function there, ``hand_over``: partial sums
+# are the same code with ``locks_ptr=None`` and ``n_buffers`` equal to the number of programs.
+
+# Folded: The operator's kernels whole
+lab.listing(
+    {
+        "The kernel for whole rows": row_bwd_kernel,
+        "How it hands over its sums, with a lock or without": hand_over,
+        "How its second kernel adds some columns of the buffers": sum_of_buffers,
+        "The means from both sums of a row, which two_sums computes in one reduction": means_of,
+    }
+)
+
+# %%
+# .. dropdown:: What ``means_of`` does besides
+#
+#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
+#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
+#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
+#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
+#    input still reaches ``dx``, through ``xhat`` or ``c2``.
+#
 # .. dropdown:: How autograd calls the kernels
 #
 #    Autograd sees a single function, which computes only the gradients that are requested. If
@@ -353,11 +380,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster, and why? *Lock per tile* takes the lock for every tile of ``BLOCK_ROWS`` rows:
-# two rows of 1,024 columns, or one longer row. Triton's own layer norm tutorial takes a lock for
-# every row. *Lock per program* first sums many rows in registers, and
-# so do *partial sums*, without a lock. *Partial sums per tile* have no lock either, but a buffer
-# for every tile, which tells the cost of storing from that of waiting.
+# Which is faster, and why? *Lock per program* and *partial sums* are the two ways above, but the
+# lock with up to 64 buffers, each with a lock of its own. *Lock per tile* takes one for every tile
+# of two rows of 1,024 columns, or of one longer row; Triton's own tutorial takes it for every row.
+# *Partial sums per tile* have no lock either, but a buffer for every tile.
 
 
 # Measuring
@@ -421,14 +447,17 @@ race_share = {
     for n in (1024, 4096, 8192)
 }
 gpu = race.provenance["gpu"] if race.provenance else "this GPU"
+ahead_by = [
+    race_share["Kernel Book", n] - race_share["lock per program", n]
+    for n in (4096, 8192)
+]
 lab.read(
     f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns, a lock "
-    f"per program {race_share['lock per program', 1024]:.0f} % and partial sums "
-    f"{race_share['Kernel Book', 1024]:.0f} %. At 4,096 columns, where fewer programs meet at the "
-    "lock, the last two are only "
-    f"{race_share['Kernel Book', 4096] - race_share['lock per program', 4096]:.0f} percentage "
-    "points apart."
+    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. Summing "
+    "many rows first is worth the most: a lock per program reaches "
+    f"{race_share['lock per program', 1024]:.0f} %, and partial sums "
+    f"{race_share['Kernel Book', 1024]:.0f} %. In the wider rows, partial sums are ahead of a lock "
+    f"per program by only {min(ahead_by):.0f} to {max(ahead_by):.0f} percentage points."
 )
 
 # %%
@@ -436,19 +465,16 @@ lab.read(
 
 # Reading
 def waiting_said():
-    locked, stored, best = (
-        {n: race.milliseconds_at(name, columns=n) for n in (1024, 8192)}
-        for name in ("lock per tile", "partial sums per tile", "Kernel Book")
+    locked, stored = (
+        race.milliseconds_at(name, columns=8192)
+        for name in ("lock per tile", "partial sums per tile")
     )
-    waits = 100 * (locked[1024] - stored[1024]) / (locked[1024] - best[1024])
-    said = (
-        "How much of this is waiting? Partial sums per tile wait for nobody, and at 1,024 columns "
-        f"this saves {waits:.0f} % of the time that a lock per tile adds to partial sums. The rest "
-        "moves a row of both sums to and from memory for each tile."
+    return "How much of a lock's time is waiting? We do not know. " + (
+        "Partial sums per tile wait for nobody, and at 8,192 columns they are still slower than a "
+        "lock per tile, so they pay for something that the lock does not."
+        if stored > 1.01 * locked
+        else "Partial sums per tile wait for nobody, but they also store more."
     )
-    if locked[8192] < stored[8192]:
-        said += " At 8,192 columns it saves nothing: there a lock per tile is faster."
-    return f"{said} So what helps most at every length is to sum many rows first."
 
 
 lab.read(waiting_said())
@@ -486,10 +512,9 @@ differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_d
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
-    "Do two runs agree, too? We computed `dw` a hundred times from the same input. With a lock per "
-    "program "
-    f"{unlike.get('lock per program', nan):.0f} runs differ from the first in their last bits, and "
-    f"with partial sums {unlike.get('partial sums', nan) or 'none'}."
+    "Do two runs agree, too? Of a hundred from the same input, "
+    f"{unlike.get('lock per program', nan):.0f} with a lock per program differ from the first in "
+    f"the last bits of `dw`, and {unlike.get('partial sums', nan) or 'none'} with partial sums."
 )
 
 # %%
@@ -498,9 +523,9 @@ lab.read(
 differ
 
 # %%
-# The programs add in the order in which they get the lock, and the last bits of a floating-point
-# sum depend on the order. Partial sums are always added in the same order, on one kind of GPU. So
-# ``layer_norm`` uses them: they are faster *and* reproducible.
+# The last bits of a floating-point sum depend on the order, and the programs add as they get the
+# lock. Partial sums are always added in the same order, on one kind of GPU. So ``layer_norm`` uses
+# them: they are faster *and* reproducible.
 #
 # .. raw:: html
 #
@@ -526,10 +551,14 @@ def buffer_sizes():
 
 
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
-traffic = max((row["% of x, dy, dx"] for row in sizes.rows), default=nan)
+share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
+    100 * 16 * row["rows of sums"] / (6 * min(32768, 2**27 // row["columns"]))
+    for row in sizes.rows
+] or [nan]
 lab.read(
-    "Writing the buffers and reading them again adds at most "
-    f"{2 * traffic:.0f} % to the bytes of `x`, `dy` and `dx`."
+    "Writing the buffers and reading them again adds "
+    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
+    "the sizes of the figures, and more where there are fewer rows."
 )
 
 # %%
@@ -544,33 +573,35 @@ sizes
 # What if a row and its sums no longer fit in the registers? At 16,384 columns the sums fill half of
 # an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
 # forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
-# part of every row of the group. In each iteration of its loop, a program
+# part of every row of the group. For ``dw`` and ``db`` they need no lock either, but for ``c1`` and
+# ``c2`` they do wait for each other. In each iteration of its loop, a program
 #
 # 1. *publishes* what its part of this row adds to ``c1`` and ``c2``, in a *slot* of memory;
 # 2. loads its part of the next row *ahead*;
 # 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
 # 4. *shifts*: this row becomes the row before, and the next becomes this one.
 #
-# One more iteration finishes the last row.
-#
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# Here is the first step. ``terms`` gives ``xhat`` and ``wdy``, and ``to_slot`` makes 64 bits of two
-# numbers, as in :doc:`softmax </chapters/softmax>`.
+# Here are the first step and the start of the third. ``terms`` gives ``xhat`` and ``wdy``, and
+# ``to_slot`` makes 64 bits of two numbers, so that nobody reads one without the other.
 
-lab.source(split_bwd_kernel, "publish")
+lab.source(split_bwd_kernel, "publish", "collect")
 
 # %%
-# And the others. ``wait`` looks at the slots of the row before until they are full. It reads
-# ``LOOKS`` of them, so of few parts some twice (``% N_PARTS``). ``collect`` takes their numbers
-# apart, and the formula of *Step 6* follows, with what the shift has kept of that row:
-# ``x_before`` and so on. If a slot stays empty for ``max_polls`` looks, the program computes all
-# parts itself, which the listing leaves out.
-
-lab.source(split_bwd_kernel, "ahead", "collect", "finish", "shift")
+# ``wait`` looks at the slots of the row before until none is empty. ``parts`` are 0 to 31, one for
+# each thread of a :term:`warp`, so that in a row of 16 parts each slot is read twice
+# (``% N_PARTS``). The program then adds the numbers of all slots, each once, to ``c1`` and ``c2``,
+# and finishes its part by step 6. If a slot stays empty for ``max_polls`` looks, it computes all
+# parts itself; its ``THREADS`` have to agree on that.
+#
+# .. dropdown:: Rows of more than 32 parts
+#
+#    ``parts`` are 0 to ``LOOKS`` − 1. With more parts than a warp has threads, ``LOOKS`` is at
+#    least the number of parts and at least ``THREADS``, so that each thread has slots of its own.
 
 # %%
 
@@ -652,8 +683,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, a reference and not a limit, because the backward pass reads two
-# bytes for each that it writes.
+# The yardstick is again a copy, though not a limit, because the backward pass reads two bytes for
+# each that it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -749,21 +780,19 @@ lab.table(
 # Reading
 wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
 lab.read(
-    "Our kernel shares rows of that length among programs. Why "
-    f"{' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster we have not "
-    "measured: the next section is about bfloat16."
+    f"Why {' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster with such wide "
+    "rows, we have not measured: the next section is about bfloat16."
 ) if wide else None
 
 # %%
-# Why wide rows are slower
-# ------------------------
+# What wide rows lack
+# -------------------
 #
-# What do wide rows lack? Memory is busy only while an SM has bytes requested *ahead*, for later
-# rows. The kernel for whole rows has its next rows on the way. A packed row takes all registers of
-# an SM, so nothing is loaded while its program computes. In shared rows a thread takes up to 255
-# registers, the most that it can have, so few programs fit, with one part each on the way. If this
-# matters, *each kernel* must get faster with more bytes ahead. The kernels differ in more than
-# that, so their speeds need not follow the bytes from one kernel to the next.
+# Memory is busy only while an SM has bytes requested *ahead*, for later rows. Whole rows have the
+# next ones on the way. A packed row takes all registers of an SM, so nothing is loaded while its
+# program computes. Shared rows have one part per program on the way, and registers leave room for
+# few programs. Is that why they are slower? The table changes the bytes ahead of whole and of
+# shared rows.
 
 
 # Measuring
@@ -828,9 +857,7 @@ def ahead_said():
     if three - none >= 10 and packed < three:
         said = (
             f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
-            f"{none:.0f} %. (With the kernel that adds the partial sums, it reached "
-            f"{100 * backward.share('Kernel Book', **in_dtypes[0], columns=8192):.0f} % in the "
-            "figure.) "
+            f"{none:.0f} %. "
         )
     else:
         said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
@@ -842,8 +869,7 @@ def ahead_said():
     if min(none, packed) > four:
         said += (
             "Even four are slower than a program of whole or packed rows that has nothing ahead, "
-            "and that requests a row of 32 or 64 KiB at once. So bytes ahead are not all that "
-            "shared rows lack. "
+            "so bytes ahead are not all that shared rows lack. "
         )
     said += (
         "Do they lose time by waiting for each other? In the last line each program does the same "
@@ -852,7 +878,7 @@ def ahead_said():
     return said + (
         f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
         if alone - four >= 5
-        else "and it is no faster."
+        else "and it is no faster. What else they lack, we do not know."
     )
 
 
@@ -888,7 +914,7 @@ lab.facts(
 #
 # **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
 # ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows hold small integers,
-# so any difference from their exact sum means that an addition was lost.
+# whose sum is exact, so any difference means a lost addition.
 
 
 @triton.jit
@@ -981,20 +1007,32 @@ lost
 
 # %%
 
+# Measuring
+ptx = lab.measure("From taking the lock to giving it back", in_ptx)
+
+# %%
+
 # Reading
 wrong = {row["protected by"]: row["wrong runs of 100"] for row in lost.rows}
 wrong = {name: wrong.get(name, nan) for name in LOCKS}
-halves = [name for name in list(LOCKS)[1:3] if wrong[name]]
-why = (
-    "So the lock needs both of them."
-    if len(halves) == 2
-    else "A protection that is missing without an error here is not superfluous: another GPU or "
-    "compiler may reorder what these happen to keep in order."
-)
-if halves == ["barriers alone"]:
+listed = {row["protected by"]: row["PTX"].split(", ") for row in ptx.rows}
+barriers_left = listed.get("acquire and release alone", []).count("bar.sync")
+why = "A protection that is missing without an error here is not superfluous."
+if wrong["acquire and release alone"]:
+    why = "So the lock needs both of them."
+elif wrong["barriers alone"]:
     why = (
         "Barriers order the threads of one program and not what another program sees. Without our "
-        "barriers the lock worked, but nothing guarantees it."
+        "barriers no run is wrong"
+    )
+    why += (
+        ", but only the second was ever taken away: the compiler puts the first one back, because "
+        "it hands the result of the swap to all threads."
+        if barriers_left == 1
+        else "."
+    )
+    why += (
+        " So this shows neither what barriers prevent nor that a lock can do without."
     )
 lab.read(
     f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
@@ -1002,17 +1040,12 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: What the compiler makes of it
-#
-#    The next fold lists what accesses memory or waits, in :term:`PTX`, NVIDIA's assembly language.
-#    A ``bar.sync`` in a row without our barriers is the compiler's own: it hands the result of the
-#    swap to all threads of the program.
 
-# Folded: From taking the lock to giving it back, in PTX
-lab.measure("From taking the lock to giving it back", in_ptx)
+# Folded: From taking the lock to giving it back, in PTX, NVIDIA's assembly language
+ptx
 
 # %%
-# **The partial sums are kept in 16 bits.** A growing sum runs out of digits: float16 has 11
+# **The partial sums are kept in 16 bits.** In ``total += row``, digits run out: float16 has 11
 # significant bits and bfloat16 8, so a sum of ones stops at :math:`2^{11}` and :math:`2^8`.
 
 # Reading
@@ -1027,8 +1060,8 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** It is easily lost in the backward pass, by dividing by the plain standard
-# deviation. The error grows where the variance is small beside epsilon.
+# **Epsilon is dropped.** Dividing by the plain standard deviation, ``r = variance.rsqrt()``, loses
+# it. The error grows where the variance is small beside epsilon.
 
 # Measuring
 rows = []
@@ -1100,9 +1133,8 @@ theirs, truth = (
 lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
 
 # %%
-# **2. Two invariants.** Adding a number to a row does not change ``y``, so ``dx`` must sum to 0.
-# Scaling the row hardly changes ``y``, so ``dx`` must be nearly orthogonal to :math:`\hat{x}`. How
-# nearly? Derive :math:`\hat{x}^\top dx` from :math:`J`.
+# **2. Two invariants.** ``dx`` sums to 0, and is nearly orthogonal to :math:`\hat{x}`. How nearly?
+# Derive :math:`\hat{x}^\top dx` from :math:`J`.
 
 # %%
 

@@ -146,7 +146,7 @@ CHAPTERS = {
         },
     ),
     "layer_norm_backward": Facts(
-        "How do thousands of programs add to the gradient of one weight without a race, and "
+        "How do hundreds of programs add to the gradient of one weight without a race, and "
         "without waiting for each other?",
         "intermediate",
         ("layer_norm",),
