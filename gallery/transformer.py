@@ -161,6 +161,7 @@ lab.table(
 # each pass, when the GPU has finished, and leave out the first five steps, because the first one
 # loads the kernels and asks the driver for memory.
 
+# Folded: The clock of a step
 lab.source(timed_step)
 
 # %%
@@ -393,8 +394,8 @@ def profiled(run):
 # A step launches thousands of kernels, but from a few operations of PyTorch. So we group them by
 # operation: ``GROUPS`` has a pattern for each group, such as ``aten::(mm|addmm|bmm|baddbmm)$`` for
 # matmuls. ``profiler.key_averages()`` has an entry for each operation: ``key`` is its name, and
-# ``self_device_time_total`` the microseconds of the kernels that it launched. The kernels have
-# entries of their own, with another ``device_type``, and would count twice.
+# ``self_device_time_total`` the microseconds of the kernels that it launched. Kernels have entries
+# of their own, and would count twice.
 
 
 def group(operation):
@@ -614,9 +615,8 @@ lab.read(
     f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
     f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
     "use for float32 unless told to, make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast, while casts and copies grow "
-    f"from {casts['float32']:.0f} to {casts['bfloat16']:.0f} ms. "
-    f"Most of the other time goes to three groups: {glossed[0]}; {glossed[1]}; and {glossed[2]}. "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. Most of the other time goes "
+    f"to three groups: {glossed[0]}; {glossed[1]}; and {glossed[2]}. "
     "All of these wait for memory, because they do a few FLOPs per number that they read and "
     "write. There the kernels of this book can help, and in the matmuls of attention, but not in "
     "the linear layers."
@@ -655,8 +655,6 @@ lab.table(
 #   to bfloat16, and 2 to read these;
 # - softmax, which autocast runs in float32, moves 14: 6 for a cast, 8 to read and to write;
 # - the mask moves 8: 4 to copy the scores, and 4 to fill in what is masked.
-
-# Reading
 
 
 def of_record(chapter, name):
@@ -978,7 +976,6 @@ memory = lab.measure("Memory of the size 2.7B", memory_by_context)
 
 # Reading
 largest_size, longest = SIZES["2.7B"], max(CONTEXTS)
-stream = BATCH * longest * largest_size.d_model * 4 / 2**20
 table_of_weights = BATCH * largest_size.heads * longest**2 * 4 / 2**20
 at = {
     (dtype, what): number(memory, f"{what}, GiB", dtype, longest)
@@ -993,8 +990,7 @@ copies = 2 * parameters(largest_size) / 2**30
 of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "kept"]
 lab.read(
     "For the size 2.7B, what forward keeps differs from this count by at most "
-    f"{max(map(abs, off)):.1f} %. At a context of {longest:,} one tensor of the residual stream "
-    f"has {stream:.0f} MiB, and one table of attention weights {table_of_weights:.0f}. The tables, "
+    f"{max(map(abs, off)):.1f} %. At a context of {longest:,} the tables of attention weights, "
     f"one per layer, are {of_kept:.0f} % of what float32 keeps."
 )
 
@@ -1448,9 +1444,8 @@ lab.read(
         else ""
     )
     + (
-        f"At 65,536 {' and '.join(missing)} {'runs' if len(missing) == 1 else 'run'} out of "
-        f"memory: a table would have {8 * 65536**2 * 2 / 2**30:.0f} GiB, and without a "
-        "compiler several exist at once. "
+        f"At 65,536, where a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, {listed(missing)} "
+        f"{'runs' if len(missing) == 1 else 'run'} out of memory. "
         if missing
         else ""
     )
@@ -2127,6 +2122,7 @@ lab.draw(steps, "A training step, operator by operator", steps_in_words, step_ba
 # %%
 
 
+# Reading
 def shown(value, digits=1):
     return "—" if value is None or value != value else f"{value:.{digits}f}"
 
@@ -2240,7 +2236,7 @@ lab.read(
     "kernels, and ours that of the host, which we did not time in a step. Steps that wait for it "
     f"scatter, too: with layer norm and without dropout they span {low:.0f} to {high:.0f} ms. So "
     "the calls are long enough to be the reason, but no proof. If they are, the loss must "
-    "disappear without the host, and in compiled code, too. The next section takes it away."
+    "disappear without the host, in compiled code, too. The next section takes it away."
 )
 
 # %%
@@ -2421,10 +2417,9 @@ lab.read(
         and our_took > 1.1 * sdpa_took
         else ""
     )
-    + f"A graph makes our compiled step up to {most_gained(without[1]):.1f} times as fast, and "
-    f"the one with SDPA up to {most_gained(without[0]):.1f} times"
+    + f"A graph makes our compiled step up to {most_gained(without[1]):.1f} times as fast"
     + (
-        "; at 16,384 neither gains, because there the kernels take long enough"
+        "; at 16,384 it gains nothing, because there the kernels take long enough"
         if at_length and max(at_length) < 1.01
         else ""
     )
@@ -2577,8 +2572,8 @@ for dtype in (torch.float32, torch.bfloat16):
 # Reading
 finished = "Kernel Book, CUDA graph"
 lab.read(
-    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms (without a "
-    f"wait after each pass) and {step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved "
+    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
+    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved "
     "bytes; attention without a table removed most of these, and the tables from the memory. "
     "Compiled and as a CUDA graph, "
     f"**the step takes {step('step, ms', finished):.0f} ms and "
