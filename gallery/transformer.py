@@ -99,9 +99,9 @@ lab.source(decoder.Block)
 # %%
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
 # we can replace.** The model comes in the five sizes of the course, all with batches of 4, a
-# vocabulary of 10,000 tokens and a ``d_ff`` of four times ``d_model``. A head has 64 numbers, in
-# 2.7B 80. *State* is what exists before any activation: parameters, gradients and the two averages
-# of AdamW. *TFLOP* counts the matmuls of a step at a context of 1,024.
+# vocabulary of 10,000 tokens and a ``d_ff`` of four times ``d_model``. *State* is what exists
+# before any activation: parameters, gradients and the two averages of AdamW. *TFLOP* counts the
+# matmuls of a step at a context of 1,024.
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
@@ -302,7 +302,7 @@ lab.table(
         {"size": size}
         | {
             dtype: f"{took[size, dtype, 'forward']:.1f}"
-            f" ± {number(sizes, 'forward, sd', size, dtype):.1f}"
+            f" ±{number(sizes, 'forward, sd', size, dtype):.1f}"
             for dtype in DTYPES
         }
         | {"layers": SIZES[size].layers, "bfloat16 per layer": round(a_layer[size], 1)}
@@ -331,9 +331,8 @@ unsteady = {
     for dtype in DTYPES
 }
 lab.read(
-    f"In float32 the backward pass of {largest} takes {ratio:.2f} times as long as the forward "
-    "pass, because each linear layer does two matmuls in it for one in forward. Autocast makes "
-    f"forward {gain:.1f} times as fast at {largest}"
+    "Autocast makes the forward pass "
+    f"{gain:.1f} times as fast at {largest}"
     + (
         f", but no faster at {smallest}. "
         if abs(small_cast - small) <= cast_sd
@@ -369,7 +368,9 @@ lab.table(
     ],
     "Mean and standard deviation of ten steps, after five. The spread shows who sets the pace: for "
     f"the forward pass of {largest} it is {scatter['float32']:.1f} % of the mean in float32, where "
-    f"the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits",
+    f"the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits. In "
+    f"float32 its backward pass takes {ratio:.2f} times as long, because each linear layer does "
+    "two matmuls in it for one in forward",
 )
 
 # %%
@@ -512,8 +513,7 @@ whole_step = {
 lab.read(
     f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
     f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
-    "we take apart and make faster.** The figure groups its kernels by the operation that launched "
-    "them, beside those in float32."
+    "we take apart and make faster.**"
 )
 
 # %%
@@ -600,26 +600,14 @@ def in_groups(dtype, names):
 
 products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
-
-rest = {name: in_groups("bfloat16", [name]) for name in (*GROUPS, "other")}
-order = sorted(
-    (name for name in rest if name != "matmul"), key=lambda name: -rest[name]
-)
-glossed = [
-    f"{name} (additions, multiplications, the mask and the loss)"
-    if name == "other"
-    else name
-    for name in order[:3]
-]
 lab.read(
     f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
     f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
     "use for float32 unless told to, make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. Most of the other time goes "
-    f"to three groups: {glossed[0]}; {glossed[1]}; and {glossed[2]}. "
-    "All of these wait for memory, because they do a few FLOPs per number that they read and "
-    "write. There the kernels of this book can help, and in the matmuls of attention, but not in "
-    "the linear layers."
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. Most of the rest waits for "
+    "memory, because it does a few FLOPs per number that it reads and writes; “other” are "
+    "additions, multiplications, the mask and the loss. There the kernels of this book can help, "
+    "and in the matmuls of attention, but not in the linear layers."
 )
 
 # %%
@@ -705,13 +693,11 @@ longer_than = [
     row["measured, ms"] / row["ms at the speed of memory"] for row in inside.values()
 ]
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
-its_kernels = profile_number("softmax, ms", "bfloat16", "forward")
 lab.read(
     f"All three take {min(longer_than):.1f} to {max(longer_than):.1f} times as long as their bytes "
     "at the speed of memory, and by these softmax costs as much as the matmuls. The FLOPs say "
     f"otherwise: at the speed of a large matmul, those of the first row would take {by_flops:.1f} "
-    f"ms. Softmax's own kernels take {its_kernels:.1f} of its "
-    f"{inside['softmax']['measured, ms']:.1f} ms, and the rest are casts."
+    "ms."
 )
 
 # %%
@@ -1678,9 +1664,7 @@ lab.draw(learned, "The losses of two versions", losses_in_words, loss_dots)
 # %%
 
 # Reading
-by_ours, by_masks = (
-    gaps(learned.rows).values() if learned.rows else [numpy.full(len(SEEDS), nan)] * 2
-)
+by_ours = next(iter(gaps(learned.rows).values()))
 offset, error = mean_and_error(by_ours)
 lab.read(
     f"With the book's operators the loss ends {offset:+.3f} ± {BY_CHANCE * error:.3f} beside the "
@@ -1692,8 +1676,6 @@ lab.read(
         else "**The gradients say that it is the same model; the losses leave a doubt**, because "
         "chance alone does this less than once in 20 times. "
     )
-    + f"A single seed can tell less: with one, PyTorch's two runs are up to "
-    f"{abs(by_masks).max():.3f} apart."
 )
 
 # %%
@@ -1843,11 +1825,11 @@ lab.read(
 #    A step takes the longer of two times: that of its kernels, and that in which the host launches
 #    them.
 #
-# In the figure, a bar is the median of eight steps of a version, the :term:`p50`. In its solid
-# part a profile finds a kernel on the GPU; in the faint part the GPU waits, for as many
-# milliseconds as stand in it. The thin line spans the middle 60 % of the steps, from p20 to p80.
-# **We call two times different if they are at least 1 % apart and these ranges do not overlap.**
-# The last two bars are CUDA graphs, which the next section explains.
+# In the figure, a bar is the median of eight steps, the :term:`p50`. In its solid part a profile
+# finds a kernel on the GPU; in the faint part the GPU waits, for the milliseconds written there.
+# The thin line spans the middle 60 % of the steps, p20 to p80. **We call two times different if
+# they are at least 1 % apart and these ranges do not overlap.** The last two bars are CUDA graphs,
+# of the next section.
 
 # Measuring
 from contextlib import suppress
@@ -2102,13 +2084,12 @@ def step_bars(axes, rows):
         axes.barh(place, busy, **bar)
         axes.barh(place, took - busy, left=busy, alpha=0.3, **bar)
         if took - busy > 10:
-            middle = (busy + min(took, row["p20, ms"])) / 2
-            waits = f"{took - busy:.0f}"
-            axes.text(middle, place, waits, va="center", ha="center", fontsize=10)
-        low, high = took - row["p20, ms"], row["p80, ms"] - took
-        axes.errorbar(
-            took, place, xerr=[[low], [high]], color=bar["color"], linewidth=1.2
-        )
+            middle, waits = (busy + took) / 2, f"{took - busy:.0f}"
+            axes.text(
+                middle, place - 0.06, waits, va="center", ha="center", fontsize=10
+            )
+        span = [[took - row["p20, ms"]], [row["p80, ms"] - took]]
+        axes.errorbar(took, place + 0.27, xerr=span, color=bar["color"], linewidth=1.2)
         beside(axes, max(took, row["p80, ms"]), place, f"{took:.1f}")
     axes.set_yticks(range(len(rows)), [row["version"] for row in rows])
     axes.invert_yaxis()
@@ -2190,8 +2171,8 @@ lab.read(
 
 # %%
 # Is it the host? :doc:`/hardware` lists how long one call keeps it busy, timed eagerly on inputs
-# that cost the GPU next to nothing. Here are these times, what they add up to in a step, and by how
-# much the step grew where we replaced the operator, in the order of the bars, SDPA first.
+# that cost the GPU next to nothing. Here are these times, their sum in a step, and by how much the
+# step grew from bar to bar, beginning with SDPA.
 
 
 # Reading
@@ -2231,12 +2212,11 @@ more_eager = change("step, ms", "SDPA", "+ dropout")
 low, high = (step(f"{at}, ms", "+ layer norm") for at in ("p20", "p80"))
 lab.read(
     f"By the calls, ours keep the host busy for {more_of_host:.0f} ms more in an eager step, and "
-    f"this step is {more_eager:.0f} ms longer than that with SDPA. The sums are near each other, "
-    "but operator by operator they are not, and need not be: SDPA's step takes the time of its "
-    "kernels, and ours that of the host, which we did not time in a step. Steps that wait for it "
-    f"scatter, too: with layer norm and without dropout they span {low:.0f} to {high:.0f} ms. So "
+    f"this step is {more_eager:.0f} ms longer than that with SDPA. Operator by operator the two do "
+    "not agree, and need not: SDPA's step takes the time of its kernels, and steps that wait for "
+    f"the host scatter, with layer norm and without dropout from {low:.0f} to {high:.0f} ms. So "
     "the calls are long enough to be the reason, but no proof. If they are, the loss must "
-    "disappear without the host, in compiled code, too. The next section takes it away."
+    "disappear without the host."
 )
 
 # %%
@@ -2339,7 +2319,7 @@ def spread(row):
     """The median of a version's times, with the middle 60 % of them."""
     if row["step, ms"] is None:
         return "—"
-    return f"{row['step, ms']:.1f} ({row['p20, ms']:.1f} to {row['p80, ms']:.1f})"
+    return f"{row['step, ms']:.1f} ({row['p20, ms']:.1f}–{row['p80, ms']:.1f})"
 
 
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
@@ -2354,7 +2334,7 @@ lab.table(
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step as a CUDA graph, p50 (p20 to p80), and p50 without graphs",
+    "Milliseconds of a compiled step as a CUDA graph, p50 (p20–p80), and p50 without graphs",
 )
 
 # %%
@@ -2389,12 +2369,6 @@ failed = [
 ]
 
 
-def most_gained(name):
-    """The most that a graph gains over the same compiled version without one."""
-    found = [ratio(rows, name, GRAPHS[name]) for rows in race.values()]
-    return max((value for value in found if value == value), default=nan)
-
-
 launched = [ratio(rows, *without) for rows in race.values()]
 launched = sorted(value for value in launched if value == value)
 near, far = f"large at {CONTEXT:,}", f"large at {LONG:,}"
@@ -2417,13 +2391,11 @@ lab.read(
         and our_took > 1.1 * sdpa_took
         else ""
     )
-    + f"A graph makes our compiled step up to {most_gained(without[1]):.1f} times as fast"
     + (
-        "; at 16,384 it gains nothing, because there the kernels take long enough"
+        "At 16,384 a graph gains nothing, because there the kernels take long enough."
         if at_length and max(at_length) < 1.01
         else ""
     )
-    + "."
     if by_model or not race
     else ""
 )
@@ -2464,12 +2436,10 @@ def lost(model):
         ""
         if apart(model)
         else f" For {model} ours takes {100 / by_model[model] - 100:.1f} % more, and only because "
-        f"the ranges meet, by {theirs['p80, ms'] - own['p20, ms']:.1f} ms, the rule calls it no "
-        "difference."
+        f"the ranges meet, by {theirs['p80, ms'] - own['p20, ms']:.1f} ms, is this no difference."
     )
     return (
-        f"{met} Of the {longer(model, 'step, ms', graphs):.1f} ms that {model} loses, the profile "
-        "shows "
+        f"{met} Of the {longer(model, 'step, ms', graphs):.1f} ms the profile shows "
         + (
             f"{attended:.1f} in attention{heads_of(model)}"
             if attended > 0
@@ -2566,8 +2536,6 @@ for dtype in (torch.float32, torch.bfloat16):
 #
 # In short
 # --------
-#
-# Where did the time and the memory of our step go, and what did the book's operators save?
 
 # Reading
 finished = "Kernel Book, CUDA graph"
@@ -2579,11 +2547,7 @@ lab.read(
     f"**the step takes {step('step, ms', finished):.0f} ms and "
     f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
     f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
-    + (
-        ", which is no difference, because their ranges overlap"
-        if f"large at {CONTEXT:,}" in level
-        else ""
-    )
+    + (", no difference" if f"large at {CONTEXT:,}" in level else "")
     + (f"; our graph is behind for {listed(behind)}" if behind else "")
     + ". Launched by the host, the compiled step takes "
     f"{step('step, ms', 'Kernel Book'):.0f} ms with our operators and "
@@ -2596,8 +2560,7 @@ lab.read(
 # ---------
 #
 # **1. Where does attention overtake?** Count the FLOPs of a layer: :math:`72 d^2` per token in the
-# linear layers, if the feed-forward network is four times as wide as the stream, and
-# :math:`7 T d` in causal attention. At which context are they equal, for each size?
+# linear layers and :math:`7 T d` in causal attention. At which context are they equal?
 
 # %%
 
