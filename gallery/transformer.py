@@ -705,7 +705,7 @@ lab.read(
 #    :class: kb-key
 #
 #    In bfloat16 a step spends most of its time on operations that wait for memory. Their bytes,
-#    at the speed of memory, come near their time; their FLOPs say nothing about it.
+#    at the speed of memory, tell their time within a factor of two; their FLOPs do not tell it.
 #
 # Why there are casts
 # -------------------
