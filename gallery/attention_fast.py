@@ -62,8 +62,7 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # ------------------
 #
 # Attention is two matmuls with exponentials in between. So two things could keep the tensor cores
-# waiting: memory that delivers the tiles too slowly, and the exponentials themselves. We weigh both
-# on paper before we change a line.
+# waiting: memory that delivers the tiles too slowly, and the exponentials themselves.
 #
 # **Memory.** Each tile of 128 queries loads all keys and values of its head again. Is that too
 # much?
@@ -479,7 +478,8 @@ def staircase(axes, rows):
         for values, put in ((causal, "right"), (full, "left")):
             said = f"{values[step]:.0f} %"
             if step:
-                said = f"{100 * (values[step] / values[step - 1] - 1):+.0f} %"
+                change = values[step] / values[step - 1] - 1
+                said = f"{100 * change:+.0f} %" if abs(change) >= 0.01 else "same"
             at = values[step] + (1 if put == "left" else -1)
             weight = "bold" if put == "right" else "normal"
             said = said.replace("-", "−")
@@ -946,9 +946,8 @@ you_are_here("one iteration ahead")
 #    :end-at: end = tl.maximum(tl.cdiv
 #    :dedent:
 #
-# After the loops, it weighs the last scores and adds the last values. (Where the loop loads the
-# next keys, it passes ``True`` for ``MASKED``, because the next tile may reach past the end even if
-# this one does not.)
+# After the loops, it weighs the last scores and adds the last values. (The loop loads the next keys
+# as if ``MASKED``, because their tile may reach past the end.)
 
 # Reading
 ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
@@ -1275,15 +1274,12 @@ lab.read(
 )
 
 # %%
-# But what a rung gains depends on the rungs below it.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel and leave the others: what it then loses
-# is what the change is worth in the end.
+# So we also take each change back from the finished kernel, and leave the others.
 
 
 # Measuring
@@ -1393,8 +1389,7 @@ lab.table(
 # The kernel of the package
 # -------------------------
 #
-# What does a kernel for models need besides speed? The loop of the package's kernel is the one
-# above with every flag on. It also takes any head_dim up to 256, windows, grouped heads and
+# The loop of the package's kernel is the one above with every flag on. It also takes any head_dim up to 256, windows, grouped heads and
 # strides, and writes :term:`lse <logsumexp>`, the logarithm of each query's sum of exponentials,
 # from which the backward pass computes the weights again.
 #
@@ -1519,7 +1514,7 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# Relations that must be true for any input catch mistakes that a comparison may miss:
+
 
 # Measuring
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
@@ -1551,7 +1546,7 @@ assert all(properties.values())
 
 # %%
 
-# Folded: Properties, all of which hold
+# Folded: Relations that must be true for any input, all of which hold
 lab.table(
     [{"property": name, "holds": holds} for name, holds in properties.items()],
     "Properties",
@@ -1909,8 +1904,7 @@ said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
 lab.read(
     f"With 5 stages of 128 keys, the kernel of this chapter would need {int(sizes[1]):,} bytes, "
-    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, and says "
-    f"both numbers."
+    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`."
     if sizes
     else said
 )
