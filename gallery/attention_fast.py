@@ -1389,9 +1389,9 @@ lab.table(
 # The kernel of the package
 # -------------------------
 #
-# The loop of the package's kernel is the one above with every flag on. It also takes any head_dim up to 256, windows, grouped heads and
-# strides, and writes :term:`lse <logsumexp>`, the logarithm of each query's sum of exponentials,
-# from which the backward pass computes the weights again.
+# The loop of the package's kernel is the one above with every flag on. It also takes any head_dim
+# up to 256, windows, grouped heads and strides, and writes :term:`lse <logsumexp>`, the logarithm
+# of each query's sum of exponentials, from which the backward pass computes the weights again.
 #
 # .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
 #
