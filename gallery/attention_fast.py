@@ -153,8 +153,8 @@ lab.read(
 # - **Rung 5**, *scale folded*: every score costs a multiplication that can be saved.
 # - **Rung 6**, *heavy first*: a few long programs run on when the others are done.
 #
-# But a second program halves the registers of each and leaves it two pipeline stages of three. This
-# brings three new troubles, which the rungs between remove:
+# But a second program leaves each only half of the SM's registers, and two of three pipeline
+# stages. This brings three new troubles, which the rungs between remove:
 #
 # - **Rung 2**, *descriptors*: addresses of single elements fill the registers that are left.
 # - **Rung 3**, *one iteration ahead*: each iteration begins by waiting for its keys.

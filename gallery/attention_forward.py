@@ -357,9 +357,9 @@ for pieces in (2, 7, 100):
 
 # Reading
 lab.read(
-    f"To verify this, we split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a "
-    f"random order, and find the output of a softmax, off by at most "
-    f"{max(row['off by'] for row in rows)}."
+    f"To verify that the split does not matter, we split 300 keys into up to "
+    f"{rows[-1]['pieces']} pieces, merge them in a random order, and find the output of a "
+    f"softmax, off by at most {max(row['off by'] for row in rows)}."
 )
 
 # %%
@@ -721,7 +721,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
 #          upper left to the lower right. In row r the first 2 r tiles are whole, the next two are
-#          cut by the diagonal, and the rest is never computed.
+#          cut by the diagonal, and the rest is never computed. In row 1 two marks stand: whole is
+#          key 32, where the whole tiles end, and seen_by_some key 64, where the cut ones end.
 #
 # There are three kinds of tiles:
 #
