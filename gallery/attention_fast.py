@@ -14,8 +14,8 @@ You will learn
 - how the finished kernel compares with the libraries, and what keeps it below the speed of a
   matmul.
 
-The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, which runs on any
-NVIDIA GPU.
+The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
+generation of GPUs.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from kernelbook import attention as public_attention
 from kernelbook import lab, reference, runtime
+from kernelbook.lab import results
 from kernelbook.lab.attention_bench import (
     FORWARD,
     LIBRARIES,
@@ -39,6 +40,7 @@ from kernelbook.lab.attention_bench import (
     matmul,
     points,
 )
+from kernelbook.lab.display import Shown, show
 from kernelbook.ops.attention import forward, tuned
 from kernelbook.ops.attention.forward import row_max
 from kernelbook.ops.attention.tiles import (
@@ -60,8 +62,7 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # ------------------
 #
 # Attention is two matmuls with exponentials in between. So two things could keep the tensor cores
-# waiting: memory that delivers the tiles too slowly, and the exponentials themselves. We weigh both
-# on paper before we change a line.
+# waiting: memory that delivers the tiles too slowly, and the exponentials themselves.
 #
 # **Memory.** Each tile of 128 queries loads all keys and values of its head again. Is that too
 # much?
@@ -141,24 +142,28 @@ lab.read(
 # --------------
 #
 # We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>`. One
-# :term:`program` keeps a :term:`tile` of queries. Its loop loads one tile of keys and values after
+# :term:`program` keeps a :term:`tile` of queries. Its loop takes one tile of keys and values after
 # the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
-# the weighted sum of values ``acc``. It runs in two *causal stages*, first over whole tiles and
-# then over cut ones. (*Pipeline stages*, which rung 1 explains, are something else.)
+# the weighted sum of values ``acc``: first over whole tiles, then over cut ones, its two *causal
+# stages*. (*Pipeline stages*, which rung 1 explains, are something else.)
 #
-# What keeps it slow? Six things that plain Triton can remove, and some of them show only when an
-# earlier one is gone. Each rung of a ladder removes one:
+# What keeps it slow? Three things, and each is the subject of a rung of a ladder:
 #
-# 1. While a program waits, its SM does nothing, because only one fits there: *two programs*.
-# 2. Addresses of single elements fill the registers: *descriptors*.
-# 3. Each iteration begins by waiting for its keys: *one iteration ahead*.
-# 4. The code waits after every matmul instruction: *two-step maximum*.
-# 5. Every score costs a multiplication that can be saved: *scale folded*.
-# 6. A few long programs run on when the others are done: *heavy first*.
+# - **Rung 1**, *two programs*: while a program waits, its SM does nothing, because only one fits.
+# - **Rung 5**, *scale folded*: every score costs a multiplication that can be saved.
+# - **Rung 6**, *heavy first*: a few long programs run on when the others are done.
 #
-# The changes are flags of one kernel, or options of its launch, so that each can be turned on and
-# later off again. With all flags off, this is the loop of the last chapter. ``_tile`` loads a tile
-# of rows. ``_weigh`` turns scores into weights ``p`` and the factor ``alpha``; on cut tiles, for
+# But a second program leaves each only half of the SM's registers, and two of three pipeline
+# stages. This brings three new troubles, which the rungs between remove:
+#
+# - **Rung 2**, *descriptors*: addresses of single elements fill the registers that are left.
+# - **Rung 3**, *one iteration ahead*: each iteration begins by waiting for its keys.
+# - **Rung 4**, *two-step maximum*: the code waits after every matmul instruction. Rung 1 starts
+#   these waits, rung 3 removes their first cause and brings another.
+#
+# Each change is a flag of one kernel, or an option of its launch. With all flags off, the loop does
+# what that of the last chapter does. ``_tile`` (shown in rung 2) loads a tile of rows. ``_weigh``
+# (shown in rung 5) turns scores into weights ``p`` and the factor ``alpha``; on cut tiles, for
 # which ``MASKED`` is set, each query keeps its first ``n_visible`` keys. The two places where
 # ``AHEAD`` stands are rung 3's.
 #
@@ -390,10 +395,8 @@ lab.check("The rungs", cases())
 # The ladder
 # ----------
 #
-# How far up does each rung lead? The bars are percentages of a :term:`cuBLAS` matmul, timed in one
-# run. The first is the staged kernel; it differs a little from its bar in the chapter before,
-# because it starts ``m_i`` from another number (see the fold above) and was timed anew. The last is
-# the package's kernel, which has all six changes built in.
+# How far up does each rung lead? The staircase is read from top to bottom: a step to the right is a
+# faster kernel, in percent of a :term:`cuBLAS` matmul timed in the same run.
 
 
 # Measuring
@@ -422,16 +425,95 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 
 steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **FORWARD)
-lab.ladder(
-    steps,
-    "From the staged kernel to the package's",
-    [*LADDER, "Kernel Book"],
-    by="mask",
-    where={"seqlen": 4096},
-)
 
 # %%
-# Each of the next six sections explains one bar.
+
+
+# Drawing
+CAUSES = {
+    "in stages": "one program per SM",
+    "two programs": "one works while one waits",
+    "descriptors": "no addresses in registers",
+    "one iteration ahead": "exponentials during copies",
+    "two-step maximum": "matmuls that need no wait",
+    "scale folded": "one multiplication less",
+    "heavy first": "no late long programs",
+}
+
+
+def shares(rows):
+    """Percent of the matmul of each rung, with a causal mask and without."""
+    found = {(r["provider"], r["mask"]): 100 * r["share"] for r in rows}
+    complete = all((name, "causal") in found for name in LADDER)
+    return [
+        [found[name, mask] for name in LADDER] if complete else []
+        for mask in ("causal", "full")
+    ]
+
+
+def steps_in_words(rows):
+    causal, full = shares(rows)
+    said = (
+        f"{name} {a:.0f} and {b:.0f}"
+        for name, a, b in zip(LADDER, causal, full, strict=bool(causal))
+    )
+    return f"A staircase, percent of a matmul, causal and without a mask: {', '.join(said)}."
+
+
+def staircase(axes, rows):
+    causal, full = shares(rows)
+    axes.figure.set_figheight(5.3)
+    axes.grid(visible=False)
+    if not causal:
+        axes.text(0.5, 0.5, "This GPU's record has an older ladder.", ha="center")
+        return
+    edges, ours, other = range(8), lab.colour("Kernel Book"), lab.colour("matmul")
+    look = {"orientation": "horizontal", "fill": True, "alpha": 0.22, "color": ours}
+    axes.stairs(causal, edges, label="causal mask", **look)
+    axes.stairs(full, edges, orientation="horizontal", color=other, label="no mask")
+    for step, (name, cause) in enumerate(CAUSES.items()):
+        number = f"{step} " if step else ""
+        axes.text(1, step + 0.33, f"{number}{name}", va="center", fontweight="bold")
+        axes.text(1, step + 0.7, cause, va="center")
+        for values, put in ((causal, "right"), (full, "left")):
+            said = f"{values[step]:.0f} %"
+            if step:
+                change = values[step] / values[step - 1] - 1
+                said = f"{100 * change:+.0f} %" if abs(change) >= 0.01 else "same"
+            at = values[step] + (1 if put == "left" else -1)
+            weight = "bold" if put == "right" else "normal"
+            said = said.replace("-", "−")
+            axes.text(at, step + 0.33, said, ha=put, va="center", fontweight=weight)
+    axes.axvline(100, color=other, linestyle="--", linewidth=1)
+    axes.set(xlim=(0, 104), ylim=(7, 0), yticks=[], xlabel="% of the speed of matmul")
+
+
+lab.draw(steps, "Each rung, and by how much it is faster", steps_in_words, staircase)
+
+
+def you_are_here(name):
+    """Show the staircase small, with the step of one rung lit: in the colours of the page."""
+    causal, _ = shares(steps.rows)
+    lit = list(LADDER).index(name)
+    parts = []
+    for number, value in enumerate(causal):
+        x, y = 44 * number, 74 - 2.4 * (value - 50)
+        shade = 0.85 if number == lit else 0.2
+        colour = "#bc4c00" if number == lit else "currentColor"
+        parts.append(
+            f'<rect x="{x}" y="{y:.1f}" width="43" height="{74 - y:.1f}" fill="{colour}" '
+            f'opacity="{shade}"/><text x="{x + 22}" y="90" text-anchor="middle" '
+            f'font-weight="{"bold" if number == lit else "normal"}">{number or "start"}</text>'
+        )
+    said = f"You are here: step {lit} of the staircase, {name}."
+    svg = (
+        f'<svg viewBox="0 0 308 96" width="308" height="96" role="img" aria-label="{said}" '
+        f'font-size="13" fill="currentColor">{"".join(parts)}</svg>'
+    )
+    return show(Shown(f'<div class="kb-here">{svg}</div>', said)) if causal else None
+
+
+# %%
 
 # Reading
 
@@ -447,9 +529,9 @@ def spread(name):
 scatter = max(map(spread, LADDER)) if steps.rows else nan
 of_ladder = steps.rate("matmul", mask="full")
 lab.read(
-    f"Every bar is a median, and the middle three fifths of its timings lie within "
-    f"{100 * scatter:.1f} % of it. So a change of one percent means little, and less than 1 % is "
-    f"no difference."
+    f"Every step is a median, and the middle three fifths of its timings lie within "
+    f"{100 * scatter:.1f} % of it. Less than 1 % is no difference, and little more than that may "
+    f"be chance."
     + (
         f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
         f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
@@ -460,7 +542,47 @@ lab.read(
 
 # %%
 
-# Folded: The bars in TFLOP/s
+
+# Measuring
+def of_chapter_before(mask):
+    """The staged kernel's share of a matmul in the chapter before, and ours' time over its time."""
+    record = results.find("attention_forward") or {}
+    sweep = record.get("sweeps", {}).get("ladder", {})
+    if not steps.rows or "in stages" not in sweep.get("milliseconds", {}):
+        return nan, nan
+    step = [point["mask"] for point in sweep["points"]].index(mask)
+    kernel, limit = (sweep["milliseconds"][x][step][1] for x in ("in stages", "matmul"))
+    ours = steps.milliseconds_at("in stages", mask=mask)
+    flops = 4 * 64 * 4096**2 * 128 * (0.5 if mask == "causal" else 1)
+    return flops / (2 * 8192**3) * limit / kernel, kernel / ours - 1
+
+
+# %%
+
+# Reading
+there, slower = of_chapter_before("causal")
+begins, ends_at = (
+    steps.share(x, mask="causal") for x in ("in stages", list(LADDER)[-1])
+)
+smaller = [
+    name
+    for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
+    if steps.rate(name, mask="causal") / steps.rate(before, mask="causal") - 1 < slower
+]
+from_there, from_here = (100 * (ends_at / x - 1) for x in (there, begins))
+lab.read(
+    f"**A step before the first.** The chapter before ends at {100 * there:.0f} %, and this ladder "
+    f"begins at {100 * begins:.0f}, because it begins with other code: among other things, it "
+    f"starts `m_i` from a finite number and loads `v` after the weights. The old kernel takes "
+    f"{100 * slower:.0f} % longer; the rest lies in the two runs' matmuls. So this unlisted step "
+    f"is worth more than {len(smaller)} of the six rungs, and we have not timed its parts. From "
+    f"the old kernel to the last rung, the share of a matmul rises by {from_there:.0f} %, and from "
+    f"this start by {from_here:.0f} %."
+)
+
+# %%
+
+# Folded: The steps in TFLOP/s
 lab.table(
     [
         {"rung": name}
@@ -511,7 +633,7 @@ def gain(name, mask):
     return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
 
 
-def changed(share):
+def in_percent(share):
     """What a change of the speed is called: less than 1 % is no difference."""
     if share != share:
         return "nan"  # so that the paragraph says that it is not recorded
@@ -522,7 +644,7 @@ def changed(share):
 
 def told(name):
     """What a rung gains, in words."""
-    causal, full = (changed(gain(name, mask)) for mask in ("causal", "full"))
+    causal, full = (in_percent(gain(name, mask)) for mask in ("causal", "full"))
     if causal == full:
         return f"**Measured:** it {causal}, with a causal mask and without one. "
     if causal.split()[0] == full.split()[0]:
@@ -543,7 +665,11 @@ def waits_of(name):
 # %%
 # Rung 1: two programs on an SM
 # -----------------------------
-#
+
+# Drawing
+you_are_here("two programs")
+
+# %%
 # A program often waits: for its keys, for a matmul, for exponentials. Can a second program on the
 # same SM work meanwhile? Only if each takes at most half of the SM's storage, of which there are
 # two kinds.
@@ -564,8 +690,7 @@ def waits_of(name):
 # tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
 # fit :term:`spill <spill>` to memory.
 #
-# So the rung is two changes. What does each do alone? The last columns count how often the code
-# waits for its matmul instructions, and the programs that fit on an SM.
+# So the rung is two changes. What do they do to the code?
 
 
 # Measuring
@@ -611,6 +736,7 @@ def by_half(rows):
 
 # %%
 
+# Folded: What each of the two changes does alone
 lab.table(
     by_half(
         {
@@ -625,67 +751,107 @@ lab.table(
 
 # %%
 
+
+# Drawing
+def registers_of(name):
+    """How the registers of a thread divide: the parts, and what the code does for want of them."""
+    acc, scores = ("acc", 128 * 128 // 256), ("scores", 128 * 64 // 256)
+    waits = compiled_to(name, "waits for them")
+    matmuls = compiled_to(name, "matmul instructions")
+    said = f"waits {waits} of {matmuls}, spills {compiled_to(name, 'spills')}"
+    if name == "one iteration ahead":  # as Triton's intermediate code has it
+        return [acc, ("acc again", acc[1]), scores], said
+    rest = compiled_to(name, "registers") - acc[1] - scores[1]
+    return [acc, scores, ("rest", rest)], said
+
+
+def budget(names):
+    """Draw the registers of a thread at some rungs, beside the 128 that it may have."""
+    shades = {
+        "acc": lab.colour("Kernel Book"),
+        "acc again": lab.colour("PyTorch"),
+        "scores": lab.colour("torch.compile"),
+        "rest": lab.colour("matmul"),
+    }
+
+    def bars(axes):
+        for step, name in enumerate(names):
+            parts, said = registers_of(name)
+            number = list(LADDER).index(name)
+            title = f"rung {number}" if number else "start"
+            paper = ", on paper" if parts[1][0] == "acc again" else ""
+            axes.text(0, step - 0.38, f"{title}{paper}", va="center", fontweight="bold")
+            axes.text(200, step - 0.38, said, va="center", ha="right")
+            at = 0
+            for part, size in parts:
+                axes.barh(
+                    step,
+                    size - 1,
+                    0.42,
+                    at,
+                    color=shades[part],
+                    alpha=0.3,
+                    align="center",
+                )
+                words = (
+                    f"{part} {size}"
+                    if size > 36 or part != "scores"
+                    else f"scores {size}"
+                )
+                axes.text(
+                    at + size / 2, step, words, ha="center", va="center", fontsize=11
+                )
+                at += size
+        axes.axvline(128, color=lab.colour("PyTorch"), linestyle="--", linewidth=1.3)
+        axes.set(
+            xlim=(0, 200),
+            ylim=(len(names) - 0.6, -0.65),
+            yticks=[],
+            xticks=[0, 64, 128, 192],
+        )
+        axes.set_xlabel("registers of a thread; dashed: the limit with two programs")
+        axes.grid(visible=False)
+
+    if made:
+        alt = "; ".join(
+            f"{name}: {', '.join(f'{part} {size}' for part, size in registers_of(name)[0])}, "
+            f"{registers_of(name)[1]}"
+            for name in names
+        )
+        title = (
+            f"Where 128 registers go, {'rung 1' if len(names) == 2 else 'rungs 1 to 4'}"
+        )
+        lab.sketch(title, alt, bars, height=0.75 + 0.68 * len(names))
+
+
+budget(["in stages", "two programs"])
+
+# %%
+
 # Reading
-cost = 1 - steps.rate("without two programs", mask="causal") / steps.rate(
-    list(LADDER)[-1], mask="causal"
-)
-of_limit = [
-    steps.rate("without register limit", mask=mask)
-    / steps.rate(list(LADDER)[-1], mask=mask)
-    - 1
-    for mask in ("causal", "full")
-]
-needs = half.get("finished, two stages alone", {}).get("registers", nan)
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
     told("two programs")
     + (
-        f"So little, because the limit has a price. In this loop 128 registers are too few for the "
-        f"assembler to let a matmul run beside other work, even where none spills, so the code "
-        f"waits {waits_of('two programs')}. Later rungs remove these waits, and then the second "
-        f"program pays: without it the finished kernel is {100 * cost:.0f} % slower with a causal "
-        f"mask. "
-        + (
-            f"Then the stages alone suffice, and the limit is worth nothing, because the compiler "
-            f"takes {needs} registers per thread all the same."
-            if max(map(abs, of_limit)) < 0.01
-            else ""
-        )
-        if early and cost > 0.05
+        f"So the second program brings next to nothing here. The limit has a price: "
+        f"{compiled_to('two programs', 'spills')} values spill, and the code waits "
+        f"{waits_of('two programs')}, because the assembler finds too few registers to let a "
+        f"matmul run beside other work. We suspect that this price eats the gain; at this rung the "
+        f"two changes were not timed apart."
+        if early
         else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
-        f"128, and the code waits {waits_of('two programs')}. Without this rung the finished "
-        f"kernel {changed(-cost)} with a causal mask."
+        f"128, and the code waits {waits_of('two programs')}."
     )
-)
-
-# %%
-
-# Folded: The same two changes in the finished kernel
-TIMED = {
-    "both": ("finished", list(LADDER)[-1]),
-    "two pipeline stages alone": (
-        "finished, two stages alone",
-        "without register limit",
-    ),
-    "register limit alone": ("finished, register limit alone", "without two stages"),
-    "none": ("finished, neither", "without two programs"),
-}
-lab.table(
-    [
-        row
-        | {
-            f"{mask}, TFLOP/s": f"{steps.rate(TIMED[row['change']][1], mask=mask):.0f}"
-            for mask in ("causal", "full")
-        }
-        for row in by_half({name: half.get(of) for name, (of, _) in TIMED.items()})
-    ],
-    "The finished kernel with one or both, causal",
 )
 
 # %%
 # Rung 2: descriptors name tiles
 # ------------------------------
-#
+
+# Drawing
+you_are_here("descriptors")
+
+# %%
 # So far every thread computes an address and a mask for each of its elements, and keeps them in
 # registers. A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its
 # address, its sizes, its strides, and the size of a tile.
@@ -713,8 +879,7 @@ lab.read(
     + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}, because the threads no longer keep addresses. "
     + (
-        "The waits stay: the assembler still finds too few registers for matmuls that run beside "
-        "other work."
+        "The waits stay, because 128 registers are still too few for matmuls beside other work."
         if compiled_to("descriptors", "waits for them")
         >= compiled_to("two programs", "waits for them")
         else f"The code now waits {waits_of('descriptors')}."
@@ -754,7 +919,11 @@ lab.read(
 # %%
 # Rung 3: scores one iteration ahead
 # ----------------------------------
-#
+
+# Drawing
+you_are_here("one iteration ahead")
+
+# %%
 # With two pipeline stages, the copy of a tile starts only when the previous iteration ends, so an
 # iteration that begins with a matmul waits for its keys. What could it do meanwhile? Exponentials,
 # because they need no new data once the scores are there.
@@ -777,9 +946,8 @@ lab.read(
 #    :end-at: end = tl.maximum(tl.cdiv
 #    :dedent:
 #
-# After the loops, it weighs the last scores and adds the last values. (Where the loop loads the
-# next keys, it passes ``True`` for ``MASKED``, because the next tile may reach past the end even if
-# this one does not.)
+# After the loops, it weighs the last scores and adds the last values. (The loop loads the next keys
+# as if ``MASKED``, because their tile may reach past the end.)
 
 # Reading
 ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
@@ -794,14 +962,17 @@ lab.read(
         if not ahead_of_loop <= 0
         else ""
     )
-    + ". But the reason is no longer the number of registers: the assembler now names another, "
-    "which the next rung removes."
+    + ". But the assembler now names another reason, which the next rung removes."
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
-#
+
+# Drawing
+you_are_here("two-step maximum")
+
+# %%
 # A matmul on Hopper runs beside other work until the program waits for its result. Why does the
 # code still wait after every instruction? Because of one innocent line, the maximum of a row,
 # ``tl.max(qk, axis=1)``. This function returns the same numbers, and ``TWO_STEPS`` selects it:
@@ -858,20 +1029,38 @@ lab.sketch(
 #
 # - **Up to rung 2** it converts ``alpha``, which costs next to nothing, because it is one number
 #   per row, and the same threads need it.
-# - **With** ``AHEAD``, the scores enter the loop from the iteration before, and Triton 3.6 then
-#   converts ``acc`` instead, all 128 × 128 numbers of it, and carries it through a loop twice. The
-#   assembler finds these registers in use while a matmul is under way, plays safe, and waits after
-#   every instruction.
+# - **With** ``AHEAD``, Triton 3.6 converts ``acc`` instead, all 128 × 128 numbers of it: into the
+#   layout of the scores, to be scaled, and back, to be added to. So a loop carries it twice. That
+#   it does so stands in its intermediate code (see the fold below); why it now chooses so, we have
+#   not traced.
 # - **With** ``row_max``, the reshape gives the maximum a layout of its own, that of neither the
 #   scores nor ``acc``. The compiler again converts ``alpha``, and carries ``acc`` once.
+#
+# What this does to the registers of a thread, of which ``acc`` alone takes half:
+
+# Drawing
+budget(list(LADDER)[1:5])
+
+# %%
+
+# Reading
+lab.read(
+    f"Two copies of `acc` and the scores would take 160 registers. Only "
+    f"{compiled_to('one iteration ahead', 'spills')} values spill, so we suspect that the copies "
+    f"share registers, which is possible because the same threads own the same rows in both. But "
+    f"then other instructions touch the registers of a matmul that is under way. This is what the "
+    f"assembler reports, and why it waits for each."
+)
+
+# %%
 
 # Reading
 lab.read(
     told("two-step maximum")
     + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left. No warning reports such waits. "
-    f"If a loop with matmuls is slower than it should be, count them (`WARPGROUP.DEPBAR`) and the "
-    f"matmul instructions (`HGMMA`) in the machine code."
+    f"{compiled_to('two-step maximum', 'waits for them')} are left. Triton shows no warning of "
+    f"such waits: count them (`WARPGROUP.DEPBAR`) and the matmul instructions (`HGMMA`) in the "
+    f"machine code."
 )
 
 # %%
@@ -888,7 +1077,11 @@ lab.read(
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
-#
+
+# Drawing
+you_are_here("scale folded")
+
+# %%
 # With the waits gone, do single instructions count? So far the kernel multiplies every score by the
 # scale and then subtracts the maximum. But the scale is positive, so we can take the maximum before
 # we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`, and
@@ -965,7 +1158,11 @@ lab.measure("Instructions for one exponential", instructions)
 # %%
 # Rung 6: heavy tiles first
 # -------------------------
-#
+
+# Drawing
+you_are_here("heavy first")
+
+# %%
 # Five changes made a program faster. Does it also matter in which order the programs start? In
 # causal attention the last queries see the most keys. If they start last, a few heavy programs run
 # on at the end while the rest of the GPU has nothing to do.
@@ -1042,8 +1239,8 @@ lab.read(
     + f"In a simulation with the causal mask, the order raises the share of slots at work from "
     f"{busy[0]:.0f} to {busy[1]:.0f} %, which promises {100 * promised:.0f} %. "
     + (
-        "We measure less, because it counts an idle slot as lost, whereas the other program on "
-        "that SM then has it to itself and runs faster. "
+        "We measure less, we suspect because the other program of an SM with an idle slot has "
+        "it to itself and runs faster, which the simulation leaves out. "
         if short
         else ""
     )
@@ -1055,38 +1252,37 @@ lab.read(
 # ----------------------
 
 # Reading
+last = list(LADDER)[-1]
 raised = {
-    mask: steps.rate("Kernel Book", mask=mask) / steps.rate("in stages", mask=mask) - 1
+    mask: steps.rate(last, mask=mask) / steps.rate("in stages", mask=mask) - 1
     for mask in ("causal", "full")
 }
-above = steps.rate("Kernel Book", mask="full") > from_hbm
+above = steps.rate(last, mask="full") > from_hbm
 lab.read(
     f"Together, the six changes raise the speed by {100 * raised['causal']:.0f} % with the causal "
-    f"mask, to {100 * steps.share('Kernel Book', mask='causal'):.0f} % of a matmul. Without a mask "
-    f"they raise it by {100 * raised['full']:.0f} %, to "
-    f"{100 * steps.share('Kernel Book', mask='full'):.0f} %. "
+    f"mask, to {100 * steps.share(last, mask='causal'):.0f} % of a matmul, and by "
+    f"{100 * raised['full']:.0f} % without, to {100 * steps.share(last, mask='full'):.0f} %. "
     + (
-        f"That is {steps.rate('Kernel Book', mask='full'):.0f} TFLOP/s, more than the "
-        f"{from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads."
+        f"That is {steps.rate(last, mask='full'):.0f} TFLOP/s, more than the "
+        f"{from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads. "
         if above
         else ""
     )
+    + f"We call this last rung the **finished kernel**. The package's, which has the six built in, "
+    f"reaches {100 * steps.share('Kernel Book', mask='causal'):.0f} and "
+    f"{100 * steps.share('Kernel Book', mask='full'):.0f} %."
 )
 
 # %%
-# But what a rung gains depends on the rungs below it.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel and leave the others: what it then loses
-# is what the change is worth in the end.
+# So we also take each change back from the finished kernel, and leave the others.
 
 
 # Measuring
-last = list(LADDER)[-1]
 rows = []
 for name in list(LADDER)[1:]:
     version = f"without {name}" if name != last else list(LADDER)[-2]
@@ -1105,7 +1301,7 @@ if steps.provenance is None or not made:
     rows = []
 lab.table(
     rows,
-    "One change taken back from the last rung; the last two columns as compiled, causal",
+    "One change taken back from the finished kernel; the last two columns as compiled, causal",
 )
 
 # %%
@@ -1121,12 +1317,6 @@ little = [name for name, share in worth.items() if abs(share) < 0.02]
 alone = "two programs"
 
 
-def at_its_rung(share):
-    if abs(share) < 0.01:
-        return "made no difference"
-    return f"{'gained' if share > 0 else 'lost'} {100 * abs(share):.0f} %"
-
-
 lab.read(
     f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
     f"“{most}”"
@@ -1136,8 +1326,8 @@ lab.read(
         else ". "
     )
     + (
-        f"Yet when that rung was made, the change {at_its_rung(gain(alone, 'causal'))}, because "
-        f"each of the two programs still waited for each of its matmul instructions."
+        "Yet at its rung it brought next to nothing. Since then the waits after each matmul "
+        "instruction have gone."
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ""
     )
@@ -1155,7 +1345,7 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
 lab.read(
     (
         f"Two more changes are worth more than the ladder showed, because of the registers. "
-        f"Without descriptors, addresses compete with the scores that are computed ahead, and "
+        f"Without descriptors, addresses need a place beside `acc` and the scores, and "
         f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
         f"registers are again too few for matmuls beside other work, as in rungs 1 and 2, and the "
         f"code waits for each. "
@@ -1172,13 +1362,36 @@ lab.read(
 )
 
 # %%
+
+# Folded: The same two changes in the finished kernel
+TIMED = {
+    "both": ("finished", list(LADDER)[-1]),
+    "two pipeline stages alone": (
+        "finished, two stages alone",
+        "without register limit",
+    ),
+    "register limit alone": ("finished, register limit alone", "without two stages"),
+    "none": ("finished, neither", "without two programs"),
+}
+lab.table(
+    [
+        row
+        | {
+            f"{mask}, TFLOP/s": f"{steps.rate(TIMED[row['change']][1], mask=mask):.0f}"
+            for mask in ("causal", "full")
+        }
+        for row in by_half({name: half.get(of) for name, (of, _) in TIMED.items()})
+    ],
+    "The finished kernel with one or both halves of rung 1, causal",
+)
+
+# %%
 # The kernel of the package
 # -------------------------
 #
-# What does a kernel for models need besides speed? The loop of the package's kernel is the one
-# above with every flag on. It also takes any head_dim up to 256, windows, grouped heads and
-# strides, and writes :term:`lse <logsumexp>`, the logarithm of each query's sum of exponentials,
-# from which the backward pass computes the weights again.
+# The loop of the package's kernel is the one above with every flag on. It also takes any head_dim
+# up to 256, windows, grouped heads and strides, and writes :term:`lse <logsumexp>`, the logarithm
+# of each query's sum of exponentials, from which the backward pass computes the weights again.
 #
 # .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
 #
@@ -1241,10 +1454,9 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 #
 # Where would such a kernel go wrong first? At sizes that no tile divides, such as lengths of 1, 127
 # and 1,000, or head_dim 80. So we compare these with float64. In 16 bits the error may be twice
-# PyTorch's, or one unit in the last place. In float32 the factor is eight, because each
-# multiplication by ``alpha`` adds a rounding and float32 is split into parts. In the table, an
-# input is its batch, heads, heads of keys, queries, keys and head_dim; *transposed* inputs are
-# views of tensors with the length before the heads, as models keep them.
+# PyTorch's, or one unit in the last place, and in float32 eight times, because each multiplication
+# by ``alpha`` adds a rounding. (An input is its batch, heads, heads of keys, queries, keys and
+# head_dim; a *transposed* one is a view of tensors with the length before the heads.)
 
 
 # Measuring
@@ -1302,7 +1514,7 @@ def every_case():
 lab.check("attention", every_case())
 
 # %%
-# Relations that must be true for any input catch mistakes that a comparison may miss:
+
 
 # Measuring
 q, k, v = torch.randn(3, 2, 3, 70, 32, device=runtime.DEVICE)
@@ -1334,7 +1546,7 @@ assert all(properties.values())
 
 # %%
 
-# Folded: Properties, all of which hold
+# Folded: Relations that must be true for any input, all of which hold
 lab.table(
     [{"property": name, "holds": holds} for name, holds in properties.items()],
     "Properties",
@@ -1434,9 +1646,20 @@ def told_of(name):
 
 beaten = sum(row["faster libraries"] != "none" for row in at_points)
 
+lost = {
+    head_dim: [
+        row["faster libraries"] != "none"
+        for row in at_points
+        if row["head_dim"] == head_dim
+    ]
+    for head_dim in (128, 64)
+}
+drawn = "all" if all(lost[128]) else f"{sum(lost[128])} of the"
 lab.read(
     ("Not everywhere: " if beaten <= len(at_points) / 2 else "No: ")
-    + f"at {beaten} of the {len(at_points)} points a library is faster by more than 1 %. "
+    + f"a library is faster by more than 1 % at {drawn} {len(lost[128])} points drawn above, and "
+    f"at {sum(lost[64])} of the {len(lost[64])} with head_dim 64, which the fold shows. Of all "
+    f"{len(at_points)}, "
     + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
     if speed.rows and beaten
     else f"Yes: at none of the {len(at_points)} points is a library faster by more than 1 %."
@@ -1446,7 +1669,7 @@ lab.read(
 
 # %%
 # **Why are short lengths further from the matmul?** Because what happens once per program, such as
-# loading the queries and writing the output, weighs more if the loop has few iterations.
+# loading the queries, weighs more if the loop has few iterations.
 
 # Reading
 
@@ -1531,8 +1754,7 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** At small sizes a call takes as long as its host code, which is Python here and
-# C++ in PyTorch.
+# **Small inputs.** There a call takes as long as its host code, Python here and C++ in PyTorch.
 
 # Measuring
 
@@ -1590,14 +1812,14 @@ lab.read(
     f"At length {first.get('length', nan):,} a call takes {first.get('Kernel Book, µs', nan):.0f} "
     f"µs, {beside_sdpa(first)}. At {last_one.get('length', nan):,} it takes "
     f"{beside_sdpa(last_one)}"
-    + (", because there the kernel outlasts the host code." if outlasts else ".")
+    + (", because the kernel outlasts the host code." if outlasts else ".")
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# Descriptors, pipeline stages and wide loads each bring a trap of their own.
+# Descriptors and pipeline stages each bring a trap of their own.
 #
 # **A descriptor that flattens the heads.** All heads lie one after the other in memory. But if a
 # descriptor presents them as one matrix of (batch · heads · length) rows, the copy engine does not
@@ -1682,15 +1904,13 @@ said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
 lab.read(
     f"With 5 stages of 128 keys, the kernel of this chapter would need {int(sizes[1]):,} bytes, "
-    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, and says "
-    f"both numbers."
+    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`."
     if sizes
     else said
 )
 
 # %%
-# So the package knows what each configuration needs, and takes the first that fits. If none does,
-# it says so, and names what needs less.
+# So the package takes the first configuration that fits. If none does, it says so.
 
 # %%
 
@@ -1709,10 +1929,11 @@ lines = textwrap.wrap(f"ValueError: {message}", 56)
 lab.table([{"what the package says": line} for line in lines], "Too little memory")
 
 # %%
-# **An address that the compiler cannot prove aligned.** A thread may load 16 bytes at once only if
-# the compiler knows that their address is aligned. Here it starts at a number unknown at compile
-# time: ``tl.multiple_of`` promises what the compiler cannot prove. With a descriptor no promise is
-# needed.
+# .. dropdown:: A third trap: an address that the compiler cannot prove aligned
+#
+#    A thread may load 16 bytes at once only if the compiler knows that their address is aligned.
+#    Here it starts at a number unknown at compile time: ``tl.multiple_of`` promises what the
+#    compiler cannot prove. With a descriptor no promise is needed.
 
 
 # Measuring
@@ -1738,6 +1959,9 @@ def widths():
     return rows
 
 
+# %%
+
+# Folded: The loads with and without the promise
 lab.measure("Loads of eight 16-bit elements per thread", widths)
 
 # %%

@@ -91,12 +91,6 @@ def standard_attention(q, k, v, is_causal=False):
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
 # In the end each query also leaves one number, ``lse``, which the mathematics below defines.
 #
-# .. image:: /figures/attention-stream.svg
-#    :alt: A tile of q stays. Tiles of k and v are loaded one after the other. Each gives scores,
-#          from these m, alpha and p, and with them l = l alpha + sum of p and
-#          acc = acc alpha + p v. m, l and acc are carried to the next tile. After the last:
-#          out = acc / l and lse = m + log l, written once.
-#
 # What the table costs
 # --------------------
 #
@@ -145,7 +139,8 @@ lab.read(
     f"In this run the machine needed {needed:.0f} operations per byte. Standard attention does at "
     f"most {most} at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"So it waits for memory at any length, and at 4,096 it can reach no more than "
+        f"So it waits for memory at any length. At 4,096, where q, k, v and out count as well, it "
+        f"does {rows[1]['FLOPs per byte']}, and so can reach no more than "
         f"{100 * rate_of_table:.0f} % of the speed of a matmul. "
         if most < needed
         else "So memory does not have to slow it. "
@@ -165,7 +160,8 @@ machine
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. What does it
 # allocate beyond inputs and output, for 16 heads? "Kernel Book" is the package's Triton kernel,
-# which the next chapter builds.
+# which the next chapter builds. The kernels of this page were not measured here; they write their
+# output and nothing else.
 
 package = partial(attention, backend="triton")
 
@@ -252,39 +248,22 @@ lab.read(
 # ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
 #
 # The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
-# both sums relative to 4. Then the new key adds its weight, :math:`e^{4-4} = 1`, and its value 30:
+# both sums relative to 4. Then the new key adds its weight, :math:`e^{4-4} = 1`, and its value 30.
 
-# %%
+# Reading
 first_two, m_two = three_scores[:2], three_scores[:2].max()
 l_two = (first_two - m_two).exp().sum()
 acc_two = (first_two - m_two).exp() @ three_values[:2]
 factor = (m_two - three_scores[2]).exp()
 l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
-lab.table(
-    [
-        {
-            "scores of the tile": "1, 2",
-            "m": 2,
-            "alpha": "",
-            "l": f"{l_two:.3f}",
-            "acc": f"{acc_two:.2f}",
-            "acc / l": f"{acc_two / l_two:.1f}",
-        },
-        {
-            "scores of the tile": "4",
-            "m": 4,
-            "alpha": f"{factor:.3f}",
-            "l": f"{l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}",
-            "acc": f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}",
-            "acc / l": f"{acc_three / l_three:.1f}",
-        },
-    ],
-    "Three keys in two tiles",
+lab.read(
+    f"So `l` becomes {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` becomes "
+    f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}. In the end `acc / l` is "
+    f"{acc_three / l_three:.1f}, the output from above, and the scores 1 and 2 were not needed "
+    f"again."
 )
 
 # %%
-# In the end ``acc / l`` is the output from above, and the scores 1 and 2 were not needed again.
-#
 # **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
 # For the set :math:`A` of the keys seen so far, keep
 #
@@ -317,7 +296,15 @@ lab.table(
 #
 # By induction the triple is right after every tile, from the empty set on, where
 # :math:`m = -\infty` and both sums are 0. So it does not matter how we split the keys.
+
+# %% An animation
+# The animation shows the loop with 4 queries and 4 keys in a tile and head_dim 2. Where ``m_i``
+# rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled. (Its mask, and the two
+# stages, are the subject of a later section.)
 #
+# .. animation:: attention_loop
+
+# %%
 # .. dropdown:: The merge of any two sets
 #
 #    The triples of two disjoint sets :math:`A` and :math:`B` become that of :math:`A \cup B` in the
@@ -370,9 +357,9 @@ for pieces in (2, 7, 100):
 
 # Reading
 lab.read(
-    f"To verify this, we split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a "
-    f"random order, and find the output of a softmax, off by at most "
-    f"{max(row['off by'] for row in rows)}."
+    f"To verify that the split does not matter, we split 300 keys into up to "
+    f"{rows[-1]['pieces']} pieces, merge them in a random order, and find the output of a "
+    f"softmax, off by at most {max(row['off by'] for row in rows)}."
 )
 
 # %%
@@ -486,33 +473,43 @@ lab.read(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Can we try this before we write a kernel? In PyTorch a tile of queries begins with the triple of
-# the empty set. ``key_tiles`` lists the tiles of keys that it needs: where each starts, where it
-# ends, and whether it needs a mask. (``window`` is ``None`` in this chapter.)
+# Can we try this before we write a kernel? This is the whole loop for one tile of queries, of shape
+# (queries, head_dim), without a mask and without the scale. The lines of the loop are those of the
+# mathematics; ``amax(1)`` is the largest score of each query.
 
-lab.source(tiled_forward, "begin")
 
-# %%
-# The inner loop takes one tile of keys and values after the other. ``_scores`` is ``scale * q_i @
-# k_j.mT``, and if ``masked``, :math:`-\infty` wherever a query does not see a key. Which it sees
-# follows from ``rule``: the two lengths, and whether there is a causal mask.
+def one_tile_of_queries(q, k, v, block):
+    m_i = torch.full((len(q),), -torch.inf)  # largest score so far
+    l_i = torch.zeros(len(q))  # sum of exp(score - m_i) so far
+    acc = torch.zeros(len(q), v.shape[1])  # sum of exp(score - m_i) * v so far
+    for start in range(0, len(k), block):
+        k_j, v_j = k[start : start + block], v[start : start + block]
+        scores = q @ k_j.T
+        m_new = torch.maximum(m_i, scores.amax(1))
+        alpha = torch.exp(m_i - m_new)
+        p = torch.exp(scores - m_new[:, None])
+        l_i = l_i * alpha + p.sum(1)
+        acc = acc * alpha[:, None] + p @ v_j
+        m_i = m_new
+        numbers = (("m", m_i), ("alpha", alpha), ("l", l_i), ("acc", acc))
+        print(*(f"{name} {x.item():.3f}" for name, x in numbers), sep=", ")
+    return acc / l_i[:, None]
 
-lab.source(tiled_forward, "meet")
-
-# %%
-# The next lines are those of the mathematics, under the same names. ``_finite(m)`` is ``m``, with 0
-# in place of :math:`-\infty`: as long as a query has seen no key, its maximum is :math:`-\infty`,
-# and :math:`-\infty - (-\infty)` would be NaN.
-
-lab.source(tiled_forward, "rescale")
-
-# %%
-# And after the last tile:
-
-lab.source(tiled_forward, "end")
 
 # %%
-# .. dropdown:: The algorithm whole
+# With head_dim 1 and a query of 1, the keys are the scores, so this is the example of three keys in
+# tiles of two. It prints a line per tile; at the first, ``alpha`` is :math:`e^{-\infty} = 0`:
+
+one, scored, valued = torch.ones(1, 1), three_scores[:, None], three_values[:, None]
+out = one_tile_of_queries(one, scored, valued, block=2)
+assert torch.allclose(out, three_weights @ valued)
+
+# %%
+# .. dropdown:: The package's version: all tiles, heads and masks
+#
+#    It is this loop inside one over tiles of queries. ``key_tiles`` lists the tiles of keys that a
+#    tile of queries needs; ``_scores`` multiplies, and puts :math:`-\infty` where a query does not
+#    see a key; ``_finite(m)`` is ``m``, with 0 in place of :math:`-\infty`.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: tiled_forward
@@ -527,12 +524,12 @@ lab.source(tiled_forward, "end")
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
-# This and both kernels below are checked against float64. Because each multiplication by ``alpha``
-# adds a rounding, the error may be up to four times that of PyTorch in the same dtype, a factor
-# chosen by hand. The checks run in float32, those of the kernels also in float16, at head_dim 32
-# and in tiles of 32 by 16; the speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by
-# 64. (Triton's interpreter, where checks must pass as well, gets bfloat16 wrong; the next chapter
-# checks the package's kernel in it.)
+# The package's version and both kernels below are checked against float64, to four times PyTorch's
+# error in the same dtype, a factor chosen by hand. The checks are in float32 and, of the kernels,
+# float16, at head_dim 32 and in tiles of 32 by 16. The speeds below are in bfloat16, at head_dim
+# 128 and in tiles of 128 by 64. **Nothing on this page is checked in that configuration**, because
+# Triton's interpreter, where the checks must pass as well, gets bfloat16 wrong. (The next chapter
+# checks the package's kernel in bfloat16.)
 
 
 # Measuring
@@ -561,8 +558,10 @@ lab.check("Tiled PyTorch", tiled_cases())
 # --------------
 #
 # How does the same loop look in Triton? At first as simple as possible: with an address for every
-# element and a mask for every tile. The update of the triple comes first. ``m_exp`` replaces
-# :math:`-\infty` by zero, as ``_finite`` did, and four more details are new.
+# element and a mask for every tile. The update of the triple comes first; above each line stands
+# the one of PyTorch that it replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a
+# mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN. Four more details are
+# new.
 #
 # - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
 #   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
@@ -589,11 +588,16 @@ import triton.language as tl
 
 @triton.jit
 def _update(acc, l_i, m_i, qk, v):
+    # torch.maximum(m_i, scores.amax(1))
     m_new = tl.maximum(m_i, tl.max(qk, axis=1))
     m_exp = tl.where(m_new == float("-inf"), 0.0, m_new)
+    # torch.exp(m_i - m_new)
     alpha = tl.exp2(m_i - m_exp)
+    # torch.exp(scores - m_new[:, None])
     p = tl.exp2(qk - m_exp[:, None])
+    # l_i * alpha + p.sum(1)
     l_i = l_i * alpha + tl.sum(p, axis=1)
+    # acc * alpha[:, None] + p @ v_j
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, l_i, m_new
 
@@ -717,7 +721,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
 #          upper left to the lower right. In row r the first 2 r tiles are whole, the next two are
-#          cut by the diagonal, and the rest is never computed.
+#          cut by the diagonal, and the rest is never computed. In row 1 two marks stand: whole is
+#          key 32, where the whole tiles end, and seen_by_some key 64, where the cut ones end.
 #
 # There are three kinds of tiles:
 #
@@ -727,10 +732,10 @@ lab.check("The first kernel", first_cases(_first_kernel))
 #
 # In each row the whole tiles come first and the cut ones next. So we split the loop into two
 # *stages*, and stop after the cut tiles: the first stage, which does most of the work, needs no
-# mask, and only the second pays for one. If the first query of a tile sees :math:`f` keys, and the
-# last one :math:`n`, then :math:`\lfloor f / B \rfloor` tiles of :math:`B` keys are whole, and
-# :math:`\lceil n / B \rceil` are computed: for :math:`f = 33`, :math:`n = 64` and :math:`B = 16`
-# four, two of them whole.
+# mask, and only the second pays for one. Take tile 1
+# of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33 keys, which
+# the code calls ``seen_by_all``, and its last one 64, ``seen_by_some``. So the first stage ends at
+# key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
 # the two loops, and the loop over whole tiles has no mask.
@@ -790,12 +795,6 @@ def _staged_kernel(
     # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
-
-# %% An animation
-# The animation follows one program through both stages, with 4 queries and 4 keys in a tile and
-# head_dim 2. Where ``m_i`` rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled.
-#
-# .. animation:: attention_loop
 
 # %%
 
@@ -1080,8 +1079,8 @@ slowest = min(of_copy, key=of_copy.get, default="")
 lab.read(
     f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul. "
     + (
-        f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}` moves them at only "
-        f"{of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
+        f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}`, timed by itself in "
+        f"the fold above, moves them at {of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ""
     )
@@ -1152,8 +1151,10 @@ lab.read(
 # What breaks it
 # --------------
 #
-# ``compare`` runs the kernel in the fold without and with a mistake, and shows three numbers of a
-# query's result. Each listing is the wrong line, and behind it the right one.
+# Each listing is a wrong line of the update, and behind it the right one, in a kernel of one tile
+# of queries (in the fold). It differs from ``_update`` in this: ``s`` is ``qk``, ``exp`` stands for
+# ``exp2``, and the weights stay in float32. ``compare`` runs it without and with the mistake, and
+# shows three numbers of a query's result.
 
 
 # Whole
@@ -1225,8 +1226,8 @@ q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 compare("no maximum", [40], 20 * q, k, v, scale=2.0)
 
 # %%
-# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The second query should
-# average two values and returns the first.
+# **The mask is** ``>`` **and not** ``>=``. Every query misses its own key. The first query then has
+# none, and its result is NaN; the second should average two values and returns the first.
 #
 # .. code-block:: python
 #

@@ -179,9 +179,9 @@ CHAPTERS = {
         "ladder",
         {"mask": "causal"},
         {
-            "in stages": "masked tiles skipped",
+            "in stages": "before the six changes",
             "two-step maximum": "after four changes",
-            "Kernel Book": "after all six",
+            "heavy first": "after all six",
         },
     ),
     "attention_backward": Facts(
