@@ -1528,9 +1528,9 @@ lab.read(
         if tokens
     )
     + ", in the simulation, whose errors we know for two ranks only. Over a network, a rank needs "
-    f"{round(network_crossing, -3):,.0f} tokens to hide the transfers of the backward pass, and with 1,024 "
-    "GPUs these are "
-    f"{1024 * network_crossing / 1e6:,.0f} million. **A ring is for few ranks with long parts.** "
+    f"{round(network_crossing, -3):,.0f} tokens to hide the transfers of the backward pass, and "
+    f"with 1,024 GPUs these are {1024 * network_crossing / 1e6:,.0f} million. "
+    "**A ring is for few ranks with long parts.** "
     "Larger machines share heads within a host, and pass parts round a ring of hosts."
 )
 
