@@ -217,9 +217,8 @@ lab.sketch(
 )
 
 # %%
-# In the package, ``_work`` returns which queries and keys meet, as slices, and whether under the
-# mask; ``source`` is the rank that the keys are from:
 
+# Folded: _work of the package says which queries and keys meet, and whether under the mask
 lab.source(ring._work)
 
 # %%
@@ -348,8 +347,8 @@ def ring_backward_in_turn(parts, outputs, rows_lse, d_outputs):
 
 
 # %%
-# Beside autograd on the whole sequence, in float64:
 
+# Folded: The same gradients by autograd, in float64
 wholes = [x.clone().requires_grad_() for x in (q, k, v)]
 out_of_all = F.scaled_dot_product_attention(*wholes)
 d_out = torch.randn_like(out_of_all)
