@@ -2035,7 +2035,7 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 #
 # *Which mistakes go unnoticed?*
 #
-# **A flattened descriptor of the transposed V.** This mistake is in Triton's tutorial on fused
+# **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
 # attention, a kernel that has been copied many times. V, (heads, head_dim, length), lies in memory
 # head after head. The kernel describes it as *one* matrix of :math:`D` rows and :math:`H N`
 # columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, whose rows begin :math:`N`
