@@ -147,7 +147,7 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 
 # %%
-# What is still missing are a mask, and ranks that work at the same time.
+# What is still missing: a mask, and ranks that work at the same time.
 #
 # Who holds which tokens
 # ----------------------
@@ -166,16 +166,10 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 #    each rank two, one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces
 #    :math:`r` and :math:`2W - 1 - r`.
 #
-# A part of keys is now an early piece and a late one. If it comes from a lower rank, then all
-# queries see its early piece and none its late one. If it comes from a higher rank, the late
-# queries see both pieces and the early ones none. Either way a rank computes half of the scores, so
-# none is idle. In the package, ``_work`` returns which queries and keys meet, as slices, and
-# whether under the mask; ``source`` is the rank that the keys are from:
-
-lab.source(ring._work)
-
-# %%
-# In the drawing, every shade is a step, and a dotted line marks when its slowest rank is done:
+# In the drawing of four ranks, a row is a piece of queries, with the rank that holds it, a column a
+# piece of keys, and a shade a step. With zig-zag, keys from a lower rank are met by all queries in
+# their early piece and by none in their late one, and keys from a higher rank by the late queries
+# alone, in both pieces. Either way a rank computes half of the scores of a step.
 
 # %%
 
@@ -183,6 +177,57 @@ lab.source(ring._work)
 WORLD_DRAWN, PART = 4, 64
 
 
+def pieces_of(axes, layout):
+    """Which piece of queries meets which of keys, and in which step."""
+    pieces = range(2 * WORLD_DRAWN)
+    holder = [
+        piece // 2
+        if layout == "contiguous"
+        else min(piece, 2 * WORLD_DRAWN - 1 - piece)
+        for piece in pieces
+    ]
+    for row in pieces:
+        for column in range(row + 1):
+            step = (holder[row] - holder[column]) % WORLD_DRAWN
+            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
+            corners = [(column, row), (column + 1, row), (column + 1, row + 1)]
+            corners += [(column, row + 1)] if row > column else [(column, row)]
+            axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
+    axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
+    axes.set_xticks([piece + 0.5 for piece in pieces], holder)
+    axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
+    axes.set_xlabel("keys of rank")
+    axes.tick_params(length=0)
+    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
+
+
+def both_masks(*panels):
+    for axes, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
+        pieces_of(axes, layout)
+
+
+lab.sketch(
+    "Which queries meet which keys, by step",
+    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
+    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
+    "same area together, and in each step half of the scores of its pieces.",
+    both_masks,
+    panels=2,
+    height=3.0,
+)
+
+# %%
+
+# Folded: _work of the package says which queries and keys meet, and whether under the mask
+lab.source(ring._work)
+
+# %%
+# Drawn over time, with a dotted line where the slowest rank is done with a step:
+
+# %%
+
+
+# Drawing
 def scores_of(rank, step, layout):
     """The share of a part's scores that a rank computes in a step."""
     work = ring._work(rank, (rank - step) % WORLD_DRAWN, True, layout, PART)
@@ -278,8 +323,43 @@ lab.source(ring._Ring.forward)
 #    gradients of the parts are terms of a sum, and nothing has to be merged.
 #
 # The terms of ``dq`` belong to the rank's own queries and are added up there. Those of ``dk`` and
-# ``dv`` belong to keys of another rank. So these sums travel round the ring behind their keys, each
-# rank adds its terms as they pass, and a last transfer brings them home.
+# ``dv`` belong to keys of another rank, so these sums travel with their keys, each rank adds its
+# terms as they pass, and a last transfer brings them home. Again one process plays all ranks:
+
+
+def ring_backward_in_turn(parts, outputs, rows_lse, d_outputs):
+    """The gradients of q, k and v of each rank, of the outputs and lse of all keys."""
+    d_queries = [torch.zeros_like(part[0]) for part in parts]
+    moving = [(*part[1:], *map(torch.zeros_like, part[1:])) for part in parts]
+    for _ in parts:
+        for rank, (own_q, *_) in enumerate(parts):
+            its_k, its_v, dk, dv = moving[rank]
+            scale, do = own_q.shape[-1] ** -0.5, d_outputs[rank]
+            p = torch.exp(scale * own_q @ its_k.mT - rows_lse[rank][..., None])
+            delta = (do * outputs[rank]).sum(-1, keepdim=True)
+            ds = scale * p * (do @ its_v.mT - delta)
+            d_queries[rank] += ds @ its_k
+            dk += ds.mT @ own_q
+            dv += p.mT @ do
+        # -- pass on: after as many steps as there are ranks, all are home
+        moving = [moving[-1], *moving[:-1]]
+    return [(dq, *sums[2:]) for dq, sums in zip(d_queries, moving, strict=True)]
+
+
+# %%
+
+# Folded: The same gradients by autograd, in float64
+wholes = [x.clone().requires_grad_() for x in (q, k, v)]
+out_of_all = F.scaled_dot_product_attention(*wholes)
+d_out = torch.randn_like(out_of_all)
+expected = torch.autograd.grad(out_of_all, wholes, d_out)
+_, lse_of_all = reference.attention(q, k, v)
+by_rank = [x.chunk(3, 2) for x in (out_of_all.detach(), lse_of_all, d_out)]
+gradients = zip(*ring_backward_in_turn(parts, *by_rank), strict=True)
+for pieces, gradient in zip(gradients, expected, strict=True):
+    torch.testing.assert_close(torch.cat(pieces, 2), gradient)
+
+# %%
 
 # Folded: The backward pass, and the exchange of all to all
 lab.listing(
@@ -575,15 +655,15 @@ exchanged = max(
 lab.read(
     f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
     "tokens, because the scores grow with the square of the length and what is transferred with "
-    "the length itself. (Less than 1 % we count as no difference.) **All to all**, the simpler "
-    "way, takes "
+    "the length itself. (Less than 1 % is no difference; figures timed apart differ by a little "
+    "more.) **All to all**, the simpler way, takes "
     + (
         f"as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, so that the two share a line "
         "in the figure. "
         if exchanged < 2
         else f"{compared(longer('all to all'))} tokens. "
     )
-    + "**Short sequences lose more in every version.** Why, a section below asks."
+    + "**Short sequences lose more in every version.** A section below asks why."
 )
 
 # %%
@@ -762,7 +842,7 @@ lab.read(
         f"takes SMs and bandwidth from the others: computing takes {worked:.1f} ms instead of "
         f"{undisturbed:.1f}. "
         if worked > 1.02 * undisturbed
-        else "**What is hidden costs next to nothing here:** computing takes "
+        else "**What is hidden costs little here:** computing takes "
         f"{worked:.1f} ms with transfers beside it, and {undisturbed:.1f} without."
     )
     if schedule.rows or schedule.provenance is None
@@ -938,6 +1018,7 @@ at_largest = measured_step(largest, "step, forward") if steps.rows else nan
 FORWARD_FLOPS = 2 * HEADS * HEAD_DIM
 flops = FORWARD_FLOPS * largest**2 / (at_largest / 1e3)
 crossing = {"forward": 2 * flops / bandwidth, "backward": 2.4 * flops / bandwidth}
+hidden_from = [round(tokens, -2) for tokens in crossing.values()]
 links = of_record.get("interconnect", "")
 joined = re.search(r"NV(\d+)", links)
 lab.read(
@@ -949,10 +1030,9 @@ lab.read(
     )
     + f"A step of {largest:,} tokens computes at {flops / 1e12:.0f} TFLOP/s, or "
     f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes. **So by the formulas a "
-    f"transfer is hidden from about {crossing['forward']:,.0f} tokens per rank on** in the forward "
-    f"pass and {crossing['backward']:,.0f} in the backward pass, or an eighth of that with an "
-    "eighth as many heads of keys. Small parts compute and travel more slowly, so these are orders "
-    "of magnitude."
+    f"transfer is hidden from about {hidden_from[0]:,.0f} tokens per rank on** in the forward pass "
+    f"and {hidden_from[1]:,.0f} in the backward pass, or an eighth of that with an eighth as many "
+    "heads of keys. Small parts compute and travel more slowly, so these are orders of magnitude."
 )
 
 # %%
@@ -1010,8 +1090,7 @@ lab.read(
     f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one with a pause "
     f"after each, and its host alone {ring_cost:.1f}. "
     + (
-        "**So either explains the loss without the other**, and which of them it is, we cannot "
-        "tell. "
+        "**So either is long enough to explain the loss without the other.** "
         if min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
         else ""
     )
@@ -1448,9 +1527,9 @@ lab.read(
         if tokens
     )
     + ", in the simulation, whose errors we know for two ranks only. Over a network, a rank needs "
-    f"{network_crossing:,.0f} tokens to hide the transfers of the backward pass, and with 1,024 "
-    "GPUs these are "
-    f"{1024 * network_crossing / 1e6:,.0f} million. **A ring is for few ranks with long parts.** "
+    f"{round(network_crossing, -3):,.0f} tokens to hide the transfers of the backward pass, and "
+    f"with 1,024 GPUs these are {1024 * network_crossing / 1e6:,.0f} million. "
+    "**A ring is for few ranks with long parts.** "
     "Larger machines share heads within a host, and pass parts round a ring of hosts."
 )
 
@@ -1489,7 +1568,7 @@ for layout in ring.LAYOUTS:
 
 # %%
 # **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank passes a
-# longer part; or comes later than the others have patience; or ends without a word, like this:
+# longer part; or comes later than the others wait; or ends without a word, like this:
 #
 # .. literalinclude:: attention_across_gpus.py
 #    :language: python
@@ -1530,7 +1609,7 @@ def another_shape(rank, world):
 
 
 def comes_late(rank, world):
-    """The last rank falls behind, for longer than the others have patience."""
+    """The last rank falls behind, for longer than the others wait."""
     q, k, v = parts_of(8)
     ring.ring_attention(q, k, v)  # which compiles the kernel
     patient = timedelta(seconds=LATE)
@@ -1623,7 +1702,7 @@ lab.read(
 # travel: each rank of a ring computes with one part of them while the next arrives. Under a causal
 # mask, two pieces from both ends give every rank the same work. Whether the connection keeps up is
 # decided by the tokens per rank, so a ring suits few ranks with long parts, and short sequences
-# lose. All to all is simpler, and on two GPUs no slower in the longest sequences. What a layer
+# lose. All to all is simpler, and on two GPUs as fast as the ring that waits. What a layer
 # keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
 #
 # Exercises

@@ -492,7 +492,8 @@ lab.read(
 #
 # **When does it matter?** Models often put one key far ahead of the others, usually the very first.
 # All other weights are then small, and matter only together. We compute such a case in float64:
-# 4,096 normal scores, and one of them ahead of all others by 6.
+# 4,096 normal scores of deviation 0.5, and one of them ahead of all others by 6. Of the five cases
+# in the fold it is the one in which scaling matters most.
 
 
 # Measuring
@@ -577,8 +578,12 @@ far = rows[-1]
 lab.read(
     f"As they are, {far['lost with 2^0']} of these weights become zero, and the output is off by "
     f"{far['error with 2^0']}. Times 2⁸ it is off by {far['error with 2^8']}, and times 2⁹ by "
-    f"{far['error with 2^9']}. If no key is ahead, the weights that matter are large, so scaling "
-    "them changes less."
+    f"{far['error with 2^9']}. If no key is ahead, the weights that matter are large, and "
+    + (
+        "scaling changes nothing."
+        if rows[0]["error with 2^0"] == rows[0]["error with 2^8"]
+        else "scaling changes less."
+    )
 )
 
 # %%
@@ -597,15 +602,16 @@ lab.read(
 # have 64 queries and 4 warps, so that more programs fit on an SM. An iteration weighs one tile of
 # keys, adds its values, and computes the dot products of the next. V is stored with its keys
 # contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only says which dimension is
-# which:
+# which. For each tile of keys, from ``start_n`` on:
 
-lab.source(fp8.attend_fp8)
+lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 
 # %%
-# ``weigh`` makes the weights ``p`` of the dot products ``qk``, and ``alpha``, which converts the
-# old sums to the new maximum. Where ``MASKED`` or ``LEFT`` is set, it first makes :math:`-\infty`
-# of what a query does not see. In FP8 ``P_LOG2`` is 8, and ``scale_log2`` contains the descales of
-# q and k:
+# Four things differ from the loop in 16 bits: a descale in ``scale_log2``, the power ``P_LOG2``,
+# the ``.T`` of V, and ``PROMOTED``. ``weigh`` makes the weights ``p`` of the dot products ``qk``,
+# and ``alpha``, which converts the old sums to the new maximum. Where ``MASKED`` or ``LEFT`` is
+# set, it first makes :math:`-\infty` of what a query does not see. In FP8 ``P_LOG2`` is 8, and
+# ``scale_log2`` contains the descales of q and k:
 
 lab.source(forward.weigh, "rescale")
 
@@ -626,6 +632,12 @@ lab.source(fp8.add_values)
 #       :language: python
 #       :pyobject: attention_fp8_fwd_kernel
 #
+#    And its loop:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#       :language: python
+#       :pyobject: attend_fp8
+#
 # Accumulators with fewer bits
 # ----------------------------
 #
@@ -639,13 +651,12 @@ lab.source(fp8.add_values)
 # assume, and a model with it will agree with what we measure.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
-# zero, and the kernel adds the sums of the tiles in ordinary float32 registers. What this addition
-# costs, we did not measure.
+# zero, and the kernel adds the sums of the tiles in ordinary float32 registers.
 #
 # In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
 # that are all about 1: one sum has grown to :math:`2^{12}` and keeps 13 more bits, down to
-# :math:`2^{-1}` (grey). The next term has 8 bits, from :math:`2^0` to :math:`2^{-7}`, and only its
-# first two still count.
+# :math:`2^{-1}` (grey). The next term, a product of two numbers of 4 bits, has 8, from :math:`2^0`
+# to :math:`2^{-7}`, and only its first two still count.
 
 
 # Drawing
@@ -910,10 +921,10 @@ lab.read(
 #
 # The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
 # the kernel's fault. The *yardstick* is float64 with only the weights rounded as in the kernel. The
-# output may err twice as much, because it is rounded to 16 bits, too. With 8-bit q and k, lse may
-# err by :math:`2^{-12}` (2.4e-04), because the matrix unit cuts the terms of a score 13 places
-# below the largest. Each head is compared on its own, because a wrong head could hide behind a
-# larger one.
+# output may err twice as much, because it is rounded to 16 bits, too. With 8-bit q and k, the
+# matrix unit cuts the terms of a score 13 places below the largest, so we allow lse twice that,
+# :math:`2^{-12}` of itself (2.4e-04). Each head is compared on its own, because a wrong head could
+# hide behind a larger one, and the line below is about the worst of them.
 #
 # .. dropdown:: What the name of an input lists, and more on tolerances
 #
@@ -1147,8 +1158,8 @@ def in_all(operands, data, part="in all"):
 lab.read(
     f"With all operands in e4m3, the output is off by {in_all('all in e4m3', 'normal'):.1f} % on "
     f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. With V alone it "
-    f"is off by {in_all('V in e4m3', 'normal'):.1f} %; rounding the weights alone makes "
-    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %. e5m2 errs more, because its mantissa "
+    f"is off by {in_all('V in e4m3', 'normal'):.1f} %, for which V and the weights are rounded. "
+    "e5m2 errs more, because its mantissa "
     "has one bit less. "
     + (
         "V alone errs less with outliers, because a large score gives one key nearly all of the "
@@ -1203,9 +1214,12 @@ def of_scores(data):
 
 
 lab.read(
-    "Independent errors add by their squares, so the figure holds the part of each. On normal "
-    f"data, V adds {of_values('normal'):.1f} %, and q and k {of_scores('normal'):.1f} % together. "
-    f"With outliers, whose scores are larger, V adds {of_values('outliers'):.1f} %, and q and k "
+    "Independent errors add by their squares, so each has its part in that of the whole. On normal "
+    f"data, rounding the weights makes {in_all('V in e4m3', 'normal', 'kernel'):.1f} %, V "
+    f"{of_values('normal'):.1f} %, and q and k {of_scores('normal'):.1f} % together: the root of "
+    f"the sum of their squares is the {in_all('all in e4m3', 'normal'):.1f} % of the figure. With "
+    f"outliers, whose scores are larger, they make "
+    f"{in_all('V in e4m3', 'outliers', 'kernel'):.1f}, {of_values('outliers'):.1f} and "
     f"{of_scores('outliers'):.1f} %."
 )
 
@@ -1219,7 +1233,8 @@ lab.read(
 # kernels may exceed it. The operands have 8 bits before the clock starts. *All in FP8* and *V in
 # FP8* are the kernel above, and *plain Triton bf16* is the same in 16 bits. *Kernel Book bf16* is
 # what ``attention`` runs by default, a faster kernel for Hopper alone. *All in FP8, Gluon* is such
-# a kernel in 8 bits, for a later section.
+# a kernel in 8 bits, for a later section. *SDPA cuDNN* is PyTorch's in 16 bits. A library's
+# attention in 8 bits, such as FlashAttention-3's, was not timed.
 
 
 # Measuring
@@ -1359,7 +1374,9 @@ lab.read(
         if in_8 / plain_16 < in_turns
         else ". "
     )
-    + f"**Beside the default bfloat16 kernel it is {in_8 / in_16:.2f} times as fast.** With "
+    + f"**Beside the default bfloat16 kernel it is {in_8 / in_16:.2f} times as fast**, at "
+    f"{100 * in_8 / fast:.0f} % of the speed of an 8-bit matmul, where that kernel reaches "
+    f"{100 * in_16 / slow:.0f} % of one in bfloat16. With "
     f"head_dim 64, where matmuls are a smaller part of the work, {gain_if(sum, 64):.2f} was "
     f"predicted, and it is {of_64[0]:.2f} (beside the default kernel {of_64[1]:.2f})."
 )
@@ -1658,8 +1675,8 @@ in_operations = max(
 )
 lab.read(
     f"**FP8 with `quantize` begins to pay {in_words('full')} keys with a full mask, and "
-    f"{in_words('causal')} with a causal one**, {'as' if met else 'and not as'} expected from "
-    f"the times of the parts. With PyTorch operations it "
+    f"{in_words('causal')} with a causal one**, which the times of the parts "
+    f"{'allow' if met else 'do not explain'}. With PyTorch operations it "
     + (
         f"never pays here: at best it reaches {in_operations:.2f} times the speed of bfloat16. "
         if in_operations < 1
@@ -1675,8 +1692,8 @@ lab.read(
             for (mask, n), more in unusual.items()
         )
     )
-    + ". A model that writes text can keep earlier keys and values in 8 bits, and then avoids "
-    "nearly all of it."
+    + ". A cache that keeps keys and values in 8 bits would avoid nearly all of it, but has to "
+    "choose their scale before it knows the largest."
 )
 
 # %%
@@ -1738,7 +1755,7 @@ lab.read(
     f"plain kernel in FP8, and with head_dim 64 at {min(narrow):.2f} to {max(narrow):.2f} times. "
     + (
         "**So roles do not pay here"
-        + (f", but with {' and '.join(ahead)}" if ahead else "")
+        + (f", except with {' and '.join(ahead)}" if ahead else "")
         + ".** "
         if 2 * len(ahead) < len(ratios)
         else ""
@@ -2018,12 +2035,12 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 #
 # *Which mistakes go unnoticed?*
 #
-# **A flattened descriptor of the transposed V.** This mistake is in a kernel that has been copied
-# many times. V, (heads, head_dim, length), lies in memory head after head. The kernel describes it
-# as *one* matrix of :math:`D` rows and :math:`H N` columns, for :math:`H` heads of head_dim
-# :math:`D` and :math:`N` keys, whose rows begin :math:`N` numbers apart. Head :math:`h` begins at
-# number :math:`h D N` in memory, so the kernel asks for the tile at this column. With two heads,
-# head_dim 2 and 3 keys:
+# **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
+# attention, a kernel that has been copied many times. V, (heads, head_dim, length), lies in memory
+# head after head. The kernel describes it as *one* matrix of :math:`D` rows and :math:`H N`
+# columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, whose rows begin :math:`N`
+# numbers apart. Head :math:`h` begins at number :math:`h D N` in memory, so the kernel asks for the
+# tile at this column. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2154,8 +2171,9 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # Eight bits in all operands pay in long sequences. V alone loses the least accuracy, but on Hopper
 # it gains little or no speed over the package's kernel in bfloat16. Eight bits need one descale per
 # head, a transposed V, weights scaled up to where the format has numbers, and accumulators emptied
-# after every tile. They do not double the speed, because the exponentials, which stay in float32,
-# take as long as 8-bit matmuls with head_dim 128. Warps with roles do not change that.
+# after every tile. They do not double the speed, because with head_dim 128 the exponentials, which
+# stay in float32, take as long as 8-bit matmuls, and the other instructions nearly as long again.
+# Warps with roles do not change that.
 #
 # Exercises
 # ---------

@@ -13,9 +13,10 @@ You will learn
   reach the speed of a copy.
 """
 
-# sphinx_gallery_thumbnail_number = 7
+# sphinx_gallery_thumbnail_number = 8
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import ListedColormap
 
 from kernelbook import dropout, lab, masked_dropout, reference, runtime, seeded_dropout
 from kernelbook.ops.dropout import (
@@ -26,7 +27,6 @@ from kernelbook.ops.dropout import (
     masked_dropout_kernel,
     rand_dropout_kernel,
     seeded_dropout_kernel,
-    seeded_gradient,
 )
 
 lab.start("dropout", "kernelbook.ops.dropout")
@@ -199,7 +199,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # - ``simple_dropout`` is the function above, with its four operations.
 # - ``stored mask`` reads a mask that was drawn before, and whose drawing is not counted.
-# - ``one a call`` and ``four a call`` use so many numbers of each Philox call, with ten rounds.
+# - ``one a call`` and ``four a call`` use one and four numbers of each call of Philox, which runs
+#   ten rounds.
 # - ``seven rounds`` uses four numbers and runs seven. Its seed is passed to it.
 # - ``Kernel Book`` is the public ``dropout``: ``seven rounds``, and a seed that it draws itself.
 # - ``PyTorch`` is ``F.dropout``, and ``torch.compile`` what PyTorch's compiler makes of it.
@@ -352,7 +353,7 @@ lab.read(
 # %%
 # **Four numbers, seven rounds.** The third kernel uses all four. Beside ``x_ptr`` and ``y_ptr`` it
 # takes ``seed``, an integer or a pointer to one; ``threshold``, which is :math:`p \cdot 2^{32}`
-# rounded to an integer; and ``N_ROUNDS``, the rounds of Philox. The seed is a pointer when
+# rounded to an integer of 32 bits without a sign; and ``N_ROUNDS``. The seed is a pointer when
 # ``dropout`` draws it on the GPU, because then the :term:`host` need not wait to learn it.
 #
 # The first piece loads ``x`` early, so that the random numbers can be computed while the load is
@@ -389,8 +390,9 @@ lab.source(seeded_dropout_kernel, "decide")
 lab.source(seeded_dropout_kernel)
 
 # %%
-# The kernel selects with ``tl.where`` instead of multiplying by the mask, because a dropped element
-# must be zero even where ``x`` is infinite, and zero times infinity is NaN.
+# The cast says that all 32 bits are the number's: with a sign, half of the random numbers would be
+# negative. The kernel selects with ``tl.where`` instead of multiplying by the mask, because a
+# dropped element must be zero even where ``x`` is infinite, and zero times infinity is NaN.
 
 # %%
 
@@ -416,16 +418,39 @@ lab.read(
 
 # %%
 
-# Folded: What autograd needs: the function seeded_gradient
-lab.listing(
-    {
-        "It calls the same operator with the same seed, so gradients of gradients work too. The "
-        "operator is registered with PyTorch's dispatcher, so that torch.compile treats it as a "
-        "single node of its graph and does not look inside": seeded_gradient
-    }
-)
+# What does autograd have to remember? A seed, where it would have remembered a mask:
+
+
+def launch(x, p, seed):
+    x = x.contiguous()  # all elements of the gradient of a sum may be one and the same
+    y, n = torch.empty_like(x), x.numel()
+    grid = (runtime.cdiv(n, 1024),)
+    numbers = round(p * 2**32), 1 / (1 - p)
+    seeded_dropout_kernel[grid](x, y, seed, n, *numbers, BLOCK_SIZE=1024, N_ROUNDS=7)
+    return y
+
+
+class Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, seed):
+        ctx.p, ctx.seed = p, seed  # with a mask: ctx.save_for_backward(keep)
+        return launch(x, p, seed)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return launch(dy, ctx.p, ctx.seed), None, None
+
+
+leaf = torch.ones(1000, device=runtime.DEVICE, requires_grad=True)
+dropped = Dropout.apply(leaf, 0.25, 2024)
+dropped.sum().backward()
+assert torch.equal(leaf.grad, dropped)  # of ones, the output is the mask over 1 - p
+assert 0 < (dropped == 0).sum() < 1000
 
 # %%
+# The operator does the same, and is registered with PyTorch's dispatcher, so that ``torch.compile``
+# treats it as a single node of its graph and does not look inside.
+#
 # Is the backward pass as fast? It should be, because it runs the same kernel.
 
 
@@ -556,11 +581,11 @@ lab.read(
 # --------------------
 #
 # A mask can be computed correctly and still be a bad coin: it may keep too many elements or too
-# few, or one toss may tell something about its neighbour, about a toss some positions further on
-# (at 13 lags up to 4,096), or about the same element under a neighbouring seed.
+# few, or each fourth number may do so, or one toss may tell something about a later one, or about
+# the same element under a neighbouring seed.
 #
-# We turn each of these suspicions into a score :math:`z`. A fair coin exceeds 5 less than once in a
-# million tests.
+# We turn each of these four suspicions into a score :math:`z`. A fair coin exceeds 5 less than once
+# in a million tests.
 #
 # .. dropdown:: How a score is computed
 #
@@ -619,7 +644,8 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # Reading
 lab.read(
-    f"In {n:,} tosses, all {len(rows)} scores of the mask are below 5; the largest is "
+    "Run now, with 0.5 and 0.1 for "
+    f":math:`p` and {n:,} tosses, all {len(rows)} scores are below 5; the largest is "
     f"{max(float(row['worst |z|']) for row in rows):.1f}."
 )
 
@@ -645,6 +671,31 @@ def rounds_experiment():
 
 rounds = lab.measure(
     "Worst |z| for each number of rounds, 2²⁸ tosses", rounds_experiment
+)
+
+# %%
+
+# Drawing
+ROUNDS_SHOWN = (1, 2, 3, 4)
+
+
+def masks(*panels):
+    index = torch.arange(96 * 96).view(96, 96)
+    ink = ListedColormap(["none", lab.colour("Kernel Book")])
+    for axes, n_rounds in zip(panels, ROUNDS_SHOWN, strict=True):
+        keep = reference.keep_mask(index, 0.5, 77, n_rounds)
+        axes.imshow(keep, cmap=ink, interpolation="nearest")
+        axes.set(xticks=[], yticks=[], xlabel=f"{n_rounds} round{'s'[: n_rounds > 1]}")
+
+
+lab.sketch(
+    "96 rows of 96 tosses each",
+    "Four squares of dots, one for each element that is kept. With one round nearly all are alike, "
+    "with two they form a woven pattern, with three a striped one, and with four no pattern is "
+    "seen.",
+    masks,
+    panels=len(ROUNDS_SHOWN),
+    height=1.9,
 )
 
 # %%
@@ -688,10 +739,11 @@ fewest = min(
 )
 nan = float("nan")
 lab.read(
-    f"With one round the coin is broken, with 5 rounds |z| is still {worst.get(5, nan):.0f}, and "
-    f"from {fewest} on none of these tests can tell the mask from fair coins. The kernel runs 7 "
-    f"and not {fewest}, because our tests are few, and 7 is where the far harder tests of Philox's "
-    "authors begin to pass."
+    "The eye is content with four rounds and the tests are not: |z| is "
+    f"{worst.get(4, nan):,.0f}, and with five still {worst.get(5, nan):.0f}. From {fewest} rounds "
+    "on none of these tests can tell the mask from fair coins. The kernel runs 7 and not "
+    f"{fewest}, because our tests are few, and 7 is where the far harder tests of Philox's authors "
+    "begin to pass."
 )
 
 # %%

@@ -1032,8 +1032,9 @@ def loop_kernel(
 #    :dedent:
 #
 # A consumer, ``multiply_role``, multiplies its 64 rows of the tile of ``a`` with all of the tile of
-# ``b``. It always has one matmul in flight, and releases the slot of the one before, which in the
-# first step is none (``pred=i > 0``). ``empty`` counts two arrivals, one from each consumer.
+# ``b``. It always has one matmul in flight. With three slots, step 0 multiplies slot 0 and releases
+# nothing (``pred=i > 0``), step 1 multiplies slot 1 and releases slot 0, step 2 slot 2 and slot 1,
+# and step 3 slot 0 again, with tile 3, and slot 2. ``empty`` counts an arrival of each consumer.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1666,8 +1667,14 @@ lab.read(
     )
     + f"A wrong sum comes from {listed(wrong)}. "
     + (
-        f"Its {early} says that {early.count('2')} tiles were added twice and {early.count('0')} "
-        "never, because the loader overwrote them before they were read. "
+        f"Tile t counts 10 to the power of t, so {early} says that {early.count('2')} tiles were "
+        f"added twice and {early.count('0')} never"
+        + (
+            ": the consumer read tiles 2, 3, 4, 5, 4, 5, because each slot held the next tile "
+            "already. "
+            if early == "221100"
+            else ", because the loader overwrote them before they were read. "
+        )
         if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
         else ""
     )
