@@ -668,7 +668,8 @@ def show_sources(app, env):
 
     folder = Path(kernelbook.__file__).parent
     shown = env.__dict__.setdefault("_viewcode_modules", {})
-    for path in sorted((*folder.glob("ops/**/*.py"), *folder.glob("lab/*.py"))):
+    folders = ("ops/**/*.py", "lab/*.py", "small/*.py")
+    for path in sorted(path for within in folders for path in folder.glob(within)):
         name = ".".join(("kernelbook", *path.relative_to(folder).with_suffix("").parts))
         if path.stem != "__init__" and not shown.get(name):
             shown[name] = path.read_text(encoding="utf-8"), {}, {}, name
