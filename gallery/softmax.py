@@ -14,15 +14,14 @@ You will learn
 - what each further read of a row costs, and how to keep even a very wide row on chip.
 """
 
-# sphinx_gallery_thumbnail_number = 3
-import math
-
+# sphinx_gallery_thumbnail_number = 8
 import torch
 
 from kernelbook import lab, reference, runtime, softmax
 from kernelbook.lab import results
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.packed import narrow, widen
+from kernelbook.ops.softmax import tuned
 from kernelbook.ops.softmax.backward import row_bwd_kernel
 from kernelbook.ops.softmax.forward import (
     online_fwd_kernel,
@@ -32,6 +31,7 @@ from kernelbook.ops.softmax.forward import (
     split_row_fwd_kernel,
     three_pass_fwd_kernel,
 )
+from kernelbook.small.softmax import online_kernel
 
 lab.start("softmax", "kernelbook.ops.softmax")
 
@@ -65,9 +65,7 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online and online_2d: two reads and one write.
 #          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps, and this page builds six of them. Those of one read
-# keep the row in the registers of a streaming multiprocessor (:term:`SM`), the others read it in
-# blocks.
+# A single :term:`kernel` can do all five steps, and this page builds six of them.
 #
 # Blocks, done wrong
 # ------------------
@@ -85,7 +83,9 @@ def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(
-            x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf")
+            x_ptr + row * n_cols + cols,
+            mask=cols < n_cols,
+            other=float("-inf"),
         )
         numerator = tl.exp(x - tl.max(x, axis=0))
         y = numerator / tl.sum(numerator, axis=0)
@@ -223,14 +223,9 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # Three reads: three_pass
 # -----------------------
 #
-# How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
-# times: for maximum, sum and result. Here is the second loop.
-
-lab.source(three_pass_fwd_kernel, "sum")
-
-# %%
-# ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
-# block. ``exp`` computes the exponential as a power of two, the only one that the hardware has.
+# How much is there to gain? The straightforward kernel, ``three_pass``, takes the whole row for
+# maximum and sum, and so has three loops where ``blockwise_kernel`` has one: the first finds the
+# maximum, the second the sum, and the third writes the result. Each of them reads the row again.
 
 # %%
 
@@ -238,16 +233,10 @@ lab.source(three_pass_fwd_kernel, "sum")
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# The plot shows it beside what the next sections build, in bfloat16:
-#
-# - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
-# - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
-# - ``row`` reads it once, and so does ``Kernel Book``, the public ``softmax``: it runs ``row`` up
-#   to 8,192 columns of 16 bits, ``packed`` up to 32,768, and ``split`` beyond.
-#
-# The yardstick is PyTorch's copy, because softmax is :term:`memory-bound`: it too must read and
-# write every row once. The copy is a reference and not a limit, because another kernel may move the
-# same bytes a little faster.
+# How fast should it be? Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which
+# too must read and write every row once. In the figures of the forward pass 100 % means as fast as
+# a copy of the same matrix. That is a reference and not a limit, because another kernel may move
+# the same bytes a little faster.
 
 
 # Measuring
@@ -290,14 +279,87 @@ WORK = "2 * rows * columns * itemsize"
 ladder = lab.bench(
     "ladder", points(torch.bfloat16), ladder_providers, limit="copy", work=WORK
 )
-for crossing in ("online", "three_pass", "simple_softmax"):
-    lab.colour(crossing)  # in this order lines that cross differ most
-lab.plot(
-    ladder,
-    "Every kernel of this page, forward, bfloat16",
-    share=True,
-    names={"one program": "row"},
-)
+
+# %%
+
+
+# Drawing
+PACKED, SPLIT = (
+    tuned.TILE_COLS,
+    tuned.WIDE_BYTES // 2,
+)  # in bfloat16, longer rows than these
+STEPS = {  # a name in the figures: the provider, and at how many columns it runs this kernel
+    "simple_softmax": ("simple_softmax", range(2**20)),
+    "three_pass": ("three_pass", range(2**20)),
+    "online": ("online", range(2**20)),
+    "row": ("one program", range(2**20)),
+    "packed": ("Kernel Book", range(PACKED + 1, SPLIT + 1)),
+    "split": ("Kernel Book", range(SPLIT + 1, 2**20)),
+}
+BESIDE = {
+    "row": (-6, -14),
+    "packed": (-22, 8),
+    "split": (4, 0),
+}  # names inside the axes, in points
+
+
+def step(new, title):
+    """Draw the line of a kernel above those of the sections before, and shade what it gains."""
+    names = list(STEPS)[: list(STEPS).index(new) + 1]
+
+    def line(rows, name):
+        provider, at = STEPS[name]
+        found = [row for row in rows if row["provider"] == provider]
+        return {
+            row["columns"]: 100 * row["share"] for row in found if row["columns"] in at
+        }
+
+    def told(rows):
+        points = ", ".join(f"{n:,} columns {y:.0f}" for n, y in line(rows, new).items())
+        return (
+            f"{new} in % of a copy's speed: {points}. In grey: {', '.join(names[:-1])}."
+        )
+
+    def draw(axes, rows):
+        axes.figure.set_size_inches(5.4, 2.7)
+        grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
+        for name in names:
+            columns, height = zip(*line(rows, name).items(), strict=True)
+            look = {"color": grey, "linewidth": 1}
+            if name == new:
+                look = {
+                    "color": blue,
+                    "linewidth": 2.6,
+                    "marker": "o",
+                    "markersize": 4.5,
+                }
+            axes.plot(columns, height, **look)
+            inside = BESIDE.get(name, (0, 0)) if columns[-1] < COLUMNS[-1] else (6, 0)
+            axes.annotate(
+                name,
+                (columns[-1], height[-1]),
+                inside,
+                textcoords="offset points",
+                va="center",
+                color=look["color"],
+                fontweight="bold" if name == new else "normal",
+                annotation_clip=False,
+            )
+        best = [max(line(rows, name).get(n, 0) for name in names[:-1]) for n in columns]
+        gained = [ours > theirs for ours, theirs in zip(height, best, strict=True)]
+        axes.fill_between(
+            columns, best, height, where=gained, color=blue, alpha=0.15, linewidth=0
+        )
+        axes.axhline(100, color=grey, linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(COLUMNS[::2], [f"{n:,}" for n in COLUMNS[::2]])
+        axes.minorticks_off()
+        axes.set(xlabel="columns", ylabel="% of a copy", ylim=(0, 118))
+
+    return lab.draw(ladder, title, told, draw)
+
+
+step("three_pass", "One kernel in the place of five operations, bfloat16")
 
 # %%
 
@@ -317,22 +379,25 @@ share = {
     if (name, n) != ("one program", long)
 }
 on_gpu = f"On {ladder.provenance['gpu']}, at" if ladder.provenance else "At"
-dip = min((n for n in COLUMNS if n <= cached), key=lambda n: share["three_pass", n])
+lowest = min(share["three_pass", n] for n in COLUMNS if n <= cached)
+dips = [
+    f"{n:,}" for n in COLUMNS if n <= cached and share["three_pass", n] < 1.01 * lowest
+]
 of_layer_norm = (results.find("layer_norm") or {"tables": {}})["tables"].get(
     "The operations of simple_layer_norm", {"rows": []}
 )
 repeats = {row[0]: row[-1] for row in of_layer_norm["rows"]}.get("x - mean")
 lab.read(
-    f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
-    f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Up to "
-    f"{cached:,} columns it reaches {math.floor(share['three_pass', dip])} % or more, because its "
-    f"second and third read find the row in a cache; why it is slowest at {dip:,}, we have not "
-    f"measured. `simple_softmax` stays below the {100 * 2 / 8:.0f} % that its bytes would allow. "
+    f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} %, where its "
+    f"bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Shorter rows are faster, "
+    "because the second and the third read find them in a cache; why the line dips at "
+    f"{' and '.join(dips)} columns, we have not measured. `simple_softmax` stays below the "
+    f"{100 * 2 / 8:.0f} % that its bytes would allow"
     + (
-        "Two of its operations repeat one number along a row, as `x - mean` does in the chapter on "
-        f"layer norm, where PyTorch reaches {repeats:.0f} %."
+        ", because two of its operations repeat one number along a row, and PyTorch does that at "
+        f"{repeats:.0f} % of a copy's speed."
         if repeats
-        else ""
+        else "."
     )
 )
 
@@ -341,22 +406,32 @@ lab.read(
 # -----------------
 #
 # Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
-# it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
-#
-# ``m_i`` and ``d_i`` now hold a pair for each row of the program, which may have several: ``rows``
-# are their numbers, and ``x_ptrs`` points to where they begin. ``finite`` puts zero in the place of
-# a maximum of minus infinity, because :math:`-\infty - (-\infty)` is not a number. ``evict_last``
-# asks the cache to keep this data longer than other data, because a second loop reads the row again
-# to write the result.
-
-lab.source(online_fwd_kernel, "recur")
-
-# %% An animation
-# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha``
-# is less than 1 and shrinks the old sum before the block adds its own share. When it does not,
-# ``alpha`` is 1 and the sum only grows.
+# it is at work on a row of 16 numbers, and advances by a whole block at a time. When a block raises
+# the maximum, ``alpha`` is less than 1 and shrinks the old sum before the block adds its own share.
+# When it does not, ``alpha`` is 1 and the sum only grows.
 #
 # .. animation:: online_softmax
+
+# %%
+# Below is the whole kernel, for one row per program. It differs from ``blockwise_kernel`` in the
+# two lines with a comment: ``m_new`` is the maximum of all blocks so far, and ``d`` is the sum so
+# far, which ``alpha`` repairs before a block is added. No result can be written before both are
+# known, so a second loop reads the row again.
+
+lab.source(online_kernel)
+
+# %%
+# Blocks of 256 now give the three rows of the first section as PyTorch does:
+
+y = torch.empty_like(x)
+online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
+torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
+
+# %%
+# One thing is missing. If a row begins with a block of nothing but minus infinity, so is ``m_new``,
+# and :math:`-\infty - (-\infty)` is not a number. ``online``, the kernel that we time, puts zero in
+# the place of such a maximum, by the function ``finite``. It also asks the cache to keep the row
+# for its second loop, and has a variant of four rows per program, ``online_2d``.
 
 # %%
 
@@ -365,12 +440,8 @@ lab.source(online_fwd_kernel)
 
 # %%
 
-# Reading
-lab.read(
-    f"`online` reaches {share['online', short]:.0f} % at {short:,} columns. At {long:,} it reaches "
-    f"{share['online', long]:.0f} %, where its bytes, two reads and one write, would allow "
-    f"{100 * 2 / 3:.0f} %."
-)
+# Drawing
+step("online", "Two reads in the place of three, bfloat16")
 
 # %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache
@@ -426,11 +497,11 @@ def box_of_l2(axes, rows):
     axes.text(l2 + 4, 0, f"L2: {l2:.0f} MiB", color=blue, va="center")
     for place, row in enumerate(rows):
         mib, fits = row["MiB in flight"], row["again from"] == "L2"
-        axes.barh(place, mib, color=blue if fits else orange, height=0.6)
-        if not fits:
-            axes.text(
-                mib + 4, place, f"online: {row['online']}", va="center", color=orange
-            )
+        ink = blue if fits else orange
+        axes.barh(place, mib, color=ink, height=0.6)
+        # clear of the edge of the box
+        beside = l2 + 4 if mib < l2 < mib + 45 else mib + 4
+        axes.text(beside, place, f"online {row['online']}", va="center", color=ink)
     axes.set_yticks(range(len(rows)), [f"{row['columns']:,}" for row in rows])
     axes.set(xlabel="MiB in flight", ylabel="columns", xlim=(0, 1.3 * mib))
     axes.grid(visible=False)
@@ -442,16 +513,42 @@ lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
 # %%
 
 # Reading
-by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
+fit = [row["columns"] for row in flight.rows if row["again from"] == "L2"]
+wide = [n for n in COLUMNS if n not in fit]
 lab.read(
-    "Where the bars leave the box, `online` loses speed."
+    f"As long as the bars fit into the box, up to {fit[-1]:,} columns, `online` keeps "
+    f"{min(share['online', n] for n in fit):.0f} % or more. At {wide[0]:,} columns it loses speed, "
+    f"and at {long:,} it reaches {share['online', long]:.0f} %, where its bytes, two reads and one "
+    f"write, would allow {100 * 2 / 3:.0f}. So for long rows even the second read must be saved."
+    if fit and wide
+    else "Not recorded yet: this needs a GPU."
+)
+
+# %%
+
+# Folded: More: four rows per program, online_2d
+in_l2 = flight.provenance["l2_mib"] if flight.provenance else float("nan")
+leaves = next(  # four times as many rows in flight, where both kernels have eight warps
+    (
+        r["columns"]
+        for r in flight.rows
+        if r["columns"] >= 8192 and 4 * r["MiB in flight"] > in_l2
+    ),
+    0,
+)
+first = next(
+    (n for n in COLUMNS if share["online_2d", n] < 0.95 * share["online", n]), 0
+)
+lab.read(
+    "From 8,192 columns on `online_2d` has four times as many rows in flight as `online`"
+    + (f", so they leave L2 at {leaves:,} columns already." if leaves else ".")
     + (
-        f" `online_2d` loses it earlier, at {cached:,} columns, because its programs hold four "
-        "rows each."
-        if by_rows["online_2d"] < by_rows["online"] - 5
+        f" It falls behind at {first:,} columns, where its rows still fit and it reaches "
+        f"{share['online_2d', first]:.0f} % to {share['online', first]:.0f}: for that we have no "
+        "reason."
+        if 0 < first < leaves
         else ""
     )
-    + " So for longer rows even the second read must be saved."
 )
 
 # %%
@@ -476,6 +573,11 @@ lab.source(row_fwd_kernel)
 # %%
 # A block has a power of two of elements and a row seldom does, so the load fills the rest with
 # minus infinity (``other``), which never wins a maximum and whose exponential is 0.
+
+# %%
+
+# Drawing
+step("row", "One read in the place of two, bfloat16")
 
 # %%
 
@@ -504,26 +606,31 @@ kept = (
     if ahead and level
     else ""
 )
+gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["online", n]]
 lab.read(
-    f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed"
+    (
+        "The read that is saved gains nothing by itself. Short rows have nothing to gain, because "
+        "the second read of `online` comes from L2. "
+        if not gains
+        else "`row` gains on `online` at "
+        f"{' and '.join(f'{n:,}' for n in gains)} columns. "
+    )
     + (
-        f", and `online` {share['online', short]:.0f}, although it reads the row twice. "
+        f"At {short:,} columns `online` is even ahead, {share['online', short]:.0f} % to "
+        f"{share['one program', short]:.0f}. "
         + (
             "Part of the reason is"
             if left > 2
             else "We found no reason; what we tried is"
         )
-        + " in the fold “More: a lead of a few per cent”, below the last table."
+        + " in the fold “More: a lead of a few per cent”, further down."
         if ahead
-        else "."
+        else ""
     )
     + kept
-    + f" At 32,768 columns `row` reaches {one:.0f} %, "
-    + (
-        f"less than `online` with {two:.0f}."
-        if one < two
-        else f"and `online` {two:.0f}."
-    )
+    + f" At 32,768 columns `row` falls to {one:.0f} %, with `online` at {two:.0f}. At 65,536 the "
+    "numbers alone fill all registers of an SM, so the compiler moves some of them to memory, and "
+    f"a row of {long:,} does not fit at all."
 )
 
 # %%
@@ -541,13 +648,14 @@ lab.read(
 # numbers share a register, and the kernel widens them each time it uses them. Every exponential is
 # computed twice, but two programs fit where there was room for one.
 #
-# ``x_ptrs`` and ``y_ptrs`` are pointers to int32, so ``raw`` holds the row as it was loaded, two
-# numbers in each. ``widen`` turns such pairs into float32, and ``narrow`` turns the results back.
-# ``zero`` is an argument that is always 0, but the
-# compiler does not know that, so after ``raw += zero`` it has to widen anew, and cannot keep the
-# wide row in registers.
+# Here ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns such pairs
+# into float32, and ``narrow`` turns the results back.
 
 lab.source(packed_row_fwd_kernel, "widen")
+
+# %%
+# ``zero`` is an argument that is always 0. The compiler does not know that, so after
+# ``raw += zero`` it has to widen anew, and cannot keep the wide row in registers.
 
 # %%
 
@@ -584,6 +692,11 @@ facts
 
 # %%
 
+# Drawing
+step("packed", "Two programs on an SM in the place of one, bfloat16")
+
+# %%
+
 # Reading
 kernels = {(r["case"], r["kernel"]): r for r in facts.rows}
 made = kernels.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), {})
@@ -600,8 +713,8 @@ unharmed = [
 ]
 lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
-    f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
-    f"{share['Kernel Book', 32768]:.0f} %, where `row` reaches {one:.0f}."
+    f"programs of {threads} threads fit on an SM. At 32,768 columns that is the difference between "
+    f"{one:.0f} % and {share['Kernel Book', 32768]:.0f}."
     + (f" A GPU with a slower memory needs it less: {unharmed[0]}." if unharmed else "")
 )
 
@@ -609,26 +722,28 @@ lab.read(
 # Split: programs share a row
 # ---------------------------
 #
-# What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
-# when it is packed. So in the kernel ``split`` several programs share it. Each computes the pair of
-# its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their pairs, and
-# each merges all of them. This :term:`exchange` has three steps.
+# What about a row that is wider still? One of 65,536 columns would take half of an SM's registers
+# even when it is packed. So in the kernel ``split`` several programs share it. Each computes the
+# pair of its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their
+# pairs, and each merges all of them. This :term:`exchange` has three steps.
 #
 # .. animation:: publish_and_collect
 
 # %%
 # **Publish.** Each of the ``N_PARTS`` programs of a row loads its own ``part``, which has a slot of
-# 64 bits in memory, 0 at first, with room for a pair of float32. ``to_slot`` joins the two numbers,
-# and ``publish`` stores them in the slot with a single :term:`atomic`. So a reader finds either an
-# empty slot or a complete pair, and no lock is needed.
+# 64 bits in memory, with room for a pair of float32. ``torch.zeros`` makes the slots in each call,
+# a second kernel that all our times include. ``to_slot`` puts ``m`` into the upper 32 bits and the
+# sum into the lower, and ``publish`` stores them with a single :term:`atomic`. So a reader finds
+# either an empty slot or a complete pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "load", "publish")
 
 # %%
-# **Wait.** How does a program learn that the others have published? It looks at the slots again and
-# again, until none is 0. ``volatile`` makes each look a new read of memory, where the compiler may
-# otherwise keep what it has read before. The last line takes the minimum over all ``THREADS``
-# threads of the program, so that all of them get the same answer.
+# **Wait.** How does a program learn that the others have published? The function
+# ``wait(slots_ptrs, max_polls, THREADS)`` looks at the slots again and again, until none is 0.
+# ``volatile`` makes each look a new read of memory, where the compiler may otherwise keep what it
+# has read before. The last line takes the minimum over all ``THREADS`` threads of the program, so
+# that all of them get the same answer.
 
 lab.source(exchange.wait, "poll")
 
@@ -637,15 +752,17 @@ lab.source(exchange.wait, "poll")
 # time. The hardware does not promise this, so a program gives up after ``max_polls`` looks, and
 # ``ready`` says whether all pairs came.
 #
-# **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
-# of all ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
-# instead, which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the
-# row.
-#
-# A program takes at least 32 ``LOOKS`` at once, as the fold explains. If the parts are fewer, it
-# reads slots more than once (``parts % N_PARTS``), and ``collect`` drops the surplus.
+# **Collect.** ``collect`` takes the pairs apart again, and the program merges those of all
+# ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
+# instead, which is slow but right. Last, the factor :math:`e^{m - m_{row}}`, which was ``alpha`` in
+# ``online``, rescales the part from its own maximum to that of the row.
 
-lab.source(split_row_fwd_kernel, "collect")
+lab.source(split_row_fwd_kernel, "collect", "write")
+
+# %%
+# ``LOOKS`` is at least 32, one look for each thread of a :term:`warp`, so that the threads of a
+# warp leave the loop together. If the parts are fewer, a slot is read more than once
+# (``parts % N_PARTS``), and ``collect`` puts the pair of an empty piece in its place.
 
 # %%
 
@@ -677,11 +794,25 @@ lab.listing(
 
 # %%
 
+# Drawing
+step("split", "Several programs per row, bfloat16")
+
+# %%
+
 # Reading
+small, large = tuned.PART_COLS
+spared = [
+    f" On {sweep.provenance['gpu']} it reaches "
+    f"{100 * sweep.share('Kernel Book', columns=long):.0f} %."
+    for sweep in ladder.elsewhere
+    if sweep.share("Kernel Book", columns=long) > 0.98
+]
 lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
-    f"{share['one program', 65536]:.0f}. Waiting probably costs the rest, because a program loads "
-    "nothing while it waits for its slowest neighbour."
+    f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at {long:,}. What "
+    f"the rest costs, we have not measured.{spared[0] if spared else ''} A part has {small:,} "
+    f"columns, and {large:,} in rows of more than {tuned.SMALL_PARTS_UP_TO['forward']:,}, because "
+    "these were the fastest of those that we tried."
 )
 
 # %%
@@ -751,7 +882,31 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is LinkedIn's
+# The public ``softmax`` chooses one of the last three kernels by the length of a row.
+
+# %%
+
+# Reading
+lab.read(
+    f"In 16 bits it runs `row` up to {PACKED:,} columns, `packed` up to {SPLIT:,} and `split` "
+    f"beyond. In float32, which cannot be packed, it runs `row` up to {SPLIT // 2:,} columns and "
+    "`split` beyond. Outside these lengths `packed` and `split` were not timed."
+)
+
+# %%
+
+# Folded: All kernels of this page in one figure, forward, bfloat16
+for crossing in ("online", "three_pass", "simple_softmax"):
+    lab.colour(crossing)  # in this order lines that cross differ most
+lab.plot(
+    ladder,
+    "All kernels of this page, forward, bfloat16",
+    share=True,
+    names={"one program": "row"},
+)
+
+# %%
+# How does it compare with PyTorch and two libraries? Liger is LinkedIn's
 # library of Triton kernels, and quack, by the authors of FlashAttention, is written in NVIDIA's
 # CuTe DSL.
 
@@ -861,6 +1016,10 @@ lab.read(
 lab.source(row_bwd_kernel, "gradient")
 
 # %%
+# A copy moves two arrays, and the gradient must move three. So in the figure 100 % now means a
+# copy's bytes per second: three arrays in one and a half times the time of the copy.
+
+# %%
 
 # Folded: The backward kernel whole
 lab.source(row_bwd_kernel)
@@ -911,8 +1070,8 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
-    "one write load the memory less than a copy's even mix of reads and writes."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. More than 100 % is possible, because a third of "
+    "its bytes are writes, and of a copy's a half."
 )
 
 # %%
@@ -975,6 +1134,7 @@ lab.read(
 
 # %%
 
+# Folded: Every point at which a library is ahead
 rows = [{"pass": name} | row for name, found in lost.items() for row in found]
 lab.table(
     rows or [{"pass": "none"}],
@@ -1160,11 +1320,18 @@ host = lab.host_times(
 
 # Reading
 nan = float("nan")
-call = {row["pass"]: row for row in host.rows}.get("forward", {})
+calls = {row["pass"]: row for row in host.rows}
+ours, theirs = (
+    [
+        calls.get(name, {}).get(f"{whose} (µs)", nan)
+        for name in ("forward", "forward and backward")
+    ]
+    for whose in ("Kernel Book", "PyTorch")
+)
 lab.read(
     "One cost is in none of these figures. Our forward call on 64 rows of 1,024 columns keeps the "
-    f"host busy for {call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
-    f"{call.get('PyTorch (µs)', nan):.0f}."
+    f"host busy for {ours[0]:.0f} µs, and PyTorch's for {theirs[0]:.0f}. Forward and backward "
+    f"together, it is {ours[1]:.0f} µs to {theirs[1]:.0f}."
 )
 
 # %%
