@@ -225,9 +225,8 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # Three reads: three_pass
 # -----------------------
 #
-# How much is there to gain? The straightforward kernel, ``three_pass``, takes the whole row for
-# maximum and sum, and so has three loops where ``blockwise_kernel`` has one: the first finds the
-# maximum, the second the sum, and the third writes the result. Each of them reads the row again.
+# The straightforward kernel, ``three_pass``, has three loops where ``blockwise_kernel`` has one:
+# for the maximum of the row, for its sum, and for the result. Each of them reads the row again.
 
 # %%
 
@@ -235,11 +234,11 @@ lab.table(rows, "Pairs merged in a random order, float64")
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# How fast should it be? Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which
-# too must read and write every row once: in all figures of the forward pass 100 % means as fast as
-# a copy of the same matrix. That is a reference and not a limit, because another kernel may move
-# the same bytes a little faster. Here and in the next sections we use bfloat16; the new kernel is
-# blue, those before it are grey, and from the second figure on the axis begins at 40 %.
+# Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which too must read and write
+# every row once: in all figures of the forward pass 100 % means as fast as a copy of the same
+# matrix. That is a reference and not a limit, because another kernel may move the same bytes a
+# little faster. In the figures of each step the new kernel is blue and those before it are grey;
+# they are in bfloat16, and from the second on the axis begins at 40 %.
 
 
 # Measuring
@@ -406,7 +405,7 @@ lab.read(
     f"{' and '.join(dips)} columns, we have not measured. `simple_softmax` stays below the "
     f"{100 * 2 / 8:.0f} % that its bytes would allow"
     + (
-        ", because two of its operations repeat one number along a row, and PyTorch does that at "
+        ": PyTorch repeats a number along a row, as two of its operations do, at "
         f"{repeats:.0f} % of a copy's speed."
         if repeats
         else "."
@@ -417,18 +416,17 @@ lab.read(
 # Two reads: online
 # -----------------
 #
-# Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
-# it is at work on a row of 16 numbers, and advances by a whole block at a time. When a block raises
-# the maximum, ``alpha`` is less than 1 and shrinks the old sum before the block adds its own share.
-# When it does not, ``alpha`` is 1 and the sum only grows.
+# Can one loop find both the maximum and the sum? The recurrence does so, and here it advances by a
+# whole block at a time. When a block raises the maximum, ``alpha`` is less than 1 and shrinks the
+# old sum before the block adds its own share. Otherwise ``alpha`` is 1.
 #
 # .. animation:: online_softmax
 
 # %%
-# Below is the whole kernel, for one row per program. It differs from ``blockwise_kernel`` in the
-# two lines with a comment: ``m_new`` is the maximum of all blocks so far, and ``d`` is the sum so
-# far, which ``alpha`` repairs before a block is added. No result can be written before both are
-# known, so a second loop reads the row again.
+# Here is the whole kernel, for one row per program. It differs from ``blockwise_kernel`` in the two
+# lines with a comment: ``m_new`` is the maximum of all blocks so far, and ``d`` is the sum so far,
+# which ``alpha`` repairs. No result can be written before both are known, so a second loop reads
+# the row again.
 
 lab.source(online_kernel)
 
@@ -440,10 +438,10 @@ online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 
 # %%
-# One thing is missing. If a row begins with a block of nothing but minus infinity, so is ``m_new``,
+# One thing is missing: if a row begins with a block of nothing but minus infinity, so is ``m_new``,
 # and :math:`-\infty - (-\infty)` is not a number. ``online``, the kernel that we time, puts zero in
-# the place of such a maximum, by the function ``finite``. It also asks the cache to keep the row
-# for its second loop, and has a variant of four rows per program, ``online_2d``.
+# its place, by ``finite``. It also asks the cache to keep the row for the second loop, and has a
+# variant of four rows per program, ``online_2d``.
 
 # %%
 
@@ -620,8 +618,8 @@ kept = (
 gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["online", n]]
 lab.read(
     (
-        "The read that is saved gains nothing by itself. Short rows have nothing to gain, because "
-        "the second read of `online` comes from L2. "
+        "The read that is saved gains nothing by itself: the second read of `online` comes from "
+        "L2 as long as rows are short, and costs next to nothing. "
         if not gains
         else "`row` gains on `online` at "
         f"{' and '.join(f'{n:,}' for n in gains)} columns. "
@@ -634,14 +632,14 @@ lab.read(
             if left > 2
             else "We found no reason; what we tried is"
         )
-        + " in the fold “More: a lead of a few per cent”, further down."
+        + " in the fold “More: a lead of a few per cent”."
         if ahead
         else ""
     )
     + kept
     + f" At 32,768 columns `row` falls to {one:.0f} %, with `online` at {two:.0f}. At 65,536 the "
-    "numbers alone fill all registers of an SM, so the compiler moves some of them to memory, and "
-    f"a row of {long:,} does not fit at all."
+    "numbers alone fill an SM's registers, so the compiler moves some to memory, and a row of "
+    f"{long:,} does not fit at all."
 )
 
 # %%
@@ -655,12 +653,10 @@ lab.read(
 #
 # .. animation:: registers_of_an_sm
 #
-# In memory, a 16-bit row is only half as large, so the kernel ``packed`` keeps it that way. Two
-# numbers share a register, and the kernel widens them each time it uses them. Every exponential is
-# computed twice, but two programs fit where there was room for one.
-#
-# Here ``raw`` holds the row as it was loaded, two numbers in each int32. ``widen`` turns such pairs
-# into float32, and ``narrow`` turns the results back.
+# In memory, a 16-bit row is only half as large, so the kernel ``packed`` keeps it that way. In
+# ``raw`` each int32 holds two numbers; ``widen`` turns such pairs into float32, each time they are
+# used, and ``narrow`` turns the results back. Every exponential is computed twice, but two programs
+# fit where there was room for one.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -735,26 +731,24 @@ lab.read(
 #
 # What about a row that is wider still? One of 65,536 columns would take half of an SM's registers
 # even when it is packed. So in the kernel ``split`` several programs share it. Each computes the
-# pair of its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their
-# pairs, and each merges all of them. This :term:`exchange` has three steps.
+# pair of its part, they exchange their pairs, and each merges all of them. This :term:`exchange`
+# has three steps.
 #
 # .. animation:: publish_and_collect
 
 # %%
 # **Publish.** Each of the ``N_PARTS`` programs of a row loads its own ``part``, which has a slot of
-# 64 bits in memory, with room for a pair of float32. ``torch.zeros`` makes the slots in each call,
-# a second kernel that all our times include. ``to_slot`` puts ``m`` into the upper 32 bits and the
-# sum into the lower, and ``publish`` stores them with a single :term:`atomic`. So a reader finds
-# either an empty slot or a complete pair, and no lock is needed.
+# 64 bits in memory. ``torch.zeros`` makes the slots in each call, which all our times include.
+# ``to_slot`` puts the maximum into the upper 32 bits and the sum into the lower, and ``publish``
+# stores both with a single :term:`atomic`. So a reader finds either an empty slot or a complete
+# pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "load", "publish")
 
 # %%
-# **Wait.** How does a program learn that the others have published? The function
-# ``wait(slots_ptrs, max_polls, THREADS)`` looks at the slots again and again, until none is 0.
-# ``volatile`` makes each look a new read of memory, where the compiler may otherwise keep what it
-# has read before. The last line takes the minimum over all ``THREADS`` threads of the program, so
-# that all of them get the same answer.
+# **Wait.** The function ``wait(slots_ptrs, max_polls, THREADS)`` looks at the slots again and
+# again, until none is 0. ``volatile`` makes each look a new read of memory. The last line takes the
+# minimum over all ``THREADS`` threads of the program, so that all of them get the same answer.
 
 lab.source(exchange.wait, "poll")
 
@@ -763,17 +757,16 @@ lab.source(exchange.wait, "poll")
 # time. The hardware does not promise this, so a program gives up after ``max_polls`` looks, and
 # ``ready`` says whether all pairs came.
 #
-# **Collect.** ``collect`` takes the pairs apart again, and the program merges those of all
-# ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
-# instead, which is slow but right. Last, the factor :math:`e^{m - m_{row}}`, which was ``alpha`` in
-# ``online``, rescales the part from its own maximum to that of the row.
+# **Collect.** ``collect`` takes the pairs apart again, and the program merges them as above. If one
+# did not come, ``row_statistics`` reads the whole row instead, which is slow but right. Last, the
+# factor :math:`e^{m - m_{row}}`, an ``alpha``, rescales the part to the maximum of the row.
 
 lab.source(split_row_fwd_kernel, "collect", "write")
 
 # %%
-# ``LOOKS`` is at least 32, one look for each thread of a :term:`warp`, so that the threads of a
-# warp leave the loop together. If the parts are fewer, a slot is read more than once
-# (``parts % N_PARTS``), and ``collect`` puts the pair of an empty piece in its place.
+# A program takes at least 32 ``LOOKS``, one for each thread of a :term:`warp`, so that these leave
+# the loop together. With fewer parts a slot is read more than once (``parts % N_PARTS``), and
+# ``collect`` puts the pair of an empty piece in the place of the surplus.
 
 # %%
 
@@ -830,11 +823,10 @@ lab.read(
 # Is it right?
 # ------------
 #
-# Do all of these kernels give the same result? We check each against float64. An error may be at
-# most twice PyTorch's own, or one unit in the last place (:term:`ulp`). In float32 it may be twice
-# as much, because multiplying by the reciprocal rounds once more than a division, and the
-# hardware's ``exp2`` errs in its last two bits. Here ``row`` stands for ``row``, ``packed`` or
-# ``split``, by the length of the row.
+# We check each kernel against float64. An error may be at most twice PyTorch's own, or one unit in
+# the last place (:term:`ulp`). In float32 it may be twice as much, because multiplying by the
+# reciprocal rounds once more than a division, and the hardware's ``exp2`` errs in its last two
+# bits. Here ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
 
 
 def cases():
@@ -893,15 +885,15 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# The public ``softmax`` chooses one of the last three kernels by the length of a row.
+# The public ``softmax`` chooses its kernel by the length of a row.
 
 # %%
 
 # Reading
 lab.read(
     f"In 16 bits it runs `row` up to {PACKED:,} columns, `packed` up to {SPLIT:,} and `split` "
-    f"beyond. In float32, which cannot be packed, it runs `row` up to {SPLIT // 2:,} columns and "
-    "`split` beyond. Outside these lengths `packed` and `split` were not timed."
+    f"beyond; in float32, which cannot be packed, `row` up to {SPLIT // 2:,} and `split` beyond. "
+    "Outside these lengths `packed` and `split` were not timed."
 )
 
 # %%
@@ -917,9 +909,8 @@ lab.plot(
 )
 
 # %%
-# How does it compare with PyTorch and two libraries? Liger is LinkedIn's
-# library of Triton kernels, and quack, by the authors of FlashAttention, is written in NVIDIA's
-# CuTe DSL.
+# We compare it with PyTorch and two libraries: Liger is LinkedIn's library of Triton kernels, and
+# quack, by the authors of FlashAttention, is written in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -1027,8 +1018,8 @@ lab.read(
 lab.source(row_bwd_kernel, "gradient")
 
 # %%
-# A copy moves two arrays, and the gradient must move three. So in the figure 100 % now means a
-# copy's bytes per second: three arrays in one and a half times the time of the copy.
+# A copy moves two arrays and the gradient three, so in the figure of backward 100 % means a copy's
+# bytes per second: three arrays in one and a half times the copy's time.
 
 # %%
 
@@ -1410,12 +1401,10 @@ lab.read(
 #
 # Why learn to rescale a sum, if most rows fit on chip? Attention is
 # :math:`\mathrm{softmax}(q k^\top)\, v`: a weighted sum of the rows of :math:`v`, by the softmax of
-# scores that are themselves computed, and far too many to hold at once.
-#
-# With the recurrence nobody has to. A program walks over the keys in blocks, and for each query it
-# carries the pair and the weighted sum so far, ``acc``, which it rescales by the same ``alpha``:
-# ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are the
-# exponentials of a block. That is the core of FlashAttention.
+# scores that are far too many to hold at once. So a program walks over the keys in blocks, and for
+# each query it carries the pair and the weighted sum so far, ``acc``, which the same ``alpha``
+# rescales: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
+# the exponentials of a block. That is the core of FlashAttention.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
 # a matmul of two blocks in full float32.
