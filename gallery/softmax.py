@@ -14,7 +14,7 @@ You will learn
 - what each further read of a row costs, and how to keep even a very wide row on chip.
 """
 
-# sphinx_gallery_thumbnail_number = 8
+# sphinx_gallery_thumbnail_number = 7
 from dataclasses import replace
 
 import torch
@@ -305,8 +305,11 @@ BESIDE = {
 plain = [replace(sweep, skipped={}) for sweep in (ladder, *ladder.elsewhere)]
 
 
-def step(new, title):
-    """Draw the line of a kernel above those of the sections before, and shade what it gains."""
+def step(new, title, until=0):
+    """Draw the line of a kernel above those of the sections before, and shade what it gains.
+
+    ``until`` is the longest row that is read again from L2, where the text speaks of that.
+    """
     earlier = list(STEPS)[: list(STEPS).index(new)]
 
     def lines(rows):
@@ -325,7 +328,8 @@ def step(new, title):
         drawn = lines(rows)
         points = ", ".join(f"{n:,} columns {y:.0f}" for n, y in drawn[new].items())
         before = ", ".join(name for name in drawn if name != new)
-        return f"{new} in % of a copy's speed: {points}. In grey: {before}."
+        again = f" Read again from L2 up to {until:,} columns." if until else ""
+        return f"{new} in % of a copy's speed: {points}. In grey: {before}.{again}"
 
     def draw(axes, rows):
         axes.figure.set_size_inches(5.4, 2.7)
@@ -361,6 +365,10 @@ def step(new, title):
             columns, best, height, where=gained, interpolate=True, **shade
         )
         axes.axhline(100, color=grey, linestyle="--", linewidth=1)
+        if until:
+            axes.axvline(1.41 * until, color=grey, linestyle=":", linewidth=1)
+            axes.text(1.3 * until, 44, "second read from L2", ha="right", color=grey)
+            axes.text(1.55 * until, 110, "from memory", va="top", color=grey)
         axes.set_xscale("log", base=2)
         axes.set_xticks(COLUMNS[::2], [f"{n:,}" for n in COLUMNS[::2]])
         axes.minorticks_off()
@@ -449,11 +457,6 @@ torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 lab.source(online_fwd_kernel)
 
 # %%
-
-# Drawing
-step("online", "From three reads to two")
-
-# %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache
 # if all rows *in flight*, those that programs are working on, fit there together.
 
@@ -474,6 +477,20 @@ def prediction():
 
 flight = lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
 
+
+def length_in_l2():
+    """The longest row that is read again from L2, or 0 if that differs between GPUs."""
+    longest = {
+        max(
+            (row["columns"] for row in table.rows if row["again from"] == "L2"),
+            default=0,
+        )
+        for table in (flight, *flight.elsewhere)
+        if table.rows
+    }
+    return longest.pop() if len(longest) == 1 else 0
+
+
 # %%
 
 # Folded: The rows in flight as a table
@@ -481,56 +498,23 @@ flight
 
 # %%
 
-
 # Drawing
-def size_of_l2(rows):
-    tables = (flight, *flight.elsewhere)
-    return next(t.provenance["l2_mib"] for t in tables if t.rows is rows)
-
-
-def in_flight(rows):
-    bars = ", ".join(
-        f"{row['columns']:,} columns {row['MiB in flight']:,}" for row in rows
-    )
-    return (
-        f"An L2 of {size_of_l2(rows):.0f} MiB as a box, and the MiB in flight: {bars}."
-    )
-
-
-def box_of_l2(axes, rows):
-    l2, blue, orange = (
-        size_of_l2(rows),
-        lab.colour("Kernel Book"),
-        lab.colour("PyTorch"),
-    )
-    axes.axvspan(0, l2, facecolor="#eaf2fb", edgecolor=blue)
-    axes.set_title(f"the box: L2, {l2:.0f} MiB", loc="left", fontsize=11, color=blue)
-    for place, row in enumerate(rows):
-        mib, fits = row["MiB in flight"], row["again from"] == "L2"
-        ink = blue if fits else orange
-        axes.barh(place, mib, color=ink, height=0.6)
-        beside = max(mib, l2 if fits else 0) + 4  # clear of the box
-        axes.text(beside, place, f"online {row['online']}", va="center", color=ink)
-    axes.set_yticks(range(len(rows)), [f"{row['columns']:,}" for row in rows])
-    axes.set(xlabel="MiB in flight", ylabel="columns", xlim=(0, 1.3 * mib))
-    axes.grid(visible=False)
-    axes.invert_yaxis()
-
-
-lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
+step("online", "From three reads to two", until=length_in_l2())
 
 # %%
 
 # Reading
-fit = [row["columns"] for row in flight.rows if row["again from"] == "L2"]
-wide = [n for n in COLUMNS if n not in fit]
+until = length_in_l2()
 lab.read(
-    f"As long as the bars fit into the box, up to {fit[-1]:,} columns, `online` keeps "
-    f"{min(share['online', n] for n in fit):.0f} % or more. At {wide[0]:,} columns it loses speed, "
-    f"and at {long:,} it reaches {share['online', long]:.0f} %, where its bytes, two reads and one "
-    f"write, would allow {100 * 2 / 3:.0f}. So for long rows even the second read must be saved."
-    if fit and wide
-    else "Not recorded yet: this needs a GPU."
+    (
+        f"The dotted line is our prediction: up to {until:,} columns the rows in flight fit into "
+        f"an L2 of {flight.provenance['l2_mib']:.0f} MiB. "
+        if until
+        else ""
+    )
+    + f"At {long:,} columns `online` reaches {share['online', long]:.0f} %, where its bytes, two "
+    f"reads and one write, would allow {100 * 2 / 3:.0f}. So for long rows even the second read "
+    "must be saved."
 )
 
 # %%
@@ -610,8 +594,7 @@ level = [
     < 1.01 * sweep.share("one program", columns=short)
 ]
 kept = (
-    f" The public `softmax` runs `row` there all the same: on {level[0]} `online` gains less than "
-    "1 %, and in float32 we have not compared the two."
+    f" The public `softmax` runs `row` all the same: on {level[0]} `online` gains less than 1 %."
     if ahead and level
     else ""
 )
@@ -1144,18 +1127,14 @@ lab.table(
 )
 
 # %%
-# At the widest rows quack takes a path that none of our kernels takes and that is shorter than L2:
-# the SMs of a *cluster* read each other's shared memory.
-
-# %%
-
-# Reading
-lab.read(forward.summary(**in_dtypes[1]))
+# At the widest rows quack exchanges through the shared memory of a *cluster* of SMs, a path that is
+# shorter than L2 and that none of our kernels takes.
 
 # %%
 
 # Folded: Forward in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+lab.read(forward.summary(**in_dtypes[1]))
 
 # %%
 
@@ -1404,7 +1383,8 @@ lab.read(
 # scores that are far too many to hold at once. So a program walks over the keys in blocks, and for
 # each query it carries the pair and the weighted sum so far, ``acc``, which the same ``alpha``
 # rescales: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
-# the exponentials of a block. That is the core of FlashAttention.
+# the exponentials of a block. That is the core of FlashAttention, which
+# :doc:`/chapters/attention_forward` builds.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
 # a matmul of two blocks in full float32.
@@ -1467,8 +1447,7 @@ lab.check(
 #
 # Must a kernel read every row three times? No: a pair of maximum and sum, corrected by one factor,
 # carries all that is known of the blocks before, so ``online`` reads a row twice. A row that stays
-# on chip, packed or split if it is wide, is read once. The same pair, with a weighted sum beside
-# it, is what :doc:`/chapters/attention_forward` is built on.
+# on chip, packed or split if it is wide, is read once.
 #
 # Exercises
 # ---------
