@@ -226,7 +226,7 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # -----------------------
 #
 # The straightforward kernel, ``three_pass``, has three loops where ``blockwise_kernel`` has one:
-# for the maximum of the row, for its sum, and for the result. Each of them reads the row again.
+# for the maximum of the row, for its sum, and for the result.
 
 # %%
 
@@ -236,9 +236,8 @@ lab.source(three_pass_fwd_kernel)
 # %%
 # Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which too must read and write
 # every row once: in all figures of the forward pass 100 % means as fast as a copy of the same
-# matrix. That is a reference and not a limit, because another kernel may move the same bytes a
-# little faster. In the figures of each step the new kernel is blue and those before it are grey;
-# they are in bfloat16, and from the second on the axis begins at 40 %.
+# matrix. Another kernel may move the same bytes a little faster. In the figures of the steps, in
+# bfloat16, the new kernel is blue; from the second on the axis begins at 40 %.
 
 
 # Measuring
@@ -402,22 +401,13 @@ lowest = min(share["three_pass", n] for n in COLUMNS if n <= cached)
 dips = [
     f"{n:,}" for n in COLUMNS if n <= cached and share["three_pass", n] < 1.01 * lowest
 ]
-of_layer_norm = (results.find("layer_norm") or {"tables": {}})["tables"].get(
-    "The operations of simple_layer_norm", {"rows": []}
-)
-repeats = {row[0]: row[-1] for row in of_layer_norm["rows"]}.get("x - mean")
 lab.read(
     f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} %, where its "
     f"bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Shorter rows are faster, "
     "because the second and the third read find them in a cache; why the line dips at "
     f"{' and '.join(dips)} columns, we have not measured. `simple_softmax` stays below the "
-    f"{100 * 2 / 8:.0f} % that its bytes would allow"
-    + (
-        ": PyTorch repeats a number along a row, as two of its operations do, at "
-        f"{repeats:.0f} % of a copy's speed."
-        if repeats
-        else "."
-    )
+    f"{100 * 2 / 8:.0f} % that its bytes would allow, for a reason that the chapter on layer norm "
+    "measures."
 )
 
 # %%
@@ -749,7 +739,7 @@ lab.source(split_row_fwd_kernel, "collect", "write")
 # %%
 # A program takes at least 32 ``LOOKS``, one for each thread of a :term:`warp`, so that these leave
 # the loop together. With fewer parts a slot is read more than once (``parts % N_PARTS``), and
-# ``collect`` puts the pair of an empty piece in the place of the surplus.
+# ``collect`` drops the surplus.
 
 # %%
 
@@ -798,8 +788,8 @@ lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
     f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at {long:,}. What "
     f"the rest costs, we have not measured.{spared[0] if spared else ''} A part has {small:,} "
-    f"columns, and {large:,} in rows of more than {tuned.SMALL_PARTS_UP_TO['forward']:,}, because "
-    "these were the fastest of those that we tried."
+    f"columns, and {large:,} in rows of more than {tuned.SMALL_PARTS_UP_TO['forward']:,}, the "
+    "fastest that we tried."
 )
 
 # %%
@@ -809,7 +799,7 @@ lab.read(
 # We check each kernel against float64. An error may be at most twice PyTorch's own, or one unit in
 # the last place (:term:`ulp`). In float32 it may be twice as much, because multiplying by the
 # reciprocal rounds once more than a division, and the hardware's ``exp2`` errs in its last two
-# bits. Here ``row`` stands for ``row``, ``packed`` or ``split``, by the length of the row.
+# bits. Here ``row`` includes ``packed`` and ``split``.
 
 
 def cases():
@@ -867,15 +857,11 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # %%
 # How fast is it?
 # ---------------
-#
-# The public ``softmax`` chooses its kernel by the length of a row.
-
-# %%
 
 # Reading
 lab.read(
-    f"In 16 bits it runs `row` up to {PACKED:,} columns, `packed` up to {SPLIT:,} and `split` "
-    f"beyond; in float32, which cannot be packed, `row` up to {SPLIT // 2:,} and `split` beyond. "
+    f"In 16 bits the public `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
+    f"{SPLIT:,} and `split` beyond; in float32, which cannot be packed, `row` up to {SPLIT // 2:,} and `split` beyond. "
     "Outside these lengths `packed` and `split` were not timed."
 )
 
@@ -1127,8 +1113,8 @@ lab.table(
 )
 
 # %%
-# At the widest rows quack exchanges through the shared memory of a *cluster* of SMs, a path that is
-# shorter than L2 and that none of our kernels takes.
+# At the widest rows quack exchanges through the shared memory of a *cluster* of SMs, which none of
+# our kernels does.
 
 # %%
 
