@@ -861,8 +861,9 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # Reading
 lab.read(
     f"In 16 bits the public `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
-    f"{SPLIT:,} and `split` beyond; in float32, which cannot be packed, `row` up to {SPLIT // 2:,} and `split` beyond. "
-    "Outside these lengths `packed` and `split` were not timed."
+    f"{SPLIT:,} and `split` beyond; in float32, which cannot be packed, `row` up to "
+    f"{SPLIT // 2:,} and `split` beyond. Outside these lengths `packed` and `split` "
+    "were not timed."
 )
 
 # %%
