@@ -14,8 +14,8 @@ You will learn
 - what each further read of a row costs, and how to keep even a very wide row on chip.
 """
 
-# sphinx_gallery_thumbnail_number = 3
-import math
+# sphinx_gallery_thumbnail_number = 7
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +23,7 @@ from kernelbook import lab, reference, runtime, softmax
 from kernelbook.lab import results
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.packed import narrow, widen
+from kernelbook.ops.softmax import tuned
 from kernelbook.ops.softmax.backward import row_bwd_kernel
 from kernelbook.ops.softmax.forward import (
     online_fwd_kernel,
@@ -32,6 +33,7 @@ from kernelbook.ops.softmax.forward import (
     split_row_fwd_kernel,
     three_pass_fwd_kernel,
 )
+from kernelbook.small.softmax import online_kernel
 
 lab.start("softmax", "kernelbook.ops.softmax")
 
@@ -65,9 +67,7 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online and online_2d: two reads and one write.
 #          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps, and this page builds six of them. Those of one read
-# keep the row in the registers of a streaming multiprocessor (:term:`SM`), the others read it in
-# blocks.
+# A single :term:`kernel` can do all five steps, and this page builds six of them.
 #
 # Blocks, done wrong
 # ------------------
@@ -85,7 +85,9 @@ def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(
-            x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf")
+            x_ptr + row * n_cols + cols,
+            mask=cols < n_cols,
+            other=float("-inf"),
         )
         numerator = tl.exp(x - tl.max(x, axis=0))
         y = numerator / tl.sum(numerator, axis=0)
@@ -223,14 +225,8 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # Three reads: three_pass
 # -----------------------
 #
-# How much is there to gain? The straightforward kernel, ``three_pass``, loops over the row three
-# times: for maximum, sum and result. Here is the second loop.
-
-lab.source(three_pass_fwd_kernel, "sum")
-
-# %%
-# ``m`` is the maximum that the first loop found, and ``d_i`` has one sum for each column of a
-# block. ``exp`` computes the exponential as a power of two, the only one that the hardware has.
+# The straightforward kernel, ``three_pass``, has three loops where ``blockwise_kernel`` has one:
+# for the maximum of the row, for its sum, and for the result.
 
 # %%
 
@@ -238,16 +234,10 @@ lab.source(three_pass_fwd_kernel, "sum")
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# The plot shows it beside what the next sections build, in bfloat16:
-#
-# - ``simple_softmax`` is PyTorch's five operations, and ``three_pass`` reads a row three times.
-# - ``online`` and ``online_2d`` read it twice, with one row per program and with four.
-# - ``row`` reads it once, and so does ``Kernel Book``, the public ``softmax``: it runs ``row`` up
-#   to 8,192 columns of 16 bits, ``packed`` up to 32,768, and ``split`` beyond.
-#
-# The yardstick is PyTorch's copy, because softmax is :term:`memory-bound`: it too must read and
-# write every row once. The copy is a reference and not a limit, because another kernel may move the
-# same bytes a little faster.
+# Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which too must read and write
+# every row once: in all figures of the forward pass 100 % means as fast as a copy of the same
+# matrix. Another kernel may move the same bytes a little faster. In the figures of the steps, in
+# bfloat16, the new kernel is blue; from the second on the axis begins at 40 %.
 
 
 # Measuring
@@ -290,14 +280,104 @@ WORK = "2 * rows * columns * itemsize"
 ladder = lab.bench(
     "ladder", points(torch.bfloat16), ladder_providers, limit="copy", work=WORK
 )
-for crossing in ("online", "three_pass", "simple_softmax"):
-    lab.colour(crossing)  # in this order lines that cross differ most
-lab.plot(
-    ladder,
-    "Every kernel of this page, forward, bfloat16",
-    share=True,
-    names={"one program": "row"},
-)
+
+# %%
+
+
+# Drawing
+PACKED, SPLIT = (
+    tuned.TILE_COLS,
+    tuned.WIDE_BYTES // 2,
+)  # in bfloat16, longer rows than these
+STEPS = {  # a name in the figures: the provider, and at how many columns it runs this kernel
+    "simple_softmax": ("simple_softmax", range(2**20)),
+    "three_pass": ("three_pass", range(2**20)),
+    "online": ("online", range(2**20)),
+    "row": ("one program", range(2**20)),
+    "packed": ("Kernel Book", range(PACKED + 1, SPLIT + 1)),
+    "split": ("Kernel Book", range(SPLIT + 1, 2**20)),
+}
+BESIDE = {
+    "row": (-6, -11),
+    "packed": (-24, 13),
+}  # their names end inside the axes, in points
+plain = [replace(sweep, skipped={}) for sweep in (ladder, *ladder.elsewhere)]
+
+
+def step(new, title, until=0):
+    """Draw the line of a kernel above those of the sections before, and shade what it gains.
+
+    ``until`` is the longest row that is read again from L2, where the text speaks of that.
+    """
+    earlier = list(STEPS)[: list(STEPS).index(new)]
+
+    def lines(rows):
+        """The columns and heights of each kernel, the new one last; zoomed in from the second."""
+        found = {}
+        for name in [*earlier[new != "three_pass" :], new]:
+            provider, at = STEPS[name]
+            found[name] = {
+                row["columns"]: 100 * row["share"]
+                for row in rows
+                if row["provider"] == provider and row["columns"] in at
+            }
+        return {name: line for name, line in found.items() if line}
+
+    def told(rows):
+        drawn = lines(rows)
+        points = ", ".join(f"{n:,} columns {y:.0f}" for n, y in drawn[new].items())
+        before = ", ".join(name for name in drawn if name != new)
+        again = f" Read again from L2 up to {until:,} columns." if until else ""
+        return f"{new} in % of a copy's speed: {points}. In grey: {before}.{again}"
+
+    def draw(axes, rows):
+        axes.figure.set_size_inches(5.4, 2.7)
+        grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
+        drawn = lines(rows)
+        for name, line in drawn.items():
+            columns, height = list(line), list(line.values())
+            look = {"color": grey, "linewidth": 1}
+            if name == new:
+                look = {
+                    "color": blue,
+                    "linewidth": 2.6,
+                    "marker": "o",
+                    "markersize": 4.5,
+                }
+            axes.plot(columns, height, **look)
+            axes.annotate(
+                name,
+                (columns[-1], height[-1]),
+                (6, 0) if columns[-1] == COLUMNS[-1] else BESIDE.get(name, (6, 0)),
+                textcoords="offset points",
+                va="center",
+                color=look["color"],
+                fontweight="bold" if name == new else "normal",
+                annotation_clip=False,
+            )
+        best = [
+            max(drawn[name].get(n, 0) for name in drawn if name != new) for n in columns
+        ]
+        gained = [ours > theirs for ours, theirs in zip(height, best, strict=True)]
+        shade = {"color": blue, "alpha": 0.15, "linewidth": 0}
+        axes.fill_between(
+            columns, best, height, where=gained, interpolate=True, **shade
+        )
+        axes.axhline(100, color=grey, linestyle="--", linewidth=1)
+        if until:
+            axes.axvline(1.41 * until, color=grey, linestyle=":", linewidth=1)
+            axes.text(1.3 * until, 44, "second read from L2", ha="right", color=grey)
+            axes.text(1.55 * until, 110, "from memory", va="top", color=grey)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(COLUMNS[::2], [f"{n:,}" for n in COLUMNS[::2]])
+        axes.minorticks_off()
+        low = 0 if "simple_softmax" in drawn else 40
+        axes.set(xlabel="columns", ylabel="% of a copy", ylim=(low, 114))
+
+    return lab.draw(replace(plain[0], elsewhere=plain[1:]), title, told, draw)
+
+
+step("three_pass", "From five operations to one kernel")
 
 # %%
 
@@ -317,60 +397,54 @@ share = {
     if (name, n) != ("one program", long)
 }
 on_gpu = f"On {ladder.provenance['gpu']}, at" if ladder.provenance else "At"
-dip = min((n for n in COLUMNS if n <= cached), key=lambda n: share["three_pass", n])
-of_layer_norm = (results.find("layer_norm") or {"tables": {}})["tables"].get(
-    "The operations of simple_layer_norm", {"rows": []}
-)
-repeats = {row[0]: row[-1] for row in of_layer_norm["rows"]}.get("x - mean")
+lowest = min(share["three_pass", n] for n in COLUMNS if n <= cached)
+dips = [
+    f"{n:,}" for n in COLUMNS if n <= cached and share["three_pass", n] < 1.01 * lowest
+]
 lab.read(
-    f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} % of a copy's "
-    f"speed, where its bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Up to "
-    f"{cached:,} columns it reaches {math.floor(share['three_pass', dip])} % or more, because its "
-    f"second and third read find the row in a cache; why it is slowest at {dip:,}, we have not "
-    f"measured. `simple_softmax` stays below the {100 * 2 / 8:.0f} % that its bytes would allow. "
-    + (
-        "Two of its operations repeat one number along a row, as `x - mean` does in the chapter on "
-        f"layer norm, where PyTorch reaches {repeats:.0f} %."
-        if repeats
-        else ""
-    )
+    f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} %, where its "
+    f"bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Shorter rows are faster, "
+    "because the second and the third read find them in a cache; why the line dips at "
+    f"{' and '.join(dips)} columns, we have not measured. `simple_softmax` stays below the "
+    f"{100 * 2 / 8:.0f} % that its bytes would allow, for a reason that the chapter on layer norm "
+    "measures."
 )
 
 # %%
 # Two reads: online
 # -----------------
 #
-# Can one loop find both the maximum and the sum? The recurrence does so, which saves a read. Here
-# it advances by a whole block at a time, and ``alpha`` rescales the old sum to the new maximum.
-#
-# ``m_i`` and ``d_i`` now hold a pair for each row of the program, which may have several: ``rows``
-# are their numbers, and ``x_ptrs`` points to where they begin. ``finite`` puts zero in the place of
-# a maximum of minus infinity, because :math:`-\infty - (-\infty)` is not a number. ``evict_last``
-# asks the cache to keep this data longer than other data, because a second loop reads the row again
-# to write the result.
-
-lab.source(online_fwd_kernel, "recur")
-
-# %% An animation
-# Here is that loop at work on a row of 16 numbers. When a block raises the maximum, ``alpha``
-# is less than 1 and shrinks the old sum before the block adds its own share. When it does not,
-# ``alpha`` is 1 and the sum only grows.
+# Can one loop find both the maximum and the sum? The recurrence does so, and here it advances by a
+# whole block at a time. When a block raises the maximum, ``alpha`` is less than 1 and shrinks the
+# old sum before the block adds its own share. Otherwise ``alpha`` is 1.
 #
 # .. animation:: online_softmax
+
+# %%
+# Here is the whole kernel, for one row per program. It differs from ``blockwise_kernel`` in the two
+# lines with a comment: ``m_new`` is the maximum of all blocks so far, and ``d`` is the sum so far,
+# which ``alpha`` repairs. No result can be written before both are known, so a second loop reads
+# the row again.
+
+lab.source(online_kernel)
+
+# %%
+# Blocks of 256 now give the three rows of the first section as PyTorch does:
+
+y = torch.empty_like(x)
+online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
+torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
+
+# %%
+# One thing is missing: if a row begins with a block of nothing but minus infinity, so is ``m_new``,
+# and :math:`-\infty - (-\infty)` is not a number. ``online``, the kernel that we time, puts zero in
+# its place, by ``finite``. It also asks the cache to keep the row for the second loop, and has a
+# variant of four rows per program, ``online_2d``.
 
 # %%
 
 # Folded: The online kernel whole
 lab.source(online_fwd_kernel)
-
-# %%
-
-# Reading
-lab.read(
-    f"`online` reaches {share['online', short]:.0f} % at {short:,} columns. At {long:,} it reaches "
-    f"{share['online', long]:.0f} %, where its bytes, two reads and one write, would allow "
-    f"{100 * 2 / 3:.0f} %."
-)
 
 # %%
 # At which length does the second read become expensive? It finds the row in the :term:`L2` cache
@@ -393,6 +467,20 @@ def prediction():
 
 flight = lab.measure("Rows in flight of the online kernel, bfloat16", prediction)
 
+
+def length_in_l2():
+    """The longest row that is read again from L2, or 0 if that differs between GPUs."""
+    longest = {
+        max(
+            (row["columns"] for row in table.rows if row["again from"] == "L2"),
+            default=0,
+        )
+        for table in (flight, *flight.elsewhere)
+        if table.rows
+    }
+    return longest.pop() if len(longest) == 1 else 0
+
+
 # %%
 
 # Folded: The rows in flight as a table
@@ -400,58 +488,50 @@ flight
 
 # %%
 
-
 # Drawing
-def size_of_l2(rows):
-    tables = (flight, *flight.elsewhere)
-    return next(t.provenance["l2_mib"] for t in tables if t.rows is rows)
-
-
-def in_flight(rows):
-    bars = ", ".join(
-        f"{row['columns']:,} columns {row['MiB in flight']:,}" for row in rows
-    )
-    return (
-        f"An L2 of {size_of_l2(rows):.0f} MiB as a box, and the MiB in flight: {bars}."
-    )
-
-
-def box_of_l2(axes, rows):
-    l2, blue, orange = (
-        size_of_l2(rows),
-        lab.colour("Kernel Book"),
-        lab.colour("PyTorch"),
-    )
-    axes.axvspan(0, l2, facecolor="#eaf2fb", edgecolor=blue)
-    axes.text(l2 + 4, 0, f"L2: {l2:.0f} MiB", color=blue, va="center")
-    for place, row in enumerate(rows):
-        mib, fits = row["MiB in flight"], row["again from"] == "L2"
-        axes.barh(place, mib, color=blue if fits else orange, height=0.6)
-        if not fits:
-            axes.text(
-                mib + 4, place, f"online: {row['online']}", va="center", color=orange
-            )
-    axes.set_yticks(range(len(rows)), [f"{row['columns']:,}" for row in rows])
-    axes.set(xlabel="MiB in flight", ylabel="columns", xlim=(0, 1.3 * mib))
-    axes.grid(visible=False)
-    axes.invert_yaxis()
-
-
-lab.draw(flight, "Rows in flight against the box of L2", in_flight, box_of_l2)
+step("online", "From three reads to two", until=length_in_l2())
 
 # %%
 
 # Reading
-by_rows = {name: share[name, cached] for name in ("online", "online_2d")}
+until = length_in_l2()
 lab.read(
-    "Where the bars leave the box, `online` loses speed."
-    + (
-        f" `online_2d` loses it earlier, at {cached:,} columns, because its programs hold four "
-        "rows each."
-        if by_rows["online_2d"] < by_rows["online"] - 5
+    (
+        f"The dotted line is our prediction: up to {until:,} columns the rows in flight fit into "
+        f"an L2 of {flight.provenance['l2_mib']:.0f} MiB. "
+        if until
         else ""
     )
-    + " So for longer rows even the second read must be saved."
+    + f"At {long:,} columns `online` reaches {share['online', long]:.0f} %, where its bytes, two "
+    f"reads and one write, would allow {100 * 2 / 3:.0f}. So for long rows even the second read "
+    "must be saved."
+)
+
+# %%
+
+# Folded: More: four rows per program, online_2d
+in_l2 = flight.provenance["l2_mib"] if flight.provenance else float("nan")
+leaves = next(  # four times as many rows in flight, where both kernels have eight warps
+    (
+        r["columns"]
+        for r in flight.rows
+        if r["columns"] >= 8192 and 4 * r["MiB in flight"] > in_l2
+    ),
+    0,
+)
+first = next(
+    (n for n in COLUMNS if share["online_2d", n] < 0.95 * share["online", n]), 0
+)
+lab.read(
+    "From 8,192 columns on `online_2d` has four times as many rows in flight as `online`"
+    + (f", so they leave L2 at {leaves:,} columns already." if leaves else ".")
+    + (
+        f" It falls behind at {first:,} columns, where its rows still fit and it reaches "
+        f"{share['online_2d', first]:.0f} % to {share['online', first]:.0f}: for that we have no "
+        "reason."
+        if 0 < first < leaves
+        else ""
+    )
 )
 
 # %%
@@ -469,13 +549,18 @@ lab.read(
 #
 # Can a program keep the row that it has read? ``row``, the shortest kernel, does so. Each program
 # loads one or more whole rows, widens them to float32 and does everything in its :term:`registers
-# <register>`, the fastest storage on the chip.
+# <register>`, the fastest storage of a streaming multiprocessor (:term:`SM`).
 
 lab.source(row_fwd_kernel)
 
 # %%
 # A block has a power of two of elements and a row seldom does, so the load fills the rest with
 # minus infinity (``other``), which never wins a maximum and whose exponential is 0.
+
+# %%
+
+# Drawing
+step("row", "From two reads to one")
 
 # %%
 
@@ -499,31 +584,35 @@ level = [
     < 1.01 * sweep.share("one program", columns=short)
 ]
 kept = (
-    f" The public `softmax` runs `row` there all the same: on {level[0]} `online` gains less than "
-    "1 %, and in float32 we have not compared the two."
+    f" The public `softmax` runs `row` all the same: on {level[0]} `online` gains less than 1 %."
     if ahead and level
     else ""
 )
+gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["online", n]]
 lab.read(
-    f"At {short:,} columns `row` reaches {share['one program', short]:.0f} % of a copy's speed"
+    (
+        "The read that is saved gains nothing by itself: the second read of `online` comes from "
+        "L2 as long as rows are short, and costs next to nothing. "
+        if not gains
+        else "`row` gains on `online` at "
+        f"{' and '.join(f'{n:,}' for n in gains)} columns. "
+    )
     + (
-        f", and `online` {share['online', short]:.0f}, although it reads the row twice. "
+        f"At {short:,} columns `online` is even ahead, {share['online', short]:.0f} % to "
+        f"{share['one program', short]:.0f}. "
         + (
             "Part of the reason is"
             if left > 2
             else "We found no reason; what we tried is"
         )
-        + " in the fold “More: a lead of a few per cent”, below the last table."
+        + " in the fold “More: a lead of a few per cent”."
         if ahead
-        else "."
+        else ""
     )
     + kept
-    + f" At 32,768 columns `row` reaches {one:.0f} %, "
-    + (
-        f"less than `online` with {two:.0f}."
-        if one < two
-        else f"and `online` {two:.0f}."
-    )
+    + f" At 32,768 columns `row` falls to {one:.0f} %, with `online` at {two:.0f}. At 65,536 the "
+    "numbers alone fill an SM's registers, so the compiler moves some to memory, and a row of "
+    f"{long:,} does not fit at all."
 )
 
 # %%
@@ -537,17 +626,16 @@ lab.read(
 #
 # .. animation:: registers_of_an_sm
 #
-# In memory, a 16-bit row is only half as large, so the kernel ``packed`` keeps it that way. Two
-# numbers share a register, and the kernel widens them each time it uses them. Every exponential is
-# computed twice, but two programs fit where there was room for one.
-#
-# ``x_ptrs`` and ``y_ptrs`` are pointers to int32, so ``raw`` holds the row as it was loaded, two
-# numbers in each. ``widen`` turns such pairs into float32, and ``narrow`` turns the results back.
-# ``zero`` is an argument that is always 0, but the
-# compiler does not know that, so after ``raw += zero`` it has to widen anew, and cannot keep the
-# wide row in registers.
+# In memory, a 16-bit row is only half as large, so the kernel ``packed`` keeps it that way. In
+# ``raw`` each int32 holds two numbers; ``widen`` turns such pairs into float32, each time they are
+# used, and ``narrow`` turns the results back. Every exponential is computed twice, but two programs
+# fit where there was room for one.
 
 lab.source(packed_row_fwd_kernel, "widen")
+
+# %%
+# ``zero`` is an argument that is always 0. The compiler does not know that, so after
+# ``raw += zero`` it has to widen anew, and cannot keep the wide row in registers.
 
 # %%
 
@@ -584,6 +672,11 @@ facts
 
 # %%
 
+# Drawing
+step("packed", "From one program on an SM to two")
+
+# %%
+
 # Reading
 kernels = {(r["case"], r["kernel"]): r for r in facts.rows}
 made = kernels.get(("32,768 columns, bfloat16", "packed_row_fwd_kernel"), {})
@@ -600,8 +693,8 @@ unharmed = [
 ]
 lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
-    f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
-    f"{share['Kernel Book', 32768]:.0f} %, where `row` reaches {one:.0f}."
+    f"programs of {threads} threads fit on an SM. At 32,768 columns that is the difference between "
+    f"{one:.0f} % and {share['Kernel Book', 32768]:.0f}."
     + (f" A GPU with a slower memory needs it less: {unharmed[0]}." if unharmed else "")
 )
 
@@ -609,26 +702,26 @@ lab.read(
 # Split: programs share a row
 # ---------------------------
 #
-# What about a row that is wider still? One of 65,536 columns takes half of an SM's registers even
-# when it is packed. So in the kernel ``split`` several programs share it. Each computes the pair of
-# its part, the maximum ``m`` and the sum of its ``numerator``. Then they exchange their pairs, and
-# each merges all of them. This :term:`exchange` has three steps.
+# What about a row that is wider still? One of 65,536 columns would take half of an SM's registers
+# even when it is packed. So in the kernel ``split`` several programs share it. Each computes the
+# pair of its part, they exchange their pairs, and each merges all of them. This :term:`exchange`
+# has three steps.
 #
 # .. animation:: publish_and_collect
 
 # %%
 # **Publish.** Each of the ``N_PARTS`` programs of a row loads its own ``part``, which has a slot of
-# 64 bits in memory, 0 at first, with room for a pair of float32. ``to_slot`` joins the two numbers,
-# and ``publish`` stores them in the slot with a single :term:`atomic`. So a reader finds either an
-# empty slot or a complete pair, and no lock is needed.
+# 64 bits in memory. ``torch.zeros`` makes the slots in each call, which all our times include.
+# ``to_slot`` puts the maximum into the upper 32 bits and the sum into the lower, and ``publish``
+# stores both with a single :term:`atomic`. So a reader finds either an empty slot or a complete
+# pair, and no lock is needed.
 
 lab.source(split_row_fwd_kernel, "load", "publish")
 
 # %%
-# **Wait.** How does a program learn that the others have published? It looks at the slots again and
-# again, until none is 0. ``volatile`` makes each look a new read of memory, where the compiler may
-# otherwise keep what it has read before. The last line takes the minimum over all ``THREADS``
-# threads of the program, so that all of them get the same answer.
+# **Wait.** The function ``wait(slots_ptrs, max_polls, THREADS)`` looks at the slots again and
+# again, until none is 0. ``volatile`` makes each look a new read of memory. The last line takes the
+# minimum over all ``THREADS`` threads of the program, so that all of them get the same answer.
 
 lab.source(exchange.wait, "poll")
 
@@ -637,15 +730,16 @@ lab.source(exchange.wait, "poll")
 # time. The hardware does not promise this, so a program gives up after ``max_polls`` looks, and
 # ``ready`` says whether all pairs came.
 #
-# **Collect.** ``collect`` turns the slots back into maxima and sums, and the program merges those
-# of all ``N_PARTS`` parts as above. If a pair did not come, ``row_statistics`` reads the whole row
-# instead, which is slow but right. Last, the part is rescaled from its maximum ``m`` to that of the
-# row.
-#
-# A program takes at least 32 ``LOOKS`` at once, as the fold explains. If the parts are fewer, it
-# reads slots more than once (``parts % N_PARTS``), and ``collect`` drops the surplus.
+# **Collect.** ``collect`` takes the pairs apart again, and the program merges them as above. If one
+# did not come, ``row_statistics`` reads the whole row instead, which is slow but right. Last, the
+# factor :math:`e^{m - m_{row}}`, an ``alpha``, rescales the part to the maximum of the row.
 
-lab.source(split_row_fwd_kernel, "collect")
+lab.source(split_row_fwd_kernel, "collect", "write")
+
+# %%
+# A program takes at least 32 ``LOOKS``, one for each thread of a :term:`warp`, so that these leave
+# the loop together. With fewer parts a slot is read more than once (``parts % N_PARTS``), and
+# ``collect`` drops the surplus.
 
 # %%
 
@@ -677,22 +771,35 @@ lab.listing(
 
 # %%
 
+# Drawing
+step("split", "From one program per row to several")
+
+# %%
+
 # Reading
+small, large = tuned.PART_COLS
+spared = [
+    f" On {sweep.provenance['gpu']} it reaches "
+    f"{100 * sweep.share('Kernel Book', columns=long):.0f} %."
+    for sweep in ladder.elsewhere
+    if sweep.share("Kernel Book", columns=long) > 0.98
+]
 lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
-    f"{share['one program', 65536]:.0f}. Waiting probably costs the rest, because a program loads "
-    "nothing while it waits for its slowest neighbour."
+    f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at {long:,}. What "
+    f"the rest costs, we have not measured.{spared[0] if spared else ''} A part has {small:,} "
+    f"columns, and {large:,} in rows of more than {tuned.SMALL_PARTS_UP_TO['forward']:,}, the "
+    "fastest that we tried."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# Do all of these kernels give the same result? We check each against float64. An error may be at
-# most twice PyTorch's own, or one unit in the last place (:term:`ulp`). In float32 it may be twice
-# as much, because multiplying by the reciprocal rounds once more than a division, and the
-# hardware's ``exp2`` errs in its last two bits. Here ``row`` stands for ``row``, ``packed`` or
-# ``split``, by the length of the row.
+# We check each kernel against float64. An error may be at most twice PyTorch's own, or one unit in
+# the last place (:term:`ulp`). In float32 it may be twice as much, because multiplying by the
+# reciprocal rounds once more than a division, and the hardware's ``exp2`` errs in its last two
+# bits. Here ``row`` includes ``packed`` and ``split``.
 
 
 def cases():
@@ -750,10 +857,30 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # %%
 # How fast is it?
 # ---------------
-#
-# How does the public ``softmax`` compare with PyTorch and two libraries? Liger is LinkedIn's
-# library of Triton kernels, and quack, by the authors of FlashAttention, is written in NVIDIA's
-# CuTe DSL.
+
+# Reading
+lab.read(
+    f"In 16 bits the public `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
+    f"{SPLIT:,} and `split` beyond; in float32, which cannot be packed, `row` up to "
+    f"{SPLIT // 2:,} and `split` beyond. Outside these lengths `packed` and `split` "
+    "were not timed."
+)
+
+# %%
+
+# Folded: All kernels of this page in one figure, forward, bfloat16
+for crossing in ("online", "three_pass", "simple_softmax"):
+    lab.colour(crossing)  # in this order lines that cross differ most
+lab.plot(
+    ladder,
+    "All kernels of this page, forward, bfloat16",
+    share=True,
+    names={"one program": "row"},
+)
+
+# %%
+# We compare it with PyTorch and two libraries: Liger is LinkedIn's library of Triton kernels, and
+# quack, by the authors of FlashAttention, is written in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -861,6 +988,10 @@ lab.read(
 lab.source(row_bwd_kernel, "gradient")
 
 # %%
+# A copy moves two arrays and the gradient three, so in the figure of backward 100 % means a copy's
+# bytes per second: three arrays in one and a half times the copy's time.
+
+# %%
 
 # Folded: The backward kernel whole
 lab.source(row_bwd_kernel)
@@ -911,8 +1042,8 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns. Above 100 % is possible, because two reads and "
-    "one write load the memory less than a copy's even mix of reads and writes."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. More than 100 % is possible, because a third of "
+    "its bytes are writes, and of a copy's a half."
 )
 
 # %%
@@ -975,6 +1106,7 @@ lab.read(
 
 # %%
 
+# Folded: Every point at which a library is ahead
 rows = [{"pass": name} | row for name, found in lost.items() for row in found]
 lab.table(
     rows or [{"pass": "none"}],
@@ -982,18 +1114,14 @@ lab.table(
 )
 
 # %%
-# At the widest rows quack takes a path that none of our kernels takes and that is shorter than L2:
-# the SMs of a *cluster* read each other's shared memory.
-
-# %%
-
-# Reading
-lab.read(forward.summary(**in_dtypes[1]))
+# At the widest rows quack exchanges through the shared memory of a *cluster* of SMs, which none of
+# our kernels does.
 
 # %%
 
 # Folded: Forward in float32
 lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+lab.read(forward.summary(**in_dtypes[1]))
 
 # %%
 
@@ -1160,11 +1288,18 @@ host = lab.host_times(
 
 # Reading
 nan = float("nan")
-call = {row["pass"]: row for row in host.rows}.get("forward", {})
+calls = {row["pass"]: row for row in host.rows}
+ours, theirs = (
+    [
+        calls.get(name, {}).get(f"{whose} (µs)", nan)
+        for name in ("forward", "forward and backward")
+    ]
+    for whose in ("Kernel Book", "PyTorch")
+)
 lab.read(
     "One cost is in none of these figures. Our forward call on 64 rows of 1,024 columns keeps the "
-    f"host busy for {call.get('Kernel Book (µs)', nan):.0f} µs, and PyTorch's for "
-    f"{call.get('PyTorch (µs)', nan):.0f}."
+    f"host busy for {ours[0]:.0f} µs, and PyTorch's for {theirs[0]:.0f}. Forward and backward "
+    f"together, it is {ours[1]:.0f} µs to {theirs[1]:.0f}."
 )
 
 # %%
@@ -1232,12 +1367,11 @@ lab.read(
 #
 # Why learn to rescale a sum, if most rows fit on chip? Attention is
 # :math:`\mathrm{softmax}(q k^\top)\, v`: a weighted sum of the rows of :math:`v`, by the softmax of
-# scores that are themselves computed, and far too many to hold at once.
-#
-# With the recurrence nobody has to. A program walks over the keys in blocks, and for each query it
-# carries the pair and the weighted sum so far, ``acc``, which it rescales by the same ``alpha``:
-# ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are the
-# exponentials of a block. That is the core of FlashAttention.
+# scores that are far too many to hold at once. So a program walks over the keys in blocks, and for
+# each query it carries the pair and the weighted sum so far, ``acc``, which the same ``alpha``
+# rescales: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where ``p`` are
+# the exponentials of a block. That is the core of FlashAttention, which
+# :doc:`/chapters/attention_forward` builds.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
 # a matmul of two blocks in full float32.
@@ -1300,8 +1434,7 @@ lab.check(
 #
 # Must a kernel read every row three times? No: a pair of maximum and sum, corrected by one factor,
 # carries all that is known of the blocks before, so ``online`` reads a row twice. A row that stays
-# on chip, packed or split if it is wide, is read once. The same pair, with a weighted sum beside
-# it, is what :doc:`/chapters/attention_forward` is built on.
+# on chip, packed or split if it is wide, is read once.
 #
 # Exercises
 # ---------
