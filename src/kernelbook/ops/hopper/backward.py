@@ -329,13 +329,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         q_slot, do_slot = step % Q_STAGES, step % DO_STAGES
         q, do = q_s.index(q_slot), do_s.index(do_slot)
         # -- weights: while dP is computed
-        mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
+        mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)  # wait 1
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
         if not LATE:
             lse = lse_s.index(q_slot).load(query)
-        mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
+        mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)  # wait 2
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(1, deps=[s])  # wait 3
         if LATE:
             lse = lse_s.index(q_slot).load(query)
         p = exp2(s * scale_log2 - lse[None, :])
@@ -355,14 +355,14 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         if not LATE:
             delta = delta_s.index(do_slot).load(query)
-        dp = warpgroup_mma_wait(0, deps=[dp])
+        dp = warpgroup_mma_wait(0, deps=[dp])  # wait 4
         if LATE:
             delta = delta_s.index(do_slot).load(query)
         ds = (p * (dp - delta[None, :])).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
         ds_s.index(2 * (step % 2) + ME).store(ds)
         fence_async_shared()
-        named_barrier("sync", MEETING, 256)
+        named_barrier("sync", MEETING, 256)  # wait 5
         # -- dq: a half of it, of the keys of both consumers, handed over while dk is computed
         part = no_part
         for half in gl.static_range(2):
@@ -377,13 +377,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             )
         ds = gl.convert_layout(ds, operand, assert_trivial=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        part, dv = warpgroup_mma_wait(1, deps=[part, dv])
+        part, dv = warpgroup_mma_wait(1, deps=[part, dv])  # wait 6
         mbarrier.arrive(do_empty.index(do_slot))
-        mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)
+        mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)  # wait 7
         parts.index(ME).store(part)
         fence_async_shared()
         mbarrier.arrive(part_full.index(ME))
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = warpgroup_mma_wait(0, deps=[dk])  # wait 8
         mbarrier.arrive(q_empty.index(q_slot))
 
     # -- write: into the place of keys and values, which no matmul reads any more
