@@ -1901,15 +1901,15 @@ def timelines(axes, rows):
     axes.grid(axis="x", visible=True)
 
 
-def cycles_a_step(rows, version=TRACED[1]):
+def cycles_a_step(rows):
     """Cycles from one step to the next of a consumer, over the span that was traced."""
-    own = in_order(rows, version=version)
+    own = in_order(rows)
     return (own[-1]["begins"] - own[0]["begins"]) / (len(own) - 1) if own else nan
 
 
-def spent(rows, a, b, role="consumer 0"):
+def spent(rows, a, b, role="consumer 0", version=TRACED[1]):
     """Cycles of a step that a role spends between two points."""
-    own = in_order(rows, role)
+    own = in_order(rows, role, version)
     return sum(r[b] - r[a] for r in own) / len(own) if own else nan
 
 
@@ -1930,7 +1930,10 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step = cycles_a_step(traced.rows)
-of_room = spent(traced.rows, "matmuls", "handed over")
+of_room, of_themselves = (
+    spent(traced.rows, "matmuls", "handed over", version=version)
+    for version in reversed(TRACED)
+)
 adds, its_turn = (
     spent(traced.rows, *between, "adder")
     for between in (("has parts", "added"), ("asks", "its turn"))
@@ -1940,10 +1943,12 @@ if not traced.rows:
 lab.read(
     f"**Each role waits for another.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles "
     "of a step to hand its part over, because it may store only when the copy engine has read the "
-    f"part before. That is late: {still_adding(traced.rows):,.0f} cycles after that part is stored, "
-    f"the adder has announced the one before. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
-    f"{100 * its_turn / a_step:.0f} % it waits for the adder of the program before. **Does the "
-    "order set this pace?** The ladder says what it costs without a mask: the fixed order "
+    f"part before. (On the rung “{TRACED[0]}”, where the consumers add themselves, it takes "
+    f"{of_themselves:,.0f}.) The reading ends late: {still_adding(traced.rows):,.0f} cycles after "
+    "a part is stored, the adder has announced the one before. The adder adds for "
+    f"{100 * adds / a_step:.0f} % of a step, and for {100 * its_turn / a_step:.0f} % it waits for "
+    "the adder of the program before. **Does the order set this pace?** The ladder says what it "
+    "costs without a mask: the fixed order "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))}."
 )
 
@@ -1951,7 +1956,7 @@ lab.read(
 # **A second buffer** for the part would let a consumer go on, and it fits: 224 of 227 KiB. We tried
 # it, and it was right, but faster at one point only (head_dim 64, causal, 16,384). Nor was any of
 # these faster: to issue scores and :math:`dP` of the next step ahead, an adder that asks for its
-# turn early, or weights before the wait for :math:`dO`. No record of this page holds these runs.
+# turn early, or weights before the wait for :math:`dP`. No record of this page holds these runs.
 
 # %%
 # So how short could a step be, if nobody waited? One limit is shared memory, which gives an SM 128
