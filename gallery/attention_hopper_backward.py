@@ -66,48 +66,37 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# The backward pass needs five matmuls for a tile of queries and a tile of keys, with the weights
-# :math:`P = e^{S - lse}` and with :math:`dS = P \circ (dP - \mathrm{delta})`, as
-# :doc:`/chapters/attention_backward` derives them:
+# For a tile of queries and one of keys, the backward pass needs five matmuls, as
+# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, of which come the weights
+# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and their terms of :math:`dV`,
+# :math:`dK` and :math:`dQ`.
 #
-# .. math::
-#
-#    \begin{aligned}
-#    S &= \sigma\, Q K^\top \\
-#    dP &= dO\, V^\top \\
-#    dV &\mathrel{+}= P^\top dO \\
-#    dK &\mathrel{+}= \sigma\, dS^\top Q \\
-#    dQ &\mathrel{+}= \sigma\, dS\, K
-#    \end{aligned}
-#
-# The trouble is the three ``+=``: :math:`dK` and :math:`dV` are sums over queries, :math:`dQ` is a
-# sum over keys. So plain Triton takes **two sweeps**: in one a program owns keys and computes all
-# but :math:`dQ`, in the other it owns queries and computes :math:`S` and :math:`dP` again. That
-# makes seven matmuls, and five at the same speed would be :math:`7/5 = 1.4` times as fast.
+# The trouble is that :math:`dK` and :math:`dV` are sums over queries, and :math:`dQ` is a sum over
+# keys. So plain Triton takes **two sweeps**: in one a program owns keys, in the other it owns
+# queries and computes :math:`S` and :math:`dP` again. That makes seven matmuls, and five at the
+# same speed would be :math:`7/5 = 1.4` times as fast.
 #
 # In **one sweep** a program owns keys, and adds its part of :math:`dQ` to sums in memory. Other
-# programs add to the same rows, and the last bits of a sum of floating-point numbers depend on its
-# order. So if all runs are to have the same bits, each program waits for its turn. Here is all of
-# it, for one head without a mask:
+# programs add to the same rows, and the last bits of a sum depend on its order. So if all runs are
+# to have the same bits, each program waits for its turn. For one head without a mask:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
 #
-# ``own`` are the offsets of the program's keys, and ``met`` those of the queries that it meets, the
-# last tile first. ``lse`` and ``delta`` are known from the forward pass. ``part`` is its part of
-# :math:`dQ`. Each program has a **counter**, at first 0, that says how many steps it has added:
+# ``own`` are the offsets of the program's keys, ``met`` those of the queries that it meets, and
+# ``part`` its part of :math:`dQ`. ``lse`` and ``delta`` are known from the forward pass. A
+# **counter** for each program, at first 0, says how many steps it has added:
 #
-# - ``atomic_add`` of 0 *reads* the counter of the program before. With ``"acquire"``, what that
-#   program stored before it wrote the counter is seen by all loads below.
-# - ``atomic_xchg`` *writes* the own counter. With ``"release"``, all stores above come before it.
-# - One thread does each of these, so a ``debug_barrier``, at which all threads of the program meet,
-#   holds back the loads of the others, and waits for their stores.
-#
-# The launch has a program for each tile of keys:
+# - ``atomic_add`` of 0 *reads* that of the program before. With ``"acquire"``, what that program
+#   stored before it wrote the counter is seen by all loads below.
+# - ``atomic_xchg`` *writes* the own one. With ``"release"``, all stores above come before it.
+# - One thread does each of these. So all threads meet at a ``debug_barrier``, which holds back the
+#   loads of the others, and waits for their stores.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn
 #    :start-at: sums = torch.zeros
+#    :end-before: return
 #    :dedent:
 
 
@@ -130,10 +119,9 @@ lab.check("The small kernel", of_small_kernel())
 # %%
 # It is right. (In the interpreter programs run one after another, so that nobody waits.) On a GPU
 # two things are in its way. **Order:** while a program waits for its turn, all its warps do.
-#
-# **Space.** The table counts what a program with 128 keys holds at head_dim 128 while it meets 64
-# queries. An :term:`SM` has 256 KiB of :term:`registers <register>` and 227 KiB of :term:`shared
-# memory`, and neither would hold all of it.
+# **Space:** with 128 keys, head_dim 128 and two tiles of 64 queries on their way, a program needs
+# 224 KiB of :term:`registers <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256
+# and 227 KiB, and neither would hold all of it.
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -153,13 +141,15 @@ for what, (n_rows, columns, size, where) in held.items():
     room[where] += kib
     rows.append({"what": what, "KiB": kib, "where": where})
 rows += [{"what": "in all", "KiB": kib, "where": where} for where, kib in room.items()]
-assert room["registers"] < 256
-assert room["shared memory"] < 227
+assert room == {"registers": 224, "shared memory": 192}
+
+# %%
+
+# Folded: What a program holds, counted
 lab.table(rows, "What a program holds")
 
 # %%
-# Where a tile lies is the compiler's choice in plain Triton. (The part of :math:`dQ` is computed in
-# the registers where :math:`S` and :math:`dP` were.)
+# Where a tile lies is the compiler's choice in plain Triton.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -223,11 +213,11 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# *Which tiles must go through shared memory?* Of those that a consumer computes, only one. A matmul
-# of Hopper takes its *right* operand from shared memory, its *left* one from shared memory
-# or from registers, and leaves its result in registers, distributed over the threads as a left
-# operand has to be. So we compute the *transposed* scores :math:`K Q^\top`, with keys as rows, and
-# likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left operands where they are.
+# *Which tiles must go through shared memory?* A matmul of Hopper takes its *right* operand from
+# there, its *left* one from there or from registers, and leaves its result in registers,
+# distributed as a left operand has to be. So we compute the *transposed* scores :math:`K Q^\top`,
+# with keys as rows, and likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left
+# operands where they are.
 
 operands = [
     ("Sᵀ = K Qᵀ", "shared memory", "registers, becomes Pᵀ"),
@@ -245,8 +235,7 @@ lab.table(
 
 # %%
 # Only the last one is out of place. It sums over the *keys* of a tile, which are spread over both
-# consumers. So :math:`dS^\top` is written to shared memory, once, and is read from there
-# transposed, which the matmul does on its way.
+# consumers. So :math:`dS^\top` is written to shared memory once, and read transposed.
 
 
 # Measuring
@@ -352,23 +341,21 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #    :lines: 1-2, 5, 8-19, 22-34
 #    :dedent:
 #
-# - ``warpgroup_mma`` *issues* a matmul, which runs on while the warps do something else;
-#   ``warpgroup_mma_wait(1, ...)`` waits until at most one is under way.
-# - ``ME`` is 0 or 1, the consumer's number. ``MEETING`` is a :term:`named barrier` of both.
-# - ``ds_s`` holds four tiles, two of each consumer, which it fills by turns. ``.permute([1, 0])``
-#   transposes one on the matmul's way.
-# - ``PART`` is 64: each consumer computes half of the part's columns, for the keys of both.
+# - ``warpgroup_mma`` *issues* a matmul, which runs on; ``warpgroup_mma_wait(1, ...)`` waits until
+#   at most one is under way.
+# - ``ME`` is 0 or 1, the consumer's number. Both meet at ``MEETING``, a :term:`named barrier`. Each
+#   then computes half of the part's columns, ``PART`` = 64, for the keys of both.
+# - ``ds_s`` holds four tiles, two of each consumer, which it fills by turns.
 # - ``fence_async_shared`` lets matmuls and the copy engine see what threads have stored.
-# - ``..._full`` and ``..._empty`` are mbarriers: one role arrives when a slot is filled or read,
-#   and another waits for it.
+# - ``..._full`` and ``..._empty`` are mbarriers of a slot.
 #
 # .. dropdown:: Why one meeting per step suffices
 #
 #    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
 #    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
 #
-# Several changes lead to this loop. To see what each is worth, this page has one more kernel, of
-# head_dim 128 and lengths that 128 divides, in which each is a switch.
+# Several changes lead to this loop. To see what each is worth, this page has a kernel, of head_dim
+# 128 and lengths that 128 divides, in which each is a switch.
 
 # Whole
 import triton
@@ -703,8 +690,8 @@ def _one_sweep_kernel(
 
 
 # %%
-# Each rung keeps the switches of those above it. Times are those of the whole backward pass at
-# length 4,096, as percentages of the speed of a large matmul, if five matmuls are counted.
+# Below, each rung keeps the switches of those before. Timed is the whole backward pass at length
+# 4,096, and five matmuls are counted.
 
 # Measuring
 LADDER = {
@@ -895,11 +882,9 @@ def told(name, than=None):
 #
 # *Does one sweep pay, if we say where each tile lies?* On the first rung there is no adder and no
 # meeting. Each consumer computes a part of :math:`dQ` from its own keys, puts it into a buffer in
-# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums: a copy
-# from shared memory with an addition at its end, done in the :term:`L2` cache. Two consumers thus
-# add two parts to the same sums, and a part of 64 queries by 128 columns takes 64 registers of each
-# thread. On the second rung they meet, and each computes half of the columns: half the bytes, and
-# half the registers.
+# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums, which is
+# done in the :term:`L2` cache. On the second rung each computes half of the columns for the keys of
+# both: half the bytes to add, and half the registers for the part.
 
 
 # Drawing
@@ -919,6 +904,7 @@ def compared(*names):
                     )
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
         axes.invert_yaxis()
         axes.set(xlim=(0, 100), xlabel="% of the speed of matmul")
         axes.figure.set_size_inches(5.4, 0.9 + 0.5 * len(names))
@@ -954,9 +940,7 @@ lab.read(
 # -------
 #
 # *When does a consumer have to wait for a matmul?* Only when it needs the result. Without this
-# rung, it waits for each matmul before it issues the next. With it, it makes the weights while
-# :math:`dP` is computed, meets the other while :math:`dV` is, and hands the part over while
-# :math:`dK` is.
+# rung, it waits for each matmul before it issues the next; with it, it does as in the picture.
 
 # Drawing
 compared("half the columns", "overlap")
@@ -990,10 +974,9 @@ lab.read(
 #    :dedent:
 #
 # ``counter_ptr`` points to the program's own counter, so ``counter_ptr - 1`` is that of the keys
-# before. **How does a counter promise that the sums are in memory?** Not threads add here but the
-# copy engine, beside them: "I have asked for the addition" is not yet "it is done". And Triton's
-# atomics order only what *threads* load and store. So writer and reader are a few instructions in
-# :term:`PTX`:
+# before. **How does a counter promise that the sums are in memory?** Here the copy engine adds,
+# beside the threads, and Triton's atomics order only what *threads* load and store. So writer and
+# reader are a few instructions in :term:`PTX`:
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: announce
@@ -1039,8 +1022,7 @@ lab.read(
 #
 # *Can programs that wait for each other stand still for ever?* They would, if those on the SMs
 # waited for one that has not started. Against this stands one assumption, **that programs start in
-# the order of their ids.** No manual promises it, though every launch on the GPU of this page came
-# to its end. Program ids ascend with the keys of a head, so
+# the order of their ids.** No manual promises it. Program ids ascend with the keys of a head, so
 #
 # 1. a program waits for one other, that of the keys before its own in the same head, whose id is
 #    smaller;
@@ -1052,10 +1034,9 @@ lab.read(
 # Heads apart
 # -----------
 #
-# *Where does the order cost time?* We simulate it. In each tick a program on an SM may do
-# one step of its own if the program of the keys before has done that step in a tick before. With a
-# causal mask, programs of later keys have fewer steps. Below, a row is an SM, a colour is a head,
-# and grey is waiting.
+# *Where does the order cost time?* We simulate it. In each tick a program on an SM does a step if
+# the program of the keys before has done it in a tick before. With a causal mask, later keys have
+# fewer steps. A row is an SM, a colour is a head, and grey is waiting.
 
 
 # Drawing
@@ -1136,8 +1117,8 @@ lab.sketch(
 # %%
 # On the left, programs of one head start together, although each needs the one before it to be a
 # step ahead, and they end together, so the next head begins with the same wait. On the right, tiles
-# of four heads alternate, so most find that their turn has come. In each head ids still ascend with
-# the keys. On the GPU as many heads alternate as fill its SMs, or × 2, × 4 or × 8 as many.
+# of four heads alternate, so most find that their turn has come. On the GPU as many heads alternate
+# as fill its SMs, or × 2, × 4 or × 8 as many.
 
 
 # Measuring
@@ -1256,16 +1237,12 @@ more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
     "heads × 4", seqlen=16384
 )
 lab.read(
-    f"On the GPU heads apart, ×\u00a04, {told('heads apart')}. The simulation promised more, "
-    f"{100 * promised:.0f} %, because an SM there stands still whenever it waits, while on the GPU "
-    f"the consumers go on. The package takes ×\u00a04 at 16,384, too, where it "
-    f"{of_heads(4, 16384)} against ×\u00a01. ×\u00a08 {of_heads(8, 16384, than=4)} against "
-    f"×\u00a04 there, and {of_heads(8, 4096, than=4)} at 4,096"
-    + (
-        ": the package, which has one setting for both, gives that away."
-        if more > 1 + SCATTER
-        else "."
-    )
+    f"On the GPU heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
+    f"{100 * promised:.0f} %, because there an SM stands still whenever it waits. At 16,384, "
+    f"×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+    f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+    f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
+    + (", and gives that away." if more > 1 + SCATTER else ".")
 )
 
 # %%
@@ -1309,8 +1286,7 @@ lab.read(
         )
         else f"**So here the order still {lost}.** "
     )
-    + f"Against “heads apart”, the package's kernel {told('Kernel Book', 'heads apart')}. "
-    "(A fixed order without an adder was not tried.)"
+    + f"Against “heads apart”, the package's kernel {told('Kernel Book', 'heads apart')}."
 )
 
 # %%
@@ -1482,8 +1458,7 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 #
 # The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
 # windows, in a fixed order and in any. Sizes are (batch, heads, heads of keys, queries, keys,
-# head_dim). Without a Hopper GPU the Gluon kernel does not run, and a sweep in PyTorch is checked
-# in its place.
+# head_dim). Without a Hopper GPU, a sweep in PyTorch is checked in place of the Gluon kernel.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1619,8 +1594,8 @@ lab.read(
         f"{of_free[1]:,.0f} with a causal one. "
     )
     + "`dk` and `dv` never do, because no other program adds to them. All "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes came to their end. Every tenth "
-    "was compared with plain Triton, and all of these agreed."
+    f"{ended.get('finished', nan):,.0f} launches of random shapes ended; every tenth was compared "
+    "with plain Triton, and agreed."
 )
 
 # %%
@@ -1692,13 +1667,13 @@ def with_fewer_lines(sweep):
 
 lines = with_fewer_lines(speed)
 lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
-lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 
 # %%
 
-# Folded: The other masks, and all points in numbers
+# Folded: With a causal mask, at head_dim 64, and all points in numbers
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.table(
     [
         {key: f"{x:.0f}" if isinstance(x, float) else x for key, x in row.items()}
@@ -1774,9 +1749,8 @@ lab.read(
     f"{len(below_theirs)} points{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
     f"{points_of(over_theirs)}. (Why less than {100 * SCATTER:.0f} % makes no difference: the "
     f"default is timed under two names, and at {close} of {len(twice)} points the two times are "
-    "nearer than that. A point that another series of this page timed as well differs by "
-    f"{100 * abs(between):.0f} %, so we compare only within one.) "
-    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+    f"nearer. Two series of this page are {100 * abs(between):.0f} % apart, so we compare only "
+    "within one.) " + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
@@ -1807,9 +1781,9 @@ lab.read(
 # What sets the pace
 # ------------------
 #
-# *Who waits for whom, and how short can a step be?* The roles of one program write down the cycle
-# of their SM at certain points, here at head_dim 128, in a fixed order and without a mask. At a
-# dashed line the first consumer has stored its part, so by then the buffer had been read.
+# *Who waits for whom, and how short can a step be?* The roles of one program wrote down the cycle
+# of their SM, here at head_dim 128, in a fixed order and without a mask. At a dashed line a
+# consumer has stored its part, so by then the buffer had been read.
 
 
 # Measuring
@@ -1947,22 +1921,19 @@ lab.read(
     f"{of_themselves:,.0f}.) The reading ends late: {still_adding(traced.rows):,.0f} cycles after "
     "a part is stored, the adder has announced the one before. The adder adds for "
     f"{100 * adds / a_step:.0f} % of a step, and for {100 * its_turn / a_step:.0f} % it waits for "
-    "the adder of the program before. **Does the order set this pace?** The ladder says what it "
-    "costs without a mask: the fixed order "
-    f"{verdict(gain('a fixed order', 'full', 'an adder'))}."
+    "the adder of the program before."
 )
 
 # %%
-# **A second buffer** for the part would let a consumer go on, and it fits: 224 of 227 KiB. We tried
-# it, and it was right, but faster at one point only (head_dim 64, causal, 16,384). Nor was any of
-# these faster: to issue scores and :math:`dP` of the next step ahead, an adder that asks for its
-# turn early, or weights before the wait for :math:`dP`. No record of this page holds these runs.
+# **A second buffer** for the part fits: 224 of 227 KiB. We tried it, and it was faster at one point
+# only (head_dim 64, causal, 16,384). We also tried scores and :math:`dP` of the next step ahead, an
+# adder that asks early, and weights before the wait for :math:`dP`: none was faster. No record
+# holds these runs.
 
 # %%
-# So how short could a step be, if nobody waited? One limit is shared memory, which gives an SM 128
-# bytes per cycle. Each consumer's matmuls read eight operands of 16 KiB there, 256 KiB for both. On
-# top come 112 KiB: dS written, the part written and read, and Q and dO written. Together that takes
-# 2,944 cycles. Each part was measured alone as well:
+# So how short could a step be? One limit is shared memory, which gives an SM 128 bytes per cycle.
+# The matmuls of each consumer read eight operands of 16 KiB there, 256 KiB for both. On top come
+# 112 KiB: dS written, the part written and read, Q and dO written. That takes 2,944 cycles:
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2236,9 +2207,9 @@ lab.read(
         "units. "
     )
     + f"Alone, all that a step moves took {needed:,.0f}, and a step of the kernel takes "
-    f"{mean_step / needed:.2f} times as long. Where the rest goes we have not measured; our guess "
-    f"is the waits of the roles for each other. (To add one part takes {alone:,.0f} cycles if one "
-    f"SM adds, and {beside_all:,.0f} if all SMs do so without a pause.)"
+    f"{mean_step / needed:.2f} times as long. The rest, we guess, is waits of the roles for each "
+    f"other. (To add one part takes {alone:,.0f} cycles if one SM adds, and {beside_all:,.0f} if "
+    "all SMs do.)"
 )
 
 # %%
@@ -2333,13 +2304,11 @@ lab.table(rows, "What a key that is not there adds to dq")
 #
 # - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
 #   :math:`dQ`, and more with overlap.
-# - **The same bits.** An adder writes a counter once its additions are complete, behind a fence
-#   between the copy engine and the threads, and the next program waits for it. If programs start in
-#   the order of their ids, which no manual promises, none waits for ever. With heads apart, the
-#   order costs a few per cent at most.
+# - **The same bits.** An adder writes a counter once its additions are complete, and the next
+#   program waits for it. If programs start in the order of their ids, which no manual promises,
+#   none waits for ever. With heads apart, the order costs a few per cent at most.
 # - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units,
-#   and takes longer still: we guess, because its roles wait for each other. At head_dim 64 with a
-#   causal mask we are furthest behind.
+#   and takes longer still. At head_dim 64 with a causal mask we are furthest behind.
 
 # %%
 

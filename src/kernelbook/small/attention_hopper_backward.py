@@ -27,7 +27,7 @@ def sweep_in_turn_kernel(
     k, v = tl.load(k_ptr + own), tl.load(v_ptr + own)
     dk = tl.zeros((TILE, HEAD_DIM), tl.float32)
     dv = tl.zeros((TILE, HEAD_DIM), tl.float32)
-    for i in range(seqlen // TILE):  # tiles of queries, from the last to the first
+    for i in range(seqlen // TILE):  # tiles of queries, the last first
         query = seqlen - (i + 1) * TILE + rows
         met = query[:, None] * HEAD_DIM + cols
         q, do = tl.load(q_ptr + met), tl.load(do_ptr + met)

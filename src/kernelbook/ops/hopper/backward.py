@@ -102,8 +102,8 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 def position_of(ptr):
     """Read how far another program is; what it has added before is then there.
 
-    The lanes of the warp agree on the smallest that one of them read, because Triton takes a number
-    for the same in all of them.
+    The lanes of the warp agree on the smallest that one of them read,
+    because Triton takes a number for the same in all of them.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .s32 seen; ld.acquire.gpu.global.s32 seen, [$1];"
@@ -114,7 +114,7 @@ def position_of(ptr):
 
 @gluon.jit
 def announce(ptr, position):
-    """Say how far this program is, when all that the copy engine had to add is in memory."""
+    """Say how far this program is, when its additions are in memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff;"
         " st.release.gpu.global.s32 [$1], $2; mov.u32 $0, $2;",
@@ -363,7 +363,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         ds_s.index(2 * (step % 2) + ME).store(ds)
         fence_async_shared()
         named_barrier("sync", MEETING, 256)  # wait 5
-        # -- dq: a half of it, of the keys of both consumers, handed over while dk is computed
+        # -- dq: half of it, of the keys of both, handed over while dk is computed
         part = no_part
         for half in gl.static_range(2):
             ds_t = ds_s.index(2 * (step % 2) + half)
