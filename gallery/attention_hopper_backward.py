@@ -87,8 +87,8 @@ lab.start(
 # ``part`` its part of :math:`dQ`. ``lse`` and ``delta`` are known from the forward pass. A
 # **counter** for each program, at first 0, says how many steps it has added:
 #
-# - ``atomic_add`` of 0 *reads* that of the program before. With ``"acquire"``, what that program
-#   stored before it wrote the counter is seen by all loads below.
+# - ``atomic_add`` of 0 *reads* that of the program before, at ``counter_ptr - 1``. With
+#   ``"acquire"``, what that program stored before it wrote the counter is seen by all loads below.
 # - ``atomic_xchg`` *writes* the own one. With ``"release"``, all stores above come before it.
 # - One thread does each of these. So all threads meet at a ``debug_barrier``, which holds back the
 #   loads of the others, and waits for their stores.
@@ -973,10 +973,9 @@ lab.read(
 #    :lines: 1-3, 5-9, 11-12, 14-22
 #    :dedent:
 #
-# ``counter_ptr`` points to the program's own counter, so ``counter_ptr - 1`` is that of the keys
-# before. **How does a counter promise that the sums are in memory?** Here the copy engine adds,
-# beside the threads, and Triton's atomics order only what *threads* load and store. So writer and
-# reader are a few instructions in :term:`PTX`:
+# **How does a counter promise that the sums are in memory?** Here the copy engine adds, beside the
+# threads, and Triton's atomics order only what *threads* load and store. So writer and reader are
+# a few instructions in :term:`PTX`:
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: announce
@@ -2194,10 +2193,7 @@ by_part
 
 
 # Reading
-needed, alone, beside_all = (
-    cycles(what) for what in (whole_step, "one SM adds a part", "all SMs add parts")
-)
-bound = counted(whole_step)[1]
+needed, bound = cycles(whole_step), counted(whole_step)[1]
 lab.read(
     (
         f"**So a step takes at least {bound:,.0f} cycles:** not the matmul units set the limit, "
@@ -2208,8 +2204,7 @@ lab.read(
     )
     + f"Alone, all that a step moves took {needed:,.0f}, and a step of the kernel takes "
     f"{mean_step / needed:.2f} times as long. The rest, we guess, is waits of the roles for each "
-    f"other. (To add one part takes {alone:,.0f} cycles if one SM adds, and {beside_all:,.0f} if "
-    "all SMs do.)"
+    "other."
 )
 
 # %%
@@ -2302,8 +2297,6 @@ lab.table(rows, "What a key that is not there adds to dq")
 # In short
 # --------
 #
-# - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
-#   :math:`dQ`, and more with overlap.
 # - **The same bits.** An adder writes a counter once its additions are complete, and the next
 #   program waits for it. If programs start in the order of their ids, which no manual promises,
 #   none waits for ever. With heads apart, the order costs a few per cent at most.
@@ -2321,28 +2314,12 @@ lab.read(
 )
 
 # %%
-# Exercises
-# ---------
+# Exercise
+# --------
 #
-# **1. What one sweep may gain.** Suppose that the matmuls of a kernel with two sweeps run at 85 %
-# of the speed of a large one. Which share does the backward pass reach, if five matmuls are
-# counted? At which speed must those of one sweep run, so that it is 1.25 times as fast?
-
-# %%
-
-# Solution: what one sweep may gain
-reached = 5 / 7 * 0.85
-rows = [
-    {"what": "two sweeps reach", "share": f"{100 * reached:.0f} %"},
-    {"what": "the matmuls of one sweep run at", "share": f"{125 * reached:.0f} %"},
-]
-assert rows[0]["share"] == "61 %"
-lab.table(rows, "Of the speed of a large matmul")
-
-# %%
-# **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
-# shared memory (227 KiB) and the registers of the tiles that a consumer of 64 keys holds in
-# float32, of the 240 that each of its 128 threads has.
+# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count shared
+# memory (227 KiB), and the registers of the tiles that a consumer of 64 keys holds in float32, of
+# the 240 that each of its 128 threads has.
 
 # %%
 

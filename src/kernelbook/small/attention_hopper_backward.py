@@ -22,6 +22,7 @@ def sweep_in_turn_kernel(
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    counter_ptr += tile
     rows, cols = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)[None, :]
     own = (tile * TILE + rows)[:, None] * HEAD_DIM + cols
     k, v = tl.load(k_ptr + own), tl.load(v_ptr + own)
@@ -41,7 +42,7 @@ def sweep_in_turn_kernel(
         part = tl.dot(ds.T, k)
         # -- wait: until the program of the keys before has added its part
         if tile > 0:
-            while tl.atomic_add(counter_ptr + tile - 1, 0, sem="acquire") < i + 1:
+            while tl.atomic_add(counter_ptr - 1, 0, sem="acquire") < i + 1:
                 pass
             tl.debug_barrier()
         # -- add: no other program has its turn
@@ -49,7 +50,7 @@ def sweep_in_turn_kernel(
         tl.store(sums_ptr + met, sums)
         # -- announce: this step is done, and its sums are in memory
         tl.debug_barrier()
-        tl.atomic_xchg(counter_ptr + tile, i + 1, sem="release")
+        tl.atomic_xchg(counter_ptr, i + 1, sem="release")
     tl.store(dk_ptr + own, (dk * scale).to(k.dtype))
     tl.store(dv_ptr + own, dv.to(k.dtype))
 
