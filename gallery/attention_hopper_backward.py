@@ -12,14 +12,15 @@ You will learn
   lies meanwhile;
 - how to write the counter by which programs add to the same sums in a fixed order, and why none of
   them waits for ever;
-- who waits for whom in a step of the kernel, and how it compares with the fastest libraries.
+- who waits for whom in a step of the kernel, and what sets its pace.
 
-The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, this page
-computes the sweep and its order in PyTorch and in a simulation, and shows the checks and times of a
-recorded run. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
+The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, Triton's
+interpreter runs a small sweep in plain Triton and the public call, and all that this page says of
+the Gluon kernels, checks included, is from a recorded run. :doc:`/chapters/warps_with_roles`
+explains rings, barriers and the copy engine.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 6
 import time
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ from kernelbook.ops.hopper.backward import (
 )
 from kernelbook.ops.hopper.forward import exp2
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
+from kernelbook.small.attention_hopper_backward import sweep_in_turn
 
 nan = float("nan")
 lab.start(
@@ -64,32 +66,62 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# The backward pass of plain Triton does seven matmuls where five would do. Why? For a tile of
-# queries and a tile of keys it needs these five, with the weights :math:`P = e^{S - lse}` and with
-# :math:`dS = P \circ (dP - \mathrm{delta})`, as :doc:`/chapters/attention_backward` derives them:
+# For a tile of queries and one of keys, the backward pass needs five matmuls, as
+# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, of which come the weights
+# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and their terms of :math:`dV`,
+# :math:`dK` and :math:`dQ`.
 #
-# .. math::
+# The trouble is that :math:`dK` and :math:`dV` are sums over queries, and :math:`dQ` is a sum over
+# keys. So plain Triton takes **two sweeps**: in one a program owns keys, in the other it owns
+# queries and computes :math:`S` and :math:`dP` again. That makes seven matmuls, and five at the
+# same speed would be :math:`7/5 = 1.4` times as fast.
 #
-#    \begin{aligned}
-#    S &= \sigma\, Q K^\top \\
-#    dP &= dO\, V^\top \\
-#    dV &\mathrel{+}= P^\top dO \\
-#    dK &\mathrel{+}= \sigma\, dS^\top Q \\
-#    dQ &\mathrel{+}= \sigma\, dS\, K
-#    \end{aligned}
+# In **one sweep** a program owns keys, and adds its part of :math:`dQ` to sums in memory. Other
+# programs add to the same rows, and the last bits of a sum depend on its order. So if all runs are
+# to have the same bits, each program waits for its turn. For one head without a mask:
 #
-# The trouble is the three ``+=``: :math:`dK` and :math:`dV` are sums over queries, :math:`dQ` is a
-# sum over keys. So plain Triton takes **two sweeps**: in one a program owns keys and computes all
-# but :math:`dQ`, in the other it owns queries and computes :math:`S` and :math:`dP` again. Five
-# matmuls at the same speed would be :math:`7/5 = 1.4` times as fast.
+# .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
+#    :pyobject: sweep_in_turn_kernel
 #
-# In **one sweep** a program owns keys, keeps :math:`dK` and :math:`dV` in :term:`registers
-# <register>`, and adds its part of :math:`dQ` to sums in memory. In plain Triton
-# (``deterministic=False``) that was slower. Two things are in its way.
+# ``own`` are the offsets of the program's keys, ``met`` those of the queries that it meets, and
+# ``part`` its part of :math:`dQ`. ``lse`` and ``delta`` are known from the forward pass. A
+# **counter** for each program, at first 0, says how many steps it has added:
 #
-# **Space.** The table counts what a program with 128 keys holds at head_dim 128 while it meets 64
-# queries. An :term:`SM` has 256 KiB of registers and 227 KiB of :term:`shared memory`, and neither
-# would hold all of it.
+# - ``atomic_add`` of 0 *reads* that of the program before, at ``counter_ptr - 1``. With
+#   ``"acquire"``, what that program stored before it wrote the counter is seen by all loads below.
+# - ``atomic_xchg`` *writes* the own one. With ``"release"``, all stores above come before it.
+# - One thread does each of these. So all threads meet at a ``debug_barrier``, which holds back the
+#   loads of the others, and waits for their stores.
+#
+# .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
+#    :pyobject: sweep_in_turn
+#    :start-at: sums = torch.zeros
+#    :end-before: return
+#    :dedent:
+
+
+# Measuring
+def of_small_kernel():
+    generator = torch.Generator(runtime.DEVICE).manual_seed(1)
+    made = {"device": runtime.DEVICE, "dtype": torch.float16, "generator": generator}
+    one_head = torch.randn(4, 1, 1, 256, 64, **made).unbind()
+    leaves = [x.clone().requires_grad_() for x in one_head[:3]]
+    out = F.scaled_dot_product_attention(*leaves)
+    theirs = torch.autograd.grad(out, leaves, one_head[3])
+    ours = [x[None, None] for x in sweep_in_turn(*(x[0, 0] for x in one_head))]
+    truth = reference.attention_backward(*one_head)
+    for name, *results in zip(("dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        yield lab.Case("256 queries and keys, head_dim 64", name, *results)
+
+
+lab.check("The small kernel", of_small_kernel())
+
+# %%
+# It is right. (In the interpreter programs run one after another, so that nobody waits.) On a GPU
+# two things are in its way. **Order:** while a program waits for its turn, all its warps do.
+# **Space:** with 128 keys, head_dim 128 and two tiles of 64 queries on their way, a program needs
+# 224 KiB of :term:`registers <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256
+# and 227 KiB, and neither would hold all of it.
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -109,18 +141,15 @@ for what, (n_rows, columns, size, where) in held.items():
     room[where] += kib
     rows.append({"what": what, "KiB": kib, "where": where})
 rows += [{"what": "in all", "KiB": kib, "where": where} for where, kib in room.items()]
-assert room["registers"] < 256
-assert room["shared memory"] < 227
+assert room == {"registers": 224, "shared memory": 192}
+
+# %%
+
+# Folded: What a program holds, counted
 lab.table(rows, "What a program holds")
 
 # %%
-# Registers are nearly full, because addresses and statistics need some, too. (The part of
-# :math:`dQ` is computed where :math:`S` and :math:`dP` were.) A program of plain Triton has no say
-# in this: where a tile lies is the compiler's choice.
-#
-# **Order.** Several programs add to the same rows of :math:`dQ`. As parts come, the last bits of
-# the sums differ between runs, because a sum of floating-point numbers depends on its order. In a
-# *fixed* order, a program has to wait for its turn.
+# Where a tile lies is the compiler's choice in plain Triton.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -128,10 +157,9 @@ lab.table(rows, "What a program holds")
 #    Say where each tile lies, and give the additions a warp of their own, which can wait for its
 #    turn while the warps that compute go on.
 #
-# This is the machine that the chapter builds. A *loader* warp fills rings of queries and of
-# gradients. Two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys, with
-# their rows of :math:`dK` and :math:`dV`. An *adder* warp has the parts of :math:`dQ` added to the
-# sums, when a counter says that its turn has come.
+# So in this chapter a *loader* warp fills rings of queries and of gradients. Two *consumers*
+# compute: each is a :term:`warpgroup` and owns 64 of the 128 keys. An *adder* warp has the parts of
+# :math:`dQ` added to the sums, when a counter says that its turn has come.
 
 
 # Drawing
@@ -184,11 +212,11 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# *Which tiles must go through shared memory?* Of those that a consumer computes, only one. A matmul
-# of Hopper takes its *right* operand from shared memory, its *left* one from shared memory
-# or from registers, and leaves its result in registers, distributed over the threads as a left
-# operand has to be. So we compute the *transposed* scores :math:`K Q^\top`, with keys as rows, and
-# likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left operands where they are.
+# *Which tiles must go through shared memory?* A matmul of Hopper takes its *right* operand from
+# there, its *left* one from there or from registers, and leaves its result in registers,
+# distributed as a left operand has to be. So we compute the *transposed* scores :math:`K Q^\top`,
+# with keys as rows, and likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left
+# operands where they are.
 
 operands = [
     ("Sᵀ = K Qᵀ", "shared memory", "registers, becomes Pᵀ"),
@@ -206,18 +234,7 @@ lab.table(
 
 # %%
 # Only the last one is out of place. It sums over the *keys* of a tile, which are spread over both
-# consumers. So :math:`dS^\top` is written to shared memory, once, and is read from there
-# transposed, which the matmul does on its way.
-#
-# One step in PyTorch, with the names of the kernel. ``keys`` is the tile of keys that a program
-# owns, and ``queries`` a tile that it meets, from the last to the first:
-#
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: one_sweep
-#    :start-at: # -- in registers
-#    :end-before: return dq
-#    :dedent:
+# consumers. So :math:`dS^\top` is written to shared memory once, and read transposed.
 
 
 # Measuring
@@ -303,24 +320,41 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 # One kernel, many switches
 # -------------------------
 #
-# *What does a consumer do in a step, and for whom does it wait?* This is its loop:
+# *What does a consumer do in a step, and for whom does it wait?* At 3, 4, 6 and 8 it waits for its
+# own matmuls, and at the other four for another role:
 #
-# .. code-block:: python
+# .. image:: /figures/attention-backward-step.svg
+#    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
+#          Consumer 0 waits for Q and lse of the loader (1) and issues S, waits for dO and delta (2)
+#          and issues dP, waits for S (3) and makes P while dP runs, waits for dP (4) and makes dS,
+#          issues dV and stores dS, meets consumer 1 (5) while dV runs, issues the part and dK,
+#          waits for the part and dV (6) and frees the slot of dO, waits until the adder has had the
+#          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
+#          the slot of Q. Consumer 1 does the same for its keys.
 #
-#    for i in range(steps):  # tiles of queries, from the last to the first
-#        # 1. wait for q_full (loader: Q and lse are there), then issue S
-#        # 2. wait for do_full (loader: dO and delta are there), then issue dP
-#        # 3. wait for S, while dP runs, then make P
-#        # 4. wait for dP, then make dS, issue dV, and store dS to shared memory
-#        # 5. meet the other consumer, while dV runs, then issue the part of dQ, and dK
-#        # 6. wait for the part and dV, while dK runs, then arrive at do_empty
-#        # 7. wait for part_empty (adder: the buffer is free), while dK runs,
-#        #    then store the part there, and arrive at part_full
-#        # 8. wait for dK, then arrive at q_empty
+# The package's kernel from wait 4 on, at head_dim 128; how it reads ``delta`` is left out:
 #
-# Waits 3, 4, 6 and 8 are for the consumer's own matmuls, and all others for another role. Several
-# changes lead to this loop, and the ladder shows what each is worth. One kernel, of head_dim 128
-# and lengths that 128 divides, can do all its rungs, and each rung turns one switch on.
+# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#    :pyobject: consume
+#    :start-at: # -- dS: and dv, while the consumers meet
+#    :lines: 1-2, 5, 8-19, 22-34
+#    :dedent:
+#
+# - ``warpgroup_mma`` *issues* a matmul, which runs on; ``warpgroup_mma_wait(1, ...)`` waits until
+#   at most one is under way.
+# - ``ME`` is 0 or 1, the consumer's number. Both meet at ``MEETING``, a :term:`named barrier`. Each
+#   then computes half of the part's columns, ``PART`` = 64, for the keys of both.
+# - ``ds_s`` holds four tiles, two of each consumer, which it fills by turns.
+# - ``fence_async_shared`` lets matmuls and the copy engine see what threads have stored.
+# - ``..._full`` and ``..._empty`` are mbarriers of a slot.
+#
+# .. dropdown:: Why one meeting per step suffices
+#
+#    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
+#    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
+#
+# Several changes lead to this loop. To see what each is worth, this page has a kernel for head_dim
+# 128 in which each is a switch.
 
 # Whole
 import triton
@@ -655,9 +689,8 @@ def _one_sweep_kernel(
 
 
 # %%
-# Each rung keeps the switches of those above it, and times are those of the whole backward pass at
-# length 4,096. The last bar, "Kernel Book", is the package's kernel, for any length. Unlike the
-# others it *writes* the first part of :math:`dQ` instead of adding it, so that no sums need zeros.
+# Below, each rung keeps the switches of those before. Timed is the whole backward pass at length
+# 4,096, and five matmuls are counted.
 
 # Measuring
 LADDER = {
@@ -795,14 +828,6 @@ def worst_of_each():
     return found
 
 
-lab.ladder(
-    steps,
-    "From two sweeps to one in a fixed order, head_dim 128",
-    ["two sweeps", "one sweep, plain Triton", *LADDER, "Kernel Book"],
-    by="mask",
-    where={"seqlen": 4096},
-)
-
 # %%
 
 # Folded: Every version against float64
@@ -813,7 +838,7 @@ lab.attempt(
 
 # %%
 
-# Reading
+# Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
 NO_DIFFERENCE = "makes no difference"
 
@@ -850,50 +875,63 @@ def told(name, than=None):
     return f"{causal} with a causal mask and {full} without one"
 
 
-lab.read(
-    f"**Where we start:** without a mask, two sweeps reach "
-    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of the speed of the matmul, if five "
-    f"matmuls are counted. One sweep in plain Triton "
-    f"{verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} against two, although it "
-    f"computes fewer matmuls. On this page less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}”: the "
-    f"section on speed says how far apart one kernel comes out that is timed twice."
-)
-
 # %%
 # One sweep, and half of the columns
 # ----------------------------------
 #
 # *Does one sweep pay, if we say where each tile lies?* On the first rung there is no adder and no
 # meeting. Each consumer computes a part of :math:`dQ` from its own keys, puts it into a buffer in
-# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums: a copy
-# from shared memory with an addition at its end, done in the :term:`L2` cache.
-#
-# Two consumers thus add two parts to the same sums, twice as many bytes as they have to, and a part
-# of 64 queries by 128 columns takes 64 registers of each thread. So on the second rung both write
-# their :math:`dS^\top` to shared memory and meet at a :term:`named barrier`. Then each computes
-# *half of the columns* for the keys of both. ``ME`` is 0 or 1, the consumer's number, and ``PART``
-# is 64, the columns of its half. ``ds_s`` holds four tiles, two of each consumer, which it fills by
-# turns: that of consumer ``half`` in step ``i`` is number ``2 * (i % 2) + half``.
-#
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _consumer
-#    :start-at: for half in gl.static_range(2):
-#    :end-before: else:  # all columns
-#    :dedent:
-#
-# Both matmuls add to the same 32 registers.
-#
-# .. dropdown:: Why one meeting per step suffices
-#
-#    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
-#    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
+# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums, which is
+# done in the :term:`L2` cache. On the second rung each computes half of the columns for the keys of
+# both: half the bytes to add, and half the registers for the part.
+
+
+# Drawing
+def compared(*names):
+    """Draw some rungs, of which the last is the new one, with a bar for each mask."""
+
+    def bars(axes, rows):
+        shares = {(row["provider"], row["mask"]): 100 * row["share"] for row in rows}
+        for height, name in enumerate(names):
+            ink = lab.colour("Kernel Book" if name == names[-1] else "matmul")
+            for mask, shift, alpha in (("full", -0.2, 1.0), ("causal", 0.2, 0.7)):
+                if (share := shares.get((name, mask))) is not None:
+                    at = height + shift
+                    axes.barh(at, share, 0.36, color=ink, alpha=alpha)
+                    axes.text(
+                        share + 1, at, f"{share:.0f}, {mask}", va="center", fontsize=10
+                    )
+        axes.set_yticks(range(len(names)), names)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 100), xlabel="% of the speed of matmul")
+        axes.figure.set_size_inches(5.4, 0.9 + 0.5 * len(names))
+
+    def in_alt(rows):
+        found = [
+            f"{row['provider']}, {row['mask']}, {100 * row['share']:.0f}"
+            for row in rows
+            if row["provider"] in names
+        ]
+        return f"Bars, % of the speed of matmul: {'; '.join(found)}."
+
+    lab.draw(steps, f"Rungs: {' and '.join(names[-2:])}", in_alt, bars)
+
+
+compared(
+    "two sweeps", "one sweep, plain Triton", "one sweep with roles", "half the columns"
+)
+
+# %%
 
 # Reading
 lab.read(
-    f"**Measured:** against two sweeps, one sweep with roles {told('one sweep with roles')}. Half "
-    f"of the columns {told('half the columns')}. It halves both bytes and registers, so we cannot "
-    f"tell which of them held up a step."
+    f"One sweep in plain Triton {verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} "
+    f"against two without a mask, although it computes fewer matmuls; with roles it "
+    f"{told('one sweep with roles')}. (Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this "
+    f"page.) Half of the columns {told('half the columns')}; whether bytes or registers did it, we "
+    "cannot tell."
 )
 
 # %%
@@ -901,69 +939,79 @@ lab.read(
 # -------
 #
 # *When does a consumer have to wait for a matmul?* Only when it needs the result. Without this
-# rung, it waits for each matmul before it issues the next. With it, it makes the weights while
-# :math:`dP` is computed, meets the other while :math:`dV` is, and hands the part over while
-# :math:`dK` is. Before it hands over, it calls ``warpgroup_mma_wait(1, deps=[part, dv])``, which
-# waits until one matmul at most is under way, that of :math:`dK`.
+# rung, it waits for each matmul before it issues the next; with it, it does as in the picture.
+
+# Drawing
+compared("half the columns", "overlap")
+
+# %%
 
 # Reading
 lab.read(
-    f"**Measured:** overlap {told('overlap')}. So a consumer did wait for matmuls that other work "
-    "can hide."
-    if min(gain("overlap", mask, before("overlap")) for mask in ("full", "causal"))
-    > SCATTER
-    else f"**Measured:** overlap {told('overlap')}."
+    f"Overlap {told('overlap')}"
+    + (
+        ": a consumer did wait for matmuls that other work can hide."
+        if min(gain("overlap", mask, before("overlap")) for mask in ("full", "causal"))
+        > SCATTER
+        else "."
+    )
 )
 
 # %%
 # The same bits in every run
 # --------------------------
 #
-# *Can all runs add in the same order?* The program of the first keys adds first, then that of the
-# next keys, and so on, for each tile of queries. So a program has to wait until the one *before* it
-# has added. Its consumers should not wait with it, so the *adder* does, a warp of its own: a
-# consumer waits only if the buffer still holds the part of the step before.
-#
-# Each program has a **counter** in memory, at first 0. Its own adder alone writes it: :math:`i + 1`
-# says that the additions of steps 0 to :math:`i` are in memory. The adder of the next keys alone
-# reads it. Both meet the tiles of queries from the last to the first, so step :math:`i` is of the
-# same queries in both. The adder:
+# *Can all runs add in the same order?* As in the small kernel: a program waits for its turn, step
+# for step. But its consumers should not wait with it, so the *adder* does, a warp of its own. A
+# consumer waits only if the buffer still holds the part of the step before. The adder:
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
 #    :pyobject: _adder
 #    :start-at: position = 0
-#    :lines: 1-3, 5-9, 11-12, 14-22
+#    :lines: 1-3, 6-9, 11-12, 15-16, 18-22
 #    :dedent:
 #
-# ``part_full`` and ``part_empty`` are the mbarriers of the two halves of the buffer, and
-# ``counter_ptr`` points to the program's own counter, so ``counter_ptr - 1`` is that of the keys
-# before. **How does a counter promise that the sums are in memory?** The copy engine works beside
-# the threads, so "I have asked for the addition" is not yet "it is done":
+# **How does a counter promise that the sums are in memory?** Here the copy engine adds, beside the
+# threads, and Triton's atomics order only what *threads* load and store. So writer and reader are
+# a few instructions in :term:`PTX`:
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: announce
 #
-# The *writer* takes four steps:
+# ``"=r,l,r"`` says what ``$0``, ``$1`` and ``$2`` are: a result of 32 bits, the counter's address
+# of 64 bits, and ``position``. The *writer* takes four steps:
 #
 # 1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
 #    ``store_wait`` in the adder only waits until the engine has read the buffer.
 # 2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
 # 3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked for
 #    the additions has waited for them.
-# 4. ``st.release.gpu`` writes the counter: who sees the new count also sees all that precedes it.
+# 4. ``st.release.gpu`` writes the counter, and ``mov`` gives the result that Triton demands.
 #
-# The *reader*, ``position_of``, does the same backwards: ``ld.acquire.gpu`` is the other end of the
-# release, and a fence puts what it saw before the additions of its own engine.
+# The *reader* does the same backwards:
+#
+# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#    :pyobject: position_of
+#
+# ``ld.acquire.gpu`` is the other end of the release. ``redux.sync.min`` gives all 32 lanes the
+# smallest count that one of them read, and the fence puts what they saw before the additions that
+# this program's engine makes next.
+
+# Drawing
+compared("overlap", "an adder", "a fixed order")
+
+# %%
 
 # Reading
 lab.read(
-    f"**Measured:** the adder alone, in any order, {told('an adder')}. The "
-    f"fixed order {told('a fixed order')}. The next change is to win that back."
-    if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
-    < -SCATTER
-    else f"**Measured:** the adder alone, in any order, {told('an adder')}. The fixed order "
-    f"{told('a fixed order')}."
+    f"The adder alone, in any order, {told('an adder')}. The fixed order {told('a fixed order')}."
+    + (
+        " The next change is to win that back."
+        if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
+        < -SCATTER
+        else ""
+    )
 )
 
 # %%
@@ -971,9 +1019,8 @@ lab.read(
 # -------------------------
 #
 # *Can programs that wait for each other stand still for ever?* They would, if those on the SMs
-# waited for one that has not started. That this does not happen rests on one assumption, **that
-# programs start in the order of their ids.** No manual promises it, though every launch on the GPU
-# of this page came to its end. Program ids ascend with the keys of a head, so
+# waited for one that has not started. Against this stands one assumption, **that programs start in
+# the order of their ids.** No manual promises it. Program ids ascend with the keys of a head, so
 #
 # 1. a program waits for one other, that of the keys before its own in the same head, whose id is
 #    smaller;
@@ -985,10 +1032,9 @@ lab.read(
 # Heads apart
 # -----------
 #
-# *Where does the order cost time?* We simulate it. In each tick a program on an SM may do
-# one step of its own if the program of the keys before has done that step in a tick before. With a
-# causal mask, programs of later keys have fewer steps. Below, a row is an SM, a colour is a head,
-# and grey is waiting.
+# *Where does the order cost time?* We simulate it. In each tick a program on an SM does a step if
+# the program of the keys before has done it in a tick before. With a causal mask, later keys have
+# fewer steps. A row is an SM, a colour is a head, and grey is waiting.
 
 
 # Drawing
@@ -1067,11 +1113,10 @@ lab.sketch(
 )
 
 # %%
-# On the left, programs of one head start at the same time, although each needs the one before it to
-# be a step ahead. They also end together, so the next head begins with the same wait. On the right,
-# tiles of four heads alternate, so programs of one head start further apart, and most find that
-# their turn has come. In each head ids still ascend with the keys. On the GPU as many heads
-# alternate as fill its SMs, or × 2, × 4 or × 8 as many.
+# On the left, programs of one head start together, although each needs the one before it to be a
+# step ahead, and they end together, so the next head begins with the same wait. On the right, tiles
+# of four heads alternate, so most find that their turn has come. On the GPU as many heads alternate
+# as fill its SMs, or × 2, × 4 or × 8 as many.
 
 
 # Measuring
@@ -1186,11 +1231,16 @@ def of_heads(times, seqlen, than=1):
 simulated = {n: at_work(simulate(16, 32, 16, True, at_once=n)) for n in TIMES}
 assert sorted(simulated.values()) == list(simulated.values())
 promised = simulated[4] / simulated[1] - 1
+more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
+    "heads × 4", seqlen=16384
+)
 lab.read(
-    f"**Measured:** heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
-    f"more, {100 * promised:.0f} %, because an SM there stands still whenever it waits, while on "
-    f"the GPU the consumers go on. The package takes ×\u00a04 at 16,384, too: this "
-    f"{of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 {of_heads(8, 16384, than=4)} against it."
+    f"On the GPU heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
+    f"{100 * promised:.0f} %, because there an SM stands still whenever it waits. At 16,384, "
+    f"×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+    f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+    f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
+    + (", and gives that away." if more > 1 + SCATTER else ".")
 )
 
 # %%
@@ -1210,21 +1260,27 @@ lab.table(
 )
 
 # %%
+# This is the whole ladder. The last bar, "Kernel Book", is the package's kernel, for any length.
+# Unlike the others it *writes* the first part of :math:`dQ`, so that no sums need zeros.
+
+lab.ladder(
+    steps,
+    "From two sweeps to one in a fixed order, head_dim 128",
+    ["two sweeps", "one sweep, plain Triton", *LADDER, "Kernel Book"],
+    by="mask",
+    where={"seqlen": 4096},
+)
+
+# %%
 
 # Reading
 lost = verdict(gain("heads apart", "causal", "an adder"))
 lab.read(
-    (
-        "**So on the ladder the same bits cost nothing that counts.** The section on speed asks "
-        "the same at other lengths. "
-        if all(
-            gain("heads apart", mask, "an adder") >= -SCATTER
-            for mask in ("full", "causal")
-        )
-        else f"**So here the order still {lost}.** "
+    "**So on the ladder the same bits cost nothing that counts.**"
+    if all(
+        gain("heads apart", mask, "an adder") >= -SCATTER for mask in ("full", "causal")
     )
-    + f"Against “heads apart”, the package's kernel {told('Kernel Book', 'heads apart')}. "
-    "(A fixed order without an adder was not tried.)"
+    else f"**So here the order still {lost}.**"
 )
 
 # %%
@@ -1294,14 +1350,25 @@ lab.read(
 # The call, and what it runs
 # --------------------------
 #
-# *How do you call it?* The package's kernel also takes windows, grouped heads and head_dim 64, and
-# the options of ``attention`` choose the kernels of both passes:
+# *How do you call it?* As always, ``attention(q, k, v, is_causal=True)``. On a Hopper GPU, in 16
+# bits, its backward pass runs what was measured to be faster: two sweeps for short sequences at
+# head_dim 64 with a causal mask or a :term:`window`, and elsewhere the kernel in Gluon, which also
+# takes windows, grouped heads and head_dim 64. ``backend="triton"`` asks for two sweeps, and
+# ``deterministic=False`` drops the order where that was the faster one, however little.
+#
+# .. dropdown:: Other backends, and which Triton
+#
+#    Two sweeps also run where not all three gradients are asked for, and on other GPUs.
+#    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
+#    ``deterministic=False`` takes plain Triton's single sweep, which lost to two sweeps at every
+#    length, only together with ``backend="triton"``.
+#
+#    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
+#    :doc:`/hardware` says what else runs where.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
 q, k, v, do = drawn((1, 2, 2, 128, 128, 128), dtype)
-
-# %%
 
 
 def gradients(**options):
@@ -1331,19 +1398,6 @@ lab.check(
 )
 
 # %%
-# On a Hopper GPU, in 16 bits, "auto" runs what was measured to be faster: two sweeps for short
-# sequences at head_dim 64 with a causal mask or a window, and elsewhere the kernel in Gluon.
-# ``deterministic=False`` drops the order where that was the faster one, however little.
-#
-# .. dropdown:: Other backends, and which Triton
-#
-#    Two sweeps also run where not all three gradients are asked for, and on other GPUs.
-#    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
-#    ``deterministic=False`` takes plain Triton's single sweep, which lost to two sweeps at every
-#    length, only together with ``backend="triton"``.
-#
-#    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
-#    :doc:`/hardware` says what else runs where.
 
 
 # Measuring
@@ -1397,8 +1451,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # ------------
 #
 # The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
-# windows, in a fixed order and in any. Where there is no Hopper GPU, the sweep in PyTorch is
-# checked in place of the kernel.
+# windows, in a fixed order and in any. Sizes are (batch, heads, heads of keys, queries, keys,
+# head_dim). Without a Hopper GPU, a sweep in PyTorch is checked in place of the Gluon kernel.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1435,8 +1489,7 @@ lab.check(
 
 # %%
 # **Are they the same bits?** We launch one input again and again, while a second stream keeps the
-# GPU busy, so that programs start at other times in every launch. A long series of random shapes
-# then has to come to its end.
+# GPU busy, so that programs start at other times in every launch.
 #
 # .. dropdown:: What compute-sanitizer says
 #
@@ -1526,7 +1579,7 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    "In a fixed order no bit differs. As parts come, `dq` differs from the first launch in "
+    "In a fixed order no bit differs. In any order, `dq` differs from the first launch in "
     + (
         f"all of {launched:,.0f} launches with either mask. "
         if set(of_free) == {launched}
@@ -1534,8 +1587,8 @@ lab.read(
         f"{of_free[1]:,.0f} with a causal one. "
     )
     + "`dk` and `dv` never do, because no other program adds to them. All "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes came to their end. Every tenth "
-    "was compared with plain Triton, and all of these agreed."
+    f"{ended.get('finished', nan):,.0f} launches of random shapes ended; every tenth was compared "
+    "with plain Triton, and agreed."
 )
 
 # %%
@@ -1544,8 +1597,8 @@ lab.read(
 #
 # All points have 16,384 tokens, and only the backward pass is timed. "Kernel Book" is what a caller
 # gets who names no backend: two sweeps, or one in order. Beside it stand cuDNN, which PyTorch calls
-# as a backend of SDPA, and FlashAttention 4, which takes one sweep as well and adds parts as they
-# come, except in its deterministic mode.
+# as a backend of SDPA, and FlashAttention 4, which takes one sweep as well, and adds parts in any
+# order, except in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1658,16 +1711,39 @@ behind = [row for row in at_points if counts(row["its speed"], row["by default"]
 over_theirs = [row for row in at_points if counts(row["by default"], row[FIXED_MODE])]
 below_theirs = [row for row in at_points if counts(row[FIXED_MODE], row["by default"])]
 everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
+
+
+def named(rows):
+    """The points of some rows, in words."""
+    found = [f"{r['head_dim']}, {r['mask']}, {r['length']:,}" for r in rows]
+    return f"head_dim {' and '.join(found)}" if 0 < len(found) < 4 else ""
+
+
+def at_most(rows, one, other):
+    """Where the first speed is the smallest share of the second, in words."""
+    if not rows:
+        return ""
+    worst = min(rows, key=lambda row: row[one] / row[other])
+    share = 100 * worst[one] / worst[other]
+    return f", where the default has at least {share:.0f} % of its speed ({named([worst])})"
+
+
+def points_of(rows):
+    return f"{len(rows)} points" + (f" ({named(rows)})" if named(rows) else "")
+
+
 lab.read(
     f"One sweep in a fixed order is faster than two sweeps at {len(ahead)} of {len(at_points)} "
-    f"points, and slower at {len(slower)}. **A library is faster than the package's default at "
-    f"{everywhere} {len(at_points)}**: the default has {shares(128)} of its speed at head_dim 128, "
-    f"and {shares(64)} at head_dim 64. Beside FlashAttention's deterministic mode it is ahead at "
-    f"{len(over_theirs)} points and behind at {len(below_theirs)}. (Why less than "
-    f"{100 * SCATTER:.0f} % is no difference: the default is timed under two names, and at "
-    f"{close} of {len(twice)} points the two are closer. Another series of measurements is up to "
-    f"{100 * abs(between):.0f} % from this one, so we compare only within one.) "
-    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+    f"points, and slower at {len(slower)}"
+    + (f" ({named(slower)})" if named(slower) else "")
+    + f". **A library is faster than the package's default at {everywhere} {len(at_points)}**: the "
+    f"default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
+    "FlashAttention's deterministic mode, which also gives the same bits, is faster at "
+    f"{len(below_theirs)} points{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
+    f"{points_of(over_theirs)}. (Why less than {100 * SCATTER:.0f} % makes no difference: the "
+    f"default is timed under two names, and at {close} of {len(twice)} points the two times are "
+    f"nearer. Two series of this page are {100 * abs(between):.0f} % apart, so we compare only "
+    "within one.) " + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
@@ -1688,7 +1764,7 @@ lab.read(
         else f"none of {len(without)} points (it gains {100 * max(without):.0f} % at most, which "
         "is no difference)"
     )
-    + f", and slower at {cheaper}, by up to {-100 * min(without):.1f} %. Without an order, the "
+    + f", and slower at {cheaper}, by up to {-100 * min(without):.0f} %. Without an order, the "
     "sums must be set to zero first, because no program knows that it is the first to add."
     if speed.rows
     else f"{nan}"
@@ -1698,9 +1774,9 @@ lab.read(
 # What sets the pace
 # ------------------
 #
-# *Who waits for whom, and how short can a step be?* The roles of one program write down the cycle
-# of their SM at certain points, here at head_dim 128, in a fixed order and without a mask. The
-# program has others of its head before it.
+# *Who waits for whom, and how short can a step be?* The roles of one program wrote down the cycle
+# of their SM, here at head_dim 128, in a fixed order and without a mask. At a dashed line a
+# consumer has stored its part, so by then the buffer had been read.
 
 
 # Measuring
@@ -1752,6 +1828,19 @@ def in_order(rows, role="consumer 0", version=TRACED[1]):
     return [r for r in rows if (r["version"], r["role"]) == (version, role)]
 
 
+def stored_at(rows):
+    """When the first of the consumers has handed its part over, in each step."""
+    both = zip(in_order(rows), in_order(rows, "consumer 1"), strict=True)
+    return [min(one["handed over"], other["handed over"]) for one, other in both]
+
+
+def still_adding(rows):
+    """Cycles from there to the end of the adder's step before, on average."""
+    ends = [row["added"] for row in in_order(rows, "adder")]
+    left = [end - at for end, at in zip(ends, stored_at(rows)[1:], strict=False)]
+    return sum(left) / len(left) if left else nan
+
+
 def timelines(axes, rows):
     own, names = in_order(rows), set()
     # the adder's first step comes after the consumers', so three steps from the second on
@@ -1769,21 +1858,25 @@ def timelines(axes, rows):
                         at, end - begin, 0.7, begin - since, label=new,
                         color=lab.colour(ink),
                     )  # fmt: skip
+    for stored in stored_at(rows):
+        if since < stored < until:
+            line = {"color": "#1f2328", "linestyle": "--", "linewidth": 1.2}
+            axes.plot([stored - since] * 2, [-0.45, 2.45], **line)
     axes.set(xlim=(0, until - since), xlabel="cycles of the SM")
     axes.set_yticks(range(len(ROLES)), ROLES)
     axes.invert_yaxis()
     axes.grid(axis="x", visible=True)
 
 
-def cycles_a_step(rows, version=TRACED[1]):
+def cycles_a_step(rows):
     """Cycles from one step to the next of a consumer, over the span that was traced."""
-    own = in_order(rows, version=version)
+    own = in_order(rows)
     return (own[-1]["begins"] - own[0]["begins"]) / (len(own) - 1) if own else nan
 
 
-def spent(rows, a, b, role="consumer 0"):
+def spent(rows, a, b, role="consumer 0", version=TRACED[1]):
     """Cycles of a step that a role spends between two points."""
-    own = in_order(rows, role)
+    own = in_order(rows, role, version)
     return sum(r[b] - r[a] for r in own) / len(own) if own else nan
 
 
@@ -1804,7 +1897,10 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step = cycles_a_step(traced.rows)
-of_room = spent(traced.rows, "matmuls", "handed over")
+of_room, of_themselves = (
+    spent(traced.rows, "matmuls", "handed over", version=version)
+    for version in reversed(TRACED)
+)
 adds, its_turn = (
     spent(traced.rows, *between, "adder")
     for between in (("has parts", "added"), ("asks", "its turn"))
@@ -1813,34 +1909,24 @@ if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
     f"**Each role waits for another.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles "
-    "of a step to hand its part over: it waits until the copy engine has read the part before, "
-    f"late in the adder's bar. The adder adds for {100 * adds / a_step:.0f} % of a step, and for "
-    f"{100 * its_turn / a_step:.0f} % it waits for its turn, which it gets from the adder of the "
-    "program before."
+    "of a step to hand its part over, because it may store only when the copy engine has read the "
+    f"part before. (On the rung “{TRACED[0]}”, where the consumers add themselves, it takes "
+    f"{of_themselves:,.0f}.) The reading ends late: {still_adding(traced.rows):,.0f} cycles after "
+    "a part is stored, the adder has announced the one before. The adder adds for "
+    f"{100 * adds / a_step:.0f} % of a step, and for {100 * its_turn / a_step:.0f} % it waits for "
+    "the adder of the program before."
 )
 
 # %%
-
-# Reading
-of_order = verdict(gain("a fixed order", "full", "an adder"))
-free_step = cycles_a_step(traced.rows, TRACED[0])
-slower_rung = gain(TRACED[0], "full", TRACED[1]) < -SCATTER
-lab.read(
-    f"**Does the order set this pace?** Traced was also “{TRACED[0]}”, a rung without order, adder "
-    f"and overlap, and a step of that program takes {free_step:,.0f} cycles"
-    + (
-        ": fewer, although as a whole that rung is slower. So one program does not tell. "
-        if free_step < a_step and slower_rung
-        else ". "
-    )
-    + f"The ladder does: without a mask, the fixed order {of_order}. On average over programs of "
-    f"all tiles, a step in a fixed order takes {mean_step:,.0f} cycles."
-)
+# **A second buffer** for the part fits: 224 of 227 KiB. We tried it, and it was faster at one point
+# only (head_dim 64, causal, 16,384). We also tried scores and :math:`dP` of the next step ahead, an
+# adder that asks early, and weights before the wait for :math:`dP`: none was faster. No record
+# holds these runs.
 
 # %%
-# So how short could a step be, if nobody waited? One limit is shared memory, which gives an SM 128
-# bytes per cycle. A matmul with both operands there reads it in every cycle in which it computes,
-# so all else that a step moves comes on top. Each part was measured alone:
+# So how short could a step be? One limit is shared memory, which gives an SM 128 bytes per cycle.
+# The matmuls of each consumer read eight operands of 16 KiB there, 256 KiB for both. On top come
+# 112 KiB: dS written, the part written and read, Q and dO written. That takes 2,944 cycles:
 
 # Whole
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2101,20 +2187,18 @@ by_part
 
 
 # Reading
-needed, alone, beside_all = (
-    cycles(what) for what in (whole_step, "one SM adds a part", "all SMs add parts")
-)
+needed, bound = cycles(whole_step), counted(whole_step)[1]
 lab.read(
     (
-        f"**So a step takes at least {needed:,.0f} cycles:** not the matmul units set the limit, "
+        f"**So a step takes at least {bound:,.0f} cycles:** not the matmul units set the limit, "
         "but shared memory, and more overlap does not shorten it. "
-        if needed > 1.05 * ideal
+        if bound > 1.05 * ideal
         else "**So shared memory is no limit:** a step needs it for about as long as the matmul "
         "units. "
     )
-    + f"A step of the kernel takes {mean_step / needed:.2f} times as long. Where the rest goes we "
-    "have not measured; our guess is the waits of the roles for each other. (To add one part takes "
-    f"{alone:,.0f} cycles if one SM adds, and {beside_all:,.0f} if all SMs do so without a pause.)"
+    + f"Alone, all that a step moves took {needed:,.0f}, and a step of the kernel takes "
+    f"{mean_step / needed:.2f} times as long. The rest, we guess, is waits of the roles for each "
+    "other."
 )
 
 # %%
@@ -2207,38 +2291,29 @@ lab.table(rows, "What a key that is not there adds to dq")
 # In short
 # --------
 #
-# - **Five matmuls instead of seven.** One sweep pays once the consumers share the part of
-#   :math:`dQ`, and more with overlap.
-# - **The same bits.** An adder writes a counter once its additions are complete, behind a fence
-#   between the copy engine and the threads, and the next program waits for it. If programs start in
-#   the order of their ids, which no manual promises, none waits for ever. With heads apart, the
-#   order costs a few per cent at most.
-# - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units,
-#   and takes longer still: we guess, because its roles wait for each other. At head_dim 64 with a
-#   causal mask we are furthest behind.
-#
-# Exercises
-# ---------
-#
-# **1. What one sweep may gain.** Suppose that the matmuls of a kernel with two sweeps run at 85 %
-# of the speed of a large one. Which share does the backward pass reach, if five matmuls are
-# counted? At which speed must those of one sweep run, so that it is 1.25 times as fast?
+# - **The same bits.** An adder writes a counter once its additions are complete, and the next
+#   program waits for it. If programs start in the order of their ids, which no manual promises,
+#   none waits for ever. With heads apart, the order costs a few per cent at most.
+# - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units.
+#   At head_dim 64 with a causal mask we are furthest behind.
 
 # %%
 
-# Solution: what one sweep may gain
-reached = 5 / 7 * 0.85
-rows = [
-    {"what": "two sweeps reach", "share": f"{100 * reached:.0f} %"},
-    {"what": "the matmuls of one sweep run at", "share": f"{125 * reached:.0f} %"},
-]
-assert rows[0]["share"] == "61 %"
-lab.table(rows, "Of the speed of a large matmul")
+# Reading
+gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")]
+lab.read(
+    "**What was gained:** at length 4,096 and head_dim 128 the package's kernel, one sweep in a "
+    f"fixed order, is {gained[0]:.2f} times as fast as two sweeps without a mask, and "
+    f"{gained[1]:.2f} times with a causal one. Five matmuls in place of seven would allow 1.4."
+)
 
 # %%
-# **2. Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count
-# shared memory (227 KiB) and the registers of the tiles that a consumer of 64 keys holds in
-# float32, of the 240 that each of its 128 threads has.
+# Exercise
+# --------
+#
+# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries, or 96? Count shared
+# memory (227 KiB), and the registers of the tiles that a consumer of 64 keys holds in float32, of
+# the 240 that each of its 128 threads has.
 
 # %%
 

@@ -102,8 +102,8 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 def position_of(ptr):
     """Read how far another program is; what it has added before is then there.
 
-    The lanes of the warp agree on the smallest that one of them read, because Triton takes a number
-    for the same in all of them.
+    The lanes of the warp agree on the smallest that one of them read,
+    because Triton takes a number for the same in all of them.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .s32 seen; ld.acquire.gpu.global.s32 seen, [$1];"
@@ -114,7 +114,7 @@ def position_of(ptr):
 
 @gluon.jit
 def announce(ptr, position):
-    """Say how far this program is, when all that the copy engine had to add is in memory."""
+    """Say how far this program is, when its additions are in memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff;"
         " st.release.gpu.global.s32 [$1], $2; mov.u32 $0, $2;",
@@ -329,13 +329,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         q_slot, do_slot = step % Q_STAGES, step % DO_STAGES
         q, do = q_s.index(q_slot), do_s.index(do_slot)
         # -- weights: while dP is computed
-        mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)
+        mbarrier.wait(q_full.index(q_slot), (step // Q_STAGES) & 1)  # wait 1
         s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
         if not LATE:
             lse = lse_s.index(q_slot).load(query)
-        mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)
+        mbarrier.wait(do_full.index(do_slot), (step // DO_STAGES) & 1)  # wait 2
         dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(1, deps=[s])  # wait 3
         if LATE:
             lse = lse_s.index(q_slot).load(query)
         p = exp2(s * scale_log2 - lse[None, :])
@@ -355,15 +355,15 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         if not LATE:
             delta = delta_s.index(do_slot).load(query)
-        dp = warpgroup_mma_wait(0, deps=[dp])
+        dp = warpgroup_mma_wait(0, deps=[dp])  # wait 4
         if LATE:
             delta = delta_s.index(do_slot).load(query)
         ds = (p * (dp - delta[None, :])).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
         ds_s.index(2 * (step % 2) + ME).store(ds)
         fence_async_shared()
-        named_barrier("sync", MEETING, 256)
-        # -- dq: a half of it, of the keys of both consumers, handed over while dk is computed
+        named_barrier("sync", MEETING, 256)  # wait 5
+        # -- dq: half of it, of the keys of both, handed over while dk is computed
         part = no_part
         for half in gl.static_range(2):
             ds_t = ds_s.index(2 * (step % 2) + half)
@@ -377,13 +377,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             )
         ds = gl.convert_layout(ds, operand, assert_trivial=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        part, dv = warpgroup_mma_wait(1, deps=[part, dv])
+        part, dv = warpgroup_mma_wait(1, deps=[part, dv])  # wait 6
         mbarrier.arrive(do_empty.index(do_slot))
-        mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)
+        mbarrier.wait(part_empty.index(ME), (step & 1) ^ 1)  # wait 7
         parts.index(ME).store(part)
         fence_async_shared()
         mbarrier.arrive(part_full.index(ME))
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = warpgroup_mma_wait(0, deps=[dk])  # wait 8
         mbarrier.arrive(q_empty.index(q_slot))
 
     # -- write: into the place of keys and values, which no matmul reads any more
