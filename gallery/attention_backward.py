@@ -77,9 +77,6 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# (This finite mask is safe: no score lies below the *lowest* number, so a masked key wins only
-# where a query sees no key, and there the result is set to zero.)
-#
 # How much memory does this need?
 
 
@@ -233,28 +230,19 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 # And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
 # memory, so nobody has to sum over the keys again. In general:
 #
-# *Step 1: the last matmul.* From :math:`O = PV` follows
-#
-# .. math::
-#
-#    dV = P^\top dO, \qquad dP = dO\, V^\top
+# *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
+# V^\top`.
 #
 # *Step 2: softmax.* The weights of one query are :math:`p_j = e^{s_j} / \sum_k e^{s_k}`. A score
 # :math:`s_i` is in one numerator and in all denominators, so :math:`\partial p_j / \partial s_i` is
-# :math:`p_j - p_j\, p_j` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix,
-#
-# .. math::
-#
-#    J = \mathrm{diag}(p) - p\, p^\top
+# :math:`p_j - p_j\, p_j` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix, this is
+# :math:`J = \mathrm{diag}(p) - p\, p^\top`.
 #
 # *Step 3: the gradient of the scores.* Because :math:`J` is symmetric,
 #
 # .. math::
 #
-#    \begin{aligned}
-#    ds &= J\, dp = p \circ dp - p\, (p^\top dp) \\
-#    &= p \circ (dp - \delta), \qquad \delta = p^\top dp
-#    \end{aligned}
+#    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
 # The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
 # the example. It is a sum over *all* keys, so a program that loops over tiles of keys would have to
@@ -280,11 +268,7 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 # In code it is called :term:`delta`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
-# K^\top`. So
-#
-# .. math::
-#
-#    dQ = \sigma\, dS\, K, \qquad dK = \sigma\, dS^\top Q
+# K^\top`. So :math:`dQ = \sigma\, dS\, K` and :math:`dK = \sigma\, dS^\top Q`.
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
 # a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The GPU has an instruction
@@ -600,7 +584,10 @@ lab.read(
 # :math:`P^\top`, from :math:`S^\top = K Q^\top`, can be used in :math:`dV = P^\top dO` where it is.
 
 
-# Drawing
+# %%
+
+
+# Folded: Which thread holds what, from the transpose of S and from S
 def holder(row, column):
     """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
     return 4 * row + column // 2
@@ -636,9 +623,8 @@ lab.sketch(
 )
 
 # %%
-# From :math:`S`, the orange elements would be in another thread than the one that needs them, and
-# have to pass through shared memory. Is this detour worth avoiding? A small kernel computes only
-# ``dv``, both ways.
+# From :math:`S`, most of :math:`P^\top` would have to pass through shared memory. Is this detour
+# worth avoiding? We time a kernel that computes only ``dv``, both ways.
 
 
 # Measuring
@@ -1843,11 +1829,6 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # %%
 # A test of ``dv`` alone finds only two of the four mistakes, and one with ``scale=1`` would miss
 # the last.
-#
-# **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
-# with only *one* number in memory, because all its strides are zero. A careless kernel reads
-# whatever lies behind that number.
-
 
 # Measuring
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
@@ -1857,7 +1838,7 @@ as_if_contiguous = memory_behind.view(q.shape)
 
 # %%
 
-# Measuring
+# Folded: A gradient with one number in memory, read by its strides of zero and without them
 out, lse = reference.attention(q, k, v)
 truths = reference.attention_backward(q, k, v, expanded)
 rows = []
@@ -1878,8 +1859,6 @@ for name, do in {
 lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
 
 # %%
-# So ``attention`` copies such a gradient first.
-#
 # In short
 # --------
 #

@@ -144,15 +144,6 @@ lab.read(
 #    Both bounds rise with :math:`i`, so the first and the last query of a tile decide which keys
 #    *some* query sees, and which keys *all* of them see.
 #
-# For a tile of queries from :math:`i_0` to :math:`i_1` these are the keys
-#
-# .. math::
-#
-#    \begin{aligned}
-#    \text{some:} \quad i_0 + s - \text{left} &\le j \le i_1 + s + \text{right} \\
-#    \text{all:} \quad i_1 + s - \text{left} &\le j \le i_0 + s + \text{right}
-#    \end{aligned}
-#
 # **One tile, in keys.** Take tiles of 4 queries and 4 keys, a window of (9, 0), and the queries 12
 # to 15. Query 12 sees keys 3 to 12, and query 15 keys 6 to 15. What *some* of them see is rounded
 # outwards to tiles of keys, and what *all* of them see inwards:
@@ -514,7 +505,7 @@ lab.table(
 
 # %%
 
-# Reading
+# Folded: How long the two reasons make a program of plain Triton
 short, middle, wide = LEFTS
 
 
@@ -702,8 +693,7 @@ lab.read(
 # **How a program finds its sequence.** The offsets are on the GPU, and the host should not wait for
 # them. It knows only the length of the longest sequence, so for each sequence it launches as many
 # programs as that one needs. A program reads two neighbouring offsets, and if its tile lies past
-# the end of the sequence, it returns at once. Backward finds its sequence in the same way, with
-# tiles of keys in the place of tiles of queries.
+# the end of the sequence, it returns at once.
 
 lab.source(varlen.sequence)
 
@@ -713,13 +703,12 @@ lab.source(varlen.sequence)
 lab.source(varlen.attention_varlen_fwd_kernel)
 
 # %%
-# One detail needs care: the last tile of keys reaches into the next sequence. Its keys get weight
-# zero, but zero times NaN is NaN. So rows past the end of a sequence must read as zeros. The copy
-# engine, which loads our tiles, reads zeros outside of a tensor, so we describe the tensor to it as
-# if it ended with the sequence.
-
-# %%
-# .. dropdown:: How the copy engine is told where a sequence ends
+# .. dropdown:: Why a row past the end of a sequence reads as zeros
+#
+#    The last tile of keys reaches into the next sequence. Its keys get weight zero, but zero times
+#    NaN is NaN. So rows past the end of a sequence must read as zeros. The copy engine, which loads
+#    our tiles, reads zeros outside of a tensor, so we describe the tensor to it as if it ended with
+#    the sequence.
 #
 #    The copy engine compares a coordinate with the size of its dimension, and knows no other end.
 #    So we say that the dimension has :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence
@@ -756,8 +745,8 @@ for number in range(len(lengths)):
     found = packed(*poisoned)
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
-    f"To check it, we fill all but one of {len(lengths)} packed sequences with NaN, each in turn: "
-    "the output and the gradients of that one keep the same bits."
+    f"Nothing leaks from one sequence into another: if all but one of {len(lengths)} are filled "
+    "with NaN, its output and gradients keep the same bits."
 )
 
 # %%
@@ -1031,17 +1020,9 @@ lab.read(
 # values, divided by the sum of its own exponentials. If these add up to 1 in :math:`A` and to 3 in
 # :math:`B`, the output over all keys is a quarter of the first average and three quarters of the
 # second. So a part has to leave its average and that sum, of which we keep the logarithm
-# (:term:`logsumexp`). With the scores :math:`s_j` of the query,
-#
-# .. math::
-#
-#    \begin{aligned}
-#    lse_A &= \log \sum_{j \in A} e^{s_j} \\
-#    out_A &= \frac{\sum_{j \in A} e^{s_j} v_j}{\sum_{j \in A} e^{s_j}}
-#    \end{aligned}
-#
-# The denominator is :math:`e^{lse_A}`, so the numerator is :math:`e^{lse_A}\, out_A`. The output
-# over both parts is the sum of the numerators over the sum of the denominators:
+# (:term:`logsumexp`): with the scores :math:`s_j` of the query, :math:`lse_A = \log \sum_{j \in A}
+# e^{s_j}`. The sum of the weighted values in :math:`A` is then :math:`e^{lse_A}\, out_A`, and the
+# output over both parts is
 #
 # .. math::
 #
@@ -1164,6 +1145,10 @@ steps = lab.bench(
     decode_providers,
     **OF_KEYS,
 )
+
+# %%
+
+# Folded: The speed by the number of keys
 lab.plot(
     steps,
     "Decoding: one query, 16 heads of head_dim 128",
@@ -1267,18 +1252,13 @@ equal = [
     for name, (*_, at_long, at_batch) in beside.items()
     if min(at_long, at_batch) > 0.99 and max(at_long, at_batch) <= 1.01
 ]
-unsplit = [
-    name
-    for name in READERS[:-1]
-    if steps.share("one part", **long) > 0.5 * steps.share(name, **long)
-]
 lab.read(
     f"**With {names[0]} our kernel reads at {100 * of_ours[0]:.0f} % of the speed of the copy**, "
     f"and at {100 * of_ours[1]:.0f} % with a batch of 8 and grouped heads. "
     + (
         f"We aimed at {aims[0]:.0f} and {aims[1]:.0f} %, and **miss {' and '.join(below)}.** "
         if below
-        else f"We aimed at {aims[0]:.0f} and {aims[1]:.0f} %, and reach both. "
+        else ""
     )
     + (
         f"In both, {' and '.join(equal)} is as fast, less than 1 % apart. "
@@ -1286,12 +1266,6 @@ lab.read(
         else ""
     )
     + (f"Ahead of us is {' and '.join(ahead)}. " if ahead else "")
-    + (
-        f"{' and '.join(unsplit)} do not seem to split the keys here, though FlashAttention was "
-        "told that it may: with 131,072 keys they are no more than twice as fast as “one part”."
-        if unsplit
-        else ""
-    )
 )
 
 # %%
@@ -1317,8 +1291,8 @@ lab.table(
 lab.read(
     f"**Where is the rest?** With {KEY_LENGTHS[0]:,} keys our kernel reaches only "
     f"{100 * of_ours[2]:.0f} %, because launches have to start, to merge and to end, even with "
-    "next to nothing to read. The column of launches is the time of the same programs with a "
-    "single tile of keys in each part; it is most of what is lost in every row."
+    "next to nothing to read. The launches are timed with a single tile of keys in each part. They "
+    "are most of what is lost."
     if losing
     and all(start > 0.5 * (took - reading) for _, took, reading, start in losing)
     else f"**Where is the rest?** With {KEY_LENGTHS[0]:,} keys our kernel reaches "
