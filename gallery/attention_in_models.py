@@ -168,7 +168,7 @@ lab.table(
     [
         {
             "of the queries 12 to 15": what,
-            "": f"{name} = {ours[name]}",
+            "is": f"{name} = {ours[name]}",
             "to a tile": way,
         }
         | {"a loop begins at": f"{to} = {ours[to]}"}
@@ -975,6 +975,7 @@ def busy(axes, rows):
     axes.set_aspect("equal")
     axes.spines[:].set_visible(False)
     axes.grid(visible=False)
+    axes.figure.set_size_inches(5.4, 2.4)
 
 
 def describe_busy(rows):
