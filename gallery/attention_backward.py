@@ -495,7 +495,7 @@ lab.source(smallest.add_queries)
 # %%
 # - The four loads are what belongs to ``BLOCK_M`` queries from ``start`` on: rows of ``q`` and
 #   ``do``, and one number per query of ``lse`` and ``delta``.
-# - ``p_t`` is step 6, *transposed*: keys are rows.
+# - ``p_t`` is step 6, *transposed*: keys are rows. (``k`` was scaled as it was loaded.)
 # - ``MASKED`` is a constant. Where it is false, below the diagonal, the mask is not compiled.
 # - The other lines are steps 1, 3 and 5, one line per formula: :math:`dS^\top = P^\top \circ
 #   (dP^\top - \delta)`. The scale of step 5 comes after the loops.

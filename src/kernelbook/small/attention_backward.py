@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def add_queries(
-    dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start, scale,
+    dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what a tile of queries contributes."""
@@ -18,7 +18,7 @@ def add_queries(
     rows = queries[:, None] * k.shape[1] + cols[None, :]
     q, do = tl.load(q_ptr + rows), tl.load(do_ptr + rows)
     lse, delta = tl.load(lse_ptr + queries), tl.load(delta_ptr + queries)
-    s_t = tl.dot(k, q.T, input_precision="ieee") * scale
+    s_t = tl.dot(k, q.T, input_precision="ieee")
     p_t = tl.exp(s_t - lse[None, :])
     if MASKED:
         p_t = tl.where(queries[None, :] >= keys[:, None], p_t, 0.0)
@@ -39,7 +39,7 @@ def dkdv_kernel(
     last_key = first_key + BLOCK_N - 1
     keys, cols = first_key + tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
     own = keys[:, None] * HEAD_DIM + cols[None, :]
-    k, v = tl.load(k_ptr + own), tl.load(v_ptr + own)
+    k, v = tl.load(k_ptr + own) * scale, tl.load(v_ptr + own)
     dk = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
 
@@ -50,11 +50,11 @@ def dkdv_kernel(
     # -- sweep: the tiles that the diagonal cuts, then the rest
     for start in range(first, whole, BLOCK_M):
         dk, dv = add_queries(
-            dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start, scale, BLOCK_M, MASKED=True
+            dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start, BLOCK_M, MASKED=True
         )
     for start in range(whole, n, BLOCK_M):
         dk, dv = add_queries(
-            dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start, scale, BLOCK_M, MASKED=False
+            dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start, BLOCK_M, MASKED=False
         )
 
     # -- write: nobody else adds to these keys
