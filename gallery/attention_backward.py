@@ -17,7 +17,7 @@ You will learn
 descriptors.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
 import math
 import statistics
 from functools import partial
@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from matplotlib.patches import Rectangle
 
 from kernelbook import lab, reference, runtime
 from kernelbook.lab.attention_bench import (
@@ -38,10 +39,12 @@ from kernelbook.lab.attention_bench import (
     points,
     timed,
 )
+from kernelbook.lab.results import find
 from kernelbook.ops.attention import attention, tiled, tuned
 from kernelbook.ops.attention import backward as kernels
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.tiles import fit
+from kernelbook.small import attention_backward as smallest
 
 lab.start("attention_backward", "kernelbook.ops.attention")
 
@@ -74,9 +77,6 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# (This finite mask is safe: no score lies below the *lowest* number, so a masked key wins only
-# where a query sees no key, and there the result is set to zero.)
-#
 # How much memory does this need?
 
 
@@ -150,7 +150,7 @@ def peak(length, version):
 
 
 lab.read(
-    f"At 16,384 tokens and 16 heads, standard attention keeps "
+    f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for its backward pass, which then "
     f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients "
     f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. Their "
@@ -230,28 +230,19 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 # And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
 # memory, so nobody has to sum over the keys again. In general:
 #
-# *Step 1: the last matmul.* From :math:`O = PV` follows
-#
-# .. math::
-#
-#    dV = P^\top dO, \qquad dP = dO\, V^\top
+# *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
+# V^\top`.
 #
 # *Step 2: softmax.* The weights of one query are :math:`p_j = e^{s_j} / \sum_k e^{s_k}`. A score
 # :math:`s_i` is in one numerator and in all denominators, so :math:`\partial p_j / \partial s_i` is
-# :math:`p_j - p_j\, p_j` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix,
-#
-# .. math::
-#
-#    J = \mathrm{diag}(p) - p\, p^\top
+# :math:`p_j - p_j\, p_j` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix, this is
+# :math:`J = \mathrm{diag}(p) - p\, p^\top`.
 #
 # *Step 3: the gradient of the scores.* Because :math:`J` is symmetric,
 #
 # .. math::
 #
-#    \begin{aligned}
-#    ds &= J\, dp = p \circ dp - p\, (p^\top dp) \\
-#    &= p \circ (dp - \delta), \qquad \delta = p^\top dp
-#    \end{aligned}
+#    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
 # The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
 # the example. It is a sum over *all* keys, so a program that loops over tiles of keys would have to
@@ -277,11 +268,7 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 # In code it is called :term:`delta`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
-# K^\top`. So
-#
-# .. math::
-#
-#    dQ = \sigma\, dS\, K, \qquad dK = \sigma\, dS^\top Q
+# K^\top`. So :math:`dQ = \sigma\, dS\, K` and :math:`dK = \sigma\, dS^\top Q`.
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
 # a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The GPU has an instruction
@@ -413,8 +400,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# A GPU runs many programs at once. Which pairs of tiles should each program take? The three lines
-# with ``+=`` decide, because two programs that add to the same tile get in each other's way.
+# A GPU runs many programs at once. Which pairs of tiles should each program take? Each pair is
+# *added* to three gradients, and two programs that add to the same tile get in each other's way.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -429,15 +416,18 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # .. animation:: two_sweeps
 #
+# (*Per tile* lists its matmuls by their results. A stroke marks a tile that the diagonal cuts.)
+#
 # The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls where five would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
 # stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
 #
 # .. image:: /figures/attention-backward-one-sweep.svg
-#    :alt: Four programs, each with its column of tiles, from the diagonal down. Below each column
-#          are its own dk and dv, to which nobody else adds. On the right lies dq in float32 in
-#          memory. From the last row of tiles, four programs add to one tile of dq, in any order.
+#    :alt: Five programs, each with its column of tiles, from the diagonal down; those on the
+#          diagonal have a stroke. Below each column are its own dk and dv, to which nobody else
+#          adds. On the right lies dq in float32 in memory. From the last row of tiles, five
+#          programs add to one tile of dq, in any order.
 #
 # This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
 # the last bits of ``dq`` differ between runs. Which version is faster? We build both.
@@ -445,43 +435,114 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # The kernels
 # -----------
 #
-# What has to happen before the sweeps? A small kernel computes ``delta``, and stores it with
-# ``lse`` times :math:`\log_2 e`. Its heart is three lines, for a tile of queries:
+# Which queries does a program need that owns a tile of keys? Take tiles of 128 keys and 64 queries,
+# and the program of the keys 128 to 255. Under a causal mask nobody before query 128 sees any of
+# them, so its loop begins at ``first`` = 128. From query 255 on everybody sees all of them, so the
+# tiles from ``whole`` = 256 on, the first after it, need no mask:
+
+
+# Drawing
+def column(axes):
+    """The tiles of queries that the program of the keys 128 to 255 visits."""
+    inks = {"never": "matmul", "masked": "PyTorch", "whole": "Kernel Book"}
+    for top in range(0, 384, 64):
+        kind = "never" if top < 128 else "masked" if top < 256 else "whole"
+        ink = lab.colour(inks[kind])
+        fill = {"facecolor": ink, "alpha": 0.0 if kind == "never" else 0.15}
+        axes.add_patch(Rectangle((128, top), 128, 64, **fill))
+        style = "--" if kind == "never" else "-"
+        axes.add_patch(Rectangle((128, top), 128, 64, fill=False, ec=ink, ls=style))
+        words = {"fontsize": 10, "va": "center"}
+        axes.text(
+            192,
+            top + 32,
+            {"never": "not visited"}.get(kind, kind),
+            ha="center",
+            **words,
+        )
+        axes.text(-6, top, top, ha="right", **words)
+    for end, name in ((128, "first = 128"), (256, "whole = 256"), (384, "n = 384")):
+        axes.text(268, end, f"← {name}", fontsize=10, va="center")
+    axes.plot((0, 384), (0, 384), color=lab.colour("matmul"), linewidth=1)
+    axes.text(192, -12, "keys 128 to 255", fontsize=10, ha="center")
+    axes.text(-6, -30, "queries from", fontsize=10, ha="right")
+    axes.set(xlim=(-90, 420), ylim=(400, -40), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
+
+
+lab.sketch(
+    "One program's tiles of queries, below and on the diagonal",
+    "A column of six tiles of 64 queries, over the keys 128 to 255. The first two tiles are not "
+    "visited. From first, 128, to whole, 256, the diagonal cuts two tiles, which are masked. From "
+    "whole to n, 384, two tiles lie below it and are whole.",
+    column,
+    height=3.4,
+)
+
+# %%
+# Here is the whole first sweep, as small as we can make it: one head in float32, causal, with a
+# length that the tiles divide.
+
+lab.source(smallest.dkdv_kernel)
+
+# %%
+# The program keeps its ``k``, ``v``, ``dk`` and ``dv`` all the time, and ``add_queries`` meets one
+# tile of queries:
+
+lab.source(smallest.add_queries)
+
+# %%
+# - The four loads are what belongs to ``BLOCK_M`` queries from ``start`` on: rows of ``q`` and
+#   ``do``, and one number per query of ``lse`` and ``delta``.
+# - ``p_t`` is step 6, *transposed*: keys are rows. (``k`` was scaled as it was loaded.)
+# - ``MASKED`` is a constant. Where it is false, below the diagonal, the mask is not compiled.
+# - The other lines are steps 1, 3 and 5, one line per formula: :math:`dS^\top = P^\top \circ
+#   (dP^\top - \delta)`. The scale of step 5 comes after the loops.
 #
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: preprocess_kernel
-#    :start-at: out = tl.load
-#    :end-at: delta = tl.sum
-#    :dedent:
+# For the launch, PyTorch computes ``lse`` and ``delta``. Tiles of half the size fit on older GPUs:
+
+q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
+s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
+lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
+dk, dv = torch.empty_like(k), torch.empty_like(v)
+smallest.dkdv_kernel[(384 // 64,)](
+    q, k, v, do, lse, delta, dk, dv, 384, 32**-0.5, BLOCK_M=32, BLOCK_N=64, HEAD_DIM=32
+)
+
+# %%
+
+# Reading
+four = [x[None, None] for x in (q, k, v, do)]
+_, *truths = reference.attention_backward(*four, True)
+far = [
+    (x - y[0, 0]).abs().max() / y.abs().max()
+    for x, y in zip((dk, dv), truths, strict=True)
+]
+assert max(far) < 1e-5
+lab.read(
+    f"From float64 `dk` and `dv` are off by at most {max(far):.0e} of their largest element."
+)
+
+# %%
+# The package's kernel does the same for any length, number of heads and dtype.
 #
-# A program of the first sweep then loads its tiles ``k`` and ``v``, and visits one tile of queries
-# after another:
+# .. dropdown:: The operator's loop, and what it does otherwise
 #
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: sweep_queries
-#    :start-at: for start_m in tl.range
-#    :lines: 1-10, 17-21
-#    :dedent:
-#    :linenos:
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: sweep_queries
+#       :start-at: for start_m in tl.range
+#       :lines: 1-10, 17-21
+#       :dedent:
+#       :linenos:
 #
-# - **Line 1.** The kernel runs this loop once for the tiles from ``first_query`` to ``last_query``
-#   that the diagonal cuts, and once for those whose queries see all keys of the tile.
-# - **Lines 3 to 5** load what belongs to ``BLOCK_M`` queries from ``start_m`` on: rows of ``q`` and
-#   ``do``, and one number per query, ``lse`` in base 2. For this, ``load_row`` reads row ``row`` of
-#   ``lse_rows``, which has one row per head, padded to ``padded_q`` numbers; ``start`` is 0 here,
-#   and ``DESCRIBED`` says whether a descriptor reads it.
-# - **Lines 6 and 7** are step 6, transposed: keys are rows. ``scale_log2`` is :math:`\sigma \log_2
-#   e`, and ``PRECISION`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`.
-# - **Lines 8 to 10** mask. ``first_seeing`` holds, for each key, the first query that sees it.
-#   ``MASKED`` is a constant, true only near the diagonal: elsewhere these lines are not compiled.
-#   (For windows, three more mask from the other side.)
-# - **Lines 11 to 15** are the gradients, one line per formula. The matmul of line 13 runs while
-#   line 14 computes :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. So line 12 loads ``delta``
-#   *before* that matmul begins: a load among matmuls would make each wait for the one before.
-#
-# After the loop, ``dk`` is multiplied by the scale, and both are stored.
+#    ``load_row`` reads a tile of row ``row`` of ``lse_rows``, which has one row per head, padded to
+#    ``padded_q`` numbers, with a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is
+#    :math:`\sigma \log_2 e`, and ``lse`` is kept in base 2. ``PRECISION`` keeps a :term:`matrix
+#    unit` from rounding float32 to :term:`TF32`. ``first_seeing`` holds, for each key, the first
+#    query that sees it. Line 12 loads ``delta`` before the matmul of line 13 begins, so that no
+#    wait for a load stands between matmuls.
 #
 # .. dropdown:: Around the loop: the kernel before it, and the tile that a program takes
 #
@@ -523,7 +584,10 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # :math:`P^\top`, from :math:`S^\top = K Q^\top`, can be used in :math:`dV = P^\top dO` where it is.
 
 
-# Drawing
+# %%
+
+
+# Folded: Which thread holds what, from the transpose of S and from S
 def holder(row, column):
     """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
     return 4 * row + column // 2
@@ -559,9 +623,8 @@ lab.sketch(
 )
 
 # %%
-# From :math:`S`, the orange elements would be in another thread than the one that needs them, and
-# have to pass through shared memory. Is this detour worth avoiding? A small kernel computes only
-# ``dv``, both ways.
+# From :math:`S`, most of :math:`P^\top` would have to pass through shared memory. Is this detour
+# worth avoiding? We time a kernel that computes only ``dv``, both ways.
 
 
 # Measuring
@@ -659,18 +722,9 @@ lab.read(
 )
 
 # %%
-# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse_log2`` and
-# ``delta``, and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dS` is already
-# the *left* operand of :math:`dQ = dS\, K`:
-#
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: sweep_keys
-#    :start-at: qk = tl.dot
-#    :end-before: if MASKED
-#    :dedent:
-#
-# Here it masks as the first sweep does, and goes on with
+# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
+# and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dS` is already the *left*
+# operand of :math:`dQ = dS\, K`. After ``p``, as above, come three lines:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -1119,13 +1173,18 @@ full, causal = (
 lab.read(
     f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and one "
     f"sweep {share['Kernel Book, one sweep', 'full']:.0f} %. Standard attention and tiled PyTorch "
-    f"reach at most {slow:.0f} %, because they pass every score through memory in each operation. "
-    f"`torch.compile` does so in fewer operations, and "
+    f"reach at most {slow:.0f} %: they pass every score through memory in each operation"
+    + (
+        ", and tiled PyTorch also waits for the host, which launches them. "
+        if "tiled PyTorch" in ladder.host_included
+        else ". "
+    )
+    + "`torch.compile` does so in fewer operations, and "
     + (
         f"beats both versions, which the causal bars under the title do not show: it reaches "
-        f"{full[0]:.0f} %, because it has kept `P` and executes only four matmuls. "
+        f"{full[0]:.0f} %. It has kept `P`, and executes four matmuls. "
         if full[0] > 1.01 * full[1]
-        else f"reaches {full[0]:.0f} %: it has kept `P`, and executes four matmuls. "
+        else f"reaches {full[0]:.0f} %. It has kept `P`, and executes four matmuls. "
     )
     + f"With a causal mask two sweeps reach {share['Kernel Book', 'causal']:.0f} %; visiting all "
     f"tiles would take {skipping:.2f} times as long. `torch.compile` reaches {causal[0]:.0f} %, "
@@ -1313,8 +1372,8 @@ host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
     f"On inputs so short that the GPU waits for the host, "
-    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster, because the host needs "
-    f"{of_us:.0f} µs for both passes of `attention`, and {of_them:.0f} for PyTorch's."
+    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster: for both passes the host needs "
+    f"{of_us:.0f} µs with `attention`, and {of_them:.0f} with PyTorch."
 )
 
 # %%
@@ -1377,39 +1436,99 @@ parts
 
 # %%
 
-NAMES = {"dkdv": "first sweep", "dq": "second sweep", "all": "one sweep"}
-lab.table(
-    [
-        {
-            "computes": row["computes"],
-            "matmuls": row["matmuls"],
-            "tiles of": NAMES[row["tuned for"]],
-            "ms": f"{row['ms']:.1f}",
-        }
-        for row in parts.rows
-        if (row["computes"], row["tuned for"]) != ("dk, dv, dq", "dkdv")
-    ],
-    "Parts of the backward pass, 16,384 tokens, 16 heads of head_dim 128, full mask",
-)
+
+# Drawing
+SIZE = {"seqlen": 16384, "head_dim": 128, "mask": "full"}
+
+
+def segments_of(rows):
+    """For each version, its parts as (milliseconds, what it is, matmuls)."""
+    ms = {(row["computes"], row["tuned for"]): row["ms"] for row in rows}
+    first, again = ms["dk, dv", "dkdv"], ms["dq", "dq"]
+    wide, everything = ms["dk, dv", "all"], ms["dk, dv, dq", "all"]
+    two = [(first, "dk, dv", "4 matmuls"), (again, "dq", "3 matmuls")]
+    if rows == parts.rows:
+        rest = backward.milliseconds_at("Kernel Book", **SIZE) - first - again
+        two += [(rest, "", "")] if rest > 0.1 else []
+    return {
+        "two sweeps": two,
+        "one sweep": [
+            (wide, "dk, dv", "4 matmuls"),
+            (everything - wide, "dq", "1 matmul, adding"),
+        ],
+    }
+
+
+def time_bars(axes, rows):
+    versions_shown = segments_of(rows)
+    inks = [lab.colour(name) for name in ("Kernel Book", "PyTorch", "matmul")]
+    for place, found in enumerate(versions_shown.values()):
+        begin = 0.0
+        for number, (took, what, matmuls) in enumerate(found):
+            ink = inks[number]
+            axes.barh(place, took, 0.6, begin, color=ink, alpha=0.25, edgecolor=ink)
+            words = {"ha": "center", "va": "center", "fontsize": 10}
+            if what:
+                text = f"{what}\n{matmuls}\n{took:.1f} ms"
+                axes.text(begin + took / 2, place, text, **words)
+            else:
+                axes.text(
+                    begin + took + 0.2,
+                    place,
+                    f"rest {took:.1f} ms",
+                    fontsize=10,
+                    va="center",
+                )
+            begin += took
+    begin, saved = versions_shown["one sweep"][0][0], versions_shown["two sweeps"][1][0]
+    axes.barh(1.42, saved, 0.16, begin, fill=False, hatch="////", edgecolor=inks[1])
+    words = f"what it saves: {saved:.1f} ms"
+    axes.text(begin + saved + 0.2, 1.42, words, va="center", fontsize=10)
+    axes.set_yticks(range(len(versions_shown)), versions_shown)
+    axes.set_ylim(1.6, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("milliseconds")
+
+
+def describe_bars(rows):
+    found = (
+        f"{name}: "
+        + ", ".join(f"{what or 'the rest'} {took:.1f} ms" for took, what, _ in segments)
+        for name, segments in segments_of(rows).items()
+    )
+    return f"Two bars, cut into parts. {'; '.join(found)}."
+
+
+lab.draw(parts, "Parts of the backward pass, no mask", describe_bars, time_bars)
 
 # %%
 
 # Reading
-took = {  # as the table shows it
+took = {  # as the figure shows it
     (row["computes"], row["tuned for"]): round(row["ms"], 1) for row in parts.rows
 }
 two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
 adding = took.get(("dk, dv, dq", "all"), nan) - one
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
+together = backward.milliseconds_at("Kernel Book", **SIZE)
 lab.read(
-    f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
-    f"{two:.1f}. And the fifth matmul with the additions to `dq` takes another {adding:.1f} ms, "
-    f"although the sweep that it saves takes only {saved:.1f}."
-    if adding > saved and one > two
-    else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In the "
-    f"tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}; the fifth matmul "
-    f"with the additions to `dq` takes {adding:.1f} ms, and saves a sweep of {saved:.1f}."
+    (
+        f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
+        f"{two:.1f}. And the fifth matmul with the additions to `dq` takes another {adding:.1f} "
+        f"ms, although the sweep that it saves takes only {saved:.1f}."
+        if adding > saved and one > two
+        else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
+        f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}; the fifth "
+        f"matmul with the additions to `dq` takes {adding:.1f} ms, and saves a sweep of "
+        f"{saved:.1f}."
+    )
+    + (
+        f" (*Rest*: timed together, two sweeps took {together - two - saved:.1f} ms more than each "
+        "by itself, which we did not trace.)".replace("*", "")
+        if together - two - saved > 0.1
+        else ""
+    )
 )
 
 # %%
@@ -1630,8 +1749,32 @@ lab.read(
 # So we suspect little room *together with waiting*. In one sweep two results, :math:`dS^\top` and
 # ``dq``, pass through shared memory, and in two sweeps none does. While all warps wait for that,
 # the matrix units have nothing to do, and at head_dim 128 no second program fills the gap.
-# FlashAttention gives loads, matmuls and additions to different groups of warps, which work at the
-# same time; :doc:`/chapters/attention_hopper_backward` does so, too, to test this explanation.
+# :doc:`/chapters/attention_hopper_backward` tests this: it gives loads, matmuls and additions to
+# different groups of warps, which work at the same time.
+
+# Reading
+later = find("attention_hopper_backward") or {"sweeps": {}}
+rungs = later["sweeps"].get("ladder", {"points": [], "milliseconds": {}})
+unmasked = [n for n, at in enumerate(rungs["points"]) if at["mask"] == "full"]
+at_work = {
+    name: rungs["milliseconds"][name][unmasked[0]][1]
+    for name in (
+        "two sweeps",
+        "one sweep, plain Triton",
+        "one sweep with roles",
+        "Kernel Book",
+    )
+    if unmasked and rungs["milliseconds"].get(name)
+}
+lab.read(
+    f"**Its verdict:** at 4,096 tokens without a mask, one sweep takes "
+    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton and "
+    f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
+    f"{at_work['two sweeps']:.1f}, and one sweep after all changes of that chapter "
+    f"{at_work['Kernel Book']:.1f}."
+    if len(at_work) == 4
+    else "No run of that chapter is recorded yet."
+)
 
 # %%
 # What breaks it
@@ -1686,11 +1829,6 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # %%
 # A test of ``dv`` alone finds only two of the four mistakes, and one with ``scale=1`` would miss
 # the last.
-#
-# **An expanded gradient read as if it were contiguous.** ``out.sum().backward()`` creates a ``do``
-# with only *one* number in memory, because all its strides are zero. A careless kernel reads
-# whatever lies behind that number.
-
 
 # Measuring
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
@@ -1700,7 +1838,7 @@ as_if_contiguous = memory_behind.view(q.shape)
 
 # %%
 
-# Measuring
+# Folded: A gradient with one number in memory, read by its strides of zero and without them
 out, lse = reference.attention(q, k, v)
 truths = reference.attention_backward(q, k, v, expanded)
 rows = []
@@ -1721,15 +1859,13 @@ for name, do in {
 lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative error")
 
 # %%
-# So ``attention`` copies such a gradient first.
-#
 # In short
 # --------
 #
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
 # own, and the same bits in every run, for seven matmuls instead of five. One sweep loses here all
-# the same, probably because its warps wait for shared memory and nobody computes in the meantime.
+# the same, as its warps wait for shared memory and, we suspect, nobody computes in the meantime.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #

@@ -206,7 +206,7 @@ CHAPTERS = {
         {
             "one part": "one program per head",
             "SDPA cuDNN": "PyTorch, cuDNN",
-            "Kernel Book": "keys shared by programs",
+            "Kernel Book": "keys split over programs",
         },
     ),
     "attention_fp8": Facts(
