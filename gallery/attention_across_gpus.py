@@ -222,12 +222,9 @@ lab.sketch(
 lab.source(ring._work)
 
 # %%
-# Drawn over time, with a dotted line where the slowest rank is done with a step:
-
-# %%
 
 
-# Drawing
+# Folded: The work of four ranks over time, with a dotted line at the end of each step
 def scores_of(rank, step, layout):
     """The share of a part's scores that a rank computes in a step."""
     work = ring._work(rank, (rank - step) % WORLD_DRAWN, True, layout, PART)

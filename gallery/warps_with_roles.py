@@ -1032,9 +1032,8 @@ def loop_kernel(
 #    :dedent:
 #
 # A consumer, ``multiply_role``, multiplies its 64 rows of the tile of ``a`` with all of the tile of
-# ``b``. It always has one matmul in flight. With three slots, step 0 multiplies slot 0 and releases
-# nothing (``pred=i > 0``), step 1 multiplies slot 1 and releases slot 0, step 2 slot 2 and slot 1,
-# and step 3 slot 0 again, with tile 3, and slot 2. ``empty`` counts an arrival of each consumer.
+# ``b``. It always has one matmul in flight. Step 0 releases nothing (``pred=i > 0``), step 1 the
+# slot of step 0, step 2 that of step 1, and so on. ``empty`` counts an arrival of each consumer.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
