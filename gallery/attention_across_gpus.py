@@ -167,9 +167,10 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 #    :math:`r` and :math:`2W - 1 - r`.
 #
 # In the drawing of four ranks, a row is a piece of queries, with the rank that holds it, a column a
-# piece of keys, and a shade a step. With zig-zag, keys from a lower rank are met by all queries in
-# their early piece and by none in their late one, and keys from a higher rank by the late queries
-# alone, in both pieces. Either way a rank computes half of the scores of a step.
+# piece of keys, and a shade a step, the strongest the first. With zig-zag, keys from a lower rank
+# are met by all queries in their early piece and by none in their late one, and keys from a higher
+# rank by the late queries alone, in both pieces. Either way a rank computes half of the scores of a
+# step.
 
 # %%
 
@@ -190,8 +191,8 @@ def pieces_of(axes, layout):
         for column in range(row + 1):
             step = (holder[row] - holder[column]) % WORLD_DRAWN
             look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
-            corners = [(column, row), (column + 1, row), (column + 1, row + 1)]
-            corners += [(column, row + 1)] if row > column else [(column, row)]
+            corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
+            corners += [(column + 1, row)] if row > column else []
             axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
     axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
     axes.set_xticks([piece + 0.5 for piece in pieces], holder)
@@ -372,7 +373,8 @@ lab.listing(
 # GPU would, and exchanges back. There are no steps then, but the number of ranks must divide the
 # number of heads, and nothing is computed while they exchange.
 #
-# Both are called in the same way, on every rank with its own part of the sequence:
+# Both are called in the same way, on every rank with its own part of the sequence
+# (``all_to_all_attention`` is the other):
 #
 # .. code-block:: python
 #
@@ -655,8 +657,8 @@ lab.read(
     "the length itself. (Less than 1 % is no difference; figures timed apart differ by a little "
     "more.) **All to all**, the simpler way, takes "
     + (
-        f"as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, so that the two share a line "
-        "in the figure. "
+        f"as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, so that the two nearly share a "
+        "line in the figure. "
         if exchanged < 2
         else f"{compared(longer('all to all'))} tokens. "
     )

@@ -2172,7 +2172,7 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # it gains little or no speed over the package's kernel in bfloat16. Eight bits need one descale per
 # head, a transposed V, weights scaled up to where the format has numbers, and accumulators emptied
 # after every tile. They do not double the speed, because with head_dim 128 the exponentials, which
-# stay in float32, take as long as 8-bit matmuls, and the other instructions nearly as long again.
+# stay in float32, take as long as 8-bit matmuls, and other instructions come on top.
 # Warps with roles do not change that.
 #
 # Exercises

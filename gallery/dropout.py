@@ -417,7 +417,6 @@ lab.read(
 )
 
 # %%
-
 # What does autograd have to remember? A seed, where it would have remembered a mask:
 
 
@@ -644,9 +643,8 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # Reading
 lab.read(
-    "Run now, with 0.5 and 0.1 for "
-    f":math:`p` and {n:,} tosses, all {len(rows)} scores are below 5; the largest is "
-    f"{max(float(row['worst |z|']) for row in rows):.1f}."
+    f"Run now, with 0.5 and 0.1 for *p* and {n:,} tosses, all {len(rows)} scores are below 5; the "
+    f"largest is {max(float(row['worst |z|']) for row in rows):.1f}."
 )
 
 # %%

@@ -339,8 +339,8 @@ gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 lab.read(
     f"On {gpu}, whose numbers the text gives, PyTorch's single operations reach "
     f"{share['simple_layer_norm', 4096]:.0f} % of a copy at 4,096 columns, where their bytes alone "
-    "would allow a sixth, 17 %, because PyTorch loads an operand that is repeated over columns or "
-    "rows, such as the mean, one element at a time."
+    "would allow a sixth, 17 %. The rest is lost because PyTorch loads an operand that is repeated "
+    "over columns or rows, such as the mean, one element at a time."
 )
 
 # %%
@@ -521,12 +521,12 @@ lab.read(
 # The operator's ``moments`` are these lines for several rows at once, with a guard at each step:
 #
 # - *No sum overflows.* A sum of large numbers can, even where their mean does not. So the numbers
-#   are multiplied by :math:`2^{-16}` first, which costs no digit, and their mean is divided by it.
-# - *The division is right to the last bit.* A GPU's ``/`` may be off by a bit, so ``divide`` works
-#   out what its quotient leaves over, and adds a share of it.
-# - *The warps wait once.* They wait for each other in every reduction, so ``two_sums`` finds both
-#   sums of deviations in one.
-# - *Equal numbers have no variance.* If the subtraction leaves only rounding, ``without`` says 0.
+#   are multiplied by :math:`2^{-16}`, in the listings ``SMALL``, and their mean is divided by it.
+# - *The mean of equal numbers is that number.* A GPU's ``/`` may be off by a bit, so the division
+#   works out what its quotient leaves over, and adds a share of it.
+# - *The warps wait once.* They wait for each other in every reduction, so one finds both sums
+#   of deviations.
+# - *Equal numbers have no variance.* What is only rounding counts as 0.
 # - *16-bit rows skip the correction*, where a sum of numbers of about the same size is exact: of
 #   the 24 bits of float32 a bfloat16 takes 8, and a float16 11, which leaves room for a sum of
 #   65,536 or 8,192 of them. If some are much larger than others the sum rounds, but the deviations
@@ -537,7 +537,7 @@ lab.listing(
     {
         "The mean, and the sum of squared deviations": moments,
         "The mean of scaled numbers": mean_of,
-        "A division that is right to the last bit": divide,
+        "The division": divide,
         "Two sums in one reduction": two_sums,
         "The subtraction that keeps zeros and infinities": without,
         "A square, rounded before it is added": square,
@@ -683,7 +683,7 @@ two, lone, long, shared = (
 )
 said = (
     "At 32,768 columns packing gains "
-    f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. Rows of 65,536 "
+    f"{share['Kernel Book', 32768] - share['one program', 32768]:.1f} points. Rows of 65,536 "
     "columns are too long for one program to widen. Packed, they leave room for only one program "
     "on an SM, so that nothing hides its loads. Two experiments speak for this: without weight and "
     f"bias, which are loads too, the longest rows gain {long[1] - long[0]:.0f} points, and with "
@@ -734,7 +734,7 @@ lines
 # How do four pairs become one? The row's :math:`M` is more than the sum of the four, because each
 # part also deviates as a whole: the numbers 1 and 3 lie around 2, while the row lies around 3. In
 # the picture the four :math:`M` sum to 12. The four means are 1, 1, 2 and 2 away from 3, and the
-# squares of these distances, one for each number, add 20. That makes 32.
+# squares of these distances, each twice, for a part's two numbers, add 20. That makes 32.
 #
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
 # The sum of these is the formula of Chan, Golub and LeVeque. ``merge_moments`` computes it: its
@@ -822,8 +822,8 @@ lab.read(
     "Up to there it is the kernel of one read with twice as many warps, which gains "
     f"{gain:.0f} points at 1,024 columns and "
     + ("makes less than 1 % of difference" if abs(little) < 1 else f"{little:+.1f} %")
-    + " at 4,096. The loop's eight warps are too many for rows of 1,024 columns: with two it "
-    f"reaches {two:.0f} % instead of {eight:.0f} %."
+    + " at 4,096. The loop's eight warps are too many for rows of 1,024 columns: timed again, it "
+    f"reaches {two:.0f} % with two and {eight:.0f} % with eight."
 )
 
 # %%
@@ -1143,10 +1143,11 @@ def small_said(rows):
     lead, kept = theirs_alone[-1] - alone[-1], theirs[-1] - called[-1]
     if kept < lead / 2:
         said += (
-            f" Even with 32,768 rows the GPU waits for the host: our kernels need {alone[-1]:.0f} "
-            f"µs and PyTorch's {theirs_alone[-1]:.0f}, but "
+            f" With 32,768 rows our kernels need {alone[-1]:.0f} µs and PyTorch's "
+            f"{theirs_alone[-1]:.0f}, but "
             + (
-                "our call takes longer than PyTorch's."
+                f"our call takes {called[-1]:.0f} µs and PyTorch's {theirs[-1]:.0f}, for a reason "
+                "that we have not traced."
                 if kept < 0
                 else f"of that lead our call keeps {kept:.0f}."
             )

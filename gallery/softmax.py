@@ -421,15 +421,15 @@ lab.read(
 # .. animation:: online_softmax
 
 # %%
-# Here is the whole kernel, for one row per program. It differs from ``blockwise_kernel`` in the two
-# lines with a comment: ``m_new`` is the maximum of all blocks so far, and ``d`` is the sum so far,
-# which ``alpha`` repairs. No result can be written before both are known, so a second loop reads
-# the row again.
+# Here is the whole kernel, for one row per program. The two lines with a comment repair what
+# ``blockwise_kernel`` did wrong: ``m_new`` is the maximum of all blocks so far, and ``d`` is the
+# sum so far, which ``alpha`` rescales. No result can be written before both are known, so a second
+# loop reads the row again.
 
 lab.source(online_kernel)
 
 # %%
-# Blocks of 256 now give the three rows of the first section as PyTorch does:
+# Blocks of 256 now give the three rows ``x`` of the table in “Blocks, done wrong” as PyTorch does:
 
 y = torch.empty_like(x)
 online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
@@ -547,7 +547,7 @@ lab.read(
 # One read: row
 # -------------
 #
-# Can a program keep the row that it has read? ``row``, the shortest kernel, does so. Each program
+# Can a program keep the row that it has read? ``row``, which needs no loop, does so. Each program
 # loads one or more whole rows, widens them to float32 and does everything in its :term:`registers
 # <register>`, the fastest storage of a streaming multiprocessor (:term:`SM`).
 
@@ -589,6 +589,7 @@ kept = (
     else ""
 )
 gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["online", n]]
+widest = max(COLUMNS[:-1], key=lambda n: share["online", n] - share["one program", n])
 lab.read(
     (
         "The read that is saved gains nothing by itself: the second read of `online` comes from "
@@ -598,8 +599,8 @@ lab.read(
         f"{' and '.join(f'{n:,}' for n in gains)} columns. "
     )
     + (
-        f"At {short:,} columns `online` is even ahead, {share['online', short]:.0f} % to "
-        f"{share['one program', short]:.0f}. "
+        f"At {widest:,} columns `online` is even ahead, {share['online', widest]:.0f} % to "
+        f"{share['one program', widest]:.0f}. "
         + (
             "Part of the reason is"
             if left > 2
@@ -695,7 +696,7 @@ lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
     f"programs of {threads} threads fit on an SM. At 32,768 columns that is the difference between "
     f"{one:.0f} % and {share['Kernel Book', 32768]:.0f}."
-    + (f" A GPU with a slower memory needs it less: {unharmed[0]}." if unharmed else "")
+    + (f" Recorded with an older kernel {unharmed[0]}." if unharmed else "")
 )
 
 # %%
@@ -880,7 +881,7 @@ lab.plot(
 
 # %%
 # We compare it with PyTorch and two libraries: Liger is LinkedIn's library of Triton kernels, and
-# quack, by the authors of FlashAttention, is written in NVIDIA's CuTe DSL.
+# quack, by an author of FlashAttention, is written in NVIDIA's CuTe DSL.
 
 
 def liger(x):
@@ -1340,7 +1341,7 @@ lab.read(
 
 # %%
 # **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
-# The row is sorted here, because with its maximum in the first block the mistake would not show.
+# We sort a row, because with its maximum in the first block the mistake would not show.
 
 # Measuring
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)

@@ -139,7 +139,7 @@ CHAPTERS = {
         "ladder",
         {"columns": 32768},
         {
-            "simple_layer_norm": "seven PyTorch operations",
+            "simple_layer_norm": "PyTorch's operations",
             "loop": "three reads of a row",
             "one program": "one read, one program",
             "Kernel Book": "one read, packed",
