@@ -84,7 +84,8 @@ lab.start(
 #    :pyobject: sweep_in_turn_kernel
 #
 # ``own`` are the offsets of the program's keys, ``met`` those of the queries that it meets, and
-# ``part`` its part of :math:`dQ`. ``lse`` and ``delta`` are known from the forward pass. A
+# ``part`` its part of :math:`dQ`. ``lse`` is known from the forward pass, and ``delta``, the
+# row sums of ``dO`` times ``O``, is computed first. A
 # **counter** for each program, at first 0, says how many steps it has added:
 #
 # - ``atomic_add`` of 0 *reads* that of the program before, at ``counter_ptr - 1``. With
@@ -117,11 +118,12 @@ def of_small_kernel():
 lab.check("The small kernel", of_small_kernel())
 
 # %%
-# It is right. (In the interpreter programs run one after another, so that nobody waits.) On a GPU
-# two things are in its way. **Order:** while a program waits for its turn, all its warps do.
-# **Space:** with 128 keys, head_dim 128 and two tiles of 64 queries on their way, a program needs
-# 224 KiB of :term:`registers <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256
-# and 227 KiB, and neither would hold all of it.
+# Its sums are right. That nobody waits for ever this does not show, because in the interpreter
+# programs run one after another; the simulation below does. On a GPU two things are in its way.
+# **Order:** while a program waits for its turn, all its warps do. **Space:** with 128 keys,
+# head_dim 128 and two tiles of 64 queries on their way, a program needs 224 KiB of :term:`registers
+# <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256 and 227 KiB, which is little
+# room for anything else.
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -321,7 +323,7 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 # -------------------------
 #
 # *What does a consumer do in a step, and for whom does it wait?* At 3, 4, 6 and 8 it waits for its
-# own matmuls, and at the other four for another role:
+# own matmuls, at 5 for the other consumer, and at the other three for another role:
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -1276,7 +1278,7 @@ lab.ladder(
 # Reading
 lost = verdict(gain("heads apart", "causal", "an adder"))
 lab.read(
-    "**So on the ladder the same bits cost nothing that counts.**"
+    "**So on the ladder, at length 4,096, the same bits cost no time that counts.**"
     if all(
         gain("heads apart", mask, "an adder") >= -SCATTER for mask in ("full", "causal")
     )
@@ -1742,8 +1744,9 @@ lab.read(
     f"{len(below_theirs)} points{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
     f"{points_of(over_theirs)}. (Why less than {100 * SCATTER:.0f} % makes no difference: the "
     f"default is timed under two names, and at {close} of {len(twice)} points the two times are "
-    f"nearer. Two series of this page are {100 * abs(between):.0f} % apart, so we compare only "
-    "within one.) " + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+    f"nearer than that. The same kernel in two figures is up to {100 * abs(between):.0f} % apart, "
+    "so we compare only within one.) "
+    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
@@ -1758,7 +1761,8 @@ dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 lab.read(
     "**What do the same bits cost?** In any order, the same kernel is faster at "
     + (
-        f"{dearer} of {len(without)} points, by up to {100 * max(without):.0f} % (head_dim "
+        f"{dearer} of {len(without)} points, by {'up to ' if dearer > 1 else ''}"
+        f"{100 * max(without):.0f} % (head_dim "
         f"{dearest['head_dim']}, {dearest['mask']}, {dearest['length']:,})"
         if dearer
         else f"none of {len(without)} points (it gains {100 * max(without):.0f} % at most, which "
@@ -2250,8 +2254,9 @@ lab.read(
 # --------------
 #
 # **To start from the wrong end.** If program ids descend with the keys, and a head has more tiles
-# of keys than there are SMs, each program waits for one that has not started. On a GPU that is a
-# kernel which never returns. The simulation above shows it without one:
+# of keys than there are SMs, those that run wait for each other, and the last of them for one that
+# cannot start. On a GPU that is a kernel which never returns. The simulation of the section on
+# order, ``simulate``, shows it without one:
 
 rows = []
 for ids, backwards in (("ascend with the keys", False), ("descend", True)):

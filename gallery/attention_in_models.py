@@ -297,7 +297,7 @@ lab.read(
 #       :start-at: # -- attend
 #       :end-before: # -- end
 #       :dedent:
-#
+
 # %%
 # **Backward** takes such a loop for the gradient of a tile of queries. For the gradients of a tile
 # of keys it loops over queries, by the same bounds solved for :math:`i`.
@@ -358,8 +358,8 @@ for window, is_causal, seqlen_q, seqlen_k in cases:
     loaded = poison(window, is_causal, seqlen_q, seqlen_k).cpu()
     assert torch.equal(loaded, some)
 lab.read(
-    f"These and no others are, in all {len(cases)} cases that we try, also with lengths that no "
-    "tile divides."
+    f"So it is in all {len(cases)} cases that we try, also with lengths that no tile divides: what "
+    "no query sees is not loaded, and all else is."
 )
 
 # %%
@@ -384,9 +384,9 @@ lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # A window that leaves a tenth of the scores should take a tenth of the time. So the yardstick is
-# this page's kernel, in plain Triton, with a causal mask and no window (*full causal*). The figure
-# shows the speed per visible score in percent of the yardstick's, for 16,384 tokens and 16 heads of
-# head_dim 128 in bfloat16.
+# the operator's kernel in plain Triton, with a causal mask and no window (*full causal*). The
+# figure shows the speed per visible score in percent of the yardstick's, for 16,384 tokens and 16
+# heads of head_dim 128 in bfloat16.
 #
 # SDPA, PyTorch's ``scaled_dot_product_attention``, gets the mask as a table. *Plain Triton* is the
 # yardstick's kernel, given the window. *Kernel Book* is what ``attention`` runs by default: here,
@@ -638,10 +638,10 @@ lab.read(
     + ", and ".join(reached + missed_by)
     + ". "
     + (
-        f"The scores in its tiles alone make {tiles_alone:.2f}. It masks only the edge that is "
-        "cut, and takes tiles of several heads in turn, so that all SMs end at about the same "
-        "time. What stops it is what a program does once: we estimate it at "
-        f"{beyond:.1f} tiles, beside the {met:.0f} that it loads. "
+        f"The scores in its tiles alone make {tiles_alone:.2f}. The kernel masks only the edge "
+        "that is cut, and takes tiles of several heads in turn, so that all SMs end at about the "
+        "same time. What stops it is what a program does once per tile of queries, which we "
+        f"estimate at the time of {beyond:.1f} tiles of keys, beside the {met:.0f} that it loads. "
         if "forward" in over and "forward" in in_gluon
         else ""
     )
@@ -1290,13 +1290,13 @@ lab.table(
 
 # Reading
 lab.read(
-    f"**Where is the rest?** With {KEY_LENGTHS[0]:,} keys our kernel reaches only "
-    f"{100 * of_ours[2]:.0f} %, because launches have to start, to merge and to end, even with "
-    "next to nothing to read. The launches are timed with a single tile of keys in each part. They "
-    "are most of what is lost."
+    f"**What is lost?** With {KEY_LENGTHS[0]:,} keys our kernel reaches only "
+    f"{100 * of_ours[2]:.0f} % of a copy as short, and less beside the speed of a long one, as in "
+    "the table. Launches have to start, to merge and to end, even with next to nothing to read. "
+    "Timed with a single tile of keys in each part, they are most of the loss."
     if losing
     and all(start > 0.5 * (took - reading) for _, took, reading, start in losing)
-    else f"**Where is the rest?** With {KEY_LENGTHS[0]:,} keys our kernel reaches "
+    else f"**What is lost?** With {KEY_LENGTHS[0]:,} keys our kernel reaches "
     f"{100 * of_ours[2]:.0f} %. The column of launches is the time of the same programs with a "
     "single tile of keys in each part."
     if losing
@@ -1308,7 +1308,8 @@ lab.read(
 # -----------------
 #
 # Stanford's course CS336 ranks its students' kernels by the time of both passes, causal, in
-# bfloat16, with the host. *PyTorch* is the formula of the first section.
+# bfloat16, including the time in which the host launches. *PyTorch* is the formula of the first
+# section.
 
 # Measuring
 COURSE = (1, 16, 16384, 64)

@@ -710,7 +710,7 @@ lab.read(
 # Why there are casts
 # -------------------
 #
-# The largest of these groups only copies numbers.
+# In bfloat16 the largest group of the figure above, “casts and copies”, only copies numbers.
 
 # Reading
 lab.read(
@@ -2172,7 +2172,7 @@ lab.read(
 # %%
 # Is it the host? :doc:`/hardware` lists how long one call keeps it busy, timed eagerly on inputs
 # that cost the GPU next to nothing. Here are these times, their sum in a step, and by how much the
-# step grew from bar to bar, beginning with SDPA.
+# step grew: with our attention beside SDPA's, and then from each of our operators to the next.
 
 
 # Reading
@@ -2383,7 +2383,7 @@ lab.read(
     (
         f"**It was the host.** The step of {near} that took {our_took:.0f} ms with our "
         f"operators and {sdpa_took:.0f} with SDPA takes {step('step, ms', graphs[1]):.0f} and "
-        f"{step('step, ms', graphs[0]):.0f} as a graph. In the table, graphs take "
+        f"{step('step, ms', graphs[0]):.0f} as a graph. Over all models, graphs take "
         f"{min(beyond_kernels):.0f} to {max(beyond_kernels):.0f} % longer than the kernels of one "
         "step in a profile. "
         if beyond_kernels
@@ -2475,8 +2475,8 @@ lab.read(
     + f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead "
     f"of {share_of[CONTEXT]:.0f} %"
     + (
-        f", and the book's takes {-more_of('attention', far):.1f} ms less than SDPA's, of which "
-        f"{-longer(far, 'step, ms', graphs):.1f} remain in the step"
+        f", and the kernels of the book's take {-more_of('attention', far):.1f} ms less than "
+        f"SDPA's in the profile, of which {-longer(far, 'step, ms', graphs):.1f} remain in a step"
         if far in race and more_of("attention", far) < 0
         else ""
     )
