@@ -572,7 +572,8 @@ print(dw.tolist())
 #
 # How does PyTorch learn that these kernels belong together? A ``torch.autograd.Function`` tells
 # autograd how to compute a result and the gradients of its inputs. ``save_for_backward`` keeps the
-# tensors that the backward pass needs again.
+# tensors that the backward pass needs again. The operator's forward kernel takes what
+# ``rows_kernel`` takes, and ``part_cols``, here a whole row.
 
 
 class WeightedSum(torch.autograd.Function):
