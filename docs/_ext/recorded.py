@@ -178,9 +178,8 @@ class Chapters(SphinxDirective):
             f"A picture shows the speed of a chapter’s versions on one input, which is named below "
             f"it, in percent of a limit that was measured beside them, {measured_on(primary())}; "
             f"in “Measuring a kernel” it shows times. "
-            f"The sentence after its question says what a chapter reaches, over its inputs or on the "
-            f"largest. All "
-            f"chapters together take about {short} hours to read ({whole} with every fold open)"
+            f"The sentence after its question says what a chapter reaches, over its inputs or on "
+            f"the largest. All chapters together take about {short} hours to read ({whole} with every fold open)"
         )
         if self.env.docname != "chapters":
             return f"{said}."
