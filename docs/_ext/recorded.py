@@ -179,7 +179,8 @@ class Chapters(SphinxDirective):
             f"it, in percent of a limit that was measured beside them, {measured_on(primary())}; "
             f"in “Measuring a kernel” it shows times. "
             f"The sentence after its question says what a chapter reaches, over its inputs or on "
-            f"the largest. All chapters together take about {short} hours to read ({whole} with every fold open)"
+            f"the largest. All chapters together take about {short} hours to read ({whole} with "
+            "every fold open)"
         )
         if self.env.docname != "chapters":
             return f"{said}."
