@@ -118,12 +118,11 @@ def of_small_kernel():
 lab.check("The small kernel", of_small_kernel())
 
 # %%
-# Its sums are right. That nobody waits for ever this does not show, because in the interpreter
-# programs run one after another; the simulation below does. On a GPU two things are in its way.
-# **Order:** while a program waits for its turn, all its warps do. **Space:** with 128 keys,
-# head_dim 128 and two tiles of 64 queries on their way, a program needs 224 KiB of :term:`registers
-# <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256 and 227 KiB, which is little
-# room for anything else.
+# Its sums are right. (In the interpreter programs run one after another, so that nobody waits.) On
+# a GPU two things are in its way. **Order:** while a program waits for its turn, all its warps do.
+# **Space:** with 128 keys, head_dim 128 and two tiles of 64 queries on their way, a program needs
+# 224 KiB of :term:`registers <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256
+# and 227 KiB, which is little room for anything else.
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -2254,9 +2253,8 @@ lab.read(
 # --------------
 #
 # **To start from the wrong end.** If program ids descend with the keys, and a head has more tiles
-# of keys than there are SMs, those that run wait for each other, and the last of them for one that
-# cannot start. On a GPU that is a kernel which never returns. The simulation of the section on
-# order, ``simulate``, shows it without one:
+# of keys than there are SMs, those that run wait for one that cannot start. On a GPU that is a
+# kernel which never returns. The simulation above, ``simulate``, shows it without one:
 
 rows = []
 for ids, backwards in (("ascend with the keys", False), ("descend", True)):
