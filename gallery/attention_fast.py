@@ -149,7 +149,7 @@ lab.read(
 #
 # What keeps it slow? Three things, and each is the subject of a rung of a ladder:
 #
-# - **Rung 1**, *two programs*: while a program waits, its SM does nothing, because only one fits.
+# - **Rung 1**, *two programs*: while a program waits, its SM runs no other, because only one fits.
 # - **Rung 5**, *scale folded*: every score costs a multiplication that can be saved.
 # - **Rung 6**, *heavy first*: a few long programs run on when the others are done.
 #
@@ -819,7 +819,7 @@ def budget(names):
             for name in names
         )
         title = (
-            f"Where 128 registers go, {'rung 1' if len(names) == 2 else 'rungs 1 to 4'}"
+            f"Registers of a thread, {'rung 1' if len(names) == 2 else 'rungs 1 to 4'}"
         )
         lab.sketch(title, alt, bars, height=0.75 + 0.68 * len(names))
 
@@ -1812,7 +1812,7 @@ lab.read(
     f"At length {first.get('length', nan):,} a call takes {first.get('Kernel Book, µs', nan):.0f} "
     f"µs, {beside_sdpa(first)}. At {last_one.get('length', nan):,} it takes "
     f"{beside_sdpa(last_one)}"
-    + (", because the kernel outlasts the host code." if outlasts else ".")
+    + (": there the kernel outlasts the host code." if outlasts else ".")
 )
 
 # %%

@@ -89,7 +89,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the end each query also leaves one number, ``lse``, which the mathematics below defines.
+# In the package each query also leaves one number, ``lse``, which the mathematics below defines.
 #
 # What the table costs
 # --------------------
@@ -527,9 +527,8 @@ assert torch.allclose(out, three_weights @ valued)
 # The package's version and both kernels below are checked against float64, to four times PyTorch's
 # error in the same dtype, a factor chosen by hand. The checks are in float32 and, of the kernels,
 # float16, at head_dim 32 and in tiles of 32 by 16. The speeds below are in bfloat16, at head_dim
-# 128 and in tiles of 128 by 64. **Nothing on this page is checked in that configuration**, because
-# Triton's interpreter, where the checks must pass as well, gets bfloat16 wrong. (The next chapter
-# checks the package's kernel in bfloat16.)
+# 128 and in tiles of 128 by 64. **Nothing on this page is checked in that configuration.** (The
+# next chapter checks the package's kernel in bfloat16.)
 
 
 # Measuring
@@ -1153,8 +1152,8 @@ lab.read(
 #
 # Each listing is a wrong line of the update, and behind it the right one, in a kernel of one tile
 # of queries (in the fold). It differs from ``_update`` in this: ``s`` is ``qk``, ``exp`` stands for
-# ``exp2``, and the weights stay in float32. ``compare`` runs it without and with the mistake, and
-# shows three numbers of a query's result.
+# ``exp2``, the weights stay in float32, and a query without a key has no guard. ``compare`` runs it
+# without and with the mistake, and shows three numbers of a query's result.
 
 
 # Whole

@@ -643,7 +643,7 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # Reading
 lab.read(
-    f"Run now, with 0.5 and 0.1 for *p* and {n:,} tosses, all {len(rows)} scores are below 5; the "
+    f"Run now, with p = 0.5 and 0.1 and {n:,} tosses, all {len(rows)} scores are below 5; the "
     f"largest is {max(float(row['worst |z|']) for row in rows):.1f}."
 )
 
