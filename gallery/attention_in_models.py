@@ -258,16 +258,23 @@ small.window_kernel[(64 // 16,)](q, k, v, out, 20, 32**-0.5, BLOCK=16, HEAD_DIM=
 
 # %%
 
+
 # Reading
+def errors_of(out, q, k, v, seen):
+    """The largest errors of a result, and of the formula in PyTorch, from float64."""
+    theirs, truth = (
+        standard_attention(*(x.to(kind) for x in (q, k, v)), seen)
+        for kind in (torch.float32, torch.float64)
+    )
+    ours, theirs = ((x - truth).abs().max().item() for x in (out, theirs))
+    assert ours <= max(8 * theirs, 1e-6) < truth.abs().max()
+    return ours, theirs
+
+
 i = torch.arange(64, device=runtime.DEVICE)
 behind = i[:, None] - i
 seen = (behind >= 0) & (behind <= 20)
-theirs, truth = (
-    standard_attention(*(x.to(kind) for x in (q, k, v)), seen)
-    for kind in (torch.float32, torch.float64)
-)
-ours, theirs = ((x - truth).abs().max().item() for x in (out, theirs))
-assert ours <= max(8 * theirs, 1e-6) < truth.abs().max()
+ours, theirs = errors_of(out, q, k, v, seen)
 lab.read(
     f"For 64 tokens and a window of (20, 0) it is off by at most {ours:.0e} from float64; the "
     f"formula in PyTorch is off by {theirs:.0e}."
@@ -1068,12 +1075,7 @@ out, lse = merge(outs, lses)
 
 # Reading
 every = torch.ones(1, n_keys, dtype=torch.bool, device=runtime.DEVICE)
-theirs, truth = (
-    standard_attention(*(x.to(kind) for x in (q[:, None], k, v)), every)[:, 0]
-    for kind in (torch.float32, torch.float64)
-)
-ours, theirs = ((x - truth).abs().max().item() for x in (out, theirs))
-assert ours <= max(8 * theirs, 1e-6) < truth.abs().max()
+ours, theirs = errors_of(out[:, None], q[:, None], k, v, every)
 lab.read(
     f"The merged output is off by at most {ours:.0e} from float64; the formula in PyTorch is off "
     f"by {theirs:.0e}."

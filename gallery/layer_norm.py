@@ -40,7 +40,7 @@ from kernelbook.ops.layer_norm.forward import (
 )
 from kernelbook.ops.rows.packed import widen
 from kernelbook.ops.rows.sums import two_sums
-from kernelbook.small.layer_norm import corrected_norm_kernel, norm, norm_kernel
+from kernelbook.small.layer_norm import norm, norm_kernel
 
 lab.start("layer_norm", "kernelbook.ops.layer_norm")
 
@@ -371,8 +371,9 @@ lab.source(norm_kernel)
 # %%
 # The length of a block must be a power of two, so ``BLOCK`` may reach past the end of the row. The
 # load fills that *padding* with zeros (``other=0.0``). They change no sum, but their deviation is
-# minus the mean, so ``tl.where`` sets it to zero. The launch starts a program for each row, and in
-# each of them four warps, groups of 32 threads, share the row (``num_warps=4``).
+# minus the mean, so ``tl.where`` sets it to zero. ``CORRECTED`` is for a later section. The launch
+# starts a program for each row, and in each of them four warps, groups of 32 threads, share the row
+# (``num_warps=4``).
 
 lab.source(norm)
 
@@ -448,9 +449,9 @@ lab.read(
 #    what our mean lacks, so we add it.
 #
 # In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
-# is the right mean. In the small kernel two lines are new and the last one changes:
+# is the right mean. In the small kernel these are the lines that ``CORRECTED`` turns on:
 
-lab.source(corrected_norm_kernel, "moments")
+lab.source(norm_kernel, "correct")
 
 # %%
 # Why does ``m2`` change? The wrong mean has also made the sum of squares larger, by :math:`N` times
@@ -506,14 +507,13 @@ ones, zeros = (
     torch.ones(2, device=runtime.DEVICE),
     torch.zeros(2, device=runtime.DEVICE),
 )
-kernels = (norm_kernel, corrected_norm_kernel)
-found = [norm(row, ones, zeros, eps=0.0, kernel=kernel) for kernel in kernels]
+found = [norm(row, ones, zeros, eps=0.0, corrected=repair) for repair in (False, True)]
 plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
     "As the mean is rounded to 16,777,216, the deviations are 0 and 2. Their sum, 2, gives a "
-    "correction of 1, and 4 − 2 · 1² is the right `m2`. The small kernels agree: the variance of "
-    f"their outputs should be 1, and is {plain:.1f} without the correction and {corrected:.1f} "
+    "correction of 1, and 4 − 2 · 1² is the right `m2`. The small kernel agrees: the variance of "
+    f"its output should be 1, and is {plain:.1f} without the correction and {corrected:.1f} "
     "with it. (The mean itself stays rounded.)"
 )
 

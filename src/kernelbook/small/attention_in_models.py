@@ -1,6 +1,7 @@
 """A window and a split query as the smallest complete kernels of attention in models.
 
-Both take float32 tensors of one sequence, contiguous: no dispatch, no descriptors, no gradients.
+Both take contiguous float32 tensors of one sequence, the first of one head: no dispatch, no
+descriptors, no gradients.
 """
 
 import torch

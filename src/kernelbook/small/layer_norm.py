@@ -1,4 +1,4 @@
-"""Layer norm of whole rows: the formulas as they stand, and then with a mean that is corrected.
+"""Layer norm of whole rows: the formulas as they stand, or with a mean that is corrected.
 
 Rows are contiguous and of at most 8,192 columns, and every row is one program's.
 """
@@ -9,7 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
+def norm_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr, CORRECTED: tl.constexpr
+):
     # -- load: a whole row, and zeros past its end
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -22,29 +24,11 @@ def norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
     deviation = tl.where(inside, x - mean, 0.0)
     m2 = tl.sum(deviation * deviation, axis=0)
 
-    # -- write: normalise, scale and shift
-    rstd = tl.rsqrt(m2 / n_cols + eps)
-    w = tl.load(w_ptr + cols, mask=inside)
-    b = tl.load(b_ptr + cols, mask=inside)
-    y = (x - mean) * rstd * w + b
-    tl.store(y_ptr + offsets, y, mask=inside)
-
-
-@triton.jit
-def corrected_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.constexpr):
-    # -- load: a whole row, and zeros past its end
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < n_cols
-    offsets = row * n_cols + cols
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-
-    # -- moments: corrected by the sum of the deviations
-    mean = tl.sum(x, axis=0) / n_cols
-    deviation = tl.where(inside, x - mean, 0.0)
-    correction = tl.sum(deviation, axis=0) / n_cols
-    mean += correction
-    m2 = tl.sum(deviation * deviation, axis=0) - n_cols * correction * correction
+    # -- correct: the mean, by what the deviations from it leave over, and m2
+    if CORRECTED:
+        correction = tl.sum(deviation, axis=0) / n_cols
+        mean += correction
+        m2 -= n_cols * correction * correction
 
     # -- write: normalise, scale and shift
     rstd = tl.rsqrt(m2 / n_cols + eps)
@@ -54,9 +38,9 @@ def corrected_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.con
     tl.store(y_ptr + offsets, y, mask=inside)
 
 
-def norm(x, w, b, eps=1e-5, kernel=norm_kernel):
+def norm(x, w, b, eps=1e-5, corrected=False):
     n_rows, n_cols = x.shape
     y = torch.empty_like(x)
     block = triton.next_power_of_2(n_cols)
-    kernel[(n_rows,)](x, w, b, y, n_cols, eps, block, num_warps=4)
+    norm_kernel[(n_rows,)](x, w, b, y, n_cols, eps, block, corrected, num_warps=4)
     return y

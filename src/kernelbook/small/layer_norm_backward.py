@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernelbook import runtime
-
 
 @triton.jit
 def sum_my_rows(x_ptr, w_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, n_rows, n_cols, cols):
@@ -56,7 +54,7 @@ def with_lock(x, w, mean, rstd, dy, n_programs):
     n_rows, n_cols = x.shape
     dx, sums = torch.empty_like(x), x.new_zeros(2, n_cols)
     lock = torch.zeros(1, dtype=torch.int32, device=x.device)
-    block = runtime.next_power_of_2(n_cols)
+    block = triton.next_power_of_2(n_cols)
     lock_kernel[(n_programs,)](x, w, mean, rstd, dy, dx, sums, lock, n_rows, n_cols, block)
     return dx, *sums
 
@@ -87,7 +85,7 @@ def without_lock(x, w, mean, rstd, dy, n_programs):
     n_rows, n_cols = x.shape
     dx, sums = torch.empty_like(x), x.new_empty(n_programs, 2, n_cols)
     total = x.new_empty(2, n_cols)
-    block = runtime.next_power_of_2(n_cols)
+    block = triton.next_power_of_2(n_cols)
     partial_kernel[(n_programs,)](x, w, mean, rstd, dy, dx, sums, n_rows, n_cols, block)
-    add_kernel[(runtime.cdiv(2 * n_cols, 128),)](sums, total, n_programs, 2 * n_cols, 128)
+    add_kernel[(triton.cdiv(2 * n_cols, 128),)](sums, total, n_programs, 2 * n_cols, 128)
     return dx, *total
