@@ -22,7 +22,6 @@ import statistics
 import warnings
 
 from kernelbook import lab, reference, weighted_sum
-from kernelbook.lab import results
 from kernelbook.ops.weighted_sum import (
     _backward,
     _forward,
@@ -34,7 +33,6 @@ from kernelbook.ops.weighted_sum import (
     weighted_sum_bwd_kernel,
     weighted_sum_fwd_kernel,
 )
-from kernelbook.small.first_kernel import rows_backward, rows_bwd_kernel
 
 warnings.filterwarnings(
     "ignore", message=r"Input #\d requires gradient and is not a double"
@@ -353,7 +351,7 @@ lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
 # The loop keeps as many sums as a block has elements, so threads need not exchange anything before
-# it is over.
+# it is over. What ``EVICT`` does is measured below.
 #
 # One ``tl.sum`` and one store follow. Where a row has several parts, a second small kernel adds
 # their sums.
@@ -551,14 +549,41 @@ lab.read(
 # ``dx``, and sums along ``axis=0``, over its rows:
 
 
-lab.source(rows_bwd_kernel)
+@triton.jit
+def rows_bwd_kernel(
+    dy_ptr,  # gradient of y, (n_rows)
+    x_ptr,  # input, (n_rows, n_cols), contiguous
+    w_ptr,  # weight, (n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous
+    parts_ptr,  # partial sums, (number of programs, n_cols), float32
+    n_rows,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+):
+    program = tl.program_id(0)
+    rows = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    offsets = rows[:, None] * n_cols + cols[None, :]
+    inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    dy = tl.load(dy_ptr + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + offsets, dy[:, None] * w[None, :], mask=inside)
+    part = tl.sum(dy[:, None] * x, axis=0)
+    tl.store(parts_ptr + program * n_cols + cols, part, mask=cols < n_cols)
 
-# %%
-# It is launched with a row of ``parts`` for each program:
 
-lab.source(rows_backward)
+def rows_backward(dy, x, w, block_rows=2):
+    n_rows, n_cols = x.shape
+    dx = torch.empty_like(x)
+    programs = triton.cdiv(n_rows, block_rows)
+    parts = torch.empty(programs, n_cols, device=x.device)
+    block = (block_rows, triton.next_power_of_2(n_cols))
+    rows_bwd_kernel[(programs,)](dy, x, w, dx, parts, n_rows, n_cols, *block)
+    dw = sum_rows(parts.t(), torch.ones(programs, device=x.device))
+    return dx, dw.to(w.dtype)
 
-# %%
 
 x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
 dx, dw = rows_backward(torch.ones(5, device=runtime.DEVICE), x, w)
@@ -566,6 +591,8 @@ print(dw.tolist())
 
 # %%
 # The rows of partial sums stand in the order of the programs, so that no two write to the same one.
+# The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
+# ``rows_kernel`` sums that row with weights of 1.
 #
 # Into PyTorch
 # ------------
@@ -580,12 +607,7 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        n_rows, n_cols = x.shape
-        y = torch.empty(n_rows, device=x.device)
-        grid = (triton.cdiv(n_rows, 2), 1)
-        sizes = {"part_cols": n_cols, "BLOCK_ROWS": 2, "BLOCK_COLS": 4}
-        weighted_sum_fwd_kernel[grid](x, w, y, *x.stride(), n_rows, n_cols, **sizes)
-        return y
+        return sum_rows(x, w)
 
     @staticmethod
     def backward(ctx, dy):
@@ -1000,7 +1022,11 @@ largest = {
     name: 100 * forward.share(name, rows=2**16)
     for name in ("x @ w", "torch.compile", "one row a program", "Kernel Book")
 }
-fewer = [100 * forward.share("Kernel Book", rows=2**power) for power in (10, 12, 14)]
+FEWER = [2**power for power in (10, 12, 14)]
+usual, streamed = (
+    [100 * forward.share(name, rows=rows) for rows in FEWER]
+    for name in ("one row a program", "Kernel Book")
+)
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
@@ -1021,8 +1047,55 @@ def ahead(sweep, provider, what):
 
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy, "
-    "of which three times the bytes explain a factor of 3; the rest we did not explain. `x @ w`, a "
-    f"single operation of PyTorch, reaches {largest['x @ w']:.0f} % of the copy's speed."
+    "of which three times the bytes explain a factor of 3. `x @ w`, a single operation of PyTorch, "
+    f"reaches {largest['x @ w']:.0f} % of the copy's speed."
+)
+
+# %%
+
+
+# Measuring
+def two_operations():
+    x = torch.randn(2**16, 4096, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(4096, device=runtime.DEVICE, dtype=torch.bfloat16)
+    product = x * w
+    half = x.view(-1)[: x.numel() // 2]
+    target, half_target = torch.empty_like(x), torch.empty_like(half)
+
+    def microseconds(run):
+        return round(1e3 * statistics.median(lab.event_times(run)), 1)
+
+    return [
+        {
+            "operation": "product = x * w",
+            "µs": microseconds(lambda: x * w),
+            "a copy of as many bytes (µs)": microseconds(lambda: target.copy_(x)),
+        },
+        {
+            "operation": "product.sum(-1)",
+            "µs": microseconds(lambda: product.sum(-1)),
+            "a copy of as many bytes (µs)": microseconds(
+                lambda: half_target.copy_(half)
+            ),
+        },
+    ]
+
+
+# %%
+
+# Folded: Each of the two operations beside a copy of its bytes
+apart = lab.measure("PyTorch's two operations, 65,536 rows", two_operations)
+apart
+
+# %%
+
+# Reading
+of_product, of_sum = [
+    100 * row["a copy of as many bytes (µs)"] / row["µs"] for row in apart.rows
+] or [nan] * 2
+lab.read(
+    f"The rest is how fast each of the two is: the multiplication reaches {of_product:.0f} % of "
+    f"the speed of a copy of its own bytes, and the sum {of_sum:.0f} %."
 )
 
 # %%
@@ -1030,11 +1103,75 @@ lab.read(
 # Reading
 lab.read(
     f"Our first kernel, with one row per program, reaches {largest['one row a program']:.0f} %, "
-    f"and the operator, which takes rows of any length, {largest['Kernel Book']:.0f} %. From 1,024 "
-    f"to 16,384 rows it reaches only {min(fewer):.0f} to {max(fewer):.0f} %, mainly because a copy "
-    "ends while bytes that it wrote are still in L2, and ours writes nearly none. `torch.compile` "
-    f"reaches {largest['torch.compile']:.0f} % at 65,536 rows, but is "
+    f"but only {min(usual):.0f} to {max(usual):.0f} % from 1,024 to 16,384 rows. The operator, "
+    f"which takes rows of any length, reaches {largest['Kernel Book']:.0f} % and "
+    f"{min(streamed):.0f} to {max(streamed):.0f} %. `torch.compile` reaches "
+    f"{largest['torch.compile']:.0f} % at 65,536 rows, and is "
     f"{ahead(forward, 'torch.compile', 'rows')}; in this book less than 1 % is no difference."
+)
+
+# %%
+# What makes the operator faster where rows are few? It says ``evict_first`` of ``x``, which is read
+# once: when L2 needs room, it gives up these numbers first. Otherwise it gives up what has been
+# there for longest, and if that was written and not read, it must go to memory before ours can
+# come.
+
+
+# Measuring
+def evictions():
+    rows, columns = 2**14, 4096
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    y = torch.empty(rows, device=runtime.DEVICE, dtype=torch.bfloat16)
+    some, others = torch.zeros(2, 2**26, device=runtime.DEVICE, dtype=torch.int32)
+
+    def run(evict):
+        weighted_sum_fwd_kernel[(rows // 2, 1)](
+            x, w, y, *x.stride(), rows, columns, columns, 2, columns, evict, num_warps=4
+        )
+
+    def microseconds(before, evict):
+        times = lab.event_times(lambda: run(evict), before=before)
+        return round(1e3 * statistics.median(times), 1)
+
+    caches = {
+        "that were written": some.zero_,
+        "that were written, then others that were read": lambda: (
+            some.zero_(),
+            others.max(),
+        ),
+    }
+    return [
+        {
+            "before the kernel, L2 fills with numbers": name,
+            "as usual (µs)": microseconds(before, ""),
+            "evict_first (µs)": microseconds(before, "evict_first"),
+        }
+        for name, before in caches.items()
+    ]
+
+
+# %%
+
+# Folded: The four times
+evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
+evicted
+
+# %%
+
+# Reading
+(dirty, dirty_first), (clean, clean_first) = [
+    (row["as usual (µs)"], row["evict_first (µs)"]) for row in evicted.rows
+] or [(nan, nan)] * 2
+lab.read(
+    f"With `evict_first` the kernel takes {dirty_first:.0f} µs instead of {dirty:.0f}"
+    + (
+        f". If what L2 holds was only read, it takes {clean:.0f} and {clean_first:.0f}: so it was "
+        "the writing for which it waited, **a cost that earlier kernels leave to the next one.**"
+        if clean < 0.5 * (dirty + dirty_first)
+        else f"; if what L2 holds was only read, {clean_first:.0f} instead of {clean:.0f}, so the "
+        "writing is not what it waited for, and we do not know what is."
+    )
 )
 
 # %%
@@ -1135,55 +1272,6 @@ lab.read(
     f"{large['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile', 'rows')}. PyTorch's "
     f"operations take {theirs / ours:.1f} times as long as ours, in part because they move twice "
     "as many bytes."
-)
-
-# %%
-
-# Folded: Why fewer rows reach less of a copy
-SIZES = (2**14, 2**16)
-
-
-def further(name):
-    """The speed, in TB/s, at which the rows pass that the larger size has more."""
-    less, more = (forward.milliseconds_at(name, rows=rows) for rows in SIZES)
-    return (SIZES[1] - SIZES[0]) * 4096 * 2 / (more - less) / 1e9
-
-
-counters = [
-    row
-    for title, found in (results.find("measuring") or {"tables": {}})["tables"].items()
-    for row in found["rows"]
-    if title.startswith("Counters of") and row[0] == "written to HBM"
-]
-of_ours, of_theirs = further("Kernel Book"), further("copy")
-behind = 1e3 * (
-    forward.milliseconds_at("Kernel Book", rows=2**14)
-    - forward.milliseconds_at("copy", rows=2**14)
-)
-middle = 100 * forward.share("Kernel Book", rows=2**14)
-text = (
-    f"At 16,384 rows our kernel reaches only {middle:.0f} % of the copy. Further rows pass it at "
-    f"{of_ours:.1f} TB/s and the copy at {of_theirs:.1f}"
-)
-if of_ours > 0.97 * of_theirs and counters and behind > 0:
-    written = counters[0][1]  # by a softmax, when it ends
-    late = (16384 * 8192 * 2 - written) / 1e6
-    text += (
-        f", so it loses {behind:.1f} µs once per launch and no more. A copy ends before its last "
-        "bytes have reached memory: by the hardware's counters, in the next chapter, "
-        f"{late:.0f} MB of what a kernel has written are then still in L2. At the speed of the "
-        f"copy these are {late / of_theirs:.1f} µs. Our kernel writes next to nothing."
-    )
-few, of_copy = (
-    1e3 * forward.milliseconds_at(name, rows=16) for name in ("Kernel Book", "copy")
-)
-megabytes = 16 * 4096 * 2 / 1e6
-lab.read(
-    f"{text.rstrip('.')}. For 16 rows HBM needs {megabytes / hbm:.2f} µs, and yet a copy takes "
-    f"{of_copy:.1f} and the operator {few:.1f}, because starting and timing a kernel takes "
-    f"microseconds, however little it does. Backward, 4,096 rows reach "
-    f"{100 * backward.share('Kernel Book', rows=2**12):.0f} %, because the partial sums and their "
-    "second launch are a larger part of the work there."
 )
 
 # %%

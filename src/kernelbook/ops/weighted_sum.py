@@ -31,6 +31,12 @@ FWD_ROWS, MOST_ROWS = 2, 512
 """Forward takes blocks of two long rows, whose weights it reads once. No block has more than 512
 short ones, because with 2,048 rows of two numbers forward took 126 microseconds instead of 76."""
 
+STREAMED = 16
+"""Columns from which on forward says ``evict_first`` of x, so that L2 gives up first what is not
+read again, and writes less of what others left there to memory. On an H200, 16,384 rows of 4,096
+numbers in bfloat16 took 37 microseconds instead of 43. Rows of two, whose results take as much
+room, took 84 instead of 76."""
+
 SQUARE = 64
 """Rows and columns of a block where x is transposed, so that what is contiguous in x and what is
 contiguous in dx both have lines of 128 bytes."""
@@ -62,6 +68,7 @@ def weighted_sum_fwd_kernel(
     part_cols,  # columns of a part
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    EVICT: tl.constexpr = "",  # what L2 gives up first: x, by "evict_first", or what is oldest
 ):
     # -- place: my rows, and my part of their columns
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -75,7 +82,8 @@ def weighted_sum_fwd_kernel(
     for start in range(first, last, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = (rows < n_rows)[:, None] & (cols < last)[None, :]
-        x = tl.load(x_ptrs + cols[None, :] * stride_col, mask=inside, other=0.0)
+        x_cols = x_ptrs + cols[None, :] * stride_col
+        x = tl.load(x_cols, mask=inside, other=0.0, eviction_policy=EVICT)
         w = tl.load(w_ptr + cols, mask=cols < last, other=0.0)
         total += x.to(tl.float32) * w.to(tl.float32)[None, :]
 
@@ -170,7 +178,7 @@ def _fwd_launch(
     parts = runtime.cdiv(n_cols, part_cols)
     launch = Launch(
         weighted_sum_fwd_kernel, (programs, parts), *stride, n_rows, n_cols, part_cols, rows, cols,
-        num_warps=WARPS,
+        EVICT="evict_first" if n_cols >= STREAMED else "", num_warps=WARPS,
     )  # fmt: skip
     return launch, parts
 
