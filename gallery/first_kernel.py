@@ -20,8 +20,10 @@ show is replayed from a recorded run.
 # sphinx_gallery_thumbnail_number = 2
 import statistics
 import warnings
+from unittest import mock
 
 from kernelbook import lab, reference, weighted_sum
+from kernelbook.ops import launch
 from kernelbook.ops.weighted_sum import (
     _backward,
     _forward,
@@ -632,7 +634,9 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 # **What is left to the book's operator?** A row of partial sums for each two rows of ``x`` would be
 # as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
 # to further rows, with its sums in registers, before it stores them. It also takes long rows in
-# blocks of columns, as the forward pass does, and any strides.
+# blocks of columns, as the forward pass does, and any strides. From Hopper on it starts the second
+# kernel ``EARLY``: that one is launched while the first still runs, and waits in ``gdc_wait`` until
+# the partial sums are in memory (*programmatic dependent launch*).
 #
 # The operator also accepts any shape, refuses wrong input, and is registered, so that
 # ``torch.compile`` knows it.
@@ -677,7 +681,7 @@ def cases():
         (dtype, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
     ]
     for dtype, of_weight in [*dtypes, (torch.bfloat16, torch.float32)]:
-        for shape in ((1, 1001), (70, 64), (33, 1000)):
+        for shape in ((1, 1001), (70, 64), (33, 1040)):
             x = (
                 (torch.randn(shape, device=runtime.DEVICE) + 1)
                 .to(dtype)
@@ -1272,6 +1276,43 @@ lab.read(
     f"{large['torch.compile']:.0f} %, and is {ahead(backward, 'torch.compile', 'rows')}. PyTorch's "
     f"operations take {theirs / ours:.1f} times as long as ours, in part because they move twice "
     "as many bytes."
+)
+
+# %%
+
+
+# Measuring
+def second_launches(rows=4096, columns=4096):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    dy = torch.randn(rows, device=runtime.DEVICE, dtype=torch.bfloat16)
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+    others = torch.zeros(2**26, device=runtime.DEVICE, dtype=torch.int32)
+    found = {"after the first has ended": False}
+    if runtime.early_start(runtime.DEVICE):
+        found["early"] = True
+    timed = []
+    for name, early in found.items():
+        with mock.patch.object(runtime, "early_start", lambda _, early=early: early):
+            launch.forget()
+            times = lab.event_times(
+                lambda: _backward(dy, x, w, dx, dw), before=others.zero_
+            )
+        timed.append(
+            {
+                "the second kernel starts": name,
+                "backward (µs)": round(1e3 * statistics.median(times), 1),
+            }
+        )
+    launch.forget()
+    return timed
+
+
+# %%
+
+# Folded: What does it save to start the second kernel early?
+lab.measure(
+    "Backward of 4,096 rows, by the start of its second kernel", second_launches
 )
 
 # %%

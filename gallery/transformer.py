@@ -34,7 +34,9 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -1444,15 +1446,19 @@ lab.read(
 #
 # What is that worth in the model? We replace PyTorch's operators by the book's, one after the
 # other. Each line of ``EAGER`` adds one operator to the line before. *SDPA* is PyTorch with its own
-# fused attention, and with the backend that is the fastest at this shape, flash or cuDNN.
+# fused attention, and with the backend that is the fastest at this shape, flash or cuDNN. Each
+# layer norm feeds a matmul. Under autocast PyTorch's returns float32, which autocast then rounds to
+# bfloat16. Ours is told by ``out_dtype`` to write bfloat16 at once, which spares a pass over the
+# numbers and another over their gradients.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
 EAGER = {
     "PyTorch": decoder.PYTORCH,
     "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
     "+ attention": Operators(ours),
-    "+ layer norm": Operators(ours, layer_norm),
-    "+ dropout": Operators(ours, layer_norm, dropout),
+    "+ layer norm": Operators(ours, layer_norm_16),
+    "+ dropout": Operators(ours, layer_norm_16, dropout),
     "SDPA": Operators(sdpa),
 }
 
@@ -1466,7 +1472,7 @@ COMPILED = {
     "torch.compile": decoder.PYTORCH,
     "SDPA, compiled": Operators(sdpa),
     "attention, compiled": Operators(ours),
-    "Kernel Book": Operators(ours, layer_norm, dropout),
+    "Kernel Book": Operators(ours, layer_norm_16, dropout),
 }
 
 # %%
@@ -1542,7 +1548,7 @@ SEEDS = range(10)
 LEARNERS = {  # operators, and which masks are drawn
     "PyTorch": (decoder.PYTORCH, 0),
     "other masks": (decoder.PYTORCH, 1),
-    "Kernel Book": (Operators(ours, layer_norm, dropout), 0),
+    "Kernel Book": (Operators(ours, layer_norm_16, dropout), 0),
 }
 
 
@@ -1889,18 +1895,23 @@ def on_gpu(events):
     ]
 
 
-def kernel_times(events):
-    """Milliseconds of a profile by kind and kernel.
-
-    The operation that ran a kernel tells its kind; where kernels of one name are of two kinds, they
-    share its time as the operations do.
-    """
-    kinds, times = defaultdict(Counter), Counter()
+def kinds_in(events):
+    """How long the kernels of each name ran in a profile, by the kind of what launched them."""
+    kinds = defaultdict(Counter)
     for event in events:
         if event.device_type == DeviceType.CPU:
             for kernel in event.kernels:
                 kind = kind_of(event.key, kernel.name)
                 kinds[kernel.name][kind] += max(kernel.duration, 1e-3)
+    return kinds
+
+
+def kernel_times(events, kinds):
+    """Milliseconds of a profile by kind and kernel.
+
+    Where kernels of one name are of two kinds, they share its time as the operations do.
+    """
+    times = Counter()
     for event in on_gpu(events):
         shares = kinds[event.name] or Counter({kind_of("", event.name): 1})
         took = event.time_range.elapsed_us() / 1e3
@@ -1924,23 +1935,70 @@ def busy_ms(events):
 longest_kernels = []  # of the versions that race, as their profiles come
 
 
-def profile_of_step(training, which, profiles):
-    """The milliseconds of each kind of kernels in a step, the mean of some profiles."""
-    times, busy = Counter(), 0.0
-    for _ in range(profiles):
-        found = profiled(training.whole).events()
-        busy += busy_ms(found) / profiles
-        for where, took in kernel_times(found).items():
-            times[where] += took / profiles
-    if which["version"] in GRAPHS:
-        for (kind, kernel), took in times.most_common(12):
-            row = {"kind": kind, "kernel": kernel, "ms": round(took, 2)}
-            longest_kernels.append(which | row)
-    by_kind = Counter()
+def profile_of_step(training):
+    """The kinds of the kernels of a step, and the milliseconds of each kind."""
+    found = profiled(training.whole).events()
+    kinds = kinds_in(found)
+    return kinds, by_kind(kernel_times(found, kinds), busy_ms(found))
+
+
+def by_kind(times, busy):
+    found = Counter()
     for (kind, _), took in times.items():
-        by_kind[kind] += took
-    of_kinds = {f"{kind}, ms": round(by_kind[kind], 2) for kind in KINDS}
+        found[kind] += took
+    of_kinds = {f"{kind}, ms": round(found[kind], 2) for kind in KINDS}
     return of_kinds | {"busy, ms": round(busy, 2)}
+
+
+def profile_of_replays(replay, kinds, which, steps=6):
+    """The milliseconds of each kind of kernels in a step, as the steps of a race follow each other,
+    and the clock and the power of the GPU meanwhile. A graph has no operations, so that ``kinds``
+    tells what each kernel belongs to."""
+
+    def several():
+        for _ in range(steps):
+            replay()
+
+    several()
+    found = profiled(several).events()
+    times = Counter()
+    for where, took in kernel_times(found, kinds).items():
+        times[where] += took / steps
+    for (kind, kernel), took in times.most_common(12):
+        row = {"kind": kind, "kernel": kernel, "ms": round(took, 2)}
+        longest_kernels.append(which | row)
+    return by_kind(times, busy_ms(found) / steps) | under_load(several)
+
+
+READ = {"SM clock, MHz": "clocks.sm", "power, W": "power.draw"}
+
+
+def under_load(several, seconds=2.0):
+    """What nvidia-smi reads while steps follow each other, medians of at least three readings."""
+    readings, end = [], time.perf_counter() + seconds
+    with ThreadPoolExecutor(1) as pool:
+        while len(readings) < 3 or time.perf_counter() < end:
+            reading = pool.submit(asked_of_the_gpu)
+            while not reading.done():
+                several()
+                torch.cuda.synchronize()
+            readings.append(reading.result())
+    return {
+        name: statistics.median(numbers) if None not in numbers else None
+        for name in READ
+        for numbers in [[reading[name] for reading in readings]]
+    }
+
+
+def asked_of_the_gpu():
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
+    query = [f"--query-gpu={','.join(READ.values())}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return dict(zip(READ, map(float, answer.stdout.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return dict.fromkeys(READ)
 
 
 def graph_of(training):
@@ -1953,9 +2011,9 @@ def graph_of(training):
     return graphs[0], peak
 
 
-def graphs_in_turn(trainings):
-    """The times and the peaks of steps as CUDA graphs, and why there is none."""
-    steps, peaks, times, remarks = {}, {}, {}, {}
+def graphs_in_turn(trainings, kinds, which):
+    """The times, peaks and profiles of steps as CUDA graphs, and why there is none."""
+    steps, peaks, times, profiles, remarks = {}, {}, {}, {}, {}
     for label, title in GRAPHS.items():
         try:
             graph, peaks[title] = graph_of(trainings[label])
@@ -1968,9 +2026,13 @@ def graphs_in_turn(trainings):
             trainings[label].optimizer.zero_grad()
     try:
         times = times_in_turn(steps)
+        for label, title in GRAPHS.items():
+            if title in steps:
+                named = which | {"version": title}
+                profiles[title] = profile_of_replays(steps[title], kinds[label], named)
     except Exception as error:
         remarks |= dict.fromkeys(steps, in_short(error))
-    return times, peaks, remarks
+    return times, peaks, profiles, remarks
 
 
 def in_short(error):
@@ -2004,7 +2066,7 @@ def versions_in_turn(name, batch, context, versions):
         label: version_of(training, name, context, *version)
         for label, version in versions.items()
     }
-    peaks, profiles = {}, {}
+    peaks, kinds, profiles = {}, {}, {}
     with sdpa_kernel(BACKENDS[backend]):
         for label, each in trainings.items():
             each.whole()  # which compiles
@@ -2016,16 +2078,23 @@ def versions_in_turn(name, batch, context, versions):
             )
         times = times_in_turn({label: each.whole for label, each in trainings.items()})
         for label, each in trainings.items():
-            which = {"size": name, "context": context, "version": label}
-            profiles[label] = profile_of_step(each, which, 1 + (label in GRAPHS))
-        graph_times, graph_peaks, remarks = graphs_in_turn(trainings)
-    times, peaks = times | graph_times, peaks | graph_peaks
+            kinds[label], profiles[label] = profile_of_step(each)
+        which = {"size": name, "context": context}
+        graph_times, graph_peaks, graph_profiles, remarks = graphs_in_turn(
+            trainings, kinds, which
+        )
+    times, peaks, profiles = (
+        times | graph_times,
+        peaks | graph_peaks,
+        profiles | graph_profiles,
+    )
     rows = [
         {"size": name, "context": context, "version": label, "batch": batch}
         | timing_of(times.get(label))
         | {"peak, GiB": round(peaks[label], 2) if label in peaks else None}
         | {"SDPA backend": backend, "remark": remarks.get(label, "")}
-        | profiles.get(label, NO_PROFILE)
+        | NO_PROFILE
+        | profiles.get(label, {})
         for label in (*versions, *GRAPHS.values())
     ]
     del training, trainings, each
@@ -2039,7 +2108,7 @@ def clean_up():
         freed()
 
 
-NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms"])
+NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms", *READ])
 
 
 def step_ladder():

@@ -270,10 +270,10 @@ def cases() -> dict:
         x = new(64, n, dtype=dtype)
         differentiate(kernelbook.softmax(x, algorithm=algorithm), x)
 
-    def layer_norm(dtype, n, parameters=None):
+    def layer_norm(dtype, n, parameters=None, out_dtype=None):
         x = new(256, n, dtype=dtype)
         w, b = (new(n, dtype=parameters or dtype) for _ in range(2))
-        differentiate(kernelbook.layer_norm(x, n, w, b), x, w, b)
+        differentiate(kernelbook.layer_norm(x, n, w, b, out_dtype=out_dtype), x, w, b)
 
     def attention(dtype, head_dim, is_causal, seqlen=1024, group=1, window=None):
         for deterministic in (True, False):
@@ -362,6 +362,9 @@ def cases() -> dict:
             add(f"softmax {spell(dtype)} 8192 {algorithm}", softmax, dtype, 8192, algorithm)
         add(f"layer norm {spell(dtype)} 600000", layer_norm, dtype, 600_000)
     add("layer norm bfloat16 8192 float32 parameters", layer_norm, bf16, 8192, f32)
+    for n in (1280, 8192, 32768):
+        add(f"layer norm float32 {n} to bfloat16", layer_norm, f32, n, f32, bf16)
+    add("layer norm bfloat16 16384 to float32", layer_norm, bf16, 16384, f32, f32)
     for dtype, head_dims in ((bf16, (32, 64, 80, 128, 256)), (f32, (16, 64, 80, 128, 256))):
         for head_dim in head_dims:
             for mask in ("causal", "full"):

@@ -266,7 +266,7 @@ class LayerNorm(Described):
     eps: float = 1e-5
     path: str = "as it is"
     dy: Numbers | None = None
-    """The gradient of y; None stands for normal numbers around 1."""
+    """The gradient of y, and y's dtype; None stands for normal numbers around 1, of x's dtype."""
     needs: tuple[bool, bool, bool] = (True, True, True)
     """Which of x, weight and bias want a gradient."""
 
@@ -280,7 +280,8 @@ def layer_norm(draw):
     shape = draw(st.sampled_from(((length,), (first, length // first))))
     magnitudes, marked = (*MAGNITUDES, 1e20), (-inf, nan, nan)
     x = draw(numbers((*before, *shape), length, magnitudes, marked=marked))
-    dy = draw(numbers(x.shape, length, (1.0, 1e-3, 1e3), (1.0, 0.0), dtypes=(x.dtype,), nth=1))
+    dtypes = (x.dtype, *DTYPES)  # of y as well
+    dy = draw(numbers(x.shape, length, (1.0, 1e-3, 1e3), (1.0, 0.0), dtypes=dtypes, nth=1))
     eps = draw(st.sampled_from((1e-5, 1e-12, 0.5)))
     weights, biases = (numbers(shape, length, (1.0, 1e-3), (0.0, 1.0), nth=n) for n in (2, 3))
     weight, bias = draw(weights | weights | st.none()), draw(biases | biases | st.none())

@@ -235,6 +235,12 @@ def register_limit(registers: int | None) -> dict[str, int]:
     return {} if registers is None or torch.version.hip else {"maxnreg": registers}
 
 
+def early_start(device: torch.device) -> bool:
+    """Return whether a kernel may be started while the one before it still runs, and wait for it
+    itself: programmatic dependent launch, from Hopper on."""
+    return torch.version.hip is None and capability(device) >= (9, 0)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the device's compute capability: (9, 0) is Hopper, and (0, 0) the interpreter."""
     if INTERPRETED:

@@ -12,6 +12,7 @@ from kernelbook.ops.layer_norm import forward as forwards
 from kernelbook.ops.layer_norm import layer_norm, operator, tuned
 from kernelbook.ops.rows import exchange
 
+ALL_DTYPES = DTYPES
 if runtime.INTERPRETED:  # where kernels see bfloat16 as float32
     DTYPES = DTYPES[:2]
 
@@ -42,14 +43,14 @@ def draw(*shape, dtype=torch.float32):
 def in_torch(x, n_dims, weight, bias, eps, dy):
     """PyTorch's result and gradients, in float32 and rounded once where dtypes differ."""
     given = [t for t in (x, weight, bias) if t is not None]
-    one_dtype = all(t.dtype == x.dtype for t in given)
+    one_dtype = all(t.dtype == x.dtype for t in (*given, dy))
     leaves = [
         None if t is None else (t if one_dtype else t.float()).detach().requires_grad_()
         for t in (x, weight, bias)
     ]
     y = F.layer_norm(leaves[0], x.shape[x.ndim - n_dims :], *leaves[1:], eps)
     grads = torch.autograd.grad(y, [t for t in leaves if t is not None], dy.to(y.dtype))
-    return [y.to(x.dtype), *(g.to(t.dtype) for g, t in zip(grads, given, strict=True))]
+    return [y.to(dy.dtype), *(g.to(t.dtype) for g, t in zip(grads, given, strict=True))]
 
 
 def check(x, n_dims=1, weight=None, bias=None, eps=1e-5, dy=None):
@@ -58,11 +59,12 @@ def check(x, n_dims=1, weight=None, bias=None, eps=1e-5, dy=None):
     left = iter(given)
     x, weight, bias = (None if t is None else next(left) for t in (x, weight, bias))
     dy = torch.randn(x.shape, device=DEVICE).to(x.dtype) if dy is None else dy
-    y = layer_norm(x, x.shape[x.ndim - n_dims :], weight, bias, eps)
+    out_dtype = None if dy.dtype == x.dtype else dy.dtype
+    y = layer_norm(x, x.shape[x.ndim - n_dims :], weight, bias, eps, out_dtype=out_dtype)
     grads = torch.autograd.grad(y, given, dy)
     assert y.shape == x.shape
     assert y.is_contiguous()
-    assert [y.dtype, *(g.dtype for g in grads)] == [x.dtype, *(t.dtype for t in given)]
+    assert [y.dtype, *(g.dtype for g in grads)] == [dy.dtype, *(t.dtype for t in given)]
     dx, dw, db = reference.layer_norm_backward(x, dy, n_dims, weight, eps)
     truth = [reference.layer_norm(x, n_dims, weight, bias, eps), dx]
     truth += [] if weight is None else [dw]
@@ -160,6 +162,39 @@ PARAMETERS = {
 def test_parameters_may_be_absent_or_of_another_dtype(dtypes, dtype):
     weight, bias = (None if d is None else draw(300, dtype=d) for d in dtypes)
     check(draw(7, 300, dtype=dtype), 1, weight, bias)
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("out_dtype", ALL_DTYPES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("n_cols", [255, 256])
+def test_the_result_may_have_a_dtype_of_its_own(n_cols, dtype, out_dtype):
+    dy = draw(11, n_cols, dtype=out_dtype)
+    check(draw(11, n_cols, dtype=dtype), 1, *parameters(n_cols), dy=dy)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("out_dtype", ALL_DTYPES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("shape", [(3, 128), (9, 129), (33, 1000), (2, 2048), (3, 8193), *WIDE])
+def test_the_result_of_any_length_may_have_a_dtype_of_its_own(shape, dtype, out_dtype):
+    dy = draw(*shape, dtype=out_dtype)
+    check(draw(*shape, dtype=dtype), 1, *parameters(shape[-1]), dy=dy)
+
+
+def test_a_result_in_16_bits_is_what_autocast_makes_of_it():
+    """Rounded once, from float32, and so is its gradient."""
+    x, weight, bias = draw(7, 1000), *parameters(1000)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    dy = draw(7, 1000, dtype=torch.bfloat16)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        ours = layer_norm(x, 1000, weight, bias, out_dtype=torch.bfloat16)
+        in_float32 = layer_norm(x, 1000, weight, bias).to(torch.bfloat16)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, in_float32)
+    grads, expected = (torch.autograd.grad(y, leaves, dy) for y in (ours, in_float32))
+    for gradient, true in zip(grads, expected, strict=True):
+        torch.testing.assert_close(gradient, true)
 
 
 def test_parameters_of_any_stride():
@@ -656,6 +691,16 @@ ERRORS = {
     ),
     "eps is text": (lambda: layer_norm(ONES, 4, eps="0"), TypeError, "eps must be a number"),
     "eps is negative": (lambda: layer_norm(ONES, 4, eps=-1.0), ValueError, "finite, got -1"),
+    "out_dtype is double": (
+        lambda: layer_norm(ONES, 4, out_dtype=torch.float64),
+        TypeError,
+        "out_dtype must be float32, float16 or bfloat16, or None, got torch.float64",
+    ),
+    "out_dtype is text": (
+        lambda: layer_norm(ONES, 4, out_dtype="half"),
+        TypeError,
+        r"or None, got 'half' \(str\): pass torch.bfloat16",
+    ),
     "eps is NaN": (lambda: layer_norm(ONES, 4, eps=float("nan")), ValueError, "got nan"),
 }
 

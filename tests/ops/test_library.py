@@ -46,6 +46,13 @@ def layer_norm(x, weight, bias):
     return kernelbook.layer_norm(x, x.shape[-1], weight, bias)
 
 
+def layer_norm_in_16_bits(x, weight, bias):
+    """With the dtype of x in the end, as the results of the others have it."""
+    y = kernelbook.layer_norm(x, x.shape[-1], weight, bias, out_dtype=torch.float16)
+    assert y.dtype == torch.float16
+    return y.float()
+
+
 def attention(q, k, v):
     return kernelbook.attention(q, k, v, is_causal=True)
 
@@ -100,6 +107,7 @@ CASES = {
     "softmax": (softmax, lambda n: (randn(n, 40),)),
     "softmax, inside": (softmax_inside, lambda n: (randn(n, 7, 5),)),
     "layer_norm": (layer_norm, lambda n: (randn(n, 24), *parameters(24))),
+    "layer_norm, 16 bits": (layer_norm_in_16_bits, lambda n: (randn(n, 24), *parameters(24))),
     "attention": (attention, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3))),
     "attention, window": (
         attention_window, lambda n: tuple(randn(n, 2, 20, 16) for _ in range(3)),
@@ -228,7 +236,9 @@ CALLS = {
     ),
     "layer_norm": (
         OPERATORS.layer_norm,
-        lambda: (randn(3, 24).requires_grad_(), *parameters(24), [24], 1e-5, True),
+        lambda: (
+            randn(3, 24).requires_grad_(), *parameters(24), [24], 1e-5, True, torch.float16
+        ),
     ),
     "layer_norm_backward": (
         OPERATORS.layer_norm_backward,

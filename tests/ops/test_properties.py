@@ -173,7 +173,7 @@ ATTENTION_PATHS = {
 }
 WEIGHTED_SUM_PATHS = {
     "as it is": {},
-    "small": {"FWD_TILE": 64, "BWD_TILE": 64, "SQUARE": 16, "SUM_ROWS": 2},
+    "small": {"FWD_TILE": 64, "BWD_TILE": (64, 128), "BWD_LONG": 64, "SQUARE": 16, "SUM_ROWS": 2},
 }
 
 
@@ -284,14 +284,15 @@ def check_layer_norm(case: LayerNorm) -> None:
     shape = x.shape[x.ndim - n_dims :]
     with on_path(case):
         part_cols = columns_of_a_part(x, n_dims)
-        y = layer_norm(x, shape, weight, bias, eps)
+        out_dtype = None if dy.dtype == x.dtype else dy.dtype
+        y = layer_norm(x, shape, weight, bias, eps, out_dtype=out_dtype)
         wanted = [t for t in given if t.requires_grad]
         grads = torch.autograd.grad(y, wanted, dy, retain_graph=True) if wanted else ()
         again = torch.autograd.grad(y, wanted, dy, create_graph=True) if wanted else ()
     assert all(same_bits(t.detach(), b) for t, b in zip(given, before, strict=True))
     dtypes = [t.dtype for t in wanted]
     assert [g.dtype for g in grads] == [g.dtype for g in again] == dtypes
-    assert y.dtype == x.dtype
+    assert y.dtype == dy.dtype
 
     if not x.numel():
         assert y.shape == x.shape

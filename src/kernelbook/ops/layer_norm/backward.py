@@ -428,8 +428,9 @@ def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_pro
 def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
-    parts, block = tuned.split(n_cols, tuned.BWD_PART_COLS[x.itemsize])
-    num_warps = max(1, block // tuned.BWD_PART_WARP[x.itemsize])
+    itemsize = max(x.itemsize, dy.itemsize)
+    parts, block = tuned.split(n_cols, tuned.BWD_PART_COLS[itemsize])
+    num_warps = max(1, block // tuned.BWD_PART_WARP[itemsize])
     at_once = max(1, tuned.BWD_PART_THREADS // (32 * num_warps))
     programs = runtime.multiprocessors(x.device) * at_once
     groups = min(max(1, programs // parts), n_rows)

@@ -253,7 +253,7 @@ def packed_row_fwd_kernel(
     x_ptr,  # input, (n_rows, n_cols), 16 bits
     w_ptr,  # weight, (n_cols), or None
     b_ptr,  # bias, (n_cols), or None
-    y_ptr,  # output, (n_rows, n_cols), contiguous
+    y_ptr,  # output, (n_rows, n_cols), contiguous, 16 bits
     mean_ptr,  # (n_rows), float32, or None
     rstd_ptr,  # (n_rows), float32, or None
     stride_row,  # of x
@@ -302,7 +302,7 @@ def packed_row_fwd_kernel(
         w = load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, FULL)
         b = load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS, FULL)
         y = (widen(x[piece], dtype) - mean) * rstd * w + b
-        tl.store(y_ptrs + pairs, narrow(y, dtype), mask=inside)
+        tl.store(y_ptrs + pairs, narrow(y, y_ptr.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # otherwise all pieces of both would be loaded first
 
 
@@ -464,8 +464,8 @@ def _forward(
     ``looping`` asks for the kernel that reads a row three times, whatever its length. Without
     ``keep_statistics``, mean and rstd are None: small as they are, at 1,024 columns of bfloat16
     storing them took an H200 two per cent of the time. ``y`` is where the result goes, of
-    any shape and contiguous, and ``statistics``, (2, n_rows), where mean and rstd go; both are
-    allocated unless given.
+    any shape and dtype and contiguous, and ``statistics``, (2, n_rows), where mean and rstd go;
+    both are allocated unless given.
     """
     # I/O: read x + write y (weight, bias, mean and rstd are small)
     n_rows, n_cols = x.shape
@@ -484,7 +484,11 @@ def _forward(
         loop_fwd_kernel[(n_rows,)](
             *tensors, stride, n_cols, eps, block, n_cols % block == 0, corrected, num_warps=8
         )
-    elif tuned.TILE_COLS < n_cols <= tuned.PACKED_COLS and come_in_pairs((x,), (weight, bias)):
+    elif (
+        tuned.TILE_COLS < n_cols <= tuned.PACKED_COLS
+        and y.itemsize == 2
+        and come_in_pairs((x,), (weight, bias))
+    ):
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
         packed_row_fwd_kernel[(n_rows,)](
             *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value), block == n_cols,

@@ -35,10 +35,11 @@ def _run(
     shape: Sequence[int],
     eps: float,
     keep: bool,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y and, if they are to be kept, the mean and rstd of each row, (2, rows)."""
+    """Return y in a dtype and, if they are to be kept, the mean and rstd of each row, (2, rows)."""
     n_cols = prod(shape)
-    y = empty_result(x, -1, runtime.kernel_dtype(x.dtype))
+    y = empty_result(x, -1, runtime.kernel_dtype(dtype))
     kept = (2, x.numel() // n_cols if keep else 0)
     statistics = torch.empty(kept, dtype=torch.float32, device=x.device)
     if x.numel():
@@ -47,7 +48,7 @@ def _run(
                 as_rows(x, n_cols), _as_parameter(weight), _as_parameter(bias), eps,
                 keep_statistics=keep, y=y, statistics=statistics,
             )  # fmt: skip
-    return rounded(y, x.dtype), statistics
+    return rounded(y, dtype), statistics
 
 
 def _run_backward(
@@ -92,7 +93,7 @@ def _result(
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, ctx.shape, ctx.eps, _ = inputs
+    x, weight, bias, ctx.shape, ctx.eps, *_ = inputs
     statistics = output[1]
     ctx.save_for_backward(x, weight, bias, statistics)
     ctx.mark_non_differentiable(statistics)
@@ -104,12 +105,12 @@ def gradient(ctx, dy, _):
     x, weight, bias, statistics = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     if torch.is_grad_enabled():
         grads = _backward_in_torch(ctx, x, weight, bias, dy)
     else:
         grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, statistics, ctx.shape, list(needed))
-    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), None, None, None
+    return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), *(None,) * 4
 
 
 def _backward_in_torch(ctx, x, weight, bias, dy):
@@ -137,10 +138,10 @@ def _backward_in_torch(ctx, x, weight, bias, dy):
     return dx, dw, db
 
 
-def _fake(x, weight, bias, shape, eps, keep):
+def _fake(x, weight, bias, shape, eps, keep, dtype):
     rows = x.numel() // prod(shape) if keep else 0
     statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
-    return empty_result(x, -1, x.dtype), statistics
+    return empty_result(x, -1, dtype), statistics
 
 
 def _fake_backward(dy, x, weight, bias, statistics, shape, needed):
@@ -150,17 +151,17 @@ def _fake_backward(dy, x, weight, bias, statistics, shape, needed):
     )
 
 
-def _batch(info, in_dims, x, weight, bias, shape, eps, keep):
+def _batch(info, in_dims, x, weight, bias, shape, eps, keep, dtype):
     """A batch of rows is more rows. With a weight or bias for each, they come afterwards."""
     x = library.batched(info, in_dims[0], x)
     shared = all(d is None for d in in_dims[1:3])
     if shared:
-        y, statistics = _LAYER_NORM.op(x, weight, bias, shape, eps, keep)
+        y, statistics = _LAYER_NORM.op(x, weight, bias, shape, eps, keep, dtype)
     else:
-        y, statistics = _LAYER_NORM.op(x.float(), None, None, shape, eps, keep)
+        y, statistics = _LAYER_NORM.op(x, None, None, shape, eps, keep, torch.float32)
         weight, bias = _beside(info, in_dims, x, shape, weight, bias)
         y = y if weight is None else y * weight
-        y = (y if bias is None else y + bias).to(x.dtype)
+        y = (y if bias is None else y + bias).to(dtype)
     return (y, statistics.view(2, info.batch_size, -1)), (0, 1)
 
 
@@ -250,6 +251,8 @@ def layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Layer normalisation, as :func:`torch.nn.functional.layer_norm` computes it.
 
@@ -268,14 +271,19 @@ def layer_norm(
             float16 or bfloat16, whatever the dtype of ``x``; or None for 1.
         bias: what is added in the end, likewise; or None for 0.
         eps: a number of at least 0, added to the variance.
+        out_dtype: the dtype of y, float32, float16 or bfloat16; or None for that of PyTorch's
+            function, which is the dtype of ``x``, and float32 under autocast on a GPU. Where a
+            matmul in bfloat16 follows, y in bfloat16 is what autocast would have made of it, and
+            neither y nor its gradient is written in float32 first.
 
     Returns:
-        y, contiguous, of the shape and dtype of ``x``. Gradients of any order flow to ``x``,
-        ``weight`` and ``bias``, each in its own dtype.
+        y, contiguous, of the shape of ``x`` and the dtype ``out_dtype``. Gradients of any order
+        flow to ``x``, ``weight`` and ``bias``, each in its own dtype.
 
     Raises:
         TypeError: ``x`` or a parameter is no tensor or of another dtype, ``normalized_shape`` is
-            neither an int nor a sequence of ints, or ``eps`` is no number.
+            neither an int nor a sequence of ints, ``eps`` is no number, or ``out_dtype`` is none of
+            these dtypes.
         ValueError: a size is below 1, ``x`` does not end with ``normalized_shape``, a parameter has
             another shape, ``eps`` is negative, or a tensor is not where kernels run.
 
@@ -291,10 +299,17 @@ def layer_norm(
     if bias is not None:
         _check_parameter("bias", bias, shape)
     checks.same_device(x=x, weight=weight, bias=bias)
-    x = library.autocast(x, lambda nothing: F.layer_norm(nothing.view(0, 1), (1,)))
+    if out_dtype is None:
+        x = library.autocast(x, lambda nothing: F.layer_norm(nothing.view(0, 1), (1,)))
+        out_dtype = x.dtype
+    elif out_dtype not in checks.FLOATS:
+        raise TypeError(
+            f"out_dtype must be {checks.either(checks.FLOATS)}, or None, got "
+            f"{checks.described(out_dtype)}: pass torch.bfloat16, for example."
+        )
     keep = torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    return _LAYER_NORM(x, weight, bias, list(shape), eps, keep)[0]
+    return _LAYER_NORM(x, weight, bias, list(shape), eps, keep, out_dtype)[0]
