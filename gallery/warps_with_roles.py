@@ -213,8 +213,8 @@ def copy_kernel(x_desc, y_desc):
 # bytes has been written. Then the next phase begins, with the count that ``init`` has set.
 #
 # A waiter must therefore say which phase it waits for. It has one bit for that, the *parity*:
-# phases are numbered 0, 1, 2, …, and ``wait(barrier, parity)`` lets a thread pass when the last
-# phase that has ended has this parity. As a model in Python, with arrivals but no bytes:
+# phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
+# last phase that has ended has this parity. As a model in Python, with arrivals but no bytes:
 
 
 class Barrier:
@@ -367,14 +367,13 @@ assert [row["loader"] for row in rows] == [
 lab.table(rows, "Six tiles, two slots, in the model")
 
 # %%
-# Both mistakes are deadlocks: each role waits for the other, and nobody will ever move.
+# Both mistakes are deadlocks, because each role waits for the other.
 #
 # The smallest matmul with roles
 # ------------------------------
 #
-# In a kernel each generator becomes a function that some of the warps run. Here is a complete
-# matmul with one loader and one consumer, in tiles of 64 × 64 numbers (``TILE``) and a ring of
-# three slots (``SLOTS``).
+# In a kernel each generator becomes a function that some warps run. Here is a complete matmul with
+# one loader and one consumer, tiles of 64 × 64 numbers (``TILE``) and three slots (``SLOTS``).
 #
 # **The loader** waits until a slot is empty, announces the bytes of two tiles, and asks for a tile
 # of ``a`` and a tile of ``b``. ``expect`` and the copies stand where the model's loader arrives.
@@ -385,8 +384,7 @@ lab.source(small.loader)
 # ``a_s`` and ``b_s`` are the slots in shared memory, and ``index(slot)`` is one of them. ``row``
 # and ``column`` say where the program's tile of ``c`` begins.
 #
-# **The consumer** waits for a full slot, multiplies, and gives the slot back. After the last step
-# it stores the sums.
+# **The consumer** waits for a full slot, multiplies, and gives the slot back:
 
 lab.source(small.consumer)
 
@@ -414,7 +412,8 @@ lab.source(small.matmul_kernel, "def", "shared memory")
 lab.source(small.matmul_kernel, "roles")
 
 # %%
-# **The launch** describes the three matrices and starts one program per tile of ``c``:
+# **The launch** describes the three matrices, in a layout that copy engine and tensor cores share,
+# and starts one program per tile of ``c``. ``TILE.value`` is the number that a constant holds.
 
 lab.source(small.matmul)
 
@@ -775,9 +774,9 @@ lab.read(
 #    share 3 × 168 registers, so 3 × 168 − 240 − 24 = 240 are left for consumer 0.
 #
 # **Consumers can take turns.** Two that start together may stay together: both multiply, and then
-# both compute while the tensor cores are idle. With a :term:`named barrier`, which counts threads,
-# each can wait for its turn and then give it to the other, which is called *ping-pong*. Whether
-# that pays in attention, the next chapter measures.
+# both compute while the tensor cores are idle. With a :term:`named barrier` each can wait for its
+# turn and then give it to the other, which is called *ping-pong*. Whether that pays in attention,
+# the next chapter measures.
 
 
 # Whole: turns_kernel and its roles, with their clocks
@@ -923,8 +922,9 @@ lab.read(
 #    :lines: 22-23,25,27-28,30-34
 #    :dedent:
 #
-# There are no ``empty`` barriers, because the same warps read a slot and refill it. ``acc`` are the
-# sums.
+# ``acc`` are the sums. ``ended`` is the last step whose matmul has ended, and ``after`` the step
+# whose tiles go into its slot. No ``empty`` barrier is needed, because the same warps read a slot
+# and refill it.
 
 
 # Whole: loop_kernel, and stamp, which notes the clock
@@ -1003,9 +1003,9 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loader is that of the smallest matmul. Each of two consumers multiplies its 64 rows
-# of the tile of ``a`` (``mine``), and always has one matmul in flight. So step 1 releases the slot
-# of step 0, step 2 that of step 1, and step 0 none (``pred=i > 0``).
+# **Roles.** The loader is that of the smallest matmul. Consumer ``ME``, 0 or 1, multiplies its 64
+# rows of the tile of ``a`` (``mine``), and always has one matmul in flight. So step 1 releases the
+# slot of step 0, step 2 that of step 1, and step 0 none (``pred=i > 0``).
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1178,9 +1178,8 @@ def cases():
 
 
 # %%
-# These kernels are compared with float64, also with fewer steps than the ring has slots.
 
-lab.check("The kernels", cases(), here=HOPPER)
+lab.check("The kernels", cases(), here=HOPPER, title="The kernels against float64")
 
 # %%
 
@@ -1342,7 +1341,7 @@ lab.read(
         else "So the tensor cores still wait for a part of each step. "
     )
     + f"**But consumers are free for {min(waits[1:]):.0f} to {max(waits[1:]):.0f} % of the time**, "
-    "which they spend at a barrier here, and in which attention has something to compute."
+    "which they spend at a barrier here."
 )
 
 # %%
@@ -1709,7 +1708,7 @@ lab.read(
 #   ``setmaxnreg``, ``bar``, and the chapter on proxies.
 # - Triton. *Gluon tutorials*: TMA, wgmma, and warp specialisation.
 # - Bauer, Cook, Khailany. *CudaDMA: optimizing GPU memory bandwidth via warp specialization.* SC
-#   2011. The idea of warps that only load.
+#   2011.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
 
