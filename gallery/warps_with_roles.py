@@ -196,9 +196,9 @@ def copy_kernel(x_desc, y_desc):
 #   its numbers lie in shared memory.
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile, and for a barrier at
 #   which threads wait. ``mbarrier.init`` sets how many arrivals it counts, here one.
-# - **Load.** ``mbarrier.expect`` arrives and announces how many bytes will come. ``tma_load`` asks
-#   for the tile and returns at once. ``mbarrier.wait`` holds the threads until the bytes have come;
-#   the next section explains its 0.
+# - **Load.** ``mbarrier.expect`` is this arrival, and announces how many bytes will come.
+#   ``tma_load`` asks for the tile and returns at once. ``mbarrier.wait`` holds the threads until
+#   the bytes have come; the next section explains its 0.
 # - **Store.** ``tma_store`` asks for the way back. ``store_wait(0)`` holds the threads until the
 #   engine has read every tile that it is to store.
 #
@@ -287,7 +287,7 @@ lab.sketch(
 #
 # With one slot, loader and consumer would take turns. In a *ring* of several the loader runs ahead:
 # tile ``i`` goes to slot ``i % SLOTS``. Each slot has two barriers. At ``full`` the consumer waits
-# until the tile is there, and at ``empty`` the loader waits until the tile before it has been read.
+# until the tile is there, and at ``empty`` the loader waits until the last one has been read.
 #
 # Tile ``i`` is use number ``i // SLOTS`` of its slot, which ends the phase of that number at both
 # barriers. So the consumer asks ``full`` for the parity of ``i // SLOTS``. The loader waits for the
@@ -381,8 +381,8 @@ lab.table(rows, "Six tiles, two slots, in the model")
 lab.source(small.loader)
 
 # %%
-# ``a_s`` and ``b_s`` are the slots in shared memory, and ``index(slot)`` is one of them. ``row``
-# and ``column`` say where the program's tile of ``c`` begins.
+# ``a_s`` and ``b_s`` are the slots in shared memory, and ``index(slot)`` is one of them. The
+# program's tile of ``c`` begins at ``row`` and ``column``, and takes ``steps`` steps.
 #
 # **The consumer** waits for a full slot, multiplies, and gives the slot back:
 
@@ -406,8 +406,9 @@ lab.source(small.consumer)
 lab.source(small.matmul_kernel, "def", "shared memory")
 
 # %%
-# Then it starts the roles. The first runs in the four warps of the launch. For each other role, two
-# lists say how many warps of its own it gets, here 1, and how many registers per thread, here 24.
+# Then ``warp_specialize`` starts the roles. The first runs in the four warps of the launch. For
+# each other role, two lists say how many warps it gets, here 1, and how many registers per thread,
+# here 24.
 
 lab.source(small.matmul_kernel, "roles")
 
@@ -523,7 +524,7 @@ def sum_kernel(
 # ----------------------------
 #
 # A consumer can do other work while the tensor cores multiply, because ``wgmma`` is asynchronous,
-# too. Here ``s``, the product of two tiles, is issued first and waited for later:
+# too. Here ``s = a_s @ b_s + zeros`` is issued first and waited for later:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1604,8 +1605,8 @@ lab.read(
         else ". "
     )
     + (
-        f"The sum is right in spite of {listed(lucky)}, because the pause before each read gives "
-        "the tile time to arrive. **So a right result does not prove the waits.**"
+        f"By luck the sum is right in spite of {listed(lucky)}: each read comes after a pause, in "
+        "which the tile can arrive. **So a right result does not prove the waits.**"
         if lucky == ["does not wait for the tile"]
         else f"By luck the sum is right in spite of {listed(lucky)}."
         if lucky
