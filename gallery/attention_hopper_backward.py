@@ -74,12 +74,11 @@ lab.start(
 # ``0.1 + (0.2 + 0.3)`` in Python. So for the same bits in every run, each program waits for its
 # turn. Three programs, of three tiles of keys, add to the tiles of queries A, B and C like this:
 
-# Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
 in_turn = [
-    {"program": owner}
+    {"": f"program {owner}"}
     | {
-        f"step {t + 1}": "CBA"[t - owner] if 0 <= t - owner < 3 else ""
+        f"tick {t + 1}": "CBA"[t - owner] if 0 <= t - owner < 3 else ""
         for t in range(5)
     }
     for owner in range(3)
@@ -156,7 +155,7 @@ lab.check("The small kernel", of_small_kernel())
 # ---------
 #
 # On a GPU two things are in the way of this kernel. **Order:** while a program waits for its turn,
-# all its warps wait, and none computes. **Space:** no second program that could compute meanwhile
+# none of its warps computes. **Space:** no second program that could compute meanwhile
 # fits on the :term:`SM`, because one that owns 128 keys fills most of it:
 
 # Measuring
@@ -204,9 +203,10 @@ lab.table(rows, "What a program holds")
 #    Say where each tile lies, and give the additions a warp of their own, which can wait for its
 #    turn while the warps that compute go on.
 #
-# A *loader* warp fills rings of queries and of their gradients. Two *consumers* compute: each is a
-# :term:`warpgroup` and owns 64 of the 128 keys. An *adder* warp has the parts of :math:`dQ` added
-# to the sums, when a counter says that its turn has come.
+# In plain Triton the compiler decides where tiles lie. Here a *loader* warp fills rings of
+# queries and of their gradients. Two *consumers* compute: each is a :term:`warpgroup` and owns 64
+# of the 128 keys. An *adder* warp has the parts of :math:`dQ` added to the sums, when a counter
+# says that its turn has come.
 
 
 # Drawing
@@ -259,10 +259,10 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# Only :math:`dS` has to go through shared memory, if keys are the rows of the scores. A matmul of
-# Hopper takes its *right* operand from shared memory, its *left* one from there or from registers,
-# and leaves its result in registers, distributed as a left operand has to be. So we compute the
-# *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`. Then the weights and
+# Only :math:`dS` has to go to shared memory to be an operand, if keys are the rows of the scores. A
+# matmul of Hopper takes its *right* operand from shared memory, its *left* one from there or from
+# registers, and leaves its result in registers, distributed as a left operand has to be. So we
+# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`. Then the weights and
 # :math:`dS^\top` are left operands where they are.
 
 operands = [
@@ -380,7 +380,8 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
 # The code is the package's, at head_dim 128 and without a mask. The lines that load ``lse`` and
-# ``delta`` are left out.
+# ``delta`` are left out. What ends in ``_s`` is in shared memory, and the second argument of
+# ``mbarrier.wait`` is a parity.
 #
 # **Waits 1 to 3: from Q to P.** ``q_slot`` and ``do_slot`` are the slots of the two rings in which
 # this ``step`` finds its tiles ``q`` and ``do``. ``k`` and ``v`` are the 64 keys and values of this
@@ -456,7 +457,7 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #    :dedent:
 #
 # **Then it has both halves added,** gives them back as soon as the copy engine has *read* them, and
-# announces its step to the program of the next keys:
+# announces its step to the program of the next keys. ``COLUMNS`` is head_dim, 128.
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -599,9 +600,9 @@ lab.sketch(
 # What each change is worth
 # -------------------------
 #
-# To tell the changes apart, this page has a kernel for head_dim 128 in which each is a switch.
+# Each change is a switch in a kernel for head_dim 128, so that we can tell them apart.
 
-# Whole
+# Whole: each change a switch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -1216,7 +1217,7 @@ waited = lab.attempt(
 
 # %%
 # Timed is the whole backward pass at length 4,096, counting five matmuls. "Kernel Book" is the
-# package's kernel, for any length.
+# package's kernel.
 
 lab.ladder(
     steps,
@@ -1481,8 +1482,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # ------------
 #
 # The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
-# windows, in a fixed order and in any. Without a Hopper GPU, a sweep in PyTorch stands in for the
-# Gluon kernel. (Sizes are batch, heads, heads of keys, queries, keys and head_dim.)
+# windows, in a fixed order and in any. (Sizes are batch, heads, heads of keys, queries, keys and
+# head_dim.)
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1520,15 +1521,6 @@ lab.check(
 # %%
 # **They are the same bits in every run:** we launch one input again and again, while a second
 # stream keeps the GPU busy, so that programs start at other times.
-#
-# .. dropdown:: What compute-sanitizer says, and what else was compared
-#
-#    Every tenth launch of the random shapes was compared with plain Triton, and agreed. ``dk`` and
-#    ``dv`` never differ between launches, because no other program adds to them.
-#
-#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
-#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
-#    took an exchange that an mbarrier orders for one.
 
 
 # Measuring
@@ -1596,11 +1588,6 @@ soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPP
 
 # %%
 
-# Folded: One input, again and again
-again
-
-# %%
-
 # Reading
 found = {(row["order"], row["mask"]): row for row in again.rows}
 of_free = [
@@ -1623,12 +1610,27 @@ lab.read(
 )
 
 # %%
+
+# Folded: One input, again and again
+again
+
+# %%
+# .. dropdown:: What compute-sanitizer says, and what else was compared
+#
+#    Every tenth launch of the random shapes was compared with plain Triton, and agreed. ``dk`` and
+#    ``dv`` never differ between launches, because no other program adds to them.
+#
+#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
+#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
+#    took an exchange that an mbarrier orders for one.
+
+# %%
 # How fast is it?
 # ---------------
 #
-# "Kernel Book" is what a caller gets who names no backend. Beside it stand cuDNN, which PyTorch
-# calls as a backend of SDPA, and FlashAttention 4, which takes one sweep in any order, except in
-# its deterministic mode. All points have 16,384 tokens, and only the backward pass is timed.
+# "Kernel Book" is what a caller gets who names no backend. Beside it stand cuDNN, called by
+# PyTorch, and FlashAttention 4, which takes one sweep in any order, except in its deterministic
+# mode. All points have 16,384 tokens, and only the backward pass is timed.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1709,7 +1711,6 @@ lab.table(
 # %%
 
 
-# Reading
 def shares(head_dim):
     rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
@@ -1811,9 +1812,9 @@ lab.read(
     f"{points_of(over_theirs)}. An order costs most at {named([dearest])}; in any order the kernel "
     f"is slower by up to {-100 * min(without):.0f} %. There the sums must be set to zero first, "
     "because no program knows that it is the first to add. Less than "
-    f"{100 * SCATTER:.0f} % makes no difference, because the default is timed under two names, and at {close} of {len(twice)} "
-    "points the two times are nearer than that. The same kernel in two figures is up to "
-    f"{100 * abs(between):.0f} % apart, so we compare only within one. "
+    f"{100 * SCATTER:.0f} % makes no difference, because the default is timed under two names, and "
+    f"at {close} of {len(twice)} points the two times are nearer than that. The same kernel in two "
+    f"figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
@@ -1823,9 +1824,8 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# Each role waits for another. The roles of one program wrote down the cycle of their SM, here at
-# head_dim 128, in a fixed order and without a mask. At a dashed line a consumer has stored its
-# part.
+# Each role waits for another. The roles of one program stamped the cycles of their SM, at head_dim
+# 128, in a fixed order, without a mask. At a dashed line a consumer has stored its part.
 
 
 # Measuring
@@ -1980,7 +1980,7 @@ lab.read(
 # cycle. Each consumer's matmuls read eight operands of 64 × 128 numbers there: K, Q, V and dO for
 # the scores and dP, dO for dV, Q for dK, and dS and K for the part.
 
-# Whole
+# Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
 
 
@@ -2327,7 +2327,7 @@ for ids, backwards in (("ascend with the keys", False), ("descend", True)):
     ticks = simulate(
         n_tiles=8, n_heads=3, n_sms=4, is_causal=False, backwards=backwards
     )
-    found = "stands still" if ticks is None else f"ends after {len(ticks)} ticks"
+    found = f"ends after {len(ticks)} ticks" if ticks else "stands still"
     rows.append({"program ids": ids, "the launch": found})
 assert [row["the launch"] == "stands still" for row in rows] == [False, True]
 lab.table(rows, "Three heads of eight tiles of keys, on four SMs")
