@@ -8,19 +8,16 @@ it take to compute each weight once, and can the gradients still be the same bit
 
 You will learn
 
-- why five matmuls in place of seven need roles for the :term:`warps <warp>`, and where each tile
-  lies meanwhile;
-- how to write the counter by which programs add to the same sums in a fixed order, and why none of
-  them waits for ever;
-- who waits for whom in a step of the kernel, and what sets its pace.
+- how programs add to the same sums in a fixed order, and why none of them waits for ever;
+- why one sweep needs :term:`warps <warp>` with roles, and who waits for whom in a step;
+- what limits its speed.
 
-The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, Triton's
-interpreter runs a small sweep in plain Triton and the public call, and all that this page says of
-the Gluon kernels, checks included, is from a recorded run. :doc:`/chapters/warps_with_roles`
-explains rings, barriers and the copy engine.
+The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, all that
+this page says of them, checks included, is from a recorded run.
+:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
-# sphinx_gallery_thumbnail_number = 6
+# sphinx_gallery_thumbnail_number = 3
 import time
 from dataclasses import replace
 from functools import partial
@@ -68,37 +65,70 @@ lab.start(
 #
 # For a tile of queries and one of keys, the backward pass needs five matmuls, as
 # :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, of which come the weights
-# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and their terms of :math:`dV`,
-# :math:`dK` and :math:`dQ`.
+# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`,
+# :math:`dK` and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and
+# :math:`dP`. Five at the same speed would be :math:`7/5 = 1.4` times as fast.
 #
-# The trouble is that :math:`dK` and :math:`dV` are sums over queries, and :math:`dQ` is a sum over
-# keys. So plain Triton takes **two sweeps**: in one a program owns keys, in the other it owns
-# queries and computes :math:`S` and :math:`dP` again. That makes seven matmuls, and five at the
-# same speed would be :math:`7/5 = 1.4` times as fast.
+# In **one sweep** a program owns keys, and adds its part of :math:`dQ` to sums in memory, to which
+# other programs add as well. Their order decides the last bits, as ``(0.1 + 0.2) + 0.3`` is not
+# ``0.1 + (0.2 + 0.3)`` in Python. So for the same bits in every run, each program waits for its
+# turn. Three programs, of three tiles of keys, add to the tiles of queries A, B and C like this:
+
+assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+in_turn = [
+    {"": f"program {owner}"}
+    | {
+        f"tick {t + 1}": "CBA"[t - owner] if 0 <= t - owner < 3 else ""
+        for t in range(5)
+    }
+    for owner in range(3)
+]
+lab.table(in_turn, "To which tile of queries each program adds")
+
+# %%
+# So every tile gets the part of program 0 first, and that of program 2 last. The kernel, for one
+# head without a mask, comes in three pieces.
 #
-# In **one sweep** a program owns keys, and adds its part of :math:`dQ` to sums in memory. Other
-# programs add to the same rows, and the last bits of a sum depend on its order. So if all runs are
-# to have the same bits, each program waits for its turn. For one head without a mask:
+# **What a program owns.** ``at_key`` are the offsets of its 64 keys, and ``at_query`` those of the
+# 64 queries of a step, the last queries first.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
+#    :start-at: tile = tl.program_id
+#    :end-before: # -- five
+#    :dedent:
 #
-# ``own`` are the offsets of the program's keys, ``met`` those of the queries that it meets, and
-# ``part`` its part of :math:`dQ`. ``lse`` is known from the forward pass, and ``delta``, the
-# row sums of ``dO`` times ``O``, is computed first. A
-# **counter** for each program, at first 0, says how many steps it has added:
-#
-# - ``atomic_add`` of 0 *reads* that of the program before, at ``counter_ptr - 1``. With
-#   ``"acquire"``, what that program stored before it wrote the counter is seen by all loads below.
-# - ``atomic_xchg`` *writes* the own one. With ``"release"``, all stores above come before it.
-# - One thread does each of these. So all threads meet at a ``debug_barrier``, which holds back the
-#   loads of the others, and waits for their stores.
+# **Five matmuls,** with keys as rows. ``lse`` comes from the forward pass, and ``delta``, the row
+# sums of ``dO`` times ``O``, is computed before the launch.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
-#    :pyobject: sweep_in_turn
-#    :start-at: sums = torch.zeros
-#    :end-before: return
+#    :pyobject: sweep_in_turn_kernel
+#    :start-at: s = tl.dot
+#    :end-before: # -- wait
 #    :dedent:
+#
+# **Its turn.** A *counter* of each program, at first 0, says how many steps it has added. A program
+# waits for the counter before its own.
+#
+# .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
+#    :pyobject: sweep_in_turn_kernel
+#    :start-at: # -- wait
+#    :end-before: tl.store(dk_ptr
+#    :dedent:
+#
+# - ``atomic_add`` of 0 *reads* a counter. With ``"acquire"``, all loads below see what the other
+#   program stored before it wrote that counter.
+# - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
+# - One thread does each of these, so ``debug_barrier`` holds back the loads of all others, and
+#   waits for their stores.
+#
+# .. dropdown:: The small kernel whole, and its launch
+#
+#    .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
+#       :pyobject: sweep_in_turn_kernel
+#
+#    .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
+#       :pyobject: sweep_in_turn
 
 
 # Measuring
@@ -115,14 +145,18 @@ def of_small_kernel():
         yield lab.Case("256 queries and keys, head_dim 64", name, *results)
 
 
+# %%
+
+# Folded: The small kernel against float64
 lab.check("The small kernel", of_small_kernel())
 
 # %%
-# Its sums are right. (In the interpreter programs run one after another, so that nobody waits.) On
-# a GPU two things are in its way. **Order:** while a program waits for its turn, all its warps do.
-# **Space:** with 128 keys, head_dim 128 and two tiles of 64 queries on their way, a program needs
-# 224 KiB of :term:`registers <register>` and 192 of :term:`shared memory`. An :term:`SM` has 256
-# and 227 KiB, which is little room for anything else.
+# Why roles
+# ---------
+#
+# On a GPU two things are in the way of this kernel. **Order:** while a program waits for its turn,
+# none of its warps computes. **Space:** no second program that could compute meanwhile
+# fits on the :term:`SM`, because one that owns 128 keys fills most of it:
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -144,23 +178,35 @@ for what, (n_rows, columns, size, where) in held.items():
 rows += [{"what": "in all", "KiB": kib, "where": where} for where, kib in room.items()]
 assert room == {"registers": 224, "shared memory": 192}
 
+capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
+lab.table(
+    [
+        {
+            "": where,
+            "a program holds": f"{kib} KiB",
+            "an SM has": f"{capacity[where]} KiB",
+        }
+        for where, kib in room.items()
+    ],
+    "Of registers and shared memory, at head_dim 128",
+)
+
 # %%
 
 # Folded: What a program holds, counted
 lab.table(rows, "What a program holds")
 
 # %%
-# Where a tile lies is the compiler's choice in plain Triton.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    Say where each tile lies, and give the additions a warp of their own, which can wait for its
 #    turn while the warps that compute go on.
 #
-# So in this chapter a *loader* warp fills rings of queries and of gradients. Two *consumers*
-# compute: each is a :term:`warpgroup` and owns 64 of the 128 keys. An *adder* warp has the parts of
-# :math:`dQ` added to the sums, when a counter says that its turn has come.
+# In plain Triton the compiler decides where tiles lie. Here a *loader* warp fills rings of
+# queries and of their gradients. Two *consumers* compute: each is a :term:`warpgroup` and owns 64
+# of the 128 keys. An *adder* warp has the parts of :math:`dQ` added to the sums, when a counter
+# says that its turn has come.
 
 
 # Drawing
@@ -213,18 +259,18 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# *Which tiles must go through shared memory?* A matmul of Hopper takes its *right* operand from
-# there, its *left* one from there or from registers, and leaves its result in registers,
-# distributed as a left operand has to be. So we compute the *transposed* scores :math:`K Q^\top`,
-# with keys as rows, and likewise :math:`V dO^\top`. Then the weights and :math:`dS^\top` are left
-# operands where they are.
+# Only :math:`dS` has to go to shared memory to be an operand, if keys are the rows of the scores. A
+# matmul of Hopper takes its *right* operand from shared memory, its *left* one from there or from
+# registers, and leaves its result in registers, distributed as a left operand has to be. So we
+# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`. Then the weights and
+# :math:`dS^\top` are left operands where they are.
 
 operands = [
-    ("Sᵀ = K Qᵀ", "shared memory", "registers, becomes Pᵀ"),
-    ("dPᵀ = V dOᵀ", "shared memory", "registers, becomes dSᵀ"),
-    ("dV += Pᵀ dO", "registers", "registers, stays there"),
-    ("dK += dSᵀ Q", "registers", "registers, stays there"),
-    ("part of dQ = dS K", "shared memory", "registers, leaves the SM"),
+    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
+    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
+    ("dV += Pᵀ dO", "registers", "registers, stays"),
+    ("dK += dSᵀ Q", "registers", "registers, stays"),
+    ("part of dQ = dS K", "shared memory", "registers, leaves"),
 ]
 operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
 columns = ("matmul", "left operand from", "result")
@@ -234,8 +280,8 @@ lab.table(
 )
 
 # %%
-# Only the last one is out of place. It sums over the *keys* of a tile, which are spread over both
-# consumers. So :math:`dS^\top` is written to shared memory once, and read transposed.
+# Only the last matmul sums over *keys*, which are spread over both consumers. So each writes its
+# :math:`dS^\top` to shared memory once, and both read it transposed.
 
 
 # Measuring
@@ -318,11 +364,11 @@ def cases_in_pytorch():
 lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 
 # %%
-# One kernel, many switches
-# -------------------------
+# One step, wait by wait
+# ----------------------
 #
-# *What does a consumer do in a step, and for whom does it wait?* At 3, 4, 6 and 8 it waits for its
-# own matmuls, at 5 for the other consumer, and at the other three for another role:
+# A consumer waits eight times in a step: for the loader (1, 2), for its own matmuls (3, 4, 6, 8),
+# for the other consumer (5) and for the adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -333,31 +379,230 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
-# The package's kernel from wait 4 on, at head_dim 128; how it reads ``delta`` is left out:
+# The code is the package's, at head_dim 128 and without a mask. The lines that load ``lse`` and
+# ``delta`` are left out. What ends in ``_s`` is in shared memory, and the second argument of
+# ``mbarrier.wait`` is a parity.
+#
+# **Waits 1 to 3: from Q to P.** ``q_slot`` and ``do_slot`` are the slots of the two rings in which
+# this ``step`` finds its tiles ``q`` and ``do``. ``k`` and ``v`` are the 64 keys and values of this
+# consumer, and ``none`` is a tile of zeros.
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: consume
-#    :start-at: # -- dS: and dv, while the consumers meet
-#    :lines: 1-2, 5, 8-19, 22-34
+#    :start-at: q_slot, do_slot =
+#    :lines: 1-2, 4-5, 8-10, 13
 #    :dedent:
 #
-# - ``warpgroup_mma`` *issues* a matmul, which runs on; ``warpgroup_mma_wait(1, ...)`` waits until
-#   at most one is under way.
-# - ``ME`` is 0 or 1, the consumer's number. Both meet at ``MEETING``, a :term:`named barrier`. Each
-#   then computes half of the part's columns, ``PART`` = 64, for the keys of both.
-# - ``ds_s`` holds four tiles, two of each consumer, which it fills by turns.
-# - ``fence_async_shared`` lets matmuls and the copy engine see what threads have stored.
-# - ``..._full`` and ``..._empty`` are mbarriers of a slot.
+# ``warpgroup_mma`` only *issues* a matmul, and ``warpgroup_mma_wait(1, ...)`` waits until at most
+# one is under way: S is there, and dP runs while ``exp2`` makes weights. (``scale_log2`` and
+# ``lse`` hold a factor :math:`\log_2 e`, because ``exp2`` computes powers of 2.)
+#
+# **Waits 4 and 5: dS, for both consumers.** ``weights`` is P in 16 bits. ``operand`` is the layout
+# of a left operand, and ``assert_trivial`` demands that no number moves for it. ``ME`` is 0 or 1,
+# the consumer's number, and ``ds_s`` holds two tiles of dS of each consumer, filled by turns.
+#
+# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#    :pyobject: consume
+#    :start-at: weights = gl.convert_layout
+#    :lines: 1, 4, 7-11
+#    :dedent:
+#
+# dV runs while dS is stored. ``fence_async_shared`` lets matmuls see what threads have stored. At
+# ``MEETING``, a :term:`named barrier`, all 256 threads of both consumers meet.
+#
+# **Wait 6: the part of dQ.** A consumer computes half of its columns, ``PART`` = 64, for the keys
+# of both: ``half`` is 0 for the dS and the keys of consumer 0, and 1 for those of consumer 1. The
+# sum begins with zeros, ``no_part``. ``BLOCK_M``, the queries of a tile, is 64 here.
+#
+# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#    :pyobject: consume
+#    :start-at: part = no_part
+#    :lines: 1-6, 9-15
+#    :dedent:
+#
+# dK is issued last, so at wait 6 it alone is still under way. As dV has ended, nobody reads this
+# slot of dO any more, and the loader gets it back.
+#
+# **Waits 7 and 8: hand it over.** ``parts`` is a buffer of two halves, one for each consumer.
+# ``part_empty`` says that the copy engine has read a half, and ``part_full`` that it is filled
+# anew.
+#
+# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#    :pyobject: consume
+#    :start-at: mbarrier.wait(part_empty
+#    :end-before: # -- write
+#    :dedent:
 #
 # .. dropdown:: Why one meeting per step suffices
 #
 #    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
 #    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
-#
-# Several changes lead to this loop. To see what each is worth, this page has a kernel for head_dim
-# 128 in which each is a switch.
 
-# Whole
+# %%
+# The same bits in every run
+# --------------------------
+#
+# Programs take turns as in the small kernel, step for step, but only the *adder* waits for its
+# turn. A consumer computes on, unless the buffer still holds the part of the step before.
+#
+# **The adder waits,** first for the program of the keys before, and then for both consumers.
+# ``position`` is how many steps of that program are known to be done, and ``row`` is where these
+# queries lie in the sums. The first program of a head, at ``start_n`` = 0, has no turn to wait for.
+#
+# .. literalinclude:: attention_hopper_backward.py
+#    :language: python
+#    :pyobject: _adder
+#    :start-at: position = 0
+#    :lines: 1-3, 6-9, 11-12
+#    :dedent:
+#
+# **Then it has both halves added,** gives them back as soon as the copy engine has *read* them, and
+# announces its step to the program of the next keys. ``COLUMNS`` is head_dim, 128.
+#
+# .. literalinclude:: attention_hopper_backward.py
+#    :language: python
+#    :pyobject: _adder
+#    :start-at: # -- add: what
+#    :lines: 2-3, 5-9
+#    :dedent:
+#
+# The counter must promise more, that the sums are *in memory*. Triton's atomics order only what
+# threads store, and here the copy engine adds. So ``announce`` waits until the engine has
+# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`.
+#
+# .. dropdown:: The four instructions, and those of the reader
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: announce
+#
+#    ``$1`` is the address of the counter, ``$2`` is ``position``, and ``$0`` a result that Triton
+#    demands.
+#
+#    1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
+#    2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
+#    3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked
+#       for the additions has waited for them.
+#    4. ``st.release.gpu`` writes the counter.
+#
+#    The reader does the same backwards:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: position_of
+#
+#    ``ld.acquire.gpu`` is the other end of the release. ``redux.sync.min`` gives all 32 lanes the
+#    smallest count that one of them read, and the fence puts what they saw before the additions
+#    that this program's engine makes next.
+
+# %%
+# Why nobody waits for ever
+# -------------------------
+#
+# Programs would stand still for ever, if those on the SMs waited for one that has not started.
+# Against this stands one assumption: **programs start in the order of their ids.** No manual
+# promises it. Program ids ascend with the keys of a head, so
+#
+# 1. a program waits for one other, that of the keys before, whose id is smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
+
+# %%
+# Heads apart
+# -----------
+#
+# The order costs time because programs of one head start together, although each has to be a step
+# behind the one before. In this simulation with a causal mask, where later keys have fewer steps, a
+# program does a step in a tick, if the program of the keys before did that step earlier. A row is
+# an SM, a colour is a head, and grey is waiting.
+
+
+# Drawing
+def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
+    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
+    waiting = [
+        (first + i % at_once, i // at_once)
+        for first in range(0, n_heads, at_once)
+        for i in range(n_tiles * at_once)
+    ]
+    if backwards:
+        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
+    done = dict.fromkeys(waiting, 0)
+    on_sm, ticks = [None] * n_sms, []
+    while waiting or any(on_sm):
+        for sm in range(n_sms):
+            if on_sm[sm] is None and waiting:
+                on_sm[sm] = waiting.pop(0)
+        may = {
+            (head, tile)
+            for head, tile in filter(None, on_sm)
+            if tile == 0 or done[head, tile - 1] > done[head, tile]
+        }
+        if not may:
+            return None
+        ticks.append([p and (*p, p in may) for p in on_sm])
+        for head, tile in may:
+            done[head, tile] += 1
+        for sm, program in enumerate(on_sm):
+            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
+            if program and done[program] == steps_of:
+                on_sm[sm] = None
+    return ticks
+
+
+# %%
+
+
+# Drawing
+def at_work(ticks):
+    """The share of ticks in which an SM works."""
+    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
+    return worked / (len(ticks) * len(ticks[0]))
+
+
+SHOWN = {
+    "one head at once": simulate(8, 4, 8, True),
+    "four at once": simulate(8, 4, 8, True, at_once=4),
+}
+
+
+def schedules(*panels):
+    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
+    most = max(map(len, SHOWN.values()))
+    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
+        for at, tick in enumerate(ticks):
+            for sm, cell in enumerate(tick):
+                if cell:
+                    head, _, worked = cell
+                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
+                    shade = 0.85 if worked else 0.25
+                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
+        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
+        axes.spines["left"].set_visible(False)
+        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
+
+
+lab.sketch(
+    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
+    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
+    "programs end together, and those of the next head wait again, each a step longer than the one "
+    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
+    schedules,
+    panels=2,
+    height=3.2,
+)
+
+# %%
+# On the left the programs of a head end together as well, so the next head begins with the same
+# wait. On the right tiles of four heads alternate, so most find that their turn has come. On the
+# GPU, × 4 stands for four times as many heads as fill its SMs.
+
+# %%
+# What each change is worth
+# -------------------------
+#
+# Each change is a switch in a kernel for head_dim 128, so that we can tell them apart.
+
+# Whole: each change a switch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -690,8 +935,16 @@ def _one_sweep_kernel(
 
 
 # %%
-# Below, each rung keeps the switches of those before. Timed is the whole backward pass at length
-# 4,096, and five matmuls are counted.
+# Each rung keeps the switches of those before:
+#
+# 1. **One sweep with roles.** Each consumer computes a part of :math:`dQ` from its own keys, and
+#    asks the copy engine itself to *add* it to the sums, which is done in the :term:`L2` cache.
+# 2. **Half the columns.** Each computes half of them for the keys of both, as in the step above:
+#    half the bytes to add, and half the registers.
+# 3. **Overlap.** A consumer no longer waits for each matmul before it issues the next.
+# 4. **An adder,** in any order.
+# 5. **A fixed order.**
+# 6. **Heads apart,** × 4.
 
 # Measuring
 LADDER = {
@@ -876,250 +1129,6 @@ def told(name, than=None):
     return f"{causal} with a causal mask and {full} without one"
 
 
-# %%
-# One sweep, and half of the columns
-# ----------------------------------
-#
-# *Does one sweep pay, if we say where each tile lies?* On the first rung there is no adder and no
-# meeting. Each consumer computes a part of :math:`dQ` from its own keys, puts it into a buffer in
-# shared memory, and asks the copy engine by ``tma_add`` to *add* the buffer to the sums, which is
-# done in the :term:`L2` cache. On the second rung each computes half of the columns for the keys of
-# both: half the bytes to add, and half the registers for the part.
-
-
-# Drawing
-def compared(*names):
-    """Draw some rungs, of which the last is the new one, with a bar for each mask."""
-
-    def bars(axes, rows):
-        shares = {(row["provider"], row["mask"]): 100 * row["share"] for row in rows}
-        for height, name in enumerate(names):
-            ink = lab.colour("Kernel Book" if name == names[-1] else "matmul")
-            for mask, shift, alpha in (("full", -0.2, 1.0), ("causal", 0.2, 0.7)):
-                if (share := shares.get((name, mask))) is not None:
-                    at = height + shift
-                    axes.barh(at, share, 0.36, color=ink, alpha=alpha)
-                    axes.text(
-                        share + 1, at, f"{share:.0f}, {mask}", va="center", fontsize=10
-                    )
-        axes.set_yticks(range(len(names)), names)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", visible=False)
-        axes.invert_yaxis()
-        axes.set(xlim=(0, 100), xlabel="% of the speed of matmul")
-        axes.figure.set_size_inches(5.4, 0.9 + 0.5 * len(names))
-
-    def in_alt(rows):
-        found = [
-            f"{row['provider']}, {row['mask']}, {100 * row['share']:.0f}"
-            for row in rows
-            if row["provider"] in names
-        ]
-        return f"Bars, % of the speed of matmul: {'; '.join(found)}."
-
-    lab.draw(steps, f"Rungs: {' and '.join(names[-2:])}", in_alt, bars)
-
-
-compared(
-    "two sweeps", "one sweep, plain Triton", "one sweep with roles", "half the columns"
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"One sweep in plain Triton {verdict(gain('one sweep, plain Triton', 'full', 'two sweeps'))} "
-    f"against two without a mask, although it computes fewer matmuls; with roles it "
-    f"{told('one sweep with roles')}. (Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this "
-    f"page.) Half of the columns {told('half the columns')}; whether bytes or registers did it, we "
-    "cannot tell."
-)
-
-# %%
-# Overlap
-# -------
-#
-# *When does a consumer have to wait for a matmul?* Only when it needs the result. Without this
-# rung, it waits for each matmul before it issues the next; with it, it does as in the picture.
-
-# Drawing
-compared("half the columns", "overlap")
-
-# %%
-
-# Reading
-lab.read(
-    f"Overlap {told('overlap')}"
-    + (
-        ": a consumer did wait for matmuls that other work can hide."
-        if min(gain("overlap", mask, before("overlap")) for mask in ("full", "causal"))
-        > SCATTER
-        else "."
-    )
-)
-
-# %%
-# The same bits in every run
-# --------------------------
-#
-# *Can all runs add in the same order?* As in the small kernel: a program waits for its turn, step
-# for step. But its consumers should not wait with it, so the *adder* does, a warp of its own. A
-# consumer waits only if the buffer still holds the part of the step before. The adder:
-#
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _adder
-#    :start-at: position = 0
-#    :lines: 1-3, 6-9, 11-12, 15-16, 18-22
-#    :dedent:
-#
-# **How does a counter promise that the sums are in memory?** Here the copy engine adds, beside the
-# threads, and Triton's atomics order only what *threads* load and store. So writer and reader are
-# a few instructions in :term:`PTX`:
-#
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: announce
-#
-# ``"=r,l,r"`` says what ``$0``, ``$1`` and ``$2`` are: a result of 32 bits, the counter's address
-# of 64 bits, and ``position``. The *writer* takes four steps:
-#
-# 1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
-#    ``store_wait`` in the adder only waits until the engine has read the buffer.
-# 2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
-# 3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked for
-#    the additions has waited for them.
-# 4. ``st.release.gpu`` writes the counter, and ``mov`` gives the result that Triton demands.
-#
-# The *reader* does the same backwards:
-#
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: position_of
-#
-# ``ld.acquire.gpu`` is the other end of the release. ``redux.sync.min`` gives all 32 lanes the
-# smallest count that one of them read, and the fence puts what they saw before the additions that
-# this program's engine makes next.
-
-# Drawing
-compared("overlap", "an adder", "a fixed order")
-
-# %%
-
-# Reading
-lab.read(
-    f"The adder alone, in any order, {told('an adder')}. The fixed order {told('a fixed order')}."
-    + (
-        " The next change is to win that back."
-        if min(gain("a fixed order", mask, "an adder") for mask in ("full", "causal"))
-        < -SCATTER
-        else ""
-    )
-)
-
-# %%
-# Why nobody waits for ever
-# -------------------------
-#
-# *Can programs that wait for each other stand still for ever?* They would, if those on the SMs
-# waited for one that has not started. Against this stands one assumption, **that programs start in
-# the order of their ids.** No manual promises it. Program ids ascend with the keys of a head, so
-#
-# 1. a program waits for one other, that of the keys before its own in the same head, whose id is
-#    smaller;
-# 2. by the assumption, that one has started;
-# 3. thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none. It finishes, and then the same holds for the next.
-
-# %%
-# Heads apart
-# -----------
-#
-# *Where does the order cost time?* We simulate it. In each tick a program on an SM does a step if
-# the program of the keys before has done it in a tick before. With a causal mask, later keys have
-# fewer steps. A row is an SM, a colour is a head, and grey is waiting.
-
-
-# Drawing
-def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
-    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
-    waiting = [
-        (first + i % at_once, i // at_once)
-        for first in range(0, n_heads, at_once)
-        for i in range(n_tiles * at_once)
-    ]
-    if backwards:
-        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
-    done = dict.fromkeys(waiting, 0)
-    on_sm, ticks = [None] * n_sms, []
-    while waiting or any(on_sm):
-        for sm in range(n_sms):
-            if on_sm[sm] is None and waiting:
-                on_sm[sm] = waiting.pop(0)
-        may = {
-            (head, tile)
-            for head, tile in filter(None, on_sm)
-            if tile == 0 or done[head, tile - 1] > done[head, tile]
-        }
-        if not may:
-            return None
-        ticks.append([p and (*p, p in may) for p in on_sm])
-        for head, tile in may:
-            done[head, tile] += 1
-        for sm, program in enumerate(on_sm):
-            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
-            if program and done[program] == steps_of:
-                on_sm[sm] = None
-    return ticks
-
-
-# %%
-
-
-# Drawing
-def at_work(ticks):
-    """The share of ticks in which an SM works."""
-    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
-    return worked / (len(ticks) * len(ticks[0]))
-
-
-SHOWN = {
-    "one head at once": simulate(8, 4, 8, True),
-    "four at once": simulate(8, 4, 8, True, at_once=4),
-}
-
-
-def schedules(*panels):
-    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
-    most = max(map(len, SHOWN.values()))
-    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
-        for at, tick in enumerate(ticks):
-            for sm, cell in enumerate(tick):
-                if cell:
-                    head, _, worked = cell
-                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
-                    shade = 0.85 if worked else 0.25
-                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
-        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
-        axes.spines["left"].set_visible(False)
-        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
-
-
-lab.sketch(
-    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
-    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
-    "programs end together, and those of the next head wait again, each a step longer than the one "
-    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
-    schedules,
-    panels=2,
-    height=3.2,
-)
-
-# %%
-# On the left, programs of one head start together, although each needs the one before it to be a
-# step ahead, and they end together, so the next head begins with the same wait. On the right, tiles
-# of four heads alternate, so most find that their turn has come. On the GPU as many heads alternate
-# as fill its SMs, or × 2, × 4 or × 8 as many.
-
-
 # Measuring
 TIMES = (1, 2, 4, 8)
 
@@ -1207,13 +1216,61 @@ waited = lab.attempt(
 )
 
 # %%
+# Timed is the whole backward pass at length 4,096, counting five matmuls. "Kernel Book" is the
+# package's kernel.
+
+lab.ladder(
+    steps,
+    "From two sweeps to one in a fixed order, head_dim 128",
+    ["two sweeps", "one sweep, plain Triton", *LADDER, "Kernel Book"],
+    by="mask",
+    where={"seqlen": 4096},
+)
+
+# %%
+
+# Reading
+in_triton, with_roles = (
+    [gain(name, mask, "two sweeps") for mask in ("full", "causal")]
+    for name in ("one sweep, plain Triton", "one sweep with roles")
+)
+lab.read(
+    (
+        "One sweep in plain Triton is slower than two, and one with roles is not. "
+        if max(in_triton) < -SCATTER < min(with_roles)
+        else f"One sweep with roles {told('one sweep with roles')}. "
+    )
+    + f"Half of the columns {told('half the columns')}; whether bytes or registers did it, we "
+    f"cannot tell. Overlap {told('overlap')}."
+)
+
+# %%
+
+# Reading
+simulated = {n: at_work(simulate(16, 32, 16, True, at_once=n)) for n in TIMES}
+assert sorted(simulated.values()) == list(simulated.values())
+promised = simulated[4] / simulated[1] - 1
+cost = [gain("heads apart", mask, "an adder") for mask in ("full", "causal")]
+lab.read(
+    f"The fixed order {told('a fixed order')}"
+    + (
+        ", and heads apart win that back: **at length 4,096 the same bits cost no time that "
+        "counts.** "
+        if min(cost) >= -SCATTER
+        else f". Heads apart {told('heads apart')}: **here the order still {verdict(min(cost))}.** "
+    )
+    + f"(Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this page. The simulation of heads "
+    f"apart promised {100 * promised:.0f} %, because there an SM stands still whenever it waits.)"
+)
+
+# %%
 
 # Folded: How long adders wait for their turn
 waited
 
 # %%
 
-# Reading
+# Folded: More heads, and longer sequences
 
 
 def of_waits(column, heads, mask="causal"):
@@ -1229,16 +1286,12 @@ def of_heads(times, seqlen, than=1):
     return verdict(one / other - 1)
 
 
-simulated = {n: at_work(simulate(16, 32, 16, True, at_once=n)) for n in TIMES}
-assert sorted(simulated.values()) == list(simulated.values())
-promised = simulated[4] / simulated[1] - 1
 more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
     "heads × 4", seqlen=16384
 )
+
 lab.read(
-    f"On the GPU heads apart, ×\u00a04, {told('heads apart')}. The simulation promised "
-    f"{100 * promised:.0f} %, because there an SM stands still whenever it waits. At 16,384, "
-    f"×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+    f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
     f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
     f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
     + (", and gives that away." if more > 1 + SCATTER else ".")
@@ -1258,30 +1311,6 @@ lab.table(
         if by_heads.rows
     ],
     "TFLOP/s of the package's kernel with a causal mask, by how many times as many heads alternate",
-)
-
-# %%
-# This is the whole ladder. The last bar, "Kernel Book", is the package's kernel, for any length.
-# Unlike the others it *writes* the first part of :math:`dQ`, so that no sums need zeros.
-
-lab.ladder(
-    steps,
-    "From two sweeps to one in a fixed order, head_dim 128",
-    ["two sweeps", "one sweep, plain Triton", *LADDER, "Kernel Book"],
-    by="mask",
-    where={"seqlen": 4096},
-)
-
-# %%
-
-# Reading
-lost = verdict(gain("heads apart", "causal", "an adder"))
-lab.read(
-    "**So on the ladder, at length 4,096, the same bits cost no time that counts.**"
-    if all(
-        gain("heads apart", mask, "an adder") >= -SCATTER for mask in ("full", "causal")
-    )
-    else f"**So here the order still {lost}.**"
 )
 
 # %%
@@ -1351,14 +1380,14 @@ lab.read(
 # The call, and what it runs
 # --------------------------
 #
-# *How do you call it?* As always, ``attention(q, k, v, is_causal=True)``. On a Hopper GPU, in 16
-# bits, its backward pass runs what was measured to be faster: two sweeps for short sequences at
-# head_dim 64 with a causal mask or a :term:`window`, and elsewhere the kernel in Gluon, which also
-# takes windows, grouped heads and head_dim 64. ``backend="triton"`` asks for two sweeps, and
-# ``deterministic=False`` drops the order where that was the faster one, however little.
+# The call is ``attention(q, k, v, is_causal=True)``, as always. On a Hopper GPU, in 16 bits, its
+# backward pass runs what was measured to be faster: the kernel in Gluon, or two sweeps for short
+# sequences at head_dim 64 with a causal mask or a :term:`window`. ``deterministic=False`` drops the
+# order where that was faster.
 #
 # .. dropdown:: Other backends, and which Triton
 #
+#    ``backend="triton"`` asks for two sweeps.
 #    Two sweeps also run where not all three gradients are asked for, and on other GPUs.
 #    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
 #    ``deterministic=False`` takes plain Triton's single sweep, which lost to two sweeps at every
@@ -1452,8 +1481,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 # ------------
 #
 # The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
-# windows, in a fixed order and in any. Sizes are (batch, heads, heads of keys, queries, keys,
-# head_dim). Without a Hopper GPU, a sweep in PyTorch is checked in place of the Gluon kernel.
+# windows, in a fixed order and in any. (Sizes are batch, heads, heads of keys, queries, keys and
+# head_dim.)
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1489,14 +1518,8 @@ lab.check(
 )
 
 # %%
-# **Are they the same bits?** We launch one input again and again, while a second stream keeps the
-# GPU busy, so that programs start at other times in every launch.
-#
-# .. dropdown:: What compute-sanitizer says
-#
-#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
-#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
-#    took an exchange that an mbarrier orders for one.
+# **They are the same bits in every run:** we launch one input again and again, while a second
+# stream keeps the GPU busy, so that programs start at other times.
 
 
 # Measuring
@@ -1564,11 +1587,6 @@ soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPP
 
 # %%
 
-# Folded: One input, again and again
-again
-
-# %%
-
 # Reading
 found = {(row["order"], row["mask"]): row for row in again.rows}
 of_free = [
@@ -1587,19 +1605,31 @@ lab.read(
         else f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in "
         f"{of_free[1]:,.0f} with a causal one. "
     )
-    + "`dk` and `dv` never do, because no other program adds to them. All "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes ended; every tenth was compared "
-    "with plain Triton, and agreed."
+    + f"All {ended.get('finished', nan):,.0f} launches of random shapes ended, too."
 )
+
+# %%
+
+# Folded: One input, again and again
+again
+
+# %%
+# .. dropdown:: What compute-sanitizer says, and what else was compared
+#
+#    Every tenth launch of the random shapes was compared with plain Triton, and agreed. ``dk`` and
+#    ``dv`` never differ between launches, because no other program adds to them.
+#
+#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
+#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
+#    took an exchange that an mbarrier orders for one.
 
 # %%
 # How fast is it?
 # ---------------
 #
-# All points have 16,384 tokens, and only the backward pass is timed. "Kernel Book" is what a caller
-# gets who names no backend: two sweeps, or one in order. Beside it stand cuDNN, which PyTorch calls
-# as a backend of SDPA, and FlashAttention 4, which takes one sweep as well, and adds parts in any
-# order, except in its deterministic mode.
+# "Kernel Book" is what a caller gets who names no backend. Beside it stand cuDNN, called by
+# PyTorch, and FlashAttention 4, which takes one sweep in any order, except in its deterministic
+# mode. All points have 16,384 tokens, and only the backward pass is timed.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1680,7 +1710,6 @@ lab.table(
 # %%
 
 
-# Reading
 def shares(head_dim):
     rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
@@ -1712,6 +1741,27 @@ behind = [row for row in at_points if counts(row["its speed"], row["by default"]
 over_theirs = [row for row in at_points if counts(row["by default"], row[FIXED_MODE])]
 below_theirs = [row for row in at_points if counts(row[FIXED_MODE], row["by default"])]
 everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
+PAIRS = {
+    "one sweep in order, against two sweeps": ("in order", "two sweeps"),
+    "one sweep in any order, against in order": ("no order", "in order"),
+    "the default, against FlashAttention's fixed order": ("by default", FIXED_MODE),
+    "the default, against the fastest library": ("by default", "its speed"),
+}
+verdicts = []
+for what, (ours, theirs) in PAIRS.items():
+    timed_both = [
+        row
+        for row in at_points
+        if row[ours] == row[ours] and row[theirs] == row[theirs]
+    ]
+    won, lost_at = (
+        sum(counts(row[one], row[other]) for row in timed_both)
+        for one, other in ((ours, theirs), (theirs, ours))
+    )
+    verdicts.append(
+        {"what": what, "faster": won, "slower": lost_at}
+        | {"no difference": len(timed_both) - won - lost_at}
+    )
 
 
 def named(rows):
@@ -1733,53 +1783,48 @@ def points_of(rows):
     return f"{len(rows)} points" + (f" ({named(rows)})" if named(rows) else "")
 
 
-lab.read(
-    f"One sweep in a fixed order is faster than two sweeps at {len(ahead)} of {len(at_points)} "
-    f"points, and slower at {len(slower)}"
-    + (f" ({named(slower)})" if named(slower) else "")
-    + f". **A library is faster than the package's default at {everywhere} {len(at_points)}**: the "
-    f"default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    "FlashAttention's deterministic mode, which also gives the same bits, is faster at "
-    f"{len(below_theirs)} points{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
-    f"{points_of(over_theirs)}. (Why less than {100 * SCATTER:.0f} % makes no difference: the "
-    f"default is timed under two names, and at {close} of {len(twice)} points the two times are "
-    f"nearer than that. The same kernel in two figures is up to {100 * abs(between):.0f} % apart, "
-    "so we compare only within one.) "
-    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
-    if speed.rows
-    else f"{nan}"
+lab.table(
+    verdicts if speed.rows else [],
+    f"At how many of {len(at_points)} points, by {100 * SCATTER:.0f} % or more",
 )
 
 # %%
 
 # Reading
 without = [row["no order"] / row["in order"] - 1 for row in at_points]
-dearer = sum(change > SCATTER for change in without)
-cheaper = sum(change < -SCATTER for change in without)
 dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 lab.read(
-    "**What do the same bits cost?** In any order, the same kernel is faster at "
-    + (
-        f"{dearer} of {len(without)} points, by {'up to ' if dearer > 1 else ''}"
-        f"{100 * max(without):.0f} % (head_dim "
-        f"{dearest['head_dim']}, {dearest['mask']}, {dearest['length']:,})"
-        if dearer
-        else f"none of {len(without)} points (it gains {100 * max(without):.0f} % at most, which "
-        "is no difference)"
-    )
-    + f", and slower at {cheaper}, by up to {-100 * min(without):.0f} %. Without an order, the "
-    "sums must be set to zero first, because no program knows that it is the first to add."
+    f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
+    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
+    f"Against the same kernel in any order, the same bits cost {100 * max(without):.0f} % at most."
     if speed.rows
     else f"{nan}"
 )
 
 # %%
-# What sets the pace
+
+# Folded: At which points, and why 2 % is no difference
+lab.read(
+    "Points are head_dim, mask and length. Two sweeps are faster than one in a fixed order at "
+    f"{points_of(slower)}. FlashAttention's deterministic mode is faster than the default at "
+    f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
+    f"{points_of(over_theirs)}. An order costs most at {named([dearest])}; in any order the kernel "
+    f"is slower by up to {-100 * min(without):.0f} %. There the sums must be set to zero first, "
+    "because no program knows that it is the first to add. Less than "
+    f"{100 * SCATTER:.0f} % makes no difference, because the default is timed under two names, and "
+    f"at {close} of {len(twice)} points the two times are nearer than that. The same kernel in two "
+    f"figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
+    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+# Who waits for whom
 # ------------------
 #
-# *Who waits for whom, and how short can a step be?* The roles of one program wrote down the cycle
-# of their SM, here at head_dim 128, in a fixed order and without a mask. At a dashed line a
-# consumer has stored its part, so by then the buffer had been read.
+# Each role waits for another. The roles of one program stamped the cycles of their SM, at head_dim
+# 128, in a fixed order, without a mask. At a dashed line a consumer has stored its part.
 
 
 # Measuring
@@ -1871,9 +1916,9 @@ def timelines(axes, rows):
     axes.grid(axis="x", visible=True)
 
 
-def cycles_a_step(rows):
+def cycles_a_step(rows, version=TRACED[1]):
     """Cycles from one step to the next of a consumer, over the span that was traced."""
-    own = in_order(rows)
+    own = in_order(rows, version=version)
     return (own[-1]["begins"] - own[0]["begins"]) / (len(own) - 1) if own else nan
 
 
@@ -1899,7 +1944,7 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 # an SM does 4,096 operations per cycle
 ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
-a_step = cycles_a_step(traced.rows)
+a_step, step_alone = (cycles_a_step(traced.rows, name) for name in reversed(TRACED))
 of_room, of_themselves = (
     spent(traced.rows, "matmuls", "handed over", version=version)
     for version in reversed(TRACED)
@@ -1911,27 +1956,30 @@ adds, its_turn = (
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 lab.read(
-    f"**Each role waits for another.** A consumer takes {of_room:,.0f} of the {a_step:,.0f} cycles "
-    "of a step to hand its part over, because it may store only when the copy engine has read the "
-    f"part before. (On the rung “{TRACED[0]}”, where the consumers add themselves, it takes "
-    f"{of_themselves:,.0f}.) The reading ends late: {still_adding(traced.rows):,.0f} cycles after "
-    "a part is stored, the adder has announced the one before. The adder adds for "
-    f"{100 * adds / a_step:.0f} % of a step, and for {100 * its_turn / a_step:.0f} % it waits for "
-    "the adder of the program before."
+    f"A consumer spends {100 * of_room / a_step:.0f} % of a step on handing its part over, "
+    "because it may store only when the copy engine has read the part before. (On the rung "
+    f"“{TRACED[0]}”, where the consumers add themselves, it is "
+    f"{100 * of_themselves / step_alone:.0f} %.) The adder itself adds, or waits for its turn, "
+    f"for {100 * (adds + its_turn) / a_step:.0f} % of a step."
 )
 
 # %%
-# **A second buffer** for the part fits: 224 of 227 KiB. We tried it, and it was faster at one point
-# only (head_dim 64, causal, 16,384). We also tried scores and :math:`dP` of the next step ahead, an
-# adder that asks early, and weights before the wait for :math:`dP`: none was faster. No record
-# holds these runs.
+# .. dropdown:: What we tried without a gain
+#
+#    A second buffer for the part fits: 224 of 227 KiB. It was faster at one point only (head_dim
+#    64, causal, 16,384). Scores and :math:`dP` of the next step ahead, an adder that asks early,
+#    and weights before the wait for :math:`dP` were not faster anywhere. No record holds these
+#    runs.
 
 # %%
-# So how short could a step be? One limit is shared memory, which gives an SM 128 bytes per cycle.
-# The matmuls of each consumer read eight operands of 16 KiB there, 256 KiB for both. On top come
-# 112 KiB: dS written, the part written and read, Q and dO written. That takes 2,944 cycles:
+# How short a step can be
+# -----------------------
+#
+# Shared memory sets the limit of a step, and not the matmul units. It gives an SM 128 bytes per
+# cycle. Each consumer's matmuls read eight operands of 64 × 128 numbers there: K, Q, V and dO for
+# the scores and dP, dO for dV, Q for dK, and dS and K for the part.
 
-# Whole
+# Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
 
 
@@ -2160,12 +2208,31 @@ def cycles(what):
 
 
 whole_step = "all five, and what a step moves"
+moved_kib = {
+    "operands, read by the matmuls of both consumers": 2
+    * TRIED[whole_step][1]
+    * OPERAND,
+    "dS, written": BESIDE[0],
+    "the part of dQ, written and read": BESIDE[1],
+    "Q and dO, written": BESIDE[2],
+}
+moved_kib["in all"] = sum(moved_kib.values())
+assert moved_kib["in all"] * KIB / 128 == counted(whole_step)[1]
+lab.table(
+    [
+        {"what": what, "KiB": f"{kib:.0f}", "cycles": f"{kib * KIB / 128:,.0f}"}
+        for what, kib in moved_kib.items()
+    ],
+    "What a step moves through shared memory, counted",
+)
+
+# %%
+# To test the limit, a kernel does nothing but the matmuls, and then the same stores beside them:
+
+# Measuring
 parts_of_a_step = {  # cycles: counted, and measured
-    "the matmul units, for five matmuls": (counted("all five")[0], cycles("all five")),
-    "shared memory, for all that a step moves": (
-        counted(whole_step)[1],
-        cycles(whole_step),
-    ),
+    "five matmuls": (counted("all five")[0], cycles("all five")),
+    "and all that a step moves": (counted(whole_step)[1], cycles(whole_step)),
     "a step of the kernel, on average": (None, mean_step),
 }
 lab.table(
@@ -2193,15 +2260,13 @@ by_part
 needed, bound = cycles(whole_step), counted(whole_step)[1]
 lab.read(
     (
-        f"**So a step takes at least {bound:,.0f} cycles:** not the matmul units set the limit, "
-        "but shared memory, and more overlap does not shorten it. "
+        f"**So a step takes at least {bound:,.0f} cycles,** however well its matmuls overlap. "
         if bound > 1.05 * ideal
-        else "**So shared memory is no limit:** a step needs it for about as long as the matmul "
+        else "**But shared memory is no limit:** a step needs it for about as long as the matmul "
         "units. "
     )
-    + f"Alone, all that a step moves took {needed:,.0f}, and a step of the kernel takes "
-    f"{mean_step / needed:.2f} times as long. The rest, we guess, is waits of the roles for each "
-    "other."
+    + f"A step of the kernel takes {mean_step / needed:.2f} times as long as its matmuls and "
+    "stores alone. The rest, we guess, is waits of the roles for each other."
 )
 
 # %%
@@ -2253,24 +2318,24 @@ lab.read(
 # --------------
 #
 # **To start from the wrong end.** If program ids descend with the keys, and a head has more tiles
-# of keys than there are SMs, those that run wait for one that cannot start. On a GPU that is a
-# kernel which never returns. The simulation above, ``simulate``, shows it without one:
+# of keys than there are SMs, those that run wait for one that cannot start, and the kernel never
+# returns. The simulation, ``simulate``, shows it without a GPU:
 
 rows = []
 for ids, backwards in (("ascend with the keys", False), ("descend", True)):
     ticks = simulate(
         n_tiles=8, n_heads=3, n_sms=4, is_causal=False, backwards=backwards
     )
-    found = "stands still" if ticks is None else f"ends after {len(ticks)} ticks"
+    found = f"ends after {len(ticks)} ticks" if ticks else "stands still"
     rows.append({"program ids": ids, "the launch": found})
 assert [row["the launch"] == "stands still" for row in rows] == [False, True]
 lab.table(rows, "Three heads of eight tiles of keys, on four SMs")
 
 # %%
-# **To trust that zeros stay zeros.** Where the last tile of keys is longer than the keys are, the
-# copy engine fills it with zeros. So the score of a key that is not there is 0, its weight is
-# :math:`e^{0 - \mathrm{lse}}`, and it is multiplied by a row of zeros and added to :math:`dQ`. If
-# lse is far below zero, the weight is more than float32 holds: infinity times zero is not a number.
+# **To trust that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
+# So a key that is not there has the score 0, and its weight :math:`e^{0 - \mathrm{lse}}` is
+# multiplied by zeros and added to :math:`dQ`. If lse is far below zero, the weight is infinite in
+# float32, and infinity times zero is not a number.
 
 lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
 weight = (0.0 - lse).exp()  # of a key that is not there: its score is 0
@@ -2294,19 +2359,17 @@ lab.table(rows, "What a key that is not there adds to dq")
 # In short
 # --------
 #
-# - **The same bits.** An adder writes a counter once its additions are complete, and the next
-#   program waits for it. If programs start in the order of their ids, which no manual promises,
-#   none waits for ever. With heads apart, the order costs a few per cent at most.
+# - **The same bits.** An adder writes a counter when its additions are complete, and the next
+#   program waits for it. None waits for ever, if programs start in the order of their ids.
 # - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units.
-#   At head_dim 64 with a causal mask we are furthest behind.
 
 # %%
 
 # Reading
 gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")]
 lab.read(
-    "**What was gained:** at length 4,096 and head_dim 128 the package's kernel, one sweep in a "
-    f"fixed order, is {gained[0]:.2f} times as fast as two sweeps without a mask, and "
+    "**What was gained:** at length 4,096 and head_dim 128 one sweep in a "
+    f"fixed order is {gained[0]:.2f} times as fast as two sweeps without a mask, and "
     f"{gained[1]:.2f} times with a causal one. Five matmuls in place of seven would allow 1.4."
 )
 

@@ -24,14 +24,14 @@ def sweep_in_turn_kernel(
     tile = tl.program_id(0)
     counter_ptr += tile
     rows, cols = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)[None, :]
-    own = (tile * TILE + rows)[:, None] * HEAD_DIM + cols
-    k, v = tl.load(k_ptr + own), tl.load(v_ptr + own)
+    at_key = (tile * TILE + rows)[:, None] * HEAD_DIM + cols
+    k, v = tl.load(k_ptr + at_key), tl.load(v_ptr + at_key)
     dk = tl.zeros((TILE, HEAD_DIM), tl.float32)
     dv = tl.zeros((TILE, HEAD_DIM), tl.float32)
     for i in range(seqlen // TILE):  # tiles of queries, the last first
         query = seqlen - (i + 1) * TILE + rows
-        met = query[:, None] * HEAD_DIM + cols
-        q, do = tl.load(q_ptr + met), tl.load(do_ptr + met)
+        at_query = query[:, None] * HEAD_DIM + cols
+        q, do = tl.load(q_ptr + at_query), tl.load(do_ptr + at_query)
         # -- five matmuls: keys are rows
         s = tl.dot(k, q.T) * scale
         p = tl.exp(s - tl.load(lse_ptr + query)[None, :])
@@ -46,13 +46,13 @@ def sweep_in_turn_kernel(
                 pass
             tl.debug_barrier()
         # -- add: no other program has its turn
-        sums = tl.load(sums_ptr + met) + part * scale
-        tl.store(sums_ptr + met, sums)
+        sums = tl.load(sums_ptr + at_query) + part * scale
+        tl.store(sums_ptr + at_query, sums)
         # -- announce: this step is done, and its sums are in memory
         tl.debug_barrier()
         tl.atomic_xchg(counter_ptr, i + 1, sem="release")
-    tl.store(dk_ptr + own, (dk * scale).to(k.dtype))
-    tl.store(dv_ptr + own, dv.to(k.dtype))
+    tl.store(dk_ptr + at_key, (dk * scale).to(k.dtype))
+    tl.store(dv_ptr + at_key, dv.to(k.dtype))
 
 
 def sweep_in_turn(q, k, v, do):
