@@ -162,8 +162,8 @@ lab.read(
 )
 
 # %%
-# These are the output and ``lse``, the :term:`logsumexp` of each query's scores. So the backward
-# pass has to compute the weights again.
+# These are the output and ``lse``, the :term:`logsumexp` of each query's scores, from which the
+# backward pass has to compute the weights again.
 #
 # **What does that cost?** Write :math:`S` for the scores, :math:`P` for the weights and :math:`O`
 # for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
@@ -191,7 +191,7 @@ intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
 lab.read(
     f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute only "
     f"{at_best.get('FLOPs per byte', nan):.0f} while it copies one. So arithmetic limits the "
-    f"backward pass, and its yardstick is the speed of a large matmul."
+    f"backward pass, and a large matmul is its yardstick."
 )
 
 # %%
@@ -202,10 +202,11 @@ lab.read(
 # time. One number per query can stand for the row.
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
-# values are 4, 1 and 1, so the output is their weighted mean, 2.5. Let the gradient of the output
-# be 1. Then the gradient of each weight is its value. But the weights sum to 1, so one grows only
-# if others shrink, and a higher score raises the output only if its value is *above the mean*. The
-# gradient of a score is its weight times the distance of its value from 2.5:
+# values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
+# 1, that of each weight is its value. But the weights sum to 1, so one grows only if others shrink,
+# and a higher score raises the output only if its value is *above the mean*. The gradient of a
+# score is its weight times the distance of its value from 2.5:
+
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
 scores = weights.log().requires_grad_()
@@ -223,8 +224,8 @@ by_hand, by_autograd = (
 lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 
 # %%
-# The mean, 2.5, is the *output* (times its gradient, 1). The forward pass has left it in memory, so
-# the backward pass need not sum over the keys again. In general:
+# The mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in memory.
+# So nobody has to sum over the keys again. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
@@ -240,9 +241,8 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 #    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
-# The circle is the elementwise product, and :math:`\delta` the weighted mean of :math:`dp`, which
-# was 2.5 in the example. It is a sum over *all* keys, so a program that loops over tiles of keys
-# would have to loop twice.
+# The circle is the elementwise product, and :math:`\delta` the weighted mean of :math:`dp`, 2.5 in
+# the example. It is a sum over *all* keys, so a loop over tiles of keys would have to run twice.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -410,8 +410,6 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # .. animation:: two_sweeps
 #
-# (*Per tile* lists its matmuls by their results.)
-#
 # The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls where five would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
@@ -430,7 +428,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # -----------
 #
 # Here is the first sweep, as small as we can make it: one head in float32, causal, with a length
-# ``n`` that the tiles divide. It has five parts. Names that end in ``_ptr`` are addresses.
+# ``n`` that the tiles divide. It has four parts. Names that end in ``_ptr`` are addresses.
 #
 # **1. Load.** A program owns ``BLOCK_N`` keys, the first of which is ``first_key``. It loads their
 # ``k`` and ``v`` once, at the offsets ``own``, and starts their gradients at zero. The scale of the
@@ -490,10 +488,11 @@ lab.sketch(
 lab.source(smallest.dkdv_kernel, "stages")
 
 # %%
-# **3. Sweep.** Two loops visit the tiles of queries, and ``add_queries`` adds what one of them
-# contributes. ``MASKED`` is a constant, so the second loop is compiled without a mask:
+# **3. Sweep and write.** Two loops visit the tiles of queries, and ``add_queries`` adds what one of
+# them contributes. ``MASKED`` is a constant, so the second loop is compiled without a mask. At the
+# end a plain store is enough, and ``dk`` takes the scale of step 5:
 
-lab.source(smallest.dkdv_kernel, "sweep")
+lab.source(smallest.dkdv_kernel, "sweep", "write")
 
 # %%
 # **4. Meet one tile.** ``add_queries`` loads what belongs to the ``BLOCK_M`` queries from ``start``
@@ -508,12 +507,6 @@ lab.source(smallest.add_queries, "queries", "weights")
 # (dP^\top - \delta)`. The third argument of ``tl.dot`` is the sum that it adds to:
 
 lab.source(smallest.add_queries, "gradients")
-
-# %%
-# **5. Write.** No other program adds to these keys, so a plain store is enough. The scale of step 5
-# is applied once, at the end:
-
-lab.source(smallest.dkdv_kernel, "write")
 
 # %%
 
@@ -543,8 +536,8 @@ far = [
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"Run on 384 tokens, it gives `dk` and `dv` that differ from float64 by at most "
-    f"{max(far):.0e} of their largest element."
+    f"On 384 tokens, `dk` and `dv` differ from float64 by at most {max(far):.0e} of their largest "
+    f"element."
 )
 
 # %%
@@ -613,7 +606,7 @@ lab.read(
 # %%
 
 
-# Folded: Which thread holds what, from the transpose of S and from S
+# Folded: Which thread holds what
 def holder(row, column):
     """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
     return 4 * row + column // 2
@@ -700,7 +693,7 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 
 # %%
 
-# Folded: The check of dv from the transpose of S, to twice PyTorch's error
+# Folded: The check of dv
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
@@ -730,7 +723,7 @@ def both_ways():
 
 # %%
 
-# Folded: Both ways: instructions, memory and time
+# Folded: Both ways, timed
 ways = lab.measure("dv of 8,192 queries and keys, computed in two ways", both_ways)
 ways
 
@@ -748,7 +741,8 @@ lab.read(
 # %%
 # **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
 # and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dQ = dS\, K` takes
-# :math:`dS` with queries as rows. After ``p`` come three lines, in which ``.to`` rounds to 16 bits:
+# :math:`dS` with queries as rows. After ``p`` come three lines, in which ``.to`` rounds to 16 bits
+# and ``PRECISION`` is what ``"ieee"`` was:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -759,8 +753,8 @@ lab.read(
 #
 # **One sweep** is the first sweep with a fifth matmul at its end. This takes :math:`dS`, too, so a
 # matrix has to be transposed, through :term:`shared memory`. With a :term:`descriptor`,
-# ``dq_desc``, one instruction then adds a whole tile of ``dq`` to the sums in memory, from its
-# first row on:
+# ``dq_desc``, one instruction then adds a whole tile to the sums in memory, at its first row (each
+# head, ``row``, has ``padded_q`` of them) and column 0:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -815,9 +809,9 @@ lab.read(
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# A causal mask leaves almost half of the tiles without a pair, and the sweeps skip exactly these. A
-# dye shows it: NaN spreads through every matmul, even times zero. So if one tile of ``do`` is NaN,
-# each program that has read it, masked or not, writes NaN to ``dv``.
+# Both sweeps visit the tiles in which a query sees a key, and no others. A dye shows it: NaN
+# spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each program that
+# has read it, masked or not, writes NaN to ``dv``.
 
 
 # Measuring
@@ -891,8 +885,7 @@ lab.table(
 found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
 assert all(row["as needed"] for row in rows)
 lab.read(
-    f"The causal sweep for `dk` and `dv` visits {found['visited']} of {found['tiles']} tiles. Both "
-    f"sweeps, with and without the mask, visit exactly the tiles in which a query sees a key."
+    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
 )
 
 # %%
@@ -1022,7 +1015,7 @@ lab.check(
 # --------------------------
 #
 # Two sweeps give the same gradients in every run, because each sum belongs to one program, which
-# adds its tiles in order. One sweep does not, which makes a training run harder to debug.
+# adds its tiles in order. In one sweep, programs share ``dq``.
 
 
 # Measuring
@@ -1059,13 +1052,9 @@ unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
     unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
 )
-most = unlike.get("one sweep", {}).get("elements of dq, %", nan)
-if most == most:
-    most = math.ceil(1e4 * most) / 1e4  # rounded up: it is a bound
 lab.read(
     f"In two sweeps `dq` differs in {in_two:.0f} of 99 repeated runs, and in one sweep in "
-    f"{in_one:.0f}. Its runs differ in few elements: in at most {most:.4f} % after rounding to "
-    f"bfloat16."
+    f"{in_one:.0f}."
 )
 
 # %%
@@ -1077,7 +1066,7 @@ lab.read(
 # execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
 #
 # *tiled PyTorch* is our loop over tiles, *all tiles* is two sweeps that ignore the causal flag, and
-# *Kernel Book* is two sweeps that skip what no query sees:
+# *Kernel Book* is two sweeps that skip tiles:
 #
 # .. dropdown:: What is timed
 #
@@ -1302,9 +1291,9 @@ lead = first["library"] / first["two sweeps"]
 if lead <= 1:
     meaning = "so two sweeps are ahead all the same"
 elif lead < 1.05 * 7 / 5:
-    meaning = "about what seven matmuls cost where five would do, 7 / 5"
+    meaning = "about what seven matmuls cost instead of five (7/5)"
 else:
-    meaning = "which is more than seven matmuls instead of five explain, 7 / 5"
+    meaning = "more than seven matmuls cost instead of five (7/5)"
 lab.read(
     f"At 16,384 tokens, head_dim {first['head_dim']}, "
     f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
@@ -1687,10 +1676,9 @@ lab.read(
 
 # %%
 # So we suspect little room *together with waiting*. In one sweep, :math:`dS^\top` and ``dq`` pass
-# through shared memory. While all warps wait for that, the matrix units have nothing to do, and at
-# head_dim 128 no second program fits on the SM to fill the gap.
-# :doc:`/chapters/attention_hopper_backward` tests this: it gives loads, matmuls and additions to
-# groups of warps that work at the same time.
+# through shared memory. While all warps wait for that, no matrix unit works, and at head_dim 128 no
+# second program fits on the SM to fill the gap. :doc:`/chapters/attention_hopper_backward` tests
+# this, with groups of warps that load, multiply and add at the same time.
 
 # Reading
 later = find("attention_hopper_backward") or {"sweeps": {}}
@@ -1702,26 +1690,23 @@ at_work = {
         "two sweeps",
         "one sweep, plain Triton",
         "one sweep with roles",
-        "Kernel Book",
     )
     if unmasked and rungs["milliseconds"].get(name)
 }
-if len(at_work) == 4:
-    roles, best = at_work["one sweep with roles"], at_work["Kernel Book"]
 lab.read(
     f"**Its verdict:** at 4,096 tokens without a mask, one sweep takes "
-    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, {roles:.1f} with such groups, "
-    f"and {best:.1f} after all changes of that chapter. Two sweeps take "
+    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, and "
+    f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
     f"{at_work['two sweeps']:.1f}."
-    if len(at_work) == 4
+    if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
 
 # %%
 # **Which version does a call run?** In plain Triton two sweeps, for every dtype, because one sweep
-# was slower at all points above. Where the kernel of that chapter was measured to be faster, on
-# Hopper in 16 bits with head_dim 64 or 128, ``attention`` runs it instead: one sweep, in a fixed
-# order. It takes no float32, so float32 always has two sweeps. ``backend="triton"`` asks for plain
+# was slower at all points above. In 16 bits on Hopper, with head_dim 64 or 128, ``attention`` runs
+# the one sweep of that chapter, in a fixed order, wherever it was measured to be faster. That
+# kernel takes no float32, so float32 always has two sweeps. ``backend="triton"`` asks for plain
 # Triton, and with ``deterministic=False`` for its one sweep.
 
 # %%
@@ -1779,8 +1764,8 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # the last.
 
 # %%
-# **A backward pass that forgets its mask** does not crash either. A widely copied kernel was always
-# causal in its backward pass, and its test, always causal, too, did not notice:
+# **A forgotten mask** does not crash, either. A widely copied kernel was always causal in its
+# backward pass, and its test, always causal, too, did not notice:
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -1851,8 +1836,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 #
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
-# own, and the same bits in every run, for seven matmuls instead of five. One sweep has only five,
-# and loses in plain Triton all the same.
+# own, and the same bits in every run, for seven matmuls instead of five. One sweep needs only five,
+# and in plain Triton it is slower all the same.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
@@ -2044,8 +2029,6 @@ lab.table(
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
 # - Dong et al. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.
-# - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head
-#   checkpoints.* EMNLP 2023.
 # - Triton's issue 4541, https://github.com/triton-lang/triton/issues/4541, on a backward pass that
 #   ignored its causal flag, 2024.
 # - Press et al. *Train short, test long: attention with linear biases enables input length
