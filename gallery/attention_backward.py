@@ -9,9 +9,9 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- what it costs when programs share a sum, and why it is faster here to compute two of five matmuls
-  twice;
-- which tiles a causal gradient may skip, and what happens if it forgets that it is causal.
+- how programs divide the three gradients, and why it is faster here to compute two matmuls twice
+  than to share a sum;
+- which tiles a causal gradient may skip, and what happens if it forgets its mask.
 
 :doc:`/chapters/attention_forward` explains tiles and causal stages, :doc:`/chapters/attention_fast`
 descriptors.
@@ -52,9 +52,14 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# What does the backward pass need from the forward pass? Autograd's answer is the whole matrix of
-# weights. Each query is a row of ``s`` and each key a column. With a causal mask, a query sees no
-# key that comes after it, and the last query sees all: ``visible`` is the triangle.
+# Autograd keeps the whole matrix of weights for the backward pass, because the gradient of softmax
+# depends on every weight. Attention of one head is three lines of PyTorch:
+#
+# .. code-block:: python
+#
+#    s = q @ k.mT * q.shape[-1] ** -0.5  # scores: a row for each query, a column for each key
+#    p = torch.softmax(s, dim=-1)  # weights
+#    out = p @ v
 
 
 # Measuring
@@ -66,6 +71,7 @@ def visible(seqlen_q, seqlen_k):
 # %%
 
 
+# Measuring
 def standard_attention(q, k, v, is_causal=False):
     s = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
@@ -77,7 +83,6 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# How much memory does this need?
 
 
 # Measuring
@@ -130,7 +135,7 @@ def memory_experiment():
 
 # %%
 
-# Folded: What each version keeps, and the most that its backward pass allocates
+# Folded: Memory of standard attention, and of the two versions that this chapter builds
 memory = lab.measure("Memory, 16 heads of head_dim 128, bfloat16", memory_experiment)
 memory
 
@@ -150,27 +155,18 @@ def peak(length, version):
 
 
 lab.read(
-    f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
-    f"{kept(16384, 'standard attention') / 1024:.0f} GiB for its backward pass, which then "
+    f"At 16,384 tokens and 16 heads of head_dim 128, it keeps "
+    f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
     f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients "
-    f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB. Their "
-    f"backward pass then allocates {peak(16384, 'two sweeps'):.0f} MiB in two sweeps, and "
-    f"{peak(16384, 'one sweep'):.0f} MiB in one, which holds `dq` in float32."
+    f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB."
 )
 
 # %%
-# Our forward kernel keeps its output and ``lse`` (:term:`logsumexp`), four bytes per query. So the
+# These are the output and ``lse``, the :term:`logsumexp` of each query's scores, from which the
 # backward pass has to compute the weights again.
 #
-# .. dropdown:: Which version a call of attention runs
-#
-#    The table above names the two versions that this chapter builds, *two sweeps* and *one sweep*.
-#    ``attention`` runs two sweeps, or, where it was measured to be faster, another kernel of the
-#    package: one sweep for Hopper GPUs that adds to ``dq`` in a fixed order. ``backend="triton"``
-#    always asks for two sweeps, and with ``deterministic=False`` for the one sweep of this chapter.
-#
-# What does that cost? Write :math:`S` for the scores, :math:`P` for their softmax (the weights) and
-# :math:`O` for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
+# **What does that cost?** Write :math:`S` for the scores, :math:`P` for the weights and :math:`O`
+# for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
 # :math:`O = PV`, of :math:`2 N^2 d` floating-point operations (FLOPs) each, for :math:`N` queries
 # and keys and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two,
 # and :math:`S` once more. It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out``
@@ -195,21 +191,22 @@ intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
 lab.read(
     f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute only "
     f"{at_best.get('FLOPs per byte', nan):.0f} while it copies one. So arithmetic limits the "
-    f"backward pass, and the speed of a large matmul is the yardstick of this chapter."
+    f"backward pass, and a large matmul is its yardstick."
 )
 
 # %%
 # The mathematics
 # ---------------
 #
-# Behind a softmax, every gradient depends on a whole row of weights. How can a kernel compute it
-# that sees one tile of keys at a time?
+# The gradient of a score depends on a whole row of weights, but a kernel sees one tile of keys at a
+# time. One number per query can stand for the row.
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
-# values are 4, 1 and 1, so the output is their weighted mean, 2.5. Let the gradient of the output
-# be 1. Then the gradient of each weight is its value. But the weights sum to 1, so one grows only
-# if others shrink, and a higher score raises the output only if its value is *above the mean*. The
-# gradient of a score is its weight times the distance of its value from 2.5:
+# values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
+# 1, that of each weight is its value. But the weights sum to 1, so one grows only if others shrink,
+# and a higher score raises the output only if its value is *above the mean*. The gradient of a
+# score is its weight times the distance of its value from 2.5:
+
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
 scores = weights.log().requires_grad_()
@@ -227,8 +224,8 @@ by_hand, by_autograd = (
 lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 
 # %%
-# And the mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in
-# memory, so nobody has to sum over the keys again. In general:
+# The mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in memory.
+# So nobody has to sum over the keys again. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
@@ -244,9 +241,8 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 #    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
-# The circle is the elementwise product, and :math:`\delta` the mean of :math:`dp`, which was 2.5 in
-# the example. It is a sum over *all* keys, so a program that loops over tiles of keys would have to
-# loop twice.
+# The circle is the elementwise product, and :math:`\delta` the weighted mean of :math:`dp`, 2.5 in
+# the example. It is a sum over *all* keys, so a loop over tiles of keys would have to run twice.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -262,10 +258,8 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    :math:`\delta = \mathrm{rowsum}(dO \circ O)` is a sum over the columns of one row, and needs
-#    neither :math:`P` nor :math:`dP`.
-#
-# In code it is called :term:`delta`.
+#    :math:`\delta = \mathrm{rowsum}(dO \circ O)`, in code :term:`delta`, is a sum over the columns
+#    of one row, and needs neither :math:`P` nor :math:`dP`.
 #
 # *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
 # K^\top`. So :math:`dQ = \sigma\, dS\, K` and :math:`dK = \sigma\, dS^\top Q`.
@@ -303,12 +297,12 @@ sigma = 3**-0.5
 
 s = sigma * q @ k.T
 p = s.softmax(-1)
-out, lse = p @ v, s.logsumexp(-1)
+out, lse = p @ v, s.logsumexp(-1)  # end of the forward pass
 
-dv, dp = p.T @ do, do @ v.T
-delta = (do * out).sum(-1)
-ds = p * (dp - delta[:, None])
-dq, dk = sigma * ds @ k, sigma * ds.T @ q
+dv, dp = p.T @ do, do @ v.T  # step 1
+delta = (do * out).sum(-1)  # step 4
+ds = p * (dp - delta[:, None])  # step 3
+dq, dk = sigma * ds @ k, sigma * ds.T @ q  # step 5
 
 # %%
 
@@ -360,11 +354,11 @@ lab.read(
 # In tiles, in PyTorch
 # --------------------
 #
-# What is left to do for one tile of queries and one tile of keys? With ``lse`` and ``delta`` at
-# hand, no formula needs a whole row, so each such pair can be processed by itself. A loop over the
-# pairs computes the scores, scaled and masked by a ``rule``, and adds one line per formula. Names
-# with ``_i`` belong to the tile of queries, names with ``_j`` to the tile of keys. ``_finite``
-# keeps a query that sees no key from becoming NaN:
+# With ``lse`` and ``delta`` at hand, no formula needs a whole row, so each pair of a tile of
+# queries and a tile of keys can be processed by itself. ``_i`` marks what belongs to the tile of
+# queries, at the slice ``rows``, and ``_j`` what belongs to the tile of keys. ``_scores`` scales,
+# and masks by ``rule``, which holds the lengths and the mask. ``_finite`` keeps a query that sees
+# no key from becoming NaN:
 
 lab.source(tiled.tiled_backward, "meet")
 
@@ -374,7 +368,7 @@ lab.source(tiled.tiled_backward, "meet")
 lab.source(tiled.tiled_backward, "begin")
 
 # %%
-# PyTorch's ``gradcheck``, which compares with finite differences, accepts the result.
+# PyTorch's ``gradcheck``, which compares with finite differences, accepts the gradients.
 
 # %%
 
@@ -400,8 +394,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# A GPU runs many programs at once. Which pairs of tiles should each program take? Each pair is
-# *added* to three gradients, and two programs that add to the same tile get in each other's way.
+# Each pair of tiles is *added* to three gradients, and programs that add to the same tile get in
+# each other's way.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -416,8 +410,6 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 # .. animation:: two_sweeps
 #
-# (*Per tile* lists its matmuls by their results. A stroke marks a tile that the diagonal cuts.)
-#
 # The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls where five would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
@@ -429,16 +421,26 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          adds. On the right lies dq in float32 in memory. From the last row of tiles, five
 #          programs add to one tile of dq, in any order.
 #
-# This takes five matmuls. The additions have to be :term:`atomic`, and come in no fixed order, so
-# the last bits of ``dq`` differ between runs. Which version is faster? We build both.
+# This takes five matmuls. But the additions have to be :term:`atomic`, and come in no fixed order,
+# so the last bits of ``dq`` differ between runs. We build both versions and time them.
 #
 # The kernels
 # -----------
 #
-# Which queries does a program need that owns a tile of keys? Take tiles of 128 keys and 64 queries,
-# and the program of the keys 128 to 255. Under a causal mask nobody before query 128 sees any of
-# them, so its loop begins at ``first`` = 128. From query 255 on everybody sees all of them, so the
-# tiles from ``whole`` = 256 on, the first after it, need no mask:
+# Here is the first sweep, as small as we can make it: one head in float32, causal, with a length
+# ``n`` that the tiles divide. It has four parts. Names that end in ``_ptr`` are addresses.
+#
+# **1. Load.** A program owns ``BLOCK_N`` keys, the first of which is ``first_key``. It loads their
+# ``k`` and ``v`` once, at the offsets ``own``, and starts their gradients at zero. The scale of the
+# scores is applied here, to ``k``:
+
+lab.source(smallest.dkdv_kernel, "load")
+
+# %%
+# **2. Find the queries.** Take tiles of 128 keys and 64 queries, and the program of the keys 128 to
+# 255. Under a causal mask nobody before query 128 sees any of them, so its loop begins at ``first``
+# = 128. From query 255 on everybody sees all of them, so the tiles from ``whole`` = 256 on, the
+# first after it, need no mask:
 
 
 # Drawing
@@ -481,38 +483,51 @@ lab.sketch(
 )
 
 # %%
-# Here is the whole first sweep, as small as we can make it: one head in float32, causal, with a
-# length that the tiles divide.
+# In code, both are rounded to a multiple of ``BLOCK_M``, the first down and the second up:
 
-lab.source(smallest.dkdv_kernel)
-
-# %%
-# The program keeps its ``k``, ``v``, ``dk`` and ``dv`` all the time, and ``add_queries`` meets one
-# tile of queries:
-
-lab.source(smallest.add_queries)
+lab.source(smallest.dkdv_kernel, "stages")
 
 # %%
-# - The four loads are what belongs to ``BLOCK_M`` queries from ``start`` on: rows of ``q`` and
-#   ``do``, and one number per query of ``lse`` and ``delta``.
-# - ``p_t`` is step 6, *transposed*: keys are rows. (``k`` was scaled as it was loaded.)
-# - ``MASKED`` is a constant. Where it is false, below the diagonal, the mask is not compiled.
-# - The other lines are steps 1, 3 and 5, one line per formula: :math:`dS^\top = P^\top \circ
-#   (dP^\top - \delta)`. The scale of step 5 comes after the loops.
-#
-# For the launch, PyTorch computes ``lse`` and ``delta``. Tiles of half the size fit on older GPUs:
+# **3. Sweep and write.** Two loops visit the tiles of queries, and ``add_queries`` adds what one of
+# them contributes. ``MASKED`` is a constant, so the second loop is compiled without a mask. At the
+# end a plain store is enough, and ``dk`` takes the scale of step 5:
 
-q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
-s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
-lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
-dk, dv = torch.empty_like(k), torch.empty_like(v)
-smallest.dkdv_kernel[(384 // 64,)](
-    q, k, v, do, lse, delta, dk, dv, 384, 32**-0.5, BLOCK_M=32, BLOCK_N=64, HEAD_DIM=32
+lab.source(smallest.dkdv_kernel, "sweep", "write")
+
+# %%
+# **4. Meet one tile.** ``add_queries`` loads what belongs to the ``BLOCK_M`` queries from ``start``
+# on: rows of ``q`` and ``do``, and ``lse`` and ``delta``. Then it computes the weights by step 6.
+# ``_t`` says that they are *transposed*: keys are rows. ``"ieee"`` keeps a
+# :term:`matrix unit` from rounding float32 to :term:`TF32`:
+
+lab.source(smallest.add_queries, "queries", "weights")
+
+# %%
+# The gradients are steps 1, 3 and 5, a line for each formula, with :math:`dS^\top = P^\top \circ
+# (dP^\top - \delta)`. The third argument of ``tl.dot`` is the sum that it adds to:
+
+lab.source(smallest.add_queries, "gradients")
+
+# %%
+
+# Folded: The kernel whole
+lab.listing(
+    {
+        "The program that owns a tile of keys": smallest.dkdv_kernel,
+        "What it does with one tile of queries": smallest.add_queries,
+    }
 )
 
 # %%
 
 # Reading
+q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
+s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
+lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
+dk, dv = torch.empty_like(k), torch.empty_like(v)
+smallest.dkdv_kernel[(384 // 64,)](  # tiles that fit on older GPUs, too
+    q, k, v, do, lse, delta, dk, dv, 384, 32**-0.5, BLOCK_M=32, BLOCK_N=64, HEAD_DIM=32
+)
 four = [x[None, None] for x in (q, k, v, do)]
 _, *truths = reference.attention_backward(*four, True)
 far = [
@@ -521,13 +536,14 @@ far = [
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"From float64 `dk` and `dv` are off by at most {max(far):.0e} of their largest element."
+    f"On 384 tokens, `dk` and `dv` differ from float64 by at most {max(far):.0e} of their largest "
+    f"element."
 )
 
 # %%
 # The package's kernel does the same for any length, number of heads and dtype.
 #
-# .. dropdown:: The operator's loop, and what it does otherwise
+# .. dropdown:: The package's loop, and what it does otherwise
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -539,10 +555,10 @@ lab.read(
 #
 #    ``load_row`` reads a tile of row ``row`` of ``lse_rows``, which has one row per head, padded to
 #    ``padded_q`` numbers, with a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is
-#    :math:`\sigma \log_2 e`, and ``lse`` is kept in base 2. ``PRECISION`` keeps a :term:`matrix
-#    unit` from rounding float32 to :term:`TF32`. ``first_seeing`` holds, for each key, the first
-#    query that sees it. Line 12 loads ``delta`` before the matmul of line 13 begins, so that no
-#    wait for a load stands between matmuls.
+#    :math:`\sigma \log_2 e`, and ``lse`` is kept in base 2. ``PRECISION`` keeps a matrix unit from
+#    rounding float32 to TF32. ``first_seeing`` holds, for each key, the first query that sees it.
+#    Line 12 loads ``delta`` before the matmul of line 13 begins, so that no wait for a load stands
+#    between matmuls.
 #
 # .. dropdown:: Around the loop: the kernel before it, and the tile that a program takes
 #
@@ -578,16 +594,19 @@ lab.read(
 #       :end-before: # -- sweep
 #       :dedent:
 #
-# **Why transposed?** Because the result of one matmul is then the *left* operand of the next. On
-# Hopper, a right operand must lie in :term:`shared memory`, but a left one may stay in registers,
-# where a matmul leaves its result distributed over the threads just as a left operand has to be. So
-# :math:`P^\top`, from :math:`S^\top = K Q^\top`, can be used in :math:`dV = P^\top dO` where it is.
-
+# .. dropdown:: Why the weights are transposed
+#
+#    Because the result of one matmul is then the *left* operand of the next, as :math:`P^\top` is
+#    in :math:`dV = P^\top dO`. On Hopper, a right operand must lie in :term:`shared memory`, but a
+#    left one may stay in :term:`registers <register>`, where a matmul leaves its result distributed
+#    over the threads just as a left operand has to be. From :math:`S`, most of :math:`P^\top` would
+#    have to pass through shared memory. The folds below show which thread holds what, and time a
+#    kernel that computes only ``dv``, both ways.
 
 # %%
 
 
-# Folded: Which thread holds what, from the transpose of S and from S
+# Folded: Which thread holds what
 def holder(row, column):
     """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
     return 4 * row + column // 2
@@ -623,8 +642,6 @@ lab.sketch(
 )
 
 # %%
-# From :math:`S`, most of :math:`P^\top` would have to pass through shared memory. Is this detour
-# worth avoiding? We time a kernel that computes only ``dv``, both ways.
 
 
 # Measuring
@@ -676,7 +693,7 @@ dv, truth, _ = dv_of(q, k, do, True, size[1] // 2)
 
 # %%
 
-# Folded: The check of dv from the transpose of S, to twice PyTorch's error
+# Folded: The check of dv
 lab.check("dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)])
 
 # %%
@@ -706,13 +723,13 @@ def both_ways():
 
 # %%
 
-# Folded: Both ways: instructions, memory and time
+# Folded: Both ways, timed
 ways = lab.measure("dv of 8,192 queries and keys, computed in two ways", both_ways)
 ways
 
 # %%
 
-# Reading
+# Folded: What the detour costs
 direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 more = detour.get("stmatrix", nan) - direct.get("stmatrix", nan)
@@ -723,8 +740,9 @@ lab.read(
 
 # %%
 # **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
-# and loads tiles ``k`` and ``v``. No result is transposed, because :math:`dS` is already the *left*
-# operand of :math:`dQ = dS\, K`. After ``p``, as above, come three lines:
+# and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dQ = dS\, K` takes
+# :math:`dS` with queries as rows. After ``p`` come three lines, in which ``.to`` rounds to 16 bits
+# and ``PRECISION`` is what ``"ieee"`` was:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -733,10 +751,10 @@ lab.read(
 #    :end-before: return dq
 #    :dedent:
 #
-# **One sweep** is the first sweep with a fifth matmul at its end. It needs :math:`dS` and has
-# :math:`dS^\top`, so here a matrix passes through shared memory after all. With a
-# :term:`descriptor`, one instruction adds a whole tile of ``dq``; on older GPUs each thread adds
-# its own elements:
+# **One sweep** is the first sweep with a fifth matmul at its end. This takes :math:`dS`, too, so a
+# matrix has to be transposed, through :term:`shared memory`. With a :term:`descriptor`,
+# ``dq_desc``, one instruction then adds a whole tile to the sums in memory, at its first row (each
+# head, ``row``, has ``padded_q`` of them) and column 0:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -791,9 +809,9 @@ lab.read(
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# A causal mask empties almost half of the tiles. Do the sweeps really skip them? We find out with a
-# dye: NaN spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each
-# program that has read it, masked or not, writes NaN to ``dv``.
+# Both sweeps visit the tiles in which a query sees a key, and no others. A dye shows it: NaN
+# spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each program that
+# has read it, masked or not, writes NaN to ``dv``.
 
 
 # Measuring
@@ -867,54 +885,16 @@ lab.table(
 found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
 assert all(row["as needed"] for row in rows)
 lab.read(
-    f"The causal sweep for `dk` and `dv` visits {found['visited']} of {found['tiles']} tiles. Both "
-    f"sweeps, with and without the mask, visit exactly the tiles in which a query sees a key."
-)
-
-# %%
-# **What if a backward pass forgets its mask?** A widely copied kernel was always causal in its
-# backward pass, and its test, always causal, too, did not notice.
-
-# Measuring
-q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
-rows = []
-for forward_mask in (False, True):
-    out, lse = reference.attention(q, k, v, forward_mask)
-    truths = reference.attention_backward(q, k, v, do, forward_mask)
-    for backward_mask in (False, True):
-        with runtime.launching_on(q):
-            grads = kernels.attention_backward(
-                q, k, v, out.float(), lse.float(), do, backward_mask, 32**-0.5, True
-            )
-        row = {"forward": "causal" if forward_mask else "full"}
-        row["backward"] = "causal" if backward_mask else "full"
-        for name, ours, truth in zip(("dq", "dk", "dv"), grads, truths, strict=True):
-            row[name] = f"{relative(ours, truth):.1e}"
-        rows.append(row)
-lab.table(rows, "Relative error, when the two passes do not have the same mask")
-
-# %%
-# Nothing crashes. The errors are largest where backward sees more keys than forward did: ``lse``
-# lacks these keys, so a row of :math:`e^{s - \mathrm{lse}}` does not sum to 1.
-
-# %%
-
-# Folded: What a row of such weights sums to
-s = 32**-0.5 * q.double() @ k.double().mT
-_, lse = reference.attention(q, k, v, True)
-sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
-lab.table(
-    [{"query": i, "sum of its weights": f"{sums[i]:.2f}"} for i in (0, 1, 10, 50, 99)],
-    "Causal lse with all keys",
+    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# How large an error is allowed? The truth is float64. In 16 bits we allow twice PyTorch's error,
-# because both results are rounded, at different moments; in float32 eight times, because tiles are
-# summed in another order and the exponent is rounded once more.
+# The truth is float64. In 16 bits we allow twice PyTorch's error, because both results are rounded,
+# at different moments; in float32 eight times, because tiles are summed in another order and the
+# exponent is rounded once more.
 
 
 # Measuring
@@ -1034,7 +1014,8 @@ lab.check(
 # The same bits in every run
 # --------------------------
 #
-# Does a second run give the same gradients? If not, a training run is hard to debug.
+# Two sweeps give the same gradients in every run, because each sum belongs to one program, which
+# adds its tiles in order. In one sweep, programs share ``dq``.
 
 
 # Measuring
@@ -1071,24 +1052,21 @@ unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
     unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
 )
-most = unlike.get("one sweep", {}).get("elements of dq, %", nan)
-if most == most:
-    most = math.ceil(1e4 * most) / 1e4  # rounded up: it is a bound
 lab.read(
     f"In two sweeps `dq` differs in {in_two:.0f} of 99 repeated runs, and in one sweep in "
-    f"{in_one:.0f}, because its atomic additions come in another order each time. Rounding to "
-    f"bfloat16 hides most of that: at most {most:.4f} % of the elements differ."
+    f"{in_one:.0f}."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# How near does the backward pass come to the :term:`limit`, a matmul of two matrices of 8,192 by
-# 8,192? We count work as the field does: five matmuls, half of that if causal, whatever a kernel
-# *really* executes. Two sweeps execute seven, so they can reach :math:`5/7` of the limit, or 71 %,
-# at best. *tiled PyTorch* is our loop over tiles, *all tiles* is two sweeps that ignore the causal
-# flag, and *Kernel Book* is two sweeps that skip what no query sees.
+# The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. Work is counted as the field
+# does: five matmuls, half of that if causal, whatever a kernel *really* executes. Two sweeps
+# execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
+#
+# *tiled PyTorch* is our loop over tiles, *all tiles* is two sweeps that ignore the causal flag, and
+# *Kernel Book* is two sweeps that skip tiles:
 #
 # .. dropdown:: What is timed
 #
@@ -1165,35 +1143,34 @@ share = {
 }
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
-slow = max(share[name, "full"] for name in ("standard attention", "tiled PyTorch"))
+one = share["Kernel Book, one sweep", "full"]
 full, causal = (
     (share["torch.compile", mask], share["Kernel Book", mask])
     for mask in ("full", "causal")
 )
 lab.read(
-    f"Without a mask, two sweeps reach {share['Kernel Book', 'full']:.0f} % of a matmul, and one "
-    f"sweep {share['Kernel Book, one sweep', 'full']:.0f} %. Standard attention and tiled PyTorch "
-    f"reach at most {slow:.0f} %: they pass every score through memory in each operation"
+    f"Without a mask, two sweeps reach {full[1]:.0f} % of a matmul, and one sweep {one:.0f} %. "
     + (
-        ", and tiled PyTorch also waits for the host, which launches them. "
-        if "tiled PyTorch" in ladder.host_included
-        else ". "
-    )
-    + "`torch.compile` passes them in fewer operations, and "
-    + (
-        f"beats both of ours, which the causal bars under the title do not show: it reaches "
-        f"{full[0]:.0f} %. It has kept `P`, and executes four matmuls. "
+        f"`torch.compile` beats both, with {full[0]:.0f} %: it has kept `P`, so it executes only "
+        f"four matmuls."
         if full[0] > 1.01 * full[1]
-        else f"reaches {full[0]:.0f} %. It has kept `P`, and executes four matmuls. "
+        else f"`torch.compile` has kept `P`, so it executes only four matmuls; it reaches "
+        f"{full[0]:.0f} %."
     )
-    + f"With a causal mask two sweeps reach {share['Kernel Book', 'causal']:.0f} %; visiting all "
-    f"tiles would take {skipping:.2f} times as long. `torch.compile` reaches {causal[0]:.0f} %, "
-    f"because it still computes every pair."
 )
 
 # %%
-# **And the libraries?** We time two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA),
-# FlexAttention, and FlashAttention 4.
+
+# Reading
+lab.read(
+    f"With a causal mask, two sweeps reach {causal[1]:.0f} %, and visiting all tiles would "
+    f"take {skipping:.2f} times as long. `torch.compile` still computes every pair, and reaches "
+    f"{causal[0]:.0f} %."
+)
+
+# %%
+# **The libraries** are two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA),
+# FlexAttention, and FlashAttention 4:
 
 
 # Measuring
@@ -1282,39 +1259,23 @@ measured = [
     name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
 ]
 ahead = {name: points_where(name, "Kernel Book") for name in measured}
-leads = [f"{name} is ahead at {of_all(n)}" for name, n in ahead.items() if n]
 beaten = [n for n in measured if points_where("Kernel Book", n) == len(rates)]
 ratios = [  # of the fastest library to us
     max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
     for rate in rates
 ]
-said = (
-    f"Two sweeps are faster than one at "
-    f"{of_all(points_where('Kernel Book', 'Kernel Book, one sweep'))}"
-    + (f", and everywhere faster than {' and '.join(beaten)}. " if beaten else ". ")
-    + (
-        f"But {', and '.join(leads)}. (Less than 1 % is no difference.) "
-        if leads
+losses = " and ".join(f"{name} at {of_all(n)}" for name, n in ahead.items() if n)
+slower_ones = [*beaten, "one sweep"] if points_where(*MODES) == len(rates) else beaten
+listed = " and ".join(filter(None, [", ".join(slower_ones[:-1]), *slower_ones[-1:]]))
+lab.read(
+    (
+        f"Two sweeps are behind {losses}, and the fastest library is up to {max(ratios):.2f} times "
+        f"as fast. "
+        if losses
         else ""
     )
-)
-first = speeds[0]
-lead = first["library"] / first["two sweeps"]
-if lead <= 1:
-    meaning = "so two sweeps are ahead all the same"
-elif lead < 1.05 * 7 / 5:
-    meaning = "about what the extra matmuls cost"
-    if max(ratios) > 1.02 * lead:
-        meaning += ". Where its lead is larger, there has to be another reason"
-else:
-    meaning = "so two sweeps execute more, and at a lower rate"
-lab.read(
-    f"{said}The fastest library is up to {max(ratios):.2f} times as fast as two sweeps. How much "
-    f"of this is due to seven matmuls instead of five? They take 7 / 5 = 1.4 times as long, if "
-    f"each is as fast. At 16,384 tokens, head_dim {first['head_dim']}, "
-    f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
-    f"{lead:.2f} times as fast, {meaning}."
+    + (f"They are everywhere faster than {listed}." if slower_ones else "")
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1324,30 +1285,19 @@ lab.read(
 
 # %%
 
-# Folded: Where the rest of two sweeps goes
-score = {  # microseconds for a million scores of a head
-    point["head_dim"]: 1e9
-    * backward.milliseconds_at("Kernel Book", **point)
-    / (2048 / point["head_dim"] * point["seqlen"] ** 2)
-    for point in measured_at(16384)
-    if point["mask"] == "full"
-}
-rest = 2 * score[64] - score[128]
-in_matmuls = 7 * 2 * 128 / (score[128] - rest)  # TFLOP/s
-limit = backward.rate("matmul", **measured_at(16384, head_dims=(128,))[0])
+# Reading
+first = speeds[0]
+lead = first["library"] / first["two sweeps"]
+if lead <= 1:
+    meaning = "so two sweeps are ahead all the same"
+elif lead < 1.05 * 7 / 5:
+    meaning = "about what seven matmuls cost instead of five (7/5)"
+else:
+    meaning = "more than seven matmuls cost instead of five (7/5)"
 lab.read(
-    f"Each score also costs work that is no matmul: a multiply-and-add, an `exp2`, a subtraction, "
-    f"a product, two conversions. At head_dim 64 its matmuls halve, and this work does not. "
-    f"At 16,384 tokens without a mask, a million scores of a head take {score[128]:.2f} µs at "
-    f"head_dim 128 and {score[64]:.2f} µs at 64"
-    + (
-        f", which is more than half. If the tiles of both are equally good, matmuls thus leave "
-        f"{rest:.2f} µs of other work unhidden: {100 * rest / score[128]:.0f} % of the time at "
-        f"128, and {100 * rest / score[64]:.0f} % at 64. Without it, the seven matmuls would run "
-        f"at {100 * in_matmuls / limit:.0f} % of the speed of the large one."
-        if rest > 0
-        else ", which is no more than half, so the matmuls hide all of the other work."
-    )
+    f"At 16,384 tokens, head_dim {first['head_dim']}, "
+    f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
+    f"{lead:.2f} times as fast as two sweeps, {meaning}."
 )
 
 # %%
@@ -1372,7 +1322,7 @@ host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
     f"On inputs so short that the GPU waits for the host, "
-    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster: for both passes the host needs "
+    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster: both passes cost the host "
     f"{of_us:.0f} µs with `attention`, and {of_them:.0f} with PyTorch."
 )
 
@@ -1380,8 +1330,8 @@ lab.read(
 # Why one sweep loses here
 # ------------------------
 #
-# FlashAttention takes one sweep as well, so what does one sweep cost *our* kernel? We time parts of
-# its work, the first sweep also with tiles of the size that one sweep has.
+# One sweep executes five matmuls where two sweeps execute seven, and yet it takes longer. We time
+# its parts alone, the first sweep also with tiles of the size that one sweep has.
 
 
 # Measuring
@@ -1446,12 +1396,8 @@ def segments_of(rows):
     ms = {(row["computes"], row["tuned for"]): row["ms"] for row in rows}
     first, again = ms["dk, dv", "dkdv"], ms["dq", "dq"]
     wide, everything = ms["dk, dv", "all"], ms["dk, dv, dq", "all"]
-    two = [(first, "dk, dv", "4 matmuls"), (again, "dq", "3 matmuls")]
-    if rows == parts.rows:
-        rest = backward.milliseconds_at("Kernel Book", **SIZE) - first - again
-        two += [(rest, "", "")] if rest > 0.1 else []
     return {
-        "two sweeps": two,
+        "two sweeps": [(first, "dk, dv", "4 matmuls"), (again, "dq", "3 matmuls")],
         "one sweep": [
             (wide, "dk, dv", "4 matmuls"),
             (everything - wide, "dq", "1 matmul, adding"),
@@ -1468,17 +1414,8 @@ def time_bars(axes, rows):
             ink = inks[number]
             axes.barh(place, took, 0.6, begin, color=ink, alpha=0.25, edgecolor=ink)
             words = {"ha": "center", "va": "center", "fontsize": 10}
-            if what:
-                text = f"{what}\n{matmuls}\n{took:.1f} ms"
-                axes.text(begin + took / 2, place, text, **words)
-            else:
-                axes.text(
-                    begin + took + 0.2,
-                    place,
-                    f"rest {took:.1f} ms",
-                    fontsize=10,
-                    va="center",
-                )
+            text = f"{what}\n{matmuls}\n{took:.1f} ms"
+            axes.text(begin + took / 2, place, text, **words)
             begin += took
     begin, saved = versions_shown["one sweep"][0][0], versions_shown["two sweeps"][1][0]
     axes.barh(1.42, saved, 0.16, begin, fill=False, hatch="////", edgecolor=inks[1])
@@ -1492,8 +1429,7 @@ def time_bars(axes, rows):
 
 def describe_bars(rows):
     found = (
-        f"{name}: "
-        + ", ".join(f"{what or 'the rest'} {took:.1f} ms" for took, what, _ in segments)
+        f"{name}: " + ", ".join(f"{what} {took:.1f} ms" for took, what, _ in segments)
         for name, segments in segments_of(rows).items()
     )
     return f"Two bars, cut into parts. {'; '.join(found)}."
@@ -1511,30 +1447,30 @@ two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
 adding = took.get(("dk, dv, dq", "all"), nan) - one
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
-apart = sum(row["ms"] for row in parts.rows if row["tuned for"] in ("dkdv", "dq"))
-unnamed = backward.milliseconds_at("Kernel Book", **SIZE) - apart
 lab.read(
-    (
-        f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
-        f"{two:.1f}. And the fifth matmul with the additions to `dq` takes another {adding:.1f} "
-        f"ms, although the sweep that it saves takes only {saved:.1f}."
-        if adding > saved and one > two
-        else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
-        f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}; the fifth "
-        f"matmul with the additions to `dq` takes {adding:.1f} ms, and saves a sweep of "
-        f"{saved:.1f}."
-    )
-    + (
-        f" (Rest: timed together, two sweeps took {unnamed:.1f} ms more than the sum of both, "
-        "which we did not trace.)"
-        if unnamed > 0.1
-        else ""
-    )
+    f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
+    f"{two:.1f}. And the fifth matmul, with the additions to `dq`, takes more than the whole sweep "
+    f"that it saves."
+    if adding > saved and one > two
+    else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
+    f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
 
 # %%
-# **The first suspect is atomic addition.** If it were the limit, one sweep would add to ``dq`` at
-# the same rate at every head_dim, and no fast library could use it.
+
+# Folded: What the parts leave out
+apart = sum(row["ms"] for row in parts.rows if row["tuned for"] in ("dkdv", "dq"))
+unnamed = backward.milliseconds_at("Kernel Book", **SIZE) - apart
+lab.read(
+    f"Timed together, in the figures above, two sweeps took {unnamed:.1f} ms more than the two "
+    f"parts timed alone. We did not trace this difference."
+    if unnamed > 0.1
+    else "The parts timed alone add up to what two sweeps took together."
+)
+
+# %%
+# **Two suspects do not explain this alone**: atomic addition, and little room on an SM. The
+# evidence is in these folds:
 
 
 # Measuring
@@ -1566,7 +1502,7 @@ others = lab.measure("dq in 20 runs, 4,096 tokens, head_dim 128, causal", peers_
 
 # %%
 
-# Folded: Whose bits differ
+# Folded: Whose dq differs between runs
 bits = [(row["version"], row["runs that differ, of 19"]) for row in others.rows]
 lab.table(
     [{"version": name, "runs that differ, of 19": n} for name, n in bits],
@@ -1575,7 +1511,7 @@ lab.table(
 
 # %%
 
-# Reading
+# Folded: Not atomic addition alone
 unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
 peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
@@ -1591,7 +1527,8 @@ for head_dim in (64, 128):
         "Kernel Book, one sweep", **point
     )
 said = (
-    f"At 16,384 tokens, one sweep adds {added[64]:.1f} TB/s to `dq` at head_dim 64, and "
+    f"If the additions were the limit, one sweep would add at the same rate at every head_dim. At "
+    f"16,384 tokens without a mask it adds {added[64]:.1f} TB/s to `dq` at head_dim 64, and "
     f"{added[128]:.1f} TB/s at 128"
     + (
         ", so the GPU can add faster than it does at 128. "
@@ -1604,24 +1541,16 @@ said = (
 )
 if FIXED in speed and "FlashAttention" in speed:
     whose = "Its" if peer == "FlashAttention" else "FlashAttention's"
-    bits = (
+    fixed_bits = (
         f"gives another in {unlike[FIXED]}"
         if unlike[FIXED]
         else "repeats the same bits"
     )
-    ours_too = speed["Kernel Book"]
-    said += (
-        f"{whose} deterministic mode {bits} at "
-        f"{100 * speed[FIXED] / speed['FlashAttention']:.0f} % of that speed, and is "
-        f"{'still ahead of' if speed[FIXED] > 1.01 * ours_too else 'not ahead of'} our two sweeps."
-    )
+    still = "still" if speed[FIXED] > 1.01 * speed["Kernel Book"] else "not"
+    said += f"{whose} deterministic mode {fixed_bits}, and is {still} faster than our two sweeps."
 lab.read(said)
 
 # %%
-# **The second suspect is room on an SM.** One sweep holds two accumulators, two tiles of scores and
-# a tile of ``dq`` at the same time, in at most 255 registers per thread; the rest
-# :term:`spills <spill>` to memory. In the figure, a bar is as long as one program's share of an SM,
-# and repeats for each program that fits.
 
 
 # Measuring
@@ -1710,11 +1639,10 @@ def boxes(axes, rows):
     axes.grid(axis="y", visible=False)
 
 
-lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
-
 # %%
 
-# Reading
+# Folded: Not room on an SM alone
+lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
 fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
 once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
@@ -1729,17 +1657,17 @@ spilled = spills.pop(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 others_spill = any(spills.values())
 tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
 lab.read(
-    f"At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and at 16,384 tokens "
-    f"without a mask it reaches {relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim "
-    f"128, {once:.0f} fits, and it reaches {relative_speed[128]:.0f} %. "
+    f"A bar is as long as one program's share of an SM, and repeats for each program that fits. At "
+    f"head_dim 64, {small:.0f} programs of one sweep fit on an SM, and at 16,384 tokens without a "
+    f"mask it reaches {relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128, "
+    f"{once:.0f} fits, and it reaches {relative_speed[128]:.0f} %. "
     + (
-        f"There {spilled:.0f} values per thread spill as well, and none in any other sweep. "
+        "There some values spill to memory as well, because a thread has at most 255 registers. "
         if spilled and not others_spill
         else ""
     )
     + (
-        f"But little room alone does not explain it: the second of two sweeps has only "
-        f"{beside:.0f} on an SM, too, and its matmuls are "
+        f"But the second of two sweeps has only {beside:.0f} on an SM, too, and its matmuls are "
         f"{'faster than' if tempo > 1.05 else 'as fast as'} those of the first."
         if beside <= once and tempo > 0.95
         else ""
@@ -1747,11 +1675,10 @@ lab.read(
 )
 
 # %%
-# So we suspect little room *together with waiting*. In one sweep two results, :math:`dS^\top` and
-# ``dq``, pass through shared memory, and in two sweeps none does. While all warps wait for that,
-# the matrix units have nothing to do, and at head_dim 128 no second program fills the gap.
-# :doc:`/chapters/attention_hopper_backward` tests this: it gives loads, matmuls and additions to
-# different groups of warps, which work at the same time.
+# So we suspect little room *together with waiting*. In one sweep, :math:`dS^\top` and ``dq`` pass
+# through shared memory. While all warps wait for that, no matrix unit works, and at head_dim 128 no
+# second program fits on the SM to fill the gap. :doc:`/chapters/attention_hopper_backward` tests
+# this, with groups of warps that load, multiply and add at the same time.
 
 # Reading
 later = find("attention_hopper_backward") or {"sweeps": {}}
@@ -1763,26 +1690,31 @@ at_work = {
         "two sweeps",
         "one sweep, plain Triton",
         "one sweep with roles",
-        "Kernel Book",
     )
     if unmasked and rungs["milliseconds"].get(name)
 }
 lab.read(
     f"**Its verdict:** at 4,096 tokens without a mask, one sweep takes "
-    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton and "
+    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, and "
     f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
-    f"{at_work['two sweeps']:.1f}, and one sweep after all changes of that chapter "
-    f"{at_work['Kernel Book']:.1f}."
-    if len(at_work) == 4
+    f"{at_work['two sweeps']:.1f}."
+    if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
+
+# %%
+# **Which version does a call run?** In plain Triton two sweeps, for every dtype, because one sweep
+# was slower at all points above. In 16 bits on Hopper, with head_dim 64 or 128, ``attention`` runs
+# the one sweep of that chapter, in a fixed order, wherever it was measured to be faster. That
+# kernel takes no float32, so float32 always has two sweeps. ``backend="triton"`` asks for plain
+# Triton, and with ``deterministic=False`` for its one sweep.
 
 # %%
 # What breaks it
 # --------------
 #
-# Which mistakes would a test notice? Here are the gradients by the formula, first right and then
-# with one mistake at a time.
+# Each of these mistakes runs without an error. Here are the gradients by the formula, first right
+# and then with one mistake at a time:
 
 
 def with_mistake(q, k, v, do, mistake):
@@ -1831,6 +1763,45 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # A test of ``dv`` alone finds only two of the four mistakes, and one with ``scale=1`` would miss
 # the last.
 
+# %%
+# **A forgotten mask** does not crash, either. A widely copied kernel was always causal in its
+# backward pass, and its test, always causal, too, did not notice:
+
+# Measuring
+q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
+rows = []
+for forward_mask in (False, True):
+    out, lse = reference.attention(q, k, v, forward_mask)
+    truths = reference.attention_backward(q, k, v, do, forward_mask)
+    for backward_mask in (False, True):
+        with runtime.launching_on(q):
+            grads = kernels.attention_backward(
+                q, k, v, out.float(), lse.float(), do, backward_mask, 32**-0.5, True
+            )
+        row = {"forward": "causal" if forward_mask else "full"}
+        row["backward"] = "causal" if backward_mask else "full"
+        for name, ours, truth in zip(("dq", "dk", "dv"), grads, truths, strict=True):
+            row[name] = f"{relative(ours, truth):.1e}"
+        rows.append(row)
+lab.table(rows, "Relative error, when the two passes do not have the same mask")
+
+# %%
+# The errors are largest where backward sees more keys than forward did: ``lse`` lacks these keys,
+# so a row of :math:`e^{s - \mathrm{lse}}` does not sum to 1.
+
+# %%
+
+# Folded: What a row of such weights sums to
+s = 32**-0.5 * q.double() @ k.double().mT
+_, lse = reference.attention(q, k, v, True)
+sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
+lab.table(
+    [{"query": i, "sum of its weights": f"{sums[i]:.2f}"} for i in (0, 1, 10, 50, 99)],
+    "Causal lse with all keys",
+)
+
+# %%
+
 # Measuring
 q, k, v = torch.randn(3, 1, 2, 50, 32, device=runtime.DEVICE).unbind()
 memory_behind = torch.randn(q.numel(), device=runtime.DEVICE)
@@ -1865,8 +1836,8 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 #
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
-# own, and the same bits in every run, for seven matmuls instead of five. One sweep loses here all
-# the same, as its warps wait for shared memory and, we suspect, nobody computes in the meantime.
+# own, and the same bits in every run, for seven matmuls instead of five. One sweep needs only five,
+# and in plain Triton it is slower all the same.
 #
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
@@ -2048,21 +2019,19 @@ lab.table(
 # References
 # ----------
 #
-# - Dao, Fu, Ermon, Rudra, Ré. *FlashAttention: fast and memory-efficient exact attention with
+# - Dao et al. *FlashAttention: fast and memory-efficient exact attention with
 #   IO-awareness.* NeurIPS 2022.
 # - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
 #   2024.
-# - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
+# - Shah et al. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* NeurIPS 2024.
-# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
+# - Zadouri et al. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
+# - Dong et al. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.
-# - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head
-#   checkpoints.* EMNLP 2023.
 # - Triton's issue 4541, https://github.com/triton-lang/triton/issues/4541, on a backward pass that
 #   ignored its causal flag, 2024.
-# - Press, Smith, Lewis. *Train short, test long: attention with linear biases enables input length
+# - Press et al. *Train short, test long: attention with linear biases enables input length
 #   extrapolation.* ICLR 2022.
 
 # %%

@@ -14,14 +14,19 @@ def add_queries(
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what a tile of queries contributes."""
+    # -- queries: rows of q and do, and two numbers for each
     queries, cols = start + tl.arange(0, BLOCK_M), tl.arange(0, k.shape[1])
     rows = queries[:, None] * k.shape[1] + cols[None, :]
     q, do = tl.load(q_ptr + rows), tl.load(do_ptr + rows)
     lse, delta = tl.load(lse_ptr + queries), tl.load(delta_ptr + queries)
+
+    # -- weights: step 6, transposed
     s_t = tl.dot(k, q.T, input_precision="ieee")
     p_t = tl.exp(s_t - lse[None, :])
     if MASKED:
         p_t = tl.where(queries[None, :] >= keys[:, None], p_t, 0.0)
+
+    # -- gradients: steps 1, 3 and 5, transposed
     dv = tl.dot(p_t, do, dv, input_precision="ieee")
     dp_t = tl.dot(v, do.T, input_precision="ieee")
     ds_t = p_t * (dp_t - delta[None, :])
