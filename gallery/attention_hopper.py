@@ -150,7 +150,7 @@ lab.sketch(
 #    :math:`\alpha = e^{m_{i-1} - m_i}` and :math:`p_i = e^{s_i - m_i}`, while the sum is computed,
 # 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
 #
-# The picture is this plan at full rates, for one consumer with its 64 queries.
+# The picture is this plan at full rates, for the 64 queries of one consumer.
 
 
 # Drawing
@@ -275,6 +275,51 @@ def cases_in_pytorch():
 lab.check(
     "The order of the loop, in PyTorch", cases_in_pytorch(), stand_in="on the CPU"
 )
+
+# %%
+# The loop in Gluon
+# -----------------
+#
+# In Gluon the loop has the same three steps and the same names. It begins with both matmuls:
+#
+# .. code-block:: python
+#
+#    for i in range(first, end):
+#        slot, before = i % STAGES, (i - 1) % STAGES
+#        mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
+#        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+#        k = k_s.index(slot).permute([1, 0])
+#        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+#        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+#        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+#
+# - ``q`` are the ``ROWS`` = 64 queries of this consumer, and ``k_s`` and ``v_s`` the rings, of
+#   ``STAGES`` slots with ``BLOCK_N`` = 128 keys or values each. All are in shared memory.
+#   ``.index(slot)`` takes one slot, or its barrier, and ``permute`` transposes it.
+# - A wait names the parity of the round of the ring, ``(i // STAGES) & 1``.
+# - ``s`` are the scores, ``acc`` is the sum so far, and ``p`` the weights of the tile before. All
+#   are in registers, spread over the threads as a layout says. ``use_acc=False`` overwrites ``s``.
+#
+# Then it weighs, and only after that waits for the sum:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _ahead
+#    :start-at: # -- weigh
+#    :end-before: return acc
+#    :lines: 1-3, 10-11, 15-16, 18-19
+#    :dedent:
+#
+# - Matmuls end in the order of their issue, so ``warpgroup_mma_wait(1)``, which waits until only
+#   one is under way, waits for the scores.
+# - ``_weigh`` computes :math:`p_i`, :math:`\alpha`, :math:`l_i` and :math:`m_i` like PyTorch, in
+#   powers of 2, so ``scale_log2`` is the scale times :math:`\log_2 e`. ``IN_THREAD`` is the switch
+#   of rung 5. Before, with a causal mask, the scores of later keys become -inf.
+# - ``convert_layout`` says anew which thread holds what: ``row`` is the layout of one number per
+#   query, and that of ``p`` is for the left factor of a matmul.
+#
+# Before the loop a consumer weighs its first tile. After it, it computes the last sum, divides
+# ``acc`` by :math:`l_i`, and stores it.
 
 # %%
 # A ladder of six rungs
@@ -650,8 +695,8 @@ def _roles_kernel(
 
 
 # %%
-# The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is 4,096 and head_dim 128. The last
-# bar, "Kernel Book", is the package's own Gluon kernel.
+# Each bar is a section below. The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is 4,096
+# and head_dim 128. "Kernel Book" is the package's own Gluon kernel.
 
 # Measuring
 LADDER = {
@@ -1113,7 +1158,6 @@ lab.read(
 # Here the last rung has to do without:
 
 
-# Drawing
 def with_registers(name, registers):
     row = {"registers": registers}
     for mask in ("full", "causal"):
@@ -1153,9 +1197,9 @@ lab.read(
 # Rung 2: scores ahead
 # --------------------
 #
-# **The change:** the loop takes the order that we wrote in PyTorch. **Expected:** a gain, because a
-# consumer computes exponentials during its own sum. Rung 2 was not traced, but rung 5 was, which
-# issues its matmuls in the same order, so the picture shows what rungs 2 to 5 change together:
+# **The change:** the scores run one tile ahead. **Expected:** a gain, because a consumer computes
+# exponentials during its own sum. Rung 2 was not traced, but rung 5 was, which issues its matmuls
+# in the same order. So the picture shows what rungs 2 to 5 change together:
 
 # Drawing
 lab.draw(
@@ -1188,46 +1232,6 @@ lab.read(
 )
 
 # %%
-# **The code.** An iteration begins with both matmuls:
-#
-# .. code-block:: python
-#
-#    for i in range(first, end):
-#        slot, before = i % STAGES, (i - 1) % STAGES
-#        mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
-#        s = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-#        k = k_s.index(slot).permute([1, 0])
-#        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-#        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-#        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
-#
-# - ``q`` are the ``ROWS`` = 64 queries of this consumer, and ``k_s`` and ``v_s`` the rings, of
-#   ``STAGES`` slots with ``BLOCK_N`` = 128 keys or values each. All are in shared memory.
-#   ``.index(slot)`` takes one slot, or its barrier, and ``permute`` transposes it.
-# - A wait names the parity of the round of the ring, ``(i // STAGES) & 1``.
-# - ``s`` are the scores, ``acc`` is the sum so far, and ``p`` the weights of the tile before. All
-#   are in registers, spread over the threads as a layout says. ``use_acc=False`` overwrites ``s``.
-#
-# Then it weighs, and only after that waits for the sum:
-#
-# .. literalinclude:: attention_hopper.py
-#    :language: python
-#    :pyobject: _ahead
-#    :start-at: # -- weigh
-#    :end-before: return acc
-#    :lines: 1-3, 10-11, 15-16, 18-19
-#    :dedent:
-#
-# - Matmuls end in the order of their issue, so ``warpgroup_mma_wait(1)``, which waits until only
-#   one is under way, waits for the scores.
-# - ``_weigh`` computes :math:`p_i`, :math:`\alpha`, :math:`l_i` and :math:`m_i` like PyTorch, in
-#   powers of 2, so ``scale_log2`` is the scale times :math:`\log_2 e`. ``IN_THREAD`` is the switch
-#   of rung 5. Before, with a causal mask, the scores of later keys become -inf.
-# - ``convert_layout`` says anew which thread holds what: ``row`` is the layout of one number per
-#   query, and that of ``p`` is for the left factor of a matmul.
-#
-# Before the loop a consumer weighs its first tile. After it, it computes the last sum, divides
-# ``acc`` by :math:`l_i`, and stores it.
 
 # Reading
 lab.read(told("scores ahead"))
@@ -1249,13 +1253,13 @@ def in_its_order(name):
     if early != early:
         return lab.read(f"{nan}")
     code = [
-        ("HGMMA", "issue the scores"),
-        ("HGMMA", "issue the sum"),
-        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "wait for the scores"),
-        (f"MUFU.EX2  ({early} times)", "exponentials") if early else None,
-        ("SYNCS, BRA", "wait for the next keys") if VERSIONS[name]["BRANCH"] else None,
-        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "wait for the sum"),
-        (f"MUFU.EX2  ({OF_THREAD - early} times)", "exponentials")
+        ("HGMMA", "issue scores"),
+        ("HGMMA", "issue sum"),
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "wait: scores"),
+        (f"MUFU.EX2 ({early} times)", "exponentials") if early else None,
+        ("SYNCS, BRA", "wait: keys") if VERSIONS[name]["BRANCH"] else None,
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "wait: sum"),
+        (f"MUFU.EX2 ({OF_THREAD - early} times)", "exponentials")
         if early < OF_THREAD
         else None,
     ]
@@ -1306,8 +1310,8 @@ lab.read(
 #    :lines: 1-3, 5
 #    :dedent:
 #
-# **Expected:** the rest of the gain, because now the exponentials run during the sum (``SYNCS`` and
-# ``BRA`` are the branch):
+# **Expected:** the rest of the gain, because the exponentials now stand before the wait for the sum
+# (``SYNCS`` and ``BRA`` are the branch):
 
 # Drawing
 in_its_order("a branch")
@@ -1347,8 +1351,8 @@ compiled
 # Rung 4: one loop
 # ----------------
 #
-# **The change:** one loop over all tiles, in which a branch asks whether a tile, from its first key
-# ``start_n``, holds keys that come after the first query, ``start_m``:
+# **The change:** one loop over all tiles, in which a branch asks whether the tile that begins at
+# key ``start_n`` holds keys after the first query, ``start_m``:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -1374,27 +1378,29 @@ lab.read(
 )
 
 # %%
-# Rungs 5 and 6: sums in threads, and turns
-# -----------------------------------------
+# Rung 5: sums in threads
+# -----------------------
 #
-# **The change of rung 5:** each thread adds up its own part of :math:`l_i`, because the four
-# threads that share a row of scores need its sum only at the end. **Expected:** a small gain, from
-# fewer :term:`shuffles <shuffle>`.
-#
-# **The change of rung 6:** the consumers take turns, which FlashAttention-3 calls
-# :term:`ping-pong scheduling`. Each waits at a :term:`named barrier` before it issues, until the
-# other has issued both of its matmuls. **Expected:** a gain, because two consumers that issue at
-# the same time also compute exponentials at the same time.
+# **The change:** each thread adds up its own part of :math:`l_i`, because the four threads that
+# share a row of scores need its sum only at the end. **Expected:** a small gain, from fewer
+# :term:`shuffles <shuffle>`.
 
 # Reading
-of_two = [of_both("sums in threads", "one loop"), of_both("turns", "sums in threads")]
+lab.read(told("sums in threads"))
+
+# %%
+# Rung 6: turns
+# -------------
+#
+# **The change:** the consumers take turns, which FlashAttention-3 calls :term:`ping-pong
+# scheduling`. Each waits at a :term:`named barrier` before it issues, until the other has issued
+# both of its matmuls. **Expected:** a gain, because two consumers that issue at the same time also
+# compute exponentials at the same time.
+
+# Reading
 at_issue = both_at(traced.rows, "no turns", "begins", "issued")
 lab.read(
-    (
-        "**Measured:** neither makes a difference, with either mask. "
-        if set(of_two) == {"makes no difference with either mask"}
-        else f"**Measured:** to keep sums in threads {of_two[0]}, and to take turns {of_two[1]}. "
-    )
+    told("turns")
     + (
         "**So** turns find nothing to mend: on the timeline of rung 5, without turns, the two "
         "almost never issue at the same time."
@@ -1616,7 +1622,7 @@ choices = [
 ]
 lab.table(
     sorted(choices, key=len, reverse=True),
-    "What was fastest, and how the Gluon kernel is cut",
+    "What was fastest as a whole, and how the Gluon kernel is cut",
 )
 
 # %%
@@ -1950,8 +1956,8 @@ lab.read(
 # **To rescale too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
 # and to add the sum when it arrives. But what arrives was weighed with the old maximum.
 #
-# **To forget the end.** The scores run one tile ahead, so after the loop one sum is still to be
-# computed. Neither mistake raises an error or leaves a NaN; only a comparison shows them:
+# **To forget the end.** The scores run one tile ahead, so after the loop one sum is still missing.
+# Neither mistake raises an error or leaves a NaN; only a comparison shows them:
 
 
 def with_mistake(q, k, v, mistake):
