@@ -150,7 +150,7 @@ lab.sketch(
 #    :math:`\alpha = e^{m_{i-1} - m_i}` and :math:`p_i = e^{s_i - m_i}`, while the sum is computed,
 # 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
 #
-# The picture is this plan at full rates, for the 64 queries of one consumer.
+# At full rates, for the 64 queries of one consumer:
 
 
 # Drawing
@@ -1141,8 +1141,8 @@ lab.read(
 )
 
 # %%
-# What every rung needs: registers
-# --------------------------------
+# Registers for the consumers
+# ---------------------------
 #
 # The largest effect on this page has no bar in the ladder, because all rungs have it: the loader
 # hands registers to the consumers. A launch says so:
@@ -1386,7 +1386,11 @@ lab.read(
 # :term:`shuffles <shuffle>`.
 
 # Reading
-lab.read(told("sums in threads"))
+lab.read(
+    told("sums in threads")
+    + f"The code has {compiled_to('sums in threads', 'shuffles')} shuffles, where it had "
+    f"{compiled_to('one loop', 'shuffles')}."
+)
 
 # %%
 # Rung 6: turns
@@ -1467,7 +1471,7 @@ lab.sketch(
 
 # Reading
 lab.read(
-    "**Measured,** against the package's kernel with one program for each tile of queries: without "
+    "**Measured,** against the package's kernel with one program per tile of queries: without "
     f"a mask, persistence {verdict(gain('persistent', 'full', 'a program per tile'))}. With a "
     f"causal mask it {verdict(gain('persistent', 'causal', 'a program per tile'))} as on the left, "
     f"and {verdict(gain('Kernel Book', 'causal', 'a program per tile'))} in pairs."
@@ -1957,7 +1961,7 @@ lab.read(
 # and to add the sum when it arrives. But what arrives was weighed with the old maximum.
 #
 # **To forget the end.** The scores run one tile ahead, so after the loop one sum is still missing.
-# Neither mistake raises an error or leaves a NaN; only a comparison shows them:
+# Neither raises an error or leaves a NaN; only a comparison shows them:
 
 
 def with_mistake(q, k, v, mistake):
