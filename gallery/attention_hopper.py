@@ -122,7 +122,7 @@ lab.sketch(
 # The kernel of :doc:`/chapters/attention_fast`, here called *plain Triton*, puts two
 # :term:`programs <program>` on an SM, so that one can do matmuls while the other computes
 # exponentials. But nothing makes them alternate: both may ask for the
-# :term:`matmul units <matrix unit>` at once, and leave them idle at once.
+# :term:`matmul units <matrix unit>` at once, and then both leave them idle.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -295,7 +295,7 @@ lab.check(
 #
 # - ``q`` are the ``ROWS`` = 64 queries of this consumer, and ``k_s`` and ``v_s`` the rings, of
 #   ``STAGES`` slots with ``BLOCK_N`` = 128 keys or values each. All are in shared memory.
-#   ``.index(slot)`` takes one slot, or its barrier, and ``permute`` transposes it.
+#   ``.index(slot)`` takes one slot, or its barrier in ``k_full``. ``permute`` transposes a tile.
 # - A wait names the parity of the round of the ring, ``(i // STAGES) & 1``.
 # - ``s`` are the scores, ``acc`` is the sum so far, and ``p`` the weights of the tile before. All
 #   are in registers, spread over the threads as a layout says. ``use_acc=False`` overwrites ``s``.
@@ -975,8 +975,8 @@ lab.attempt(
 
 # Reading
 lab.read(
-    f"Below, a change of less than {100 * SCATTER:.0f} % makes no difference, because one kernel "
-    "that the page times twice comes out about as far apart (the section on speed)."
+    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, because one kernel that the '
+    "page times twice comes out about as far apart (the section on speed)."
 )
 
 # %%
@@ -1155,7 +1155,7 @@ lab.read(
 #        [240, 24],  # and registers of each of their threads
 #    )
 #
-# Here the last rung has to do without:
+# The last rung, with that and without:
 
 
 def with_registers(name, registers):
@@ -1361,9 +1361,9 @@ compiled
 #    :end-before: weights, alpha
 #    :dedent:
 #
-# **Expected:** a gain with a causal mask only. There, the loop over masked tiles handed its weights
-# ``p`` to a loop over the others, for which Triton takes pairs of 16-bit weights apart at the end
-# of every iteration, and puts them together at the start of the next.
+# **Expected:** a gain with a causal mask only. Until now, the loop over masked tiles handed its
+# weights ``p`` to a loop over the others, for which Triton takes pairs of 16-bit weights apart at
+# the end of every iteration, and puts them together at the start of the next.
 
 # Reading
 lab.read(
@@ -1484,7 +1484,7 @@ lab.read(
     "**Where we end:** the package's kernel reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the "
-    f"last rung it {of_both('Kernel Book', 'turns')}, but it takes any length, and windows."
+    f"last rung it {of_both('Kernel Book', 'turns')}, but takes any length, and windows."
 )
 
 # %%
@@ -1524,8 +1524,8 @@ lab.draw(
 )
 
 # %%
-# Have the consumers too much to do? We count the instructions with which they weigh a tile, and
-# divide by the rate at which an SM executes each kind.
+# To see whether the consumers have too much to do, we count the instructions with which they weigh
+# a tile, and divide by the rate at which an SM executes each kind.
 
 
 # Measuring
@@ -1569,7 +1569,8 @@ others = sum(busy.values())
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
 contended = both_at(traced.rows, "turns", "scores", "weighed")
 lab.read(
-    f"One consumer's share of these instructions takes {others / 2:,.0f} cycles, if no two kinds "
+    ("There is time for all of them beside the matmuls. " if others < ideal else "")
+    + f"One consumer's share takes {others / 2:,.0f} cycles, if no two kinds "
     f"overlap, but on the timeline it weighs for {weighing:,.0f}. One reason is that for "
     f"{100 * contended:.0f} % of that time the other weighs, too, on the same units. **The open "
     "question** is what else delays it."
@@ -1684,7 +1685,7 @@ lab.check(
 )
 
 # %%
-# If a barrier is missing, roles can be right a thousand times and wrong once, so launches repeat.
+# If a barrier is missing, roles can be right a thousand times and wrong once. So launches repeat.
 
 
 # Measuring
@@ -1781,10 +1782,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# Beside the kernel stand the two fastest libraries of :doc:`/chapters/attention_fast`: cuDNN, which
-# PyTorch calls as a backend of SDPA, and version 4 of FlashAttention. All points have 16,384
-# tokens. "Kernel Book" is what a caller gets who names no backend, at head_dim 128 the kernel in
-# Gluon.
+# Beside the kernel stand the two fastest libraries of :doc:`/chapters/attention_fast`: cuDNN,
+# through PyTorch's SDPA, and FlashAttention 4. All points have 16,384 tokens. "Kernel Book" is what
+# a caller gets who names no backend, at head_dim 128 the kernel in Gluon.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
