@@ -997,7 +997,7 @@ lab.read(
 #        acc = warpgroup_mma_wait(0, deps=[acc])  # stop two; then arrive at v_empty
 #
 # To see who waits for whom, the consumers of one program note the SM's cycle counter at certain
-# points of the loop. The white numbers are tiles of keys; there is no mask.
+# points of the loop. Numbers in bars are tiles of keys; there is no mask.
 
 
 # Drawing
