@@ -39,7 +39,7 @@ from kernelbook.lab.attention_bench import (
     points,
 )
 from kernelbook.lab.display import Shown, show
-from kernelbook.ops.attention import forward, tuned
+from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.forward import row_max
 from kernelbook.ops.attention.tiles import (
     LOWEST,
@@ -879,14 +879,16 @@ lab.read(
 you_are_here("two-step maximum")
 
 # %%
-# A matmul on Hopper runs beside other work until the program waits for its result. After rung
-# 3 the code still waits after every matmul instruction, because of one innocent line: the maximum
-# of a row, ``tl.max(qk, axis=1)``. This function returns the same numbers, and ``TWO_STEPS``
-# selects it:
-
-lab.source(forward.row_max)
-
-# %%
+# A matmul on Hopper runs beside other work until the program waits for its result. After rung 3 the
+# code still waits after every matmul instruction, because of one innocent line: the maximum of a
+# row, ``tl.max(qk, axis=1)``. ``row_max`` returns the same numbers, and ``TWO_STEPS`` selects it:
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
+#    :language: python
+#    :pyobject: row_max
+#    :start-at: halves
+#    :dedent:
+#
 # The difference is in the *layout*, which says which thread holds which element of a tile.
 
 
@@ -1025,10 +1027,10 @@ budget(list(LADDER)[:5])
 
 # Reading
 lab.read(
-    f"Two lists of `acc` and the scores would take 160 registers of the 128. Yet only "
-    f"{compiled_to('one iteration ahead', 'spills')} values spill, so we suspect that the lists "
-    f"share registers. But then other instructions touch the registers of a matmul that is under "
-    f"way, which is what the assembler reports, and why it waits for each."
+    f"Two lists of `acc` and the scores would take 160 registers, and a thread has 128. "
+    f"Yet only {compiled_to('one iteration ahead', 'spills')} values spill, so we suspect that the "
+    f"lists share registers. But then other instructions touch the registers of a matmul that is "
+    f"under way, which is what the assembler reports, and why it waits for each."
 )
 
 # %%
@@ -1155,9 +1157,9 @@ you_are_here("heavy first")
 # GPU has nothing to do.
 
 # %% An animation
-# In this example the 16 programs of two heads run on three SMs, two at a time on each. Light first
-# and head by head, a program of 8 tiles starts when most of the work is done. Heavy first, across
-# both heads, the light programs fill the gaps.
+# Here the 16 programs of two heads run on three SMs, two at a time on each. Light first and head by
+# head, a program of 8 tiles starts when most of the work is done. Heavy first, across both heads,
+# the light programs fill the gaps.
 #
 # .. animation:: light_or_heavy_first
 
@@ -1543,10 +1545,10 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# The best libraries are still faster than the kernel in plain Triton.
-# Every point has 16,384 tokens in all. SDPA is PyTorch's ``scaled_dot_product_attention``, of which
-# we call two kernels by name: *SDPA flash* is PyTorch's FlashAttention-2, *SDPA cuDNN* NVIDIA's.
-# Plain *FlashAttention* is FlashAttention 4, the package ``flash-attn-4``.
+# The best libraries are still faster than the kernel in plain Triton. Every point has 16,384 tokens
+# in all. Three are PyTorch's: FlexAttention, which it compiles, and two kernels of
+# ``scaled_dot_product_attention``, FlashAttention-2 (*SDPA flash*) and NVIDIA's (*SDPA cuDNN*).
+# Plain *FlashAttention* is FlashAttention 4.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1698,9 +1700,9 @@ lab.read(
 )
 
 # %%
-# While one of the two programs on an SM waits for a matmul, the other may compute exponentials, but
-# nothing keeps them in step. :doc:`/chapters/attention_hopper` does so with warps in different
-# roles, which plain Triton cannot express.
+# While one program waits for a matmul, the other may compute exponentials, but nothing keeps them
+# in step. :doc:`/chapters/attention_hopper` does so with warps in different roles, which plain
+# Triton cannot express.
 
 # %%
 
@@ -1942,16 +1944,15 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # the copy engine brings, and scores computed one iteration ahead keep them at work. What is left we
 # suspect to be exponentials, which nothing keeps in step with the matmuls.
 #
-# :doc:`/chapters/attention_backward` turns to the gradient. A model that generates text has only
-# one query per head, which leaves most of the GPU idle: :doc:`/chapters/attention_in_models` then
-# splits the keys among programs.
+# :doc:`/chapters/attention_backward` turns to the gradient, and
+# :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.
 #
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
-# registers. Which tiles of 64, 128 or 256 keys, and how many pipeline stages, leave room for two
-# programs of 128 queries at head_dim 128 in 16 bits, by shared memory alone?
+# **1. How many programs fit?** Which tiles of 64, 128 or 256 keys, and how many pipeline stages,
+# leave room on an SM for two programs of 128 queries at head_dim 128 in 16 bits, by shared memory
+# alone?
 
 # %%
 

@@ -548,7 +548,7 @@ lab.sketch(
 )
 
 # %%
-# Each orange tick is a number of e4m3, and what lies left of the dashed line becomes zero.
+# The orange ticks are the numbers of e4m3. What lies left of the dashed line becomes zero.
 
 # %%
 
@@ -577,17 +577,15 @@ lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 
 # %%
 # ``weigh`` makes the weights ``p`` of the dot products, and ``alpha``, which converts the old sums
-# to the new maximum. ``scale_log2`` contains the descales of q and k, and ``P_LOG2`` is 8. (Where
-# ``MASKED`` or ``LEFT`` is set, it first removes the keys that a query does not see: those from
-# ``n_visible`` on, or in a window those before ``first_visible``.)
+# to the new maximum. ``scale_log2`` contains the descales of q and k, and ``P_LOG2`` is 8. (The
+# other arguments tell which keys a query sees, and ``LEFT`` is set in windows.)
 
 lab.source(forward.weigh, "rescale")
 
 # %%
 # V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only
 # says which dimension is which. ``add_values`` rounds the weights: on a GPU, ``to_e4m3(p, ...)`` is
-# ``p.to(tl.float8e4nv)``, which is how Triton names e4m3. The flag ``PROMOTED`` is the subject of
-# the next section.
+# ``p.to(tl.float8e4nv)``, Triton's name of e4m3. ``PROMOTED`` is the subject of the next section.
 
 lab.source(fp8.add_values)
 
@@ -745,8 +743,7 @@ lab.read(
 
 # %%
 # Second, a model of the matrix unit in float64 predicts the error of a whole attention. It keeps 13
-# places and adds 32 products at a time, a number that we assume. All values of V are around 1, so
-# that the sums grow.
+# places and adds 32 products at a time, a number that we assume. All values of V are around 1.
 
 
 # Measuring
@@ -1320,8 +1317,6 @@ lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384
 # of a cycle, and is 1.5 times as fast. Measured at length 16,384 with a full mask:
 
 # %%
-
-# Reading
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
 rate = {name: speed.rate(name, **point) for name in speed.providers}
 in_8, in_16, plain_16 = (
@@ -1425,10 +1420,10 @@ lab.facts(
 # What quantising costs
 # ---------------------
 #
-# FP8 pays for its own preparation only from some length on. In a model q, k and v come from a
-# matmul in bfloat16, so quantising them takes time as well. No element can be rounded before the
-# largest, the :term:`amax`, is known. So ``quantize`` reads each element twice, 2 bytes each time,
-# and writes 1 byte. We time it on 4 × 16 heads, beside a copy of as many bytes.
+# FP8 pays for its own preparation only from some length on. In a model q, k and v come in bfloat16,
+# so quantising them takes time as well. No element can be rounded before the largest, the
+# :term:`amax`, is known. So ``quantize`` reads each element twice, 2 bytes each time, and writes 1
+# byte. We time it on 4 × 16 heads, beside a copy of as many bytes.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
@@ -1508,8 +1503,6 @@ rounding = lab.bench(
     work="5 * batch * heads * seqlen * head_dim",
 )
 # %%
-
-# Reading
 where = {"head_dim": 128, "mask": "full", "seqlen": 4096}
 saved = speed.milliseconds_at("Kernel Book bf16", **where)
 saved -= speed.milliseconds_at("all in FP8", **where)
@@ -1711,8 +1704,8 @@ lab.read(
 # The faster kernel for Hopper, which wins in 16 bits, hardly ever wins in FP8. It gives its
 # :term:`warps <warp>` *roles*: some only load tiles, others only compute.
 # :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and you need
-# them for the folds below. Such a kernel in 8 bits, which we wrote in :term:`Gluon`, Triton's lower
-# language, became this:
+# them for the folds below. We wrote such a kernel in 8 bits, in :term:`Gluon`, Triton's lower
+# language.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
@@ -2067,7 +2060,7 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # attention, a kernel that has been copied many times. V, (heads, head_dim, length), lies in memory
 # head after head. The kernel describes it as *one* matrix of :math:`D` rows and :math:`H N`
 # columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, and asks for head :math:`h`
-# at the column where it begins in memory, :math:`h D N`. With two heads, head_dim 2 and 3 keys:
+# at the column :math:`h D N`, its place in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2077,8 +2070,8 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 #
 # The addresses are right: column 6 is number 6, where head 1 begins. But the hardware that copies
 # tiles also checks the bounds, and gives zeros for what lies outside. So only heads with
-# :math:`h D N < H N` are read, the first :math:`H / D`. A small kernel that averages values shows
-# it. The mistake is where the host describes V, and where the kernel asks for a tile:
+# :math:`h D N < H N` are read, the first :math:`H / D`. In a small kernel that averages values, the
+# mistake is where the host describes V, and where the kernel asks for a tile:
 #
 # .. literalinclude:: attention_fp8.py
 #    :language: python
@@ -2113,7 +2106,7 @@ def _average_kernel(
 
 # %%
 # The copied kernel passed its test nevertheless, because the test allowed an absolute error of 3,
-# more than an average of normal numbers. So we also give this test a result of zeros.
+# more than an average of normal numbers. Even a result of zeros passes it:
 
 
 # Measuring
@@ -2196,9 +2189,8 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 #
 # Eight bits in all operands pay in long sequences. They need one descale per head, a transposed V,
 # weights scaled up to where the format has numbers, and accumulators emptied after every tile. They
-# do not double the speed, because the exponentials, which stay in float32, take as long as 8-bit
-# matmuls with head_dim 128, and other instructions come on top. V alone loses the least accuracy,
-# but gains little or no speed over the package's kernel in bfloat16.
+# do not double the speed, because the exponentials stay in float32. V alone loses the least
+# accuracy, but gains little or no speed over the package's kernel in bfloat16.
 #
 # Exercises
 # ---------
@@ -2245,8 +2237,8 @@ assert rows[2]["rotated, %"] < rows[2]["as they are, %"]
 lab.table(rows, "Error with all operands in e4m3, against the original")
 
 # %%
-# **2. One descale for each column of K.** If a column of k is large, divide it before rounding, and
-# multiply the same column of q. Does that help?
+# **2. One descale for each column of K.** Divide a large column of k before rounding, and multiply
+# the same column of q. Does that help?
 
 # %%
 
@@ -2275,9 +2267,8 @@ for name, factor in (("per head", torch.ones_like(column)), ("per column", colum
 lab.table(rows, "Error of the result when K alone is rounded")
 
 # %%
-# **3. One descale for each block of V.** If the values in a later part of a text are much larger,
-# one descale per head rounds the early ones to zero. Can each block of keys have its own descale,
-# without a new kernel?
+# **3. One descale for each block of V.** If the later values of a text are much larger, one descale
+# per head rounds the early ones to zero. Can each block of keys have its own, without a new kernel?
 
 # %%
 
@@ -2322,8 +2313,6 @@ lab.table(rows, "Values that grow a million times")
 # - Micikevicius and others. *FP8 formats for deep learning.* arXiv:2209.05433, 2022.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* arXiv:2407.08608, 2024.
-# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
-#   2024.
 # - Zhang, Wei, Huang, Zhang, Zhu, Chen. *SageAttention: accurate 8-bit attention for plug-and-play
 #   inference acceleration.* arXiv:2410.02367, 2024.
 # - Ashkboos and others. *QuaRot: outlier-free 4-bit inference in rotated LLMs.* arXiv:2404.00456,
