@@ -943,9 +943,9 @@ lab.sketch(
 #   why, we have not traced.
 #
 # Converting means to have the data twice. Imagine a thread with four numbers, which the matmul
-# keeps in registers as ``a b c d`` and the scaling wants as ``a c b d``. A conversion does not
-# reorder them in place: it makes a second list, and the first has to stay until the second is
-# complete. So four numbers need eight registers. Of ``acc``, a thread has 64.
+# keeps in registers as ``abcd`` and the scaling wants as ``acbd``. A conversion does not reorder
+# them in place: it makes a second list, and the first has to stay until the second is complete. So
+# four numbers need eight registers. Of ``acc``, a thread has 64.
 #
 # With ``row_max``, the reshape gives the maximum a layout of its own, and the compiler again
 # converts ``alpha``. In the registers of a thread:
@@ -1265,7 +1265,7 @@ lab.read(
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel, and leave the others.
+# So we also take each change back from the finished kernel alone:
 
 
 # Measuring
@@ -1438,14 +1438,14 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # ------------
 #
 # A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
-# 1,000, or head_dim 80. So the check compares these with float64. (An input is its batch, heads,
-# heads of keys, queries, keys and head_dim.)
+# 1,000, or head_dim 80. So the check compares these with float64.
 #
-# .. dropdown:: How much error is allowed
+# .. dropdown:: How much error is allowed, and what the name of an input lists
 #
 #    In 16 bits the error may be twice PyTorch's, or one unit in the last place, and in float32
-#    eight times, because each multiplication by ``alpha`` adds a rounding. A *transposed* input is
-#    a view of tensors with the length before the heads.
+#    eight times, because each multiplication by ``alpha`` adds a rounding. The name of an input
+#    lists batch, heads, heads of keys, queries, keys and head_dim. A *transposed* input is a view
+#    of tensors with the length before the heads.
 
 
 # Measuring

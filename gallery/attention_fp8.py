@@ -39,10 +39,9 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # --------------------
 #
 # Attention can gain at most what its matmuls gain, because nearly all of its operations are theirs.
-# They run on the :term:`matrix units <matrix unit>` of each :term:`SM`. On Hopper, the generation
-# of the H100 and the H200, a matrix unit takes 32 bytes of every row in each step, which are 16
-# numbers of 16 bits, or 32 of 8 bits. On paper that doubles the speed. In practice, :term:`cuBLAS`
-# reaches:
+# They run on the :term:`matrix units <matrix unit>` of each :term:`SM`. On Hopper, a matrix unit
+# takes 32 bytes of every row in each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On
+# paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -129,10 +128,9 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding makes a relative error of at most 6 % in e4m3 and 11 % in e5m2. Only very small numbers
-# lose more, because the steps between them no longer shrink.
+# Rounding makes a relative error of at most 6 % in e4m3 and 11 % in e5m2.
 
-# Folded: The error of rounding numbers of all sizes
+# Folded: Very small numbers lose more
 
 
 def relative_error(x, dtype):
@@ -172,7 +170,7 @@ lab.sketch(
 # %%
 
 
-# Reading
+# Folded: A number that is too large raises no error
 too_large = torch.tensor([500.0, 70000.0])
 in_e4m3, in_e5m2 = (too_large.to(dtype).float() for dtype in (E4M3, E5M2))
 stored_as = (
@@ -181,8 +179,8 @@ stored_as = (
 assert stored_as in ("NaN", "448")
 assert in_e5m2[1].isinf()
 lab.read(
-    f"**A number that is too large** raises no error: PyTorch converts {too_large[0]:.0f} to "
-    f"{stored_as} in e4m3. So the scale has to be right before anything is converted."
+    f"PyTorch converts {too_large[0]:.0f} to {stored_as} in e4m3. So the scale has to be right "
+    "before anything is converted."
 )
 
 # %%
@@ -471,9 +469,8 @@ lab.read(
 # and be stored as 448.
 #
 # **It matters where one key is far ahead of the others**, in models usually the very first. All
-# other weights are then small, and matter only together. Of five cases, computed in float64, we
-# draw the one in which it matters most: 4,096 normal scores of deviation 0.5, and one of them ahead
-# of all others by 6.
+# other weights are then small, and matter only together. We compute such a case in float64: 4,096
+# normal scores of deviation 0.5, and one of them ahead of all others by 6.
 
 
 # Measuring
@@ -1146,9 +1143,9 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A relative error in V becomes one of the output, whatever the scores are. An error in q or k
-#    moves a score by a part of its size, and the exponential turns that into a factor of the
-#    weight. So it grows with the scores.
+#    A relative error in V becomes one of the output. An error in q or k moves a score by a part of
+#    its size, and the exponential turns that into a factor of the weight. So it grows with the
+#    scores.
 #
 # If a score of 1 is wrong by 2 %, its weight is wrong by 2 %, too. If a score of 20 is, its weight
 # is wrong by half, because :math:`e^{0.4}` is about 1.5.
@@ -2057,10 +2054,10 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # --------------
 #
 # **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
-# attention, a kernel that has been copied many times. V, (heads, head_dim, length), lies in memory
-# head after head. The kernel describes it as *one* matrix of :math:`D` rows and :math:`H N`
-# columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, and asks for head :math:`h`
-# at the column :math:`h D N`, its place in memory. With two heads, head_dim 2 and 3 keys:
+# attention. V, (heads, head_dim, length), lies in memory head after head. The kernel describes it
+# as *one* matrix of :math:`D` rows and :math:`H N` columns, for :math:`H` heads of head_dim
+# :math:`D` and :math:`N` keys, and asks for head :math:`h` at the column :math:`h D N`, its place
+# in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2105,7 +2102,7 @@ def _average_kernel(
 
 
 # %%
-# The copied kernel passed its test nevertheless, because the test allowed an absolute error of 3,
+# The kernel passed its test nevertheless, because the test allowed an absolute error of 3,
 # more than an average of normal numbers. Even a result of zeros passes it:
 
 
