@@ -488,7 +488,7 @@ lab.read(
 # only program waits, every score costs a multiplication that can be saved, and a few long programs
 # run on when the others are done.
 #
-# But a second program leaves each of the two only half of the SM's registers, and room for fewer
+# But the second program of rung 1 leaves each only half of the SM's registers, and room for fewer
 # tiles. This brings three new troubles, which rungs 2 to 4 remove: addresses fill the registers,
 # each iteration waits for its keys, and the code waits after every matmul instruction.
 
@@ -1265,7 +1265,7 @@ lab.read(
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel alone:
+# So we also take each change back by itself, from the finished kernel:
 
 
 # Measuring

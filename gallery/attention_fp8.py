@@ -1311,7 +1311,8 @@ lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384
 # operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. With
 # head_dim 128, the two matmuls of a score take 512 operations: 2/16 of a cycle in 16 bits and 1/16
 # in 8. The exponential takes 1/16 in either. So if they take turns, FP8 needs 2/16 instead of 3/16
-# of a cycle, and is 1.5 times as fast. Measured at length 16,384 with a full mask:
+# of a cycle, and is 1.5 times as fast. The table has the count for head_dim 64, too, and what we
+# measure at length 16,384 with a full mask:
 
 # %%
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
@@ -1700,9 +1701,8 @@ lab.read(
 #
 # The faster kernel for Hopper, which wins in 16 bits, hardly ever wins in FP8. It gives its
 # :term:`warps <warp>` *roles*: some only load tiles, others only compute.
-# :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and you need
-# them for the folds below. We wrote such a kernel in 8 bits, in :term:`Gluon`, Triton's lower
-# language.
+# :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and the folds
+# below need them. We wrote such a kernel in 8 bits, in :term:`Gluon`, Triton's lower language.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
@@ -2151,8 +2151,8 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# Only two of the 32 heads are read. Two habits catch the mistake: compare each head's error with
-# its own truth, and make sure that zeros fail.
+# Two habits catch the mistake: compare each head's error with its own truth, and make sure that
+# zeros fail.
 #
 # .. dropdown:: A register that nobody wrote
 #
@@ -2193,9 +2193,8 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # ---------
 #
 # **1. A rotation against outliers.** A large column of q and k dominates every score, as does its
-# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Choose
-# one that spreads a large element over all columns, apply it before ``quantize``, and look at the
-# error.
+# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Apply one
+# before ``quantize`` that spreads a large element over all columns. What happens to the error?
 
 # %%
 
