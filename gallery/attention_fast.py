@@ -9,10 +9,8 @@ a matmul, and what is each of them worth?*
 You will learn
 
 - what each of six changes gains when it is made, and what the finished kernel loses without it;
-- why two programs on an :term:`SM` can beat one, and how a loop hides its loads behind
-  exponentials;
-- how the finished kernel compares with the libraries, and what keeps it below the speed of a
-  matmul.
+- why two programs on an :term:`SM` can beat one, and how a loop hides loads behind exponentials;
+- what keeps the finished kernel below the libraries and a matmul.
 
 The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
 generation of GPUs.
@@ -41,7 +39,7 @@ from kernelbook.lab.attention_bench import (
     points,
 )
 from kernelbook.lab.display import Shown, show
-from kernelbook.ops.attention import forward, tuned
+from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.forward import row_max
 from kernelbook.ops.attention.tiles import (
     LOWEST,
@@ -61,11 +59,10 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could stop it
 # ------------------
 #
-# Attention is two matmuls with exponentials in between. So two things could keep the tensor cores
-# waiting: memory that delivers the tiles too slowly, and the exponentials themselves.
+# Attention is two matmuls with exponentials in between, so two things could keep the tensor cores
+# waiting: memory that delivers the tiles too slowly, and the exponentials.
 #
-# **Memory.** Each tile of 128 queries loads all keys and values of its head again. Is that too
-# much?
+# **Memory.** Each tile of 128 queries loads all keys and values of its head again.
 
 
 # Measuring
@@ -89,12 +86,12 @@ needed = 1e3 * matmul_speed / copy_speed
 per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
 from_hbm = per_byte * copy_speed / 1e3
 lab.read(
-    f"At length 4,096 attention does {per_byte:.0f} operations per byte that it loads or stores, "
-    f"and in this run the GPU needed {needed:.0f} to keep its arithmetic busy. "
+    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, and in this run "
+    f"the GPU needed {needed:.0f} to keep its arithmetic busy. "
     + (
         f"So if every byte came from HBM, the memory outside the chip, attention would stop at "
         f"{from_hbm:.0f} TFLOP/s. But the programs of a head load the same keys and values at the "
-        f"same time, so the L2 cache, which the whole chip shares, can serve many of the loads."
+        f"same time, so the L2 cache can serve many of the loads."
         if per_byte < needed
         else f"So memory allows {from_hbm:.0f} TFLOP/s, more than a matmul reaches, even if every "
         f"byte comes from HBM, the memory outside the chip."
@@ -127,10 +124,10 @@ lab.read(
 
 # %%
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
-# :math:`D`, and one exponential. A Hopper SM does 4,096 of these operations per cycle, but only 16
+# :math:`D`, and one exponential. A Hopper SM does 4,096 such operations in a cycle, but only 16
 # exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of a cycle, and its
-# exponential a sixteenth. So a kernel that never did both at once would leave the tensor cores idle
-# for a third of its time; at head_dim 64, where both take a sixteenth, for half of it.
+# exponential a sixteenth. A kernel that never did both at once would leave the tensor cores idle
+# for a third of its time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -138,41 +135,14 @@ lab.read(
 #    The way up is to do less besides the matmuls, and to do it at the same time.
 
 # %%
-# Where we start
-# --------------
+# The ladder
+# ----------
 #
-# We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>`. One
-# :term:`program` keeps a :term:`tile` of queries. Its loop takes one tile of keys and values after
-# the other, and updates for each query the largest score ``m_i``, the sum of weights ``l_i``, and
-# the weighted sum of values ``acc``: first over whole tiles, then over cut ones, its two *causal
-# stages*. (*Pipeline stages*, which rung 1 explains, are something else.)
-#
-# What keeps it slow? Three things, and each is the subject of a rung of a ladder:
-#
-# - **Rung 1**, *two programs*: while a program waits, its SM runs no other, because only one fits.
-# - **Rung 5**, *scale folded*: every score costs a multiplication that can be saved.
-# - **Rung 6**, *heavy first*: a few long programs run on when the others are done.
-#
-# But a second program leaves each only half of the SM's registers, and two of three pipeline
-# stages. This brings three new troubles, which the rungs between remove:
-#
-# - **Rung 2**, *descriptors*: addresses of single elements fill the registers that are left.
-# - **Rung 3**, *one iteration ahead*: each iteration begins by waiting for its keys.
-# - **Rung 4**, *two-step maximum*: the code waits after every matmul instruction. Rung 1 starts
-#   these waits, rung 3 removes their first cause and brings another.
-#
-# Each change is a flag of one kernel, or an option of its launch. With all flags off, the loop does
-# what that of the last chapter does. ``_tile`` (shown in rung 2) loads a tile of rows. ``_weigh``
-# (shown in rung 5) turns scores into weights ``p`` and the factor ``alpha``; on cut tiles, for
-# which ``MASKED`` is set, each query keeps its first ``n_visible`` keys. The two places where
-# ``AHEAD`` stands are rung 3's.
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _loop
-#    :start-at: for start_n
-#    :end-before: return acc
-#    :dedent:
+# We start from the staged kernel of :doc:`the chapter before </chapters/attention_forward>` and
+# make six changes, one after the other: the *rungs* of a ladder. The staircase is read from top to
+# bottom. A step to the right is a faster kernel, in percent of a :term:`cuBLAS` matmul timed in the
+# same run.
+
 
 # Whole
 import triton
@@ -312,20 +282,9 @@ def _rung_kernel(
 
 
 # %%
-# .. dropdown:: Two details: ``LOWEST`` and ``PRECISION``
-#
-#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
-#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
-#    minus a finite number is :math:`-\infty`, whose exponential is 0.
-#
-#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
-#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
-#    the tensor cores.
-#
-# Each rung adds its flag, or its options, to those before it. (``register_limit`` sets the option
-# ``maxnreg``, which rung 1 explains.) The rungs are checked in float32 and float16, with small
-# tiles and to eight times PyTorch's error; the package's kernel, below, also in bfloat16.
 
+
+# Measuring
 LADDER = {
     "in stages": {
         "num_stages": 3, "DESCRIBED": False, "AHEAD": False,
@@ -338,11 +297,6 @@ LADDER = {
     "scale folded": {"FOLDED": True},
     "heavy first": {"HEAVY_FIRST": True},
 }  # fmt: skip
-
-# %%
-
-
-# Measuring
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8}
 RUNGS, so_far = {}, {}
 for name, change in LADDER.items():
@@ -387,16 +341,6 @@ def cases():
 
 
 # %%
-
-# Folded: Every rung, checked against float64
-lab.check("The rungs", cases())
-
-# %%
-# The ladder
-# ----------
-#
-# How far up does each rung lead? The staircase is read from top to bottom: a step to the right is a
-# faster kernel, in percent of a :term:`cuBLAS` matmul timed in the same run.
 
 
 # Measuring
@@ -530,8 +474,7 @@ scatter = max(map(spread, LADDER)) if steps.rows else nan
 of_ladder = steps.rate("matmul", mask="full")
 lab.read(
     f"Every step is a median, and the middle three fifths of its timings lie within "
-    f"{100 * scatter:.1f} % of it. Less than 1 % is no difference, and little more than that may "
-    f"be chance."
+    f"{100 * scatter:.1f} % of it. Little more than 1 % may be chance."
     + (
         f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
         f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
@@ -539,6 +482,15 @@ lab.read(
         else ""
     )
 )
+
+# %%
+# Rungs 1, 5 and 6 remove what keeps the starting kernel slow: an SM has nothing to do while its
+# only program waits, every score costs a multiplication that can be saved, and a few long programs
+# run on when the others are done.
+#
+# But the second program of rung 1 leaves each only half of the SM's registers, and room for fewer
+# tiles. This brings three new troubles, which rungs 2 to 4 remove: addresses fill the registers,
+# each iteration waits for its keys, and the code waits after every matmul instruction.
 
 # %%
 
@@ -559,7 +511,7 @@ def of_chapter_before(mask):
 
 # %%
 
-# Reading
+# Folded: Why the ladder does not begin where the chapter before ends
 there, slower = of_chapter_before("causal")
 begins, ends_at = (
     steps.share(x, mask="causal") for x in ("in stages", list(LADDER)[-1])
@@ -571,9 +523,9 @@ smaller = [
 ]
 from_there, from_here = (100 * (ends_at / x - 1) for x in (there, begins))
 lab.read(
-    f"**A step before the first.** The chapter before ends at {100 * there:.0f} %, and this ladder "
-    f"begins at {100 * begins:.0f}, because it begins with other code: among other things, it "
-    f"starts `m_i` from a finite number and loads `v` after the weights. The old kernel takes "
+    f"The chapter before ends at {100 * there:.0f} %, and this ladder begins at "
+    f"{100 * begins:.0f}, because it begins with other code: among other things, it starts `m_i` "
+    f"from a finite number and loads `v` after the weights. The old kernel takes "
     f"{100 * slower:.0f} % longer; the rest lies in the two runs' matmuls. So this unlisted step "
     f"is worth more than {len(smaller)} of the six rungs, and we have not timed its parts. From "
     f"the old kernel to the last rung, the share of a matmul rises by {from_there:.0f} %, and from "
@@ -596,6 +548,45 @@ lab.table(
     else [],
     "The ladder, length 4,096, head_dim 128",
 )
+
+# %%
+# The loop
+# --------
+#
+# All rungs are one kernel, and each change is a flag of it or an option of its launch. With every
+# flag off, the loop does what that of the last chapter does. It loads a tile of keys, computes the
+# scores ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _loop
+#    :start-at: for start_n
+#    :end-before: return acc
+#    :dedent:
+#
+# - ``_tile`` loads the rows of a head from ``start_n`` on. Rung 2 shows it, with ``DESCRIBED``.
+# - ``_weigh`` makes the weights. It also updates ``m_i`` and ``l_i``, the largest score and the sum
+#   of weights of each query, and returns ``alpha``, which converts old sums to the new maximum.
+#   Rung 5 shows it, with ``TWO_STEPS`` and ``FOLDED``.
+# - ``MASKED`` is set for tiles that the causal mask cuts; there each query keeps its first
+#   ``n_visible`` keys.
+# - ``AHEAD`` is the flag of rung 3. It moves the scores to the end of an iteration.
+#
+# .. dropdown:: Three details: ``LOWEST``, ``PRECISION``, and the checks
+#
+#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
+#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
+#    minus a finite number is :math:`-\infty`, whose exponential is 0.
+#
+#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
+#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
+#    the tensor cores.
+#
+#    The rungs are checked in float32 and float16, with small tiles and to eight times PyTorch's
+#    error; the package's kernel, below, also in bfloat16.
+
+# Folded: Every rung, checked against float64
+lab.check("The rungs", cases())
 
 # %%
 
@@ -670,9 +661,9 @@ def waits_of(name):
 you_are_here("two programs")
 
 # %%
-# A program often waits: for its keys, for a matmul, for exponentials. Can a second program on the
-# same SM work meanwhile? Only if each takes at most half of the SM's storage, of which there are
-# two kinds.
+# A second program on the same SM can work while the first one waits for its keys, for a matmul, or
+# for exponentials. But it fits only if each takes at most half of the SM's storage, of which there
+# are two kinds.
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
@@ -680,17 +671,14 @@ you_are_here("two programs")
 #          and a second one does not fit. On the right two programs with two stages take 96 KiB and
 #          half of the registers each.
 #
-# **Shared memory** holds the tiles: 32 KiB of queries, and 16 KiB for each tile of 64 keys or
-# values. ``num_stages``, the number of *pipeline stages*, says how many tiles of keys and of values
-# are on their way, or in use, at a time. With three stages a program takes 128 of the 227 KiB of an
-# SM, so only one fits. With two it takes 96, and two fit.
+# **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
+# tiles of keys, and of values, are on their way or in use at a time. A program takes 32 KiB for its
+# queries and 32 KiB for each pipeline stage, so two programs fit into the 227 KiB of an SM with two
+# stages, but not with three.
 #
 # **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
-# <warp>` have 512 threads, so each gets 128 of the SM's 65,536. Of these ``acc`` takes 64 and a
-# tile of scores 32. The option ``maxnreg`` of the launch sets this limit, and values that do not
-# fit :term:`spill <spill>` to memory.
-#
-# So the rung is two changes. What do they do to the code?
+# <warp>` are 512 threads, so of the SM's 65,536 registers each thread gets 128. The option
+# ``maxnreg`` of the launch sets this limit. Values that do not fit :term:`spill <spill>` to memory.
 
 
 # Measuring
@@ -750,6 +738,217 @@ lab.table(
 )
 
 # %%
+
+# Reading
+early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
+lab.read(
+    told("two programs")
+    + (
+        f"So the second program brings next to nothing here. The limit has a price: "
+        f"{compiled_to('two programs', 'spills')} values spill, and the code waits "
+        f"{waits_of('two programs')} (before: {compiled_to('in stages', 'waits for them')} times), "
+        f"because there are too few registers to let a matmul run beside other work. We suspect "
+        f"that this eats the gain; at this rung limit and stages were not timed apart."
+        if early
+        else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
+        f"128, and the code waits {waits_of('two programs')}."
+    )
+)
+
+# %%
+# Rung 2: descriptors name tiles
+# ------------------------------
+
+# Drawing
+you_are_here("descriptors")
+
+# %%
+# With a descriptor, a thread no longer computes and keeps an address and a mask for each of its
+# elements. A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its
+# address, its sizes, its strides, and the size of a tile.
+#
+# .. image:: /figures/attention-descriptor.svg
+#    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
+#          and load their own part of a tile. Below, with a descriptor: one thread names the tile by
+#          its coordinates, and the copy engine TMA computes addresses, checks the bounds, and puts
+#          the tile into shared memory.
+#
+# One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
+# engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
+# the tile into shared memory. ``_tile`` holds both ways:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _tile
+#    :start-at: if DESCRIBED
+#    :dedent:
+#
+# - **With a descriptor**, ``of_head`` is the descriptor and where the head lies in it.
+#   ``load_tile`` is in essence ``desc.load([batch, head, start, 0])``.
+# - **Without**, ``of_head`` is the address of the head, ``rows`` are the numbers of the tile's
+#   rows, and ``ptrs`` holds an address for each element. Rows past the end of the head are masked.
+
+# Reading
+lab.read(
+    told("descriptors")
+    + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
+    f"{compiled_to('descriptors', 'spills')}, because the threads no longer keep addresses. "
+    + (
+        "The waits stay, because 128 registers are still too few for matmuls beside other work."
+        if compiled_to("descriptors", "waits for them")
+        >= compiled_to("two programs", "waits for them")
+        else f"The code now waits {waits_of('descriptors')}."
+    )
+)
+
+# %%
+# .. dropdown:: How a descriptor is made, and GPUs without a copy engine
+#
+#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor
+#    with the numbers of batch and head, ``coordinates`` adds the row and column of a tile, and
+#    ``load_tile`` reads the tile.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: describe
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: coordinates
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: load_tile
+#
+#    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
+#    read registers and not shared memory, so a tile in shared memory is not yet where it is needed.
+#    On both, the package's kernel gets the address of a head instead, because Triton would turn a
+#    descriptor into addresses and masks again, and into slow ones: before a thread may load 16
+#    bytes at once, the compiler has to know that neighbours in a row are neighbours in memory, and
+#    a descriptor that comes from the host does not tell it so at compile time. ``head_of`` gives it
+#    an address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
+#    from it.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: head_of
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: inside
+
+# %%
+# Rung 3: scores one iteration ahead
+# ----------------------------------
+
+# Drawing
+you_are_here("one iteration ahead")
+
+# %%
+# An iteration that begins with exponentials does not have to wait for its keys. With two pipeline
+# stages, the copy of a tile starts only when the previous iteration ends, so a matmul at the
+# beginning has to wait for it. Exponentials need no new data once the scores are there.
+#
+# .. image:: /figures/attention-ahead.svg
+#    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
+#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
+#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
+#          q k of the next tile. The iteration is shorter by the wait.
+#
+# So with ``AHEAD``, each iteration ends with the scores of the *next* tile, and the next one begins
+# with their exponentials, while its values and the keys after them arrive. The scores of the first
+# tile are computed before the loops, which end one tile early:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _rung_kernel
+#    :start-at: k_0 = _tile
+#    :end-at: end = tl.maximum(tl.cdiv
+#    :dedent:
+#
+# After the loops, it weighs the last scores and adds the last values.
+
+# Reading
+
+lab.read(
+    told("one iteration ahead")
+    + f"The code still waits {waits_of('one iteration ahead')}, but the assembler now names "
+    f"another reason, which the next rung removes."
+)
+
+# %%
+# Rung 4: the maximum in two steps
+# --------------------------------
+
+# Drawing
+you_are_here("two-step maximum")
+
+# %%
+# A matmul on Hopper runs beside other work until the program waits for its result. After rung 3 the
+# code still waits after every matmul instruction, because of one innocent line: the maximum of a
+# row, ``tl.max(qk, axis=1)``. ``row_max`` returns the same numbers, and ``TWO_STEPS`` selects it:
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
+#    :language: python
+#    :pyobject: row_max
+#    :start-at: halves
+#    :dedent:
+#
+# The difference is in the *layout*, which says which thread holds which element of a tile.
+
+
+# Drawing
+def owners(block, rows):
+    shades, middle = ("Kernel Book", "PyTorch"), {"ha": "center", "va": "center"}
+    for row in range(8):
+        for column in range(8):
+            ink = lab.colour(shades[row == 2])
+            block.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
+            thread = 4 * row + column // 2
+            block.text(column + 0.5, row + 0.5, thread, **middle, fontsize=12)
+    block.set(xlim=(0, 8), ylim=(8, 0), aspect="equal")
+    block.set_title("the first 8 × 8 elements", fontsize=12)
+    for y, blocks, name in (
+        (1.5, 8, "scores: 64 columns"),
+        (0, 16, "acc: 128 columns"),
+    ):
+        for at in range(blocks):
+            rows.barh(y, 0.92, 0.5, at + 0.04, color=lab.colour(shades[1]), alpha=0.3)
+        rows.text(0, y + 0.36, name, fontsize=12)
+        rows.text(blocks / 2, y, f"{2 * blocks} a thread", **middle, fontsize=12)
+    rows.set(xlim=(0, 16), ylim=(-0.6, 2.4))
+    rows.set_title("the third row, whole", fontsize=12)
+    for axes in (block, rows):
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "Which thread holds which element",
+    "Left, a block of 8 by 8 elements of the scores or of acc, with the number of the thread that "
+    "holds each: the first row belongs to threads 0 to 3, two elements each, the next row to "
+    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked. Right, the third row "
+    "whole: in the scores the block repeats 8 times, so each of the four threads holds 16 elements "
+    "of the row, and in acc 16 times, so each holds 32.",
+    owners,
+    panels=2,
+    height=3.0,
+)
+
+# %%
+# A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
+# elements of the one and 32 of the other, so for the compiler these are two layouts. The maximum of
+# a row inherits the layout of the scores, and so does ``alpha``. For ``acc * alpha`` the compiler
+# has to bring both into one layout, in one of two ways:
+#
+# - **Convert** ``alpha``. This costs next to nothing, because it is one number per row. The
+#   compiler does so up to rung 2.
+# - **Convert** ``acc``, all 128 × 128 numbers of it: into the layout of the scores, to be scaled,
+#   and back, because the matmul adds to it in its own layout. With ``AHEAD``, Triton 3.6 does this;
+#   why, we have not traced.
+#
+# Converting means to have the data twice. Imagine a thread with four numbers, which the matmul
+# keeps in registers as ``abcd`` and the scaling wants as ``acbd``. A conversion does not reorder
+# them in place: it makes a second list, and the first has to stay until the second is complete. So
+# four numbers need eight registers. Of ``acc``, a thread has 64.
+#
+# With ``row_max``, the reshape gives the maximum a layout of its own, and the compiler again
+# converts ``alpha``. In the registers of a thread:
 
 
 # Drawing
@@ -818,238 +1017,20 @@ def budget(names):
             f"{registers_of(name)[1]}"
             for name in names
         )
-        title = (
-            f"Registers of a thread, {'rung 1' if len(names) == 2 else 'rungs 1 to 4'}"
-        )
+        title = "Registers of a thread, up to rung 4"
         lab.sketch(title, alt, bars, height=0.75 + 0.68 * len(names))
 
 
-budget(["in stages", "two programs"])
-
-# %%
-
-# Reading
-early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
-lab.read(
-    told("two programs")
-    + (
-        f"So the second program brings next to nothing here. The limit has a price: "
-        f"{compiled_to('two programs', 'spills')} values spill, and the code waits "
-        f"{waits_of('two programs')}, because the assembler finds too few registers to let a "
-        f"matmul run beside other work. We suspect that this price eats the gain; at this rung the "
-        f"two changes were not timed apart."
-        if early
-        else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
-        f"128, and the code waits {waits_of('two programs')}."
-    )
-)
-
-# %%
-# Rung 2: descriptors name tiles
-# ------------------------------
-
-# Drawing
-you_are_here("descriptors")
-
-# %%
-# So far every thread computes an address and a mask for each of its elements, and keeps them in
-# registers. A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its
-# address, its sizes, its strides, and the size of a tile.
-#
-# .. image:: /figures/attention-descriptor.svg
-#    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
-#          and load their own part of a tile. Below, with a descriptor: one thread names the tile by
-#          its coordinates, and the copy engine TMA computes addresses, checks the bounds, and puts
-#          the tile into shared memory.
-#
-# One thread then names a tile by its coordinates, and the Tensor Memory Accelerator (TMA), the copy
-# engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. ``_tile`` holds both ways; ``load_tile`` is in essence a single call,
-# ``desc.load([batch, head, start, 0])``:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _tile
-#    :start-at: if DESCRIBED
-#    :dedent:
-
-# Reading
-lab.read(
-    told("descriptors")
-    + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
-    f"{compiled_to('descriptors', 'spills')}, because the threads no longer keep addresses. "
-    + (
-        "The waits stay, because 128 registers are still too few for matmuls beside other work."
-        if compiled_to("descriptors", "waits for them")
-        >= compiled_to("two programs", "waits for them")
-        else f"The code now waits {waits_of('descriptors')}."
-    )
-)
-
-# %%
-# .. dropdown:: How a descriptor is made, and GPUs without a copy engine
-#
-#    The host describes a tensor, and ``load_tile`` reads a tile of it. ``coordinates`` adds batch
-#    and head to the row and column of the tile.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: describe
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: coordinates
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: load_tile
-#
-#    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
-#    read registers and not shared memory, so a tile in shared memory is not yet where it is needed.
-#    On both, the package's kernel gets the address of a head instead, because Triton would turn a
-#    descriptor into addresses and masks again, and into slow ones: before a thread may load 16
-#    bytes at once, the compiler has to know that neighbours in a row are neighbours in memory, and
-#    a descriptor that comes from the host does not tell it so at compile time. ``head_of`` gives it
-#    an address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
-#    from it.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: head_of
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: inside
-
-# %%
-# Rung 3: scores one iteration ahead
-# ----------------------------------
-
-# Drawing
-you_are_here("one iteration ahead")
-
-# %%
-# With two pipeline stages, the copy of a tile starts only when the previous iteration ends, so an
-# iteration that begins with a matmul waits for its keys. What could it do meanwhile? Exponentials,
-# because they need no new data once the scores are there.
-#
-# .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
-#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
-#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
-#          q k of the next tile. The iteration is shorter by the wait.
-#
-# So with ``AHEAD``, each iteration ends with the scores of the *next* tile, and the next one begins
-# with their exponentials, while its values and the keys after them arrive. Someone has to compute
-# the scores of the first tile, and the last tile has no next one. So the kernel does the first
-# before its loops, and lets them end one tile early:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _rung_kernel
-#    :start-at: k_0 = _tile
-#    :end-at: end = tl.maximum(tl.cdiv
-#    :dedent:
-#
-# After the loops, it weighs the last scores and adds the last values. (The loop loads the next keys
-# as if ``MASKED``, because their tile may reach past the end.)
-
-# Reading
-ahead_of_loop = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
-    "descriptors", "matmul instructions"
-)
-lab.read(
-    told("one iteration ahead")
-    + f"The code still waits {waits_of('one iteration ahead')}"
-    + (
-        f", {ahead_of_loop} more than before, because the scores of the first tile now stand "
-        f"before the loops, and the output of the last tile after them"
-        if not ahead_of_loop <= 0
-        else ""
-    )
-    + ". But the assembler now names another reason, which the next rung removes."
-)
-
-# %%
-# Rung 4: the maximum in two steps
-# --------------------------------
-
-# Drawing
-you_are_here("two-step maximum")
-
-# %%
-# A matmul on Hopper runs beside other work until the program waits for its result. Why does the
-# code still wait after every instruction? Because of one innocent line, the maximum of a row,
-# ``tl.max(qk, axis=1)``. This function returns the same numbers, and ``TWO_STEPS`` selects it:
-
-lab.source(forward.row_max)
-
-# %%
-# The difference is in the *layout*, which says which thread holds which element of a tile.
-
-
-# Drawing
-def owners(block, rows):
-    shades, middle = ("Kernel Book", "PyTorch"), {"ha": "center", "va": "center"}
-    for row in range(8):
-        for column in range(8):
-            ink = lab.colour(shades[row == 2])
-            block.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
-            thread = 4 * row + column // 2
-            block.text(column + 0.5, row + 0.5, thread, **middle, fontsize=12)
-    block.set(xlim=(0, 8), ylim=(8, 0), aspect="equal")
-    block.set_title("the first 8 × 8 elements", fontsize=12)
-    for y, blocks, name in (
-        (1.5, 8, "scores: 64 columns"),
-        (0, 16, "acc: 128 columns"),
-    ):
-        for at in range(blocks):
-            rows.barh(y, 0.92, 0.5, at + 0.04, color=lab.colour(shades[1]), alpha=0.3)
-        rows.text(0, y + 0.36, name, fontsize=12)
-        rows.text(blocks / 2, y, f"{2 * blocks} a thread", **middle, fontsize=12)
-    rows.set(xlim=(0, 16), ylim=(-0.6, 2.4))
-    rows.set_title("the third row, whole", fontsize=12)
-    for axes in (block, rows):
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-
-
-lab.sketch(
-    "Which thread holds which element",
-    "Left, a block of 8 by 8 elements of the scores or of acc, with the number of the thread that "
-    "holds each: the first row belongs to threads 0 to 3, two elements each, the next row to "
-    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked. Right, the third row "
-    "whole: in the scores the block repeats 8 times, so each of the four threads holds 16 elements "
-    "of the row, and in acc 16 times, so each holds 32.",
-    owners,
-    panels=2,
-    height=3.0,
-)
-
-# %%
-# A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
-# elements of the one and 32 of the other, so for the compiler these are two layouts. The maximum of
-# a row, computed in one step, inherits the layout of the scores, and so does ``alpha``. To multiply
-# ``acc`` by ``alpha``, the compiler has to bring the two into one layout:
-#
-# - **Up to rung 2** it converts ``alpha``, which costs next to nothing, because it is one number
-#   per row, and the same threads need it.
-# - **With** ``AHEAD``, Triton 3.6 converts ``acc`` instead, all 128 × 128 numbers of it: into the
-#   layout of the scores, to be scaled, and back, to be added to. So a loop carries it twice. That
-#   it does so stands in its intermediate code (see the fold below); why it now chooses so, we have
-#   not traced.
-# - **With** ``row_max``, the reshape gives the maximum a layout of its own, that of neither the
-#   scores nor ``acc``. The compiler again converts ``alpha``, and carries ``acc`` once.
-#
-# What this does to the registers of a thread, of which ``acc`` alone takes half:
-
-# Drawing
-budget(list(LADDER)[1:5])
+budget(list(LADDER)[:5])
 
 # %%
 
 # Reading
 lab.read(
-    f"Two copies of `acc` and the scores would take 160 registers. Only "
-    f"{compiled_to('one iteration ahead', 'spills')} values spill, so we suspect that the copies "
-    f"share registers, which is possible because the same threads own the same rows in both. But "
-    f"then other instructions touch the registers of a matmul that is under way. This is what the "
-    f"assembler reports, and why it waits for each."
+    f"Two lists of `acc` and the scores would take 160 registers, and a thread has 128. "
+    f"Yet only {compiled_to('one iteration ahead', 'spills')} values spill, so we suspect that the "
+    f"lists share registers. But then other instructions touch the registers of a matmul that is "
+    f"under way, which is what the assembler reports, and why it waits for each."
 )
 
 # %%
@@ -1058,9 +1039,7 @@ lab.read(
 lab.read(
     told("two-step maximum")
     + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left. Triton shows no warning of "
-    f"such waits: count them (`WARPGROUP.DEPBAR`) and the matmul instructions (`HGMMA`) in the "
-    f"machine code."
+    f"{compiled_to('two-step maximum', 'waits for them')} are left."
 )
 
 # %%
@@ -1072,7 +1051,8 @@ lab.read(
 #
 #    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs it
 #    reports as C7512, too few registers to overlap a matmul with anything. Triton shows neither
-#    message.
+#    message. To find such waits, count them (``WARPGROUP.DEPBAR``) and the matmul instructions
+#    (``HGMMA``) in the machine code.
 
 # %%
 # Rung 5: the scale inside the exponential
@@ -1082,18 +1062,27 @@ lab.read(
 you_are_here("scale folded")
 
 # %%
-# With the waits gone, do single instructions count? So far the kernel multiplies every score by the
-# scale and then subtracts the maximum. But the scale is positive, so we can take the maximum before
-# we scale. With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e`, and
-# :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, and multiplication and subtraction are one
-# instruction, a fused multiply-add. This is all of ``_weigh``, with rung 4's choice of the maximum
-# and what ``FOLDED`` changes:
+# The kernel can save a multiplication per score. So far it multiplies every score by the scale and
+# then subtracts the maximum. The scale is positive, so the maximum may be taken before scaling.
+# With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``),
+# and :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, whose exponent is one instruction, a
+# fused multiply-add. First ``_weigh`` scales (without ``FOLDED``), masks, and takes the maximum:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
 #    :pyobject: _weigh
 #    :start-at: if not FOLDED
+#    :end-before: # -- exponential
 #    :dedent:
+#
+# Then come the weights, in the old way or the new, and the update of ``l_i``:
+#
+# .. literalinclude:: attention_fast.py
+#    :language: python
+#    :pyobject: _weigh
+#    :start-at: # -- exponential
+#    :dedent:
+
 
 # Reading
 little = max(abs(gain("scale folded", mask)) for mask in ("full", "causal")) < 0.02
@@ -1163,22 +1152,20 @@ lab.measure("Instructions for one exponential", instructions)
 you_are_here("heavy first")
 
 # %%
-# Five changes made a program faster. Does it also matter in which order the programs start? In
-# causal attention the last queries see the most keys. If they start last, a few heavy programs run
-# on at the end while the rest of the GPU has nothing to do.
+# The last change is the order in which the programs start. In causal attention the last queries see
+# the most keys. If they start last, a few heavy programs run on at the end while the rest of the
+# GPU has nothing to do.
 
 # %% An animation
-# In this example the 16 programs of two heads run on three SMs, two at a time on each. Light first
-# and head by head, a program of 8 tiles starts when most of the work is done. Heavy first, across
-# both heads, the light programs fill the gaps.
+# Here the 16 programs of two heads run on three SMs, two at a time on each. Light first and head by
+# head, a program of 8 tiles starts when most of the work is done. Heavy first, across both heads,
+# the light programs fill the gaps.
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
-# last heads still start late. But all heads at once may have more keys and values than L2 holds, so
-# the package alternates between only as many heads as fit into half of the cache. ``place`` turns
-# the number of a program into a tile and a head, and ``HEAVY_FIRST`` reverses the tiles:
+# ``place`` turns the number of a program into a tile of queries and a head, and ``HEAVY_FIRST``
+# reverses the order of the ``n_tiles`` tiles:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1225,7 +1212,10 @@ lab.table(
 # %%
 # .. dropdown:: Which tile of which head a program computes
 #
-#    ``heads_at_once`` is a power of two, and 1 without a mask.
+#    The heaviest tiles of *all* heads have to start first, because otherwise the heavy tiles of the
+#    last heads still start late. But all heads at once may have more keys and values than L2 holds,
+#    so the package alternates between only as many heads as fit into half of the cache.
+#    ``heads_at_once`` is their number, a power of two, and 1 without a mask.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: place
@@ -1236,15 +1226,14 @@ lab.table(
 short = gain("heavy first", "causal") < promised
 lab.read(
     told("heavy first")
-    + f"In a simulation with the causal mask, the order raises the share of slots at work from "
-    f"{busy[0]:.0f} to {busy[1]:.0f} %, which promises {100 * promised:.0f} %. "
+    + f"A simulation with the causal mask promises {100 * promised:.0f} %. "
     + (
-        "We measure less, we suspect because the other program of an SM with an idle slot has "
-        "it to itself and runs faster, which the simulation leaves out. "
+        "We measure less, we suspect because a program beside an idle slot runs faster, which the "
+        "simulation leaves out. "
         if short
         else ""
     )
-    + "Without a mask all programs are equally heavy, so there is nothing to gain."
+    + "Without a mask all programs are equally heavy."
 )
 
 # %%
@@ -1260,17 +1249,14 @@ raised = {
 above = steps.rate(last, mask="full") > from_hbm
 lab.read(
     f"Together, the six changes raise the speed by {100 * raised['causal']:.0f} % with the causal "
-    f"mask, to {100 * steps.share(last, mask='causal'):.0f} % of a matmul, and by "
-    f"{100 * raised['full']:.0f} % without, to {100 * steps.share(last, mask='full'):.0f} %. "
+    f"mask, and by {100 * raised['full']:.0f} % without. We call the last rung the **finished "
+    f"kernel**. "
     + (
-        f"That is {steps.rate(last, mask='full'):.0f} TFLOP/s, more than the "
-        f"{from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads. "
+        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s, more than HBM "
+        f"alone would allow, so L2 does serve some of the loads."
         if above
         else ""
     )
-    + f"We call this last rung the **finished kernel**. The package's, which has the six built in, "
-    f"reaches {100 * steps.share('Kernel Book', mask='causal'):.0f} and "
-    f"{100 * steps.share('Kernel Book', mask='full'):.0f} %."
 )
 
 # %%
@@ -1279,7 +1265,7 @@ lab.read(
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back from the finished kernel, and leave the others.
+# So we also take each change back by itself, from the finished kernel:
 
 
 # Measuring
@@ -1326,7 +1312,7 @@ lab.read(
         else ". "
     )
     + (
-        "Yet at its rung it brought next to nothing. Since then the waits after each matmul "
+        "At its rung it brought next to nothing, but since then the waits after each matmul "
         "instruction have gone."
         if most == alone and abs(gain(alone, "causal")) < 0.02
         else ""
@@ -1345,10 +1331,9 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
 lab.read(
     (
         f"Two more changes are worth more than the ladder showed, because of the registers. "
-        f"Without descriptors, addresses need a place beside `acc` and the scores, and "
-        f"{compiled_to('without descriptors', 'spills')} values spill. Without scores ahead, the "
-        f"registers are again too few for matmuls beside other work, as in rungs 1 and 2, and the "
-        f"code waits for each. "
+        f"Without descriptors, {compiled_to('without descriptors', 'spills')} values spill. "
+        f"Without scores ahead, the registers are again too few for matmuls beside other work, and "
+        f"the code waits for each. "
         if crowded
         and scarce
         and all(
@@ -1389,9 +1374,9 @@ lab.table(
 # The kernel of the package
 # -------------------------
 #
-# The loop of the package's kernel is the one above with every flag on. It also takes any head_dim
-# up to 256, windows, grouped heads and strides, and writes :term:`lse <logsumexp>`, the logarithm
-# of each query's sum of exponentials, from which the backward pass computes the weights again.
+# The package's kernel has this loop with every flag on. It also takes any head_dim up to 256,
+# windows, grouped heads and strides, and writes :term:`lse <logsumexp>`, from which the backward
+# pass computes the weights again.
 #
 # .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
 #
@@ -1452,11 +1437,15 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # Is it right?
 # ------------
 #
-# Where would such a kernel go wrong first? At sizes that no tile divides, such as lengths of 1, 127
-# and 1,000, or head_dim 80. So we compare these with float64. In 16 bits the error may be twice
-# PyTorch's, or one unit in the last place, and in float32 eight times, because each multiplication
-# by ``alpha`` adds a rounding. (An input is its batch, heads, heads of keys, queries, keys and
-# head_dim; a *transposed* one is a view of tensors with the length before the heads.)
+# A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
+# 1,000, or head_dim 80. So the check compares these with float64.
+#
+# .. dropdown:: How much error is allowed, and what the name of an input lists
+#
+#    In 16 bits the error may be twice PyTorch's, or one unit in the last place, and in float32
+#    eight times, because each multiplication by ``alpha`` adds a rounding. The name of an input
+#    lists batch, heads, heads of keys, queries, keys and head_dim. A *transposed* input is a view
+#    of tensors with the length before the heads.
 
 
 # Measuring
@@ -1556,10 +1545,10 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# Do six changes in plain Triton reach the libraries? Every point has 16,384 tokens in all. SDPA is
-# PyTorch's ``scaled_dot_product_attention``, of which we call two kernels by name: *SDPA flash* is
-# PyTorch's FlashAttention-2, *SDPA cuDNN* NVIDIA's. Plain *FlashAttention* is FlashAttention 4, the
-# package ``flash-attn-4``, written in CuTe, which is closer to the GPU than Triton.
+# The best libraries are still faster than the kernel in plain Triton. Every point has 16,384 tokens
+# in all. Three are PyTorch's: FlexAttention, which it compiles, and two kernels of
+# ``scaled_dot_product_attention``, FlashAttention-2 (*SDPA flash*) and NVIDIA's (*SDPA cuDNN*).
+# Plain *FlashAttention* is FlashAttention 4.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1646,30 +1635,17 @@ def told_of(name):
 
 beaten = sum(row["faster libraries"] != "none" for row in at_points)
 
-lost = {
-    head_dim: [
-        row["faster libraries"] != "none"
-        for row in at_points
-        if row["head_dim"] == head_dim
-    ]
-    for head_dim in (128, 64)
-}
-drawn = "all" if all(lost[128]) else f"{sum(lost[128])} of the"
 lab.read(
-    ("Not everywhere: " if beaten <= len(at_points) / 2 else "No: ")
-    + f"a library is faster by more than 1 % at {drawn} {len(lost[128])} points drawn above, and "
-    f"at {sum(lost[64])} of the {len(lost[64])} with head_dim 64, which the fold shows. Of all "
-    f"{len(at_points)}, "
+    f"Of all {len(at_points)} points, those in the fold included, a library is faster by more than "
+    f"1 % at {beaten}. "
     + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
-    if speed.rows and beaten
-    else f"Yes: at none of the {len(at_points)} points is a library faster by more than 1 %."
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
 )
 
 # %%
-# **Why are short lengths further from the matmul?** Because what happens once per program, such as
-# loading the queries, weighs more if the loop has few iterations.
+# **Short lengths are further from the matmul**, because what happens once per program, such as
+# loading the queries, weighs more.
 
 # Reading
 
@@ -1688,9 +1664,8 @@ own = constant_of("Kernel Book")
 best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constant_of(best) if best != "none" else nan
 lab.read(
-    f"Without a mask, this takes {100 * own / (16 + own):.0f} % of our kernel's time at length "
-    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384. With a causal mask the kernel also "
-    f"discards half of each tile on the diagonal, at length 1,024 an eighth more work."
+    f"Without a mask, it takes {100 * own / (16 + own):.0f} % of our kernel's time at length "
+    f"1,024, and {100 * own / (256 + own):.1f} % at 16,384."
 )
 
 # %%
@@ -1702,11 +1677,11 @@ lab.read(
     f"head_dim 128, give both parts. What our kernel does once per program takes as long as "
     f"{own:.1f} tiles of 64 keys. For {best}, the fastest library at 1,024, it is "
     + (f"{beside:.1f} such tiles." if not beside < 0.5 else "less than half a tile.")
+    + " With a causal mask the kernel also discards half of each tile on the diagonal, at length "
+    "1,024 an eighth more work."
 )
 
 # %%
-# **What keeps it below a matmul at long lengths?** The first section names a suspect, the
-# exponentials.
 
 # Reading
 long = {
@@ -1714,20 +1689,20 @@ long = {
     for head_dim in (128, 64)
 }
 lab.read(
-    f"At length 16,384 without a mask, the kernel reaches {100 * long[128]:.0f} % of a matmul at "
-    f"head_dim 128, and {100 * long[64]:.0f} % at 64"
+    f"**What keeps it below a matmul at long lengths?** We suspect the exponentials. At length "
+    f"16,384 without a mask, it reaches {100 * long[128]:.0f} % of a matmul at head_dim 128, and "
+    f"{100 * long[64]:.0f} % at 64"
     + (
-        ", where a score has half as many operations in the matmuls beside the same exponential."
+        ", where the same exponential stands beside half as many operations."
         if long[64] < long[128]
         else "."
     )
 )
 
 # %%
-# While one of the two programs on an SM waits for a matmul, the other may compute exponentials, but
-# nothing keeps them in step. That would take warps with different roles, which plain Triton cannot
-# express: :doc:`/chapters/attention_hopper` writes them in :term:`Gluon`, Triton's lower language,
-# and measures how much of this loss they win back.
+# While one program waits for a matmul, the other may compute exponentials, but nothing keeps them
+# in step. :doc:`/chapters/attention_hopper` does so with warps in different roles, which plain
+# Triton cannot express.
 
 # %%
 
@@ -1754,11 +1729,9 @@ facts = lab.facts(
 facts
 
 # %%
-# **Small inputs.** There a call takes as long as its host code, Python here and C++ in PyTorch.
+
 
 # Measuring
-
-
 def microseconds(run, *inputs, repeats=200):
     for _ in range(20):
         run(*inputs)
@@ -1809,22 +1782,24 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"At length {first.get('length', nan):,} a call takes {first.get('Kernel Book, µs', nan):.0f} "
-    f"µs, {beside_sdpa(first)}. At {last_one.get('length', nan):,} it takes "
-    f"{beside_sdpa(last_one)}"
-    + (": there the kernel outlasts the host code." if outlasts else ".")
+    f"**Small inputs.** At length {first.get('length', nan):,} a call takes "
+    f"{first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)}, because it takes as long "
+    f"as its host code, Python here and C++ in PyTorch."
+    + (
+        f" At {last_one.get('length', nan):,} the kernel outlasts the host code."
+        if outlasts
+        else ""
+    )
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# Descriptors and pipeline stages each bring a trap of their own.
-#
-# **A descriptor that flattens the heads.** All heads lie one after the other in memory. But if a
+# **A descriptor that flattens the heads.** All heads lie one after the other in memory. If a
 # descriptor presents them as one matrix of (batch · heads · length) rows, the copy engine does not
-# know where a head ends. Of two heads of 20 rows, in tiles of 16, one program copies the last tile
-# of the *first* head, times ten.
+# know where a head ends. In this example with two heads of 20 rows, and tiles of 16, one program
+# copies the last tile of the *first* head, times ten:
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -1860,9 +1835,9 @@ assert [row["in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
-# The program wrote 12 rows of the wrong head, whose own program writes them, too, and whichever
-# finishes last wins. Where the length is a multiple of the tile, nothing goes wrong, which is why
-# such a kernel passes many tests.
+# The program wrote 12 rows of the wrong head. The program of that head writes them, too, and
+# whichever finishes last wins. Where the length is a multiple of the tile, nothing goes wrong,
+# which is why such a kernel passes many tests.
 
 # %%
 
@@ -1878,8 +1853,7 @@ lab.read(
 )
 
 # %%
-# **Too much shared memory.** Every pipeline stage has its own tile of keys and of values. Nothing
-# warns when the kernel is written; the launch fails.
+# **Too much shared memory.** Every pipeline stage has its own tile of keys and of values.
 
 
 # Measuring
@@ -1903,14 +1877,12 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
 lab.read(
-    f"With 5 stages of 128 keys, the kernel of this chapter would need {int(sizes[1]):,} bytes, "
-    f"and a program may have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`."
+    f"With 5 stages of 128 keys, the kernel would need {int(sizes[1]):,} bytes, and a program may "
+    f"have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, so the package takes the "
+    f"first configuration that fits."
     if sizes
     else said
 )
-
-# %%
-# So the package takes the first configuration that fits. If none does, it says so.
 
 # %%
 
@@ -1969,19 +1941,18 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # --------
 #
 # Tensor cores are fast only while nothing makes them wait. A second program on the SM, tiles that
-# the copy engine brings, and scores computed one iteration ahead keep them at work. Of what is left
-# we suspect the exponentials, which nothing keeps in step with the matmuls.
+# the copy engine brings, and scores computed one iteration ahead keep them at work. What is left we
+# suspect to be exponentials, which nothing keeps in step with the matmuls.
 #
-# :doc:`/chapters/attention_backward` turns to the gradient. A model that generates text has only
-# one query per head, which leaves most of the GPU idle: :doc:`/chapters/attention_in_models` then
-# splits the keys among programs.
+# :doc:`/chapters/attention_backward` turns to the gradient, and
+# :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.
 #
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** An SM of a Hopper GPU has 227 KiB of shared memory and 65,536
-# registers. Which tiles of 64, 128 or 256 keys, and how many pipeline stages, leave room for two
-# programs of 128 queries at head_dim 128 in 16 bits, by shared memory alone?
+# **1. How many programs fit?** Which tiles of 64, 128 or 256 keys, and how many pipeline stages,
+# leave room on an SM for two programs of 128 queries at head_dim 128 in 16 bits, by shared memory
+# alone?
 
 # %%
 

@@ -8,11 +8,9 @@ kernel do to lose no more than it has to?*
 
 You will learn
 
-- what the two 8-bit formats hold, and how one scale per head places numbers among them;
-- why the values need another memory layout than queries and keys;
+- what the 8-bit formats hold, and how one scale per head places numbers among them;
 - where the error comes from: the operands, the weights, and the accumulators;
-- what it costs to quantise q, k and v, and from which length FP8 pays for that;
-- why attention is not twice as fast in eight bits.
+- why attention is not twice as fast in eight bits, and from which length quantising pays.
 
 On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and for the last kernel
 Hopper.
@@ -40,13 +38,10 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # What eight bits gain
 # --------------------
 #
-# *How much faster can attention become at best?*
-#
-# Nearly all of its operations are matmuls: :math:`4 N^2 D` of them for :math:`N` queries and keys
-# of head_dim :math:`D`. They run on the :term:`matrix units <matrix unit>` of each :term:`SM`. A
-# matrix unit of Hopper, the generation of the H100 and the H200, takes 32 bytes of every row in
-# each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On paper that doubles the speed. To
-# see what remains in practice, we let :term:`cuBLAS` multiply square matrices of size 8,192.
+# Attention can gain at most what its matmuls gain, because nearly all of its operations are theirs.
+# They run on the :term:`matrix units <matrix unit>` of each :term:`SM`. On Hopper, a matrix unit
+# takes 32 bytes of every row in each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On
+# paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -92,7 +87,7 @@ lab.table(rows, "A matmul of size 8,192")
 
 # Reading
 lab.read(
-    f"**So what is 2 on paper is {fast / slow:.2f} in practice**, and attention can gain no more, "
+    f"**So what is 2 on paper is {fast / slow:.2f} in practice**, and attention gains less, "
     "because its exponentials stay in float32 and get no faster."
 )
 
@@ -100,11 +95,10 @@ lab.read(
 # Two formats
 # -----------
 #
-# *Which numbers can eight bits hold?*
-#
-# The bits are a sign, an exponent, and a few bits after the leading one, the *mantissa*. *e4m3* has
-# 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and 2. So 1.15 becomes 1.125 in e4m3 and only
-# 1.25 in e5m2, while 10,000 is in the range of e5m2 alone. Both are called :term:`FP8`.
+# Eight bits can favour precision or range. The bits are a sign, an exponent, and a few bits after
+# the leading one, the *mantissa*. *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and
+# 2. So 1.15 becomes 1.125 in e4m3 and only 1.25 in e5m2, while 10,000 is in the range of e5m2
+# alone. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -134,11 +128,9 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding to the nearer neighbour makes a relative error of at most 6 % in e4m3 and 11 % in e5m2.
-# Only very small numbers, called *subnormal*, lose more, because the steps between them no longer
-# shrink.
+# Rounding makes a relative error of at most 6 % in e4m3 and 11 % in e5m2.
 
-# Folded: The error of rounding numbers of all sizes
+# Folded: Very small numbers lose more
 
 
 def relative_error(x, dtype):
@@ -172,14 +164,13 @@ lab.sketch(
 )
 
 # %%
-# **Which format suits attention?** We choose e4m3. A scale can move the operands of a head to where
-# the format has numbers, so we need precision more than range. e5m2 is meant for gradients, whose
-# sizes differ wildly.
+# **We choose e4m3**, because a scale can move the operands of a head to where the format has
+# numbers, so we need precision more than range.
 
 # %%
 
 
-# Reading
+# Folded: A number that is too large raises no error
 too_large = torch.tensor([500.0, 70000.0])
 in_e4m3, in_e5m2 = (too_large.to(dtype).float() for dtype in (E4M3, E5M2))
 stored_as = (
@@ -188,23 +179,20 @@ stored_as = (
 assert stored_as in ("NaN", "448")
 assert in_e5m2[1].isinf()
 lab.read(
-    f"**A number that is too large** raises no error: PyTorch converts {too_large[0]:.0f} to "
-    f"{stored_as} in e4m3. So the scale has to be right before anything is converted."
+    f"PyTorch converts {too_large[0]:.0f} to {stored_as} in e4m3. So the scale has to be right "
+    "before anything is converted."
 )
 
 # %%
 # Scales
 # ------
 #
-# *How do numbers of any size fit into a format that ends at 448?*
+# A scale lets numbers of any size fit into a format that ends at 448. The kernel receives *stored*
+# numbers and one factor, the :term:`descale`: an element's value is its stored number times the
+# descale. If the largest element is 4.48, for example, the descale is 0.01. Then 4.48 is stored as
+# 448 and 0.3 as 30. An element of 1 is stored as 96, because e4m3 has no 100, and counts as 0.96.
 #
-# The kernel receives *stored* numbers and one factor, the :term:`descale`. An element's value is
-# its stored number times the descale. If the largest element is 4.48, for example, the descale is
-# 0.01. Then 4.48 is stored as 448 and 0.3 as 30. An element of 1 is stored as 96, because e4m3 has
-# no 100, and counts as 0.96.
-#
-# So the largest element becomes the largest number of the format, and as few small elements as
-# possible fall below its range.
+# So the largest element becomes the largest number of the format:
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -214,8 +202,8 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# **One descale for the whole tensor, or one per head?** The heads of a model differ in size, so we
-# try three, each a thousand times smaller than the one before.
+# **Each head has its own descale**, because the heads of a model differ in size. We try three, each
+# a thousand times smaller than the one before.
 
 # Folded: The error of each head, both ways
 
@@ -241,15 +229,14 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 shared, own = (row["head 2"] for row in rows)
 lab.read(
     f"With one descale for the whole tensor, the smallest head has an error of {shared}, because "
-    f"all of it becomes zero. With one per head its error is {own}, as in the other heads, for "
-    "four bytes more. The package's `quantize` does this, and returns a pair, "
-    "`Quantized(stored, descale)`."
+    f"all of it becomes zero. With one per head its error is {own}, as in the other heads. The "
+    "package's `quantize` does this, and returns a pair, `Quantized(stored, descale)`."
 )
 
 # %%
-# **What does a descale cost in the kernel?** Write :math:`q = a \hat q`, :math:`k = b \hat k` and
-# :math:`v = c \hat v`, where the hat marks what is stored. With scores :math:`s`, weights :math:`p`
-# and their sum :math:`l`,
+# **In the kernel a descale costs next to nothing.** Write :math:`q = a \hat q`,
+# :math:`k = b \hat k` and :math:`v = c \hat v`, where the hat marks what is stored. With scores
+# :math:`s`, weights :math:`p` and their sum :math:`l`,
 #
 # .. math::
 #
@@ -258,8 +245,8 @@ lab.read(
 #    o_i &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
-# The descales cost a handful of multiplications per program, because the kernel multiplies the
-# scores by a scale and divides the result by :math:`l_i` anyway.
+# So :math:`a` and :math:`b` join the scale of the scores, and :math:`c` the division by
+# :math:`l_i`, which are there anyway.
 
 # Folded: How the kernel loads the descales (a step of 0: all heads share one)
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
@@ -327,13 +314,11 @@ lab.read(
 # The layout of V
 # ---------------
 #
-# *Why does V have to be stored transposed?*
-#
-# A matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
-# over head_dim, in :math:`PV` over the keys. Hopper's matrix instruction reads its second operand
-# from :term:`shared memory`, where the elements of one dimension are neighbours, called
-# *contiguous*. For 16-bit operands, a bit of the instruction says which dimension that is. For
-# 8-bit operands there is no such bit, and the contiguous dimension has to be the contracted one.
+# V has to be stored transposed, because an 8-bit matmul takes its operands in one layout only. A
+# matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
+# over head_dim, in :math:`PV` over the keys. Hopper reads the second operand from :term:`shared
+# memory`, where the elements of one dimension are neighbours, called *contiguous*. With 16 bits
+# either dimension may be contiguous. With 8 bits it has to be the contracted one.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -341,9 +326,8 @@ lab.read(
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# **With the wrong layout** the compiler has to rearrange every tile before the instruction can read
-# it. A small matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16,
-# through a :term:`descriptor`. Its result is right either way.
+# **With the wrong layout** the compiler rearranges every tile before the instruction can read it. A
+# small matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16.
 
 # Measuring
 import triton
@@ -460,40 +444,33 @@ found = {(r["dtype"], r["contiguous in b"]): r for r in emitted.rows}
 )
 longer = abs(other.get("ms", nan) / usual.get("ms", nan) - 1)
 lab.read(
-    "With 16 bits, the two layouts differ in one bit of the instruction, and "
-    + (f"by {100 * longer:.0f} % in time" if longer >= 0.01 else "take the same time")
-    + ". With 8 bits and the wrong layout, the compiler transposes every tile in registers: each "
-    "thread permutes bytes "
-    f"{turned.get('prmt', nan)} times and stores {turned.get('1-byte stores', nan)} of them one by "
-    f"one. **So the matmul takes {turned.get('ms', nan) / straight.get('ms', nan):.1f} times as "
-    "long.**"
+    "With 16 bits, the two layouts "
+    + (f"differ by {100 * longer:.0f} %" if longer >= 0.01 else "take the same time")
+    + ". With 8 bits and the wrong layout, **the matmul takes "
+    f"{turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long**, because each thread "
+    "transposes its part of every tile byte by byte."
 )
 
 # %%
-# It is better to transpose V once, while rounding it: ``quantize(v, contiguous="seqlen")``. If V is
-# not transposed, the package first makes a transposed copy.
+# So we transpose V once, while rounding it: ``quantize(v, contiguous="seqlen")``.
 
 # %%
 # Rounding the weights
 # --------------------
 #
-# *Why does the kernel multiply its weights by 256?*
+# The kernel multiplies its weights by 256, because otherwise most of them may become zero. The
+# second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as well.
+# The largest weight is 1, but most are far smaller, and the smallest number of e4m3 is
+# :math:`2^{-9}`, about 0.002. A weight of less than half of it would be stored as 0.
 #
-# The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
-# well, in every tile. The largest weight is 1, but most are far smaller, and the smallest number of
-# e4m3 is :math:`2^{-9}`, about 0.002. A weight of less than half of it, say 0.0009, is nearer to 0
-# and would be stored as 0, while the numbers above 1 would not be used at all.
+# The factor :math:`2^8` never has to be undone: it cancels if the denominator sums
+# :math:`2^8 p_j`, too. It takes no multiplication either, because
+# :math:`2^8\, 2^{x} = 2^{x + 8}`. But :math:`2^9` is too much: the largest weights would become 512
+# and be stored as 448.
 #
-# So we multiply the weights by :math:`2^8` before rounding them. This factor never has to be
-# undone, because it cancels if the denominator sums :math:`2^8 p_j`, too. It does not even take a
-# multiplication, because :math:`2^8\, 2^{x} = 2^{x + 8}`: the kernel combines the 8 with the
-# maximum that it subtracts from the score. More is not better, because with :math:`2^9` the largest
-# weights would become 512 and be stored as 448.
-#
-# **When does it matter?** Models often put one key far ahead of the others, usually the very first.
-# All other weights are then small, and matter only together. We compute such a case in float64:
-# 4,096 normal scores of deviation 0.5, and one of them ahead of all others by 6. Of the five cases
-# in the fold it is the one in which scaling matters most.
+# **It matters where one key is far ahead of the others**, in models usually the very first. All
+# other weights are then small, and matter only together. We compute such a case in float64: 4,096
+# normal scores of deviation 0.5, and one of them ahead of all others by 6.
 
 
 # Measuring
@@ -568,8 +545,7 @@ lab.sketch(
 )
 
 # %%
-# Each orange tick is a number of e4m3. The dashed line is at half of the smallest, and what lies
-# left of it becomes zero.
+# The orange ticks are the numbers of e4m3. What lies left of the dashed line becomes zero.
 
 # %%
 
@@ -577,13 +553,7 @@ lab.sketch(
 far = rows[-1]
 lab.read(
     f"As they are, {far['lost with 2^0']} of these weights become zero, and the output is off by "
-    f"{far['error with 2^0']}. Times 2⁸ it is off by {far['error with 2^8']}, and times 2⁹ by "
-    f"{far['error with 2^9']}. If no key is ahead, the weights that matter are large, and "
-    + (
-        "scaling changes nothing."
-        if rows[0]["error with 2^0"] == rows[0]["error with 2^8"]
-        else "scaling changes less."
-    )
+    f"{far['error with 2^0']}. Times 2⁸ it is off by {far['error with 2^8']}."
 )
 
 # %%
@@ -596,34 +566,30 @@ lab.read(
 # The kernel
 # ----------
 #
-# *Where do the eight bits enter the loop?*
-#
-# The kernel is that of :doc:`/chapters/attention_fast`, in smaller tiles: up to head_dim 128 they
-# have 64 queries and 4 warps, so that more programs fit on an SM. An iteration weighs one tile of
-# keys, adds its values, and computes the dot products of the next. V is stored with its keys
-# contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only says which dimension is
-# which. For each tile of keys, from ``start_n`` on:
+# The kernel is that of :doc:`/chapters/attention_fast` with four changes: the descales, the factor
+# :math:`2^8`, a transposed V, and sums of single tiles. An iteration weighs one tile of keys, adds
+# its values, and computes the dot products ``qk`` of the next. For each tile, from ``start_n`` on:
 
 lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 
 # %%
-# Four things differ from the loop in 16 bits: a descale in ``scale_log2``, the power ``P_LOG2``,
-# the ``.T`` of V, and ``PROMOTED``. ``weigh`` makes the weights ``p`` of the dot products ``qk``,
-# and ``alpha``, which converts the old sums to the new maximum. Where ``MASKED`` or ``LEFT`` is
-# set, it first makes :math:`-\infty` of what a query does not see. In FP8 ``P_LOG2`` is 8, and
-# ``scale_log2`` contains the descales of q and k:
+# ``weigh`` makes the weights ``p`` of the dot products, and ``alpha``, which converts the old sums
+# to the new maximum. ``scale_log2`` contains the descales of q and k, and ``P_LOG2`` is 8. (The
+# other arguments tell which keys a query sees, and ``LEFT`` is set in windows.)
 
 lab.source(forward.weigh, "rescale")
 
 # %%
-# ``add_values`` rounds the weights. On a GPU, ``to_e4m3(p, ...)`` is ``p.to(tl.float8e4nv)``, which
-# is how Triton names e4m3. The flag ``PROMOTED`` is the subject of the next section.
+# V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only
+# says which dimension is which. ``add_values`` rounds the weights: on a GPU, ``to_e4m3(p, ...)`` is
+# ``p.to(tl.float8e4nv)``, Triton's name of e4m3. ``PROMOTED`` is the subject of the next section.
 
 lab.source(fp8.add_values)
 
 # %%
 # .. dropdown:: The kernel whole
 #
+#    Up to head_dim 128 the tiles have 64 queries and 4 warps, so that more programs fit on an SM.
 #    The weights become e4m3 even where V is e5m2, because they need precision and not range.
 #
 #    The kernel, from the place of a program to what it writes:
@@ -641,22 +607,19 @@ lab.source(fp8.add_values)
 # Accumulators with fewer bits
 # ----------------------------
 #
-# *Can a matrix unit add thousands of products without losing some of them?*
-#
-# Imagine a calculator that keeps four digits and cuts off the rest. Once its sum has reached 1,000,
-# adding 0.9 changes nothing, however often we do it. Hopper's matrix unit has the same problem in
-# 8-bit matmuls. An instruction adds 32 products to the sum so far. It aligns them with the largest,
-# and cuts off every bit that lies more than 13 places below that one's leading bit, although its
-# accumulators are float32 registers with 24 significant bits. The 13 we measure below; the 32 we
-# assume, and a model with it will agree with what we measure.
+# Hopper's matrix unit loses small terms of a long sum in 8-bit matmuls. Imagine a calculator that
+# keeps four digits and cuts off the rest. Once its sum has reached 1,000, adding 0.9 changes
+# nothing, however often we do it. The matrix unit keeps 13 places below the leading bit, as we
+# measure below, and cuts off the rest, although its accumulators are float32 registers with 24
+# bits.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
 # zero, and the kernel adds the sums of the tiles in ordinary float32 registers.
 #
 # In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
-# that are all about 1: one sum has grown to :math:`2^{12}` and keeps 13 more bits, down to
-# :math:`2^{-1}` (grey). The next term, a product of two numbers of 4 bits, has 8, from :math:`2^0`
-# to :math:`2^{-7}`, and only its first two still count.
+# that are all about 1. The sum has grown to :math:`2^{12}` and keeps bits down to :math:`2^{-1}`
+# (grey). The next term has 8 bits, from :math:`2^0` to :math:`2^{-7}`, and only the first two
+# count.
 
 
 # Drawing
@@ -713,8 +676,7 @@ lab.sketch(
 )
 
 # %%
-# **Are there really 13 places?** We test it twice. First, a single matmul adds :math:`2^{-n}` to 1,
-# on the GPU.
+# **We test the 13 places twice.** First, a single matmul adds :math:`2^{-n}` to 1, on the GPU.
 
 
 # Measuring
@@ -777,8 +739,8 @@ lab.read(
 )
 
 # %%
-# Second, a model of the matrix unit in float64, which keeps 12, 13 or 14 places, predicts the error
-# of a whole attention. All values of V are around 1, so that the sums grow.
+# Second, a model of the matrix unit in float64 predicts the error of a whole attention. It keeps 13
+# places and adds 32 products at a time, a number that we assume. All values of V are around 1.
 
 
 # Measuring
@@ -881,6 +843,22 @@ lab.table(
     [
         {"keys": n}
         | {
+            "model": shown(models[PLACES][n]),
+            "one sum, measured": shown(sum_error(1, n, "not promoted")),
+            "promoted": shown(sum_error(1, n, "promoted")),
+        }
+        for n in KEYS
+    ],
+    "Error in percent, values around 1",
+)
+
+# %%
+
+# Folded: The same with 12, 13 and 14 places, and of rounding the weights alone
+lab.table(
+    [
+        {"keys": n}
+        | {
             f"model, {places} places": shown(found[n])
             for places, found in models.items()
         }
@@ -891,7 +869,7 @@ lab.table(
         }
         for n in KEYS
     ],
-    "Error in percent, values around 1",
+    "Error in percent, values around 1, by the places that a model keeps",
 )
 
 # %%
@@ -904,35 +882,31 @@ apart = {
 nearest = min(apart, key=lambda places: max(apart[places]))
 of_others = min(min(found) for places, found in apart.items() if places != nearest)
 lab.read(
-    f"From {KEYS[1]:,} keys on, the model with {nearest} places is within "
-    f"{math.ceil(100 * max(apart[nearest]))} % of what we measure, and the others are off by more "
-    f"than {math.floor(100 * of_others)} %. **At {KEYS[-1]:,} "
-    f"keys promotion reduces the error from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Rounding the weights alone, in float64, makes "
-    f"{sum_error(1, KEYS[-1], 'rounding alone'):.2f} %. Values around 0 need promotion "
-    "less, because their sums hardly grow."
+    f"From {KEYS[1]:,} keys on, the model is within {math.ceil(100 * max(apart[PLACES]))} % of "
+    f"what we measure, and models with one place more or less are off by more than "
+    f"{math.floor(100 * of_others)} %. **At {KEYS[-1]:,} keys promotion reduces the error from "
+    f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Values around 0 need it less, because their "
+    "sums hardly grow."
 )
 
 # %%
 # Is it right?
 # ------------
 #
-# *How does one test a kernel that is meant to round?*
-#
-# The truth is attention in float64 of the *stored* values, because what ``quantize`` lost is not
-# the kernel's fault. The *yardstick* is float64 with only the weights rounded as in the kernel. The
-# output may err twice as much, because it is rounded to 16 bits, too. With 8-bit q and k, the
-# matrix unit cuts the terms of a score 13 places below the largest, so we allow lse twice that,
-# :math:`2^{-12}` of itself (2.4e-04). Each head is compared on its own, because a wrong head could
-# hide behind a larger one, and the line below is about the worst of them.
+# A kernel that is meant to round is compared with a *yardstick* that rounds the same. The truth is
+# attention in float64 of the *stored* values. The yardstick is float64 with only the weights
+# rounded as in the kernel, and the output may err twice as much. Each head is compared on its own,
+# because a wrong head could hide behind a larger one.
 #
 # .. dropdown:: What the name of an input lists, and more on tolerances
 #
 #    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
-#    twice as much as the yardstick also because a weight may fall on the other side of a boundary.
-#    Rounding the weights does not affect lse, so its yardstick is one rounding to float32, and with
-#    q and k in 16 bits it may err eight times as much. The :math:`2^{-12}` for 8 bits is relative
-#    to lse, and twice one cut.
+#    twice as much as the yardstick because it is rounded to 16 bits, too, and because a weight may
+#    fall on the other side of a boundary. Rounding the weights does not affect lse, so its
+#    yardstick is one rounding to float32, and with q and k in 16 bits it may err eight times as
+#    much. With 8-bit q and k, the matrix unit cuts the terms of a score 13 places below the
+#    largest, so we allow lse twice that, :math:`2^{-12}` of itself (2.4e-04).
 
 
 # Measuring
@@ -1038,20 +1012,18 @@ with_nan[2][0, 1, 7, 3] = float("nan")
 spoilt = plain(*prepare(*with_nan)[0]).isnan()[0].any(-1).any(-1)
 assert spoilt.tolist() == [False, True, False]
 lab.read(
-    f"Can this check fail? In a small case the kernel errs by {judged['ours']['error']:.3f}, where "
-    f"{judged['ours']['tolerance']:.3f} is allowed. Zeros err by {judged['zeros']['error']:.1f}, "
-    f"two heads swapped by {judged['swapped']['error']:.1f}, and both are refused."
+    f"The check can fail: in a small case it allows an error of "
+    f"{judged['ours']['tolerance']:.3f}. Zeros err by {judged['zeros']['error']:.1f}, two heads "
+    f"swapped by {judged['swapped']['error']:.1f}, and both are refused."
 )
 
 # %%
 # What eight bits cost
 # --------------------
 #
-# *How much accuracy does a model lose?*
-#
-# The check compares with the *stored* values. What a model sees is the error against float64 of the
-# *original* ones. We take normal data, and data with *outliers*, as the activations of language
-# models have them: one number in a thousand is ten times as large.
+# What a model sees is the error against float64 of the *original* values. We take normal data, and
+# data with *outliers*, as the activations of language models have them: one number in a thousand is
+# ten times as large.
 
 
 # Measuring
@@ -1157,10 +1129,8 @@ def in_all(operands, data, part="in all"):
 
 lab.read(
     f"With all operands in e4m3, the output is off by {in_all('all in e4m3', 'normal'):.1f} % on "
-    f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. With V alone it "
-    f"is off by {in_all('V in e4m3', 'normal'):.1f} %, for which V and the weights are rounded. "
-    "e5m2 errs more, because its mantissa "
-    "has one bit less. "
+    f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. e5m2 errs more, "
+    "because its mantissa has one bit less. "
     + (
         "V alone errs less with outliers, because a large score gives one key nearly all of the "
         "weight, and that weight is stored exactly."
@@ -1170,14 +1140,12 @@ lab.read(
 )
 
 # %%
-# **When do q and k cost more than V?**
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A relative error in V becomes one of the output, whatever the scores are. An error in q or k
-#    moves a score by a part of its size, and the exponential turns that into a factor of the
-#    weight. So it grows with the scores.
+#    A relative error in V becomes one of the output. An error in q or k moves a score by a part of
+#    its size, and the exponential turns that into a factor of the weight. So it grows with the
+#    scores.
 #
 # If a score of 1 is wrong by 2 %, its weight is wrong by 2 %, too. If a score of 20 is, its weight
 # is wrong by half, because :math:`e^{0.4}` is about 1.5.
@@ -1197,7 +1165,7 @@ lab.table(rows, "The larger the scores, the more q and k matter")
 
 # %%
 
-# Reading
+# Folded: Which part of the error comes from what
 
 
 def beside(error, part):
@@ -1214,27 +1182,25 @@ def of_scores(data):
 
 
 lab.read(
-    "Independent errors add by their squares, so each has its part in that of the whole. On normal "
-    f"data, rounding the weights makes {in_all('V in e4m3', 'normal', 'kernel'):.1f} %, V "
-    f"{of_values('normal'):.1f} %, and q and k {of_scores('normal'):.1f} % together: the root of "
-    f"the sum of their squares is the {in_all('all in e4m3', 'normal'):.1f} % of the figure. With "
-    f"outliers, whose scores are larger, they make "
-    f"{in_all('V in e4m3', 'outliers', 'kernel'):.1f}, {of_values('outliers'):.1f} and "
-    f"{of_scores('outliers'):.1f} %."
+    "Independent errors add by their squares. On normal data, rounding the weights makes "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %, V {of_values('normal'):.1f} %, and q and k "
+    f"{of_scores('normal'):.1f} % together: the root of the sum of their squares is the "
+    f"{in_all('all in e4m3', 'normal'):.1f} % of the figure. With outliers, whose scores are "
+    f"larger, they make {in_all('V in e4m3', 'outliers', 'kernel'):.1f}, "
+    f"{of_values('outliers'):.1f} and {of_scores('outliers'):.1f} %."
 )
 
 # %%
 # How fast is it?
 # ---------------
 #
-# *How much of the faster matmul reaches attention?*
+# Attention gets only a part of what the matmul gains. The :term:`limit` is the matmul in bfloat16
+# of the beginning, which 8-bit kernels may exceed. Operands have 8 bits before the clock starts.
 #
-# The :term:`limit` is the matmul in bfloat16 of the beginning, timed anew beside each point; 8-bit
-# kernels may exceed it. The operands have 8 bits before the clock starts. *All in FP8* and *V in
-# FP8* are the kernel above, and *plain Triton bf16* is the same in 16 bits. *Kernel Book bf16* is
-# what ``attention`` runs by default, a faster kernel for Hopper alone. *All in FP8, Gluon* is such
-# a kernel in 8 bits, for a later section. *SDPA cuDNN* is PyTorch's in 16 bits. A library's
-# attention in 8 bits, such as FlashAttention-3's, was not timed.
+# - *All in FP8* and *V in FP8* are the kernel above; *plain Triton bf16* is the same in 16 bits.
+# - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone.
+#   *All in FP8, Gluon* is such a kernel in 8 bits, the subject of a later section.
+# - *SDPA cuDNN* is PyTorch's in 16 bits. No library's attention in 8 bits was timed.
 
 
 # Measuring
@@ -1341,18 +1307,14 @@ for head_dim in (128, 64):
 lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384")
 
 # %%
-# **Why is FP8 not twice as fast?** In a cycle an SM does 4,096 operations of a matmul with 16 bits
-# or 8,192 with 8, but 16 exponentials with either. With head_dim 128, the two matmuls take 512
-# operations per score, which are 2/16 of a cycle in 16 bits and 1/16 in 8. The exponential takes
-# 1/16 in either.
-#
-# So if matmuls and exponentials take turns, FP8 needs 2/16 instead of 3/16 of a cycle, and is 1.5
-# times as fast. Only if they overlapped perfectly would it be twice as fast, with 1/16 instead of
-# 2/16, and even that is on paper, where 8-bit matmuls are twice as fast.
+# **FP8 is not twice as fast, because the exponentials get no faster.** In a cycle an SM does 4,096
+# operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. With
+# head_dim 128, the two matmuls of a score take 512 operations: 2/16 of a cycle in 16 bits and 1/16
+# in 8. The exponential takes 1/16 in either. So if they take turns, FP8 needs 2/16 instead of 3/16
+# of a cycle, and is 1.5 times as fast. The table has the count for head_dim 64, too, and what we
+# measure at length 16,384 with a full mask:
 
 # %%
-
-# Reading
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
 rate = {name: speed.rate(name, **point) for name in speed.providers}
 in_8, in_16, plain_16 = (
@@ -1365,20 +1327,35 @@ of_64 = [
     speed.rate("all in FP8", **at_64) / speed.rate(name, **at_64)
     for name in ("plain Triton bf16", "Kernel Book bf16")
 ]
+lab.table(
+    [
+        {
+            "head_dim": head_dim,
+            "predicted": f"{gain_if(sum, head_dim):.2f} ×",
+            "beside plain bf16": f"{over_plain:.2f} ×",
+            "beside default bf16": f"{over_default:.2f} ×",
+        }
+        for head_dim, over_plain, over_default in (
+            (128, in_8 / plain_16, in_8 / in_16),
+            (64, *of_64),
+        )
+    ],
+    "How many times as fast FP8 is, predicted without overlap, and measured",
+)
+
+# %%
+
+# Reading
 lab.read(
-    f"With head_dim 128, FP8 makes the plain kernel {in_8 / plain_16:.2f} times as fast, where "
-    f"{in_turns:.2f} was predicted without overlap"
-    + (
-        ". The count leaves out every other instruction, and FP8 adds some, which convert the "
-        "weights. "
+    (
+        "The plain kernel gains a little less than predicted: the count leaves out every other "
+        "instruction, and FP8 adds some, which convert the weights. "
         if in_8 / plain_16 < in_turns
-        else ". "
+        else ""
     )
-    + f"**Beside the default bfloat16 kernel it is {in_8 / in_16:.2f} times as fast**, at "
-    f"{100 * in_8 / fast:.0f} % of the speed of an 8-bit matmul, where that kernel reaches "
-    f"{100 * in_16 / slow:.0f} % of one in bfloat16. With "
-    f"head_dim 64, where matmuls are a smaller part of the work, {gain_if(sum, 64):.2f} was "
-    f"predicted, and it is {of_64[0]:.2f} (beside the default kernel {of_64[1]:.2f})."
+    + "**Beside the default bfloat16 kernel FP8 gains less**, because that one is faster than the "
+    f"plain kernel. It reaches {100 * in_16 / slow:.0f} % of its matmul, and FP8 "
+    f"{100 * in_8 / fast:.0f} % of an 8-bit one."
 )
 
 # %%
@@ -1395,28 +1372,32 @@ of_causal = {
     for name in ("all in FP8", "Kernel Book bf16")
 }
 lab.read(
-    "**V alone in FP8** makes the plain kernel "
+    "**V alone in FP8** makes the plain kernel only "
     f"{rate.get('V in FP8', nan) / plain_16:.2f} times as fast with head_dim 128, because only the "
-    "second matmul speeds up, and its weights have to be converted first. "
+    "second matmul speeds up, and its weights have to be converted first. Beside the default "
+    "bfloat16 kernel it "
     + (
-        "Beside the default bfloat16 kernel it gains nothing"
+        "gains nothing"
         if best_of_v < 1.02
-        else "Beside the default bfloat16 kernel it gains "
-        f"{100 * (best_of_v - 1):.0f} % at best"
+        else f"gains {100 * (best_of_v - 1):.0f} % at best"
     )
     + (f", and at length {worst:,} " if worst != 16384 else ", and ")
     + (
-        f"it loses {100 * (1 - of_v[worst]):.0f} %. "
+        f"it loses {100 * (1 - of_v[worst]):.0f} %."
         if of_v[worst] < 0.99
-        else "loses nothing either. "
+        else "loses nothing either."
     )
-    + (
-        "One thing we cannot explain: at length 16,384 the causal mask, which usually costs "
-        f"speed, makes FP8 {100 * (of_causal['all in FP8'] - 1):.0f} % faster. We suspect the "
-        "clock, which a GPU lowers under load, but did not record it."
-        if of_causal["all in FP8"] > 1.01
-        else ""
-    )
+)
+
+# %%
+
+# Folded: One thing that we cannot explain
+lab.read(
+    "At length 16,384 the causal mask, which usually costs speed, makes FP8 "
+    f"{100 * (of_causal['all in FP8'] - 1):.0f} % faster. We suspect the clock, which a GPU lowers "
+    "under load, but did not record it."
+    if of_causal["all in FP8"] > 1.01
+    else "Nothing in this run: the causal mask costs speed, as it usually does."
 )
 
 # %%
@@ -1437,12 +1418,10 @@ lab.facts(
 # What quantising costs
 # ---------------------
 #
-# *From which length on does FP8 pay for its own preparation?*
-#
-# In a model q, k and v come from a matmul in bfloat16, so quantising them takes time as well. No
-# element can be rounded before the largest, the :term:`amax`, is known. So ``quantize`` reads each
-# element twice, 2 bytes each time, and writes 1 byte. V is transposed on the way. We compare it
-# with a copy of as many bytes, for 4 × 16 heads of 4,096 rows.
+# FP8 pays for its own preparation only from some length on, because in a model q, k and v come in
+# bfloat16. No element can be rounded before the largest, the :term:`amax`, is known. So
+# ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte. We time it on 4 × 16
+# heads, beside a copy of as many bytes.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
@@ -1522,8 +1501,6 @@ rounding = lab.bench(
     work="5 * batch * heads * seqlen * head_dim",
 )
 # %%
-
-# Reading
 where = {"head_dim": 128, "mask": "full", "seqlen": 4096}
 saved = speed.milliseconds_at("Kernel Book bf16", **where)
 saved -= speed.milliseconds_at("all in FP8", **where)
@@ -1538,23 +1515,38 @@ cost = all_three("Kernel Book")
 of_copy = [rounding.share("Kernel Book", contiguous=x) for x in ("head_dim", "seqlen")]
 begin = 4096 * cost / saved if saved > 0 else math.inf if saved <= 0 else nan
 expected = {"full": begin, "causal": 2 * begin}
+lab.table(
+    [
+        {"at length 4,096": what, "ms": f"{ms:.3f}"}
+        for what, ms in (
+            ("quantize, of q, k and v", cost),
+            ("the same by PyTorch operations", all_three("PyTorch")),
+            ("what FP8 saves of attention, full mask", saved),
+        )
+    ]
+    if rounding.rows
+    else [],
+    "What quantising costs, and what FP8 saves",
+)
+
+# %%
+
+# Reading
 lab.read(
     f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed of "
-    f"the copy. All three operands take {cost:.3f} ms, and {all_three('PyTorch'):.2f} ms by "
-    "PyTorch operations. "
+    "the copy. "
     + (
-        f"At length 4,096 FP8 saves {saved:.3f} ms of attention. In longer sequences it saves "
-        "more, and quantising as many tokens should cost the same. So FP8 should begin to pay at a "
-        f"length of about {round(begin, -2):,.0f}, and at twice that with a causal mask."
+        "What FP8 saves grows with the length, and what quantising costs should not. So FP8 should "
+        f"begin to pay at about {round(begin, -2):,.0f} keys, and at twice that with a causal mask."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result, at 16,384 tokens in all, with
-# the kernels that the package takes by default. *FP8 alone* is given its operands in 8 bits. FP8
-# pays where its line is above 1. Solid lines are for a full mask, dotted ones for a causal mask.
+# Now we measure the whole way from bfloat16 operands to the result. FP8 pays where its line is
+# above 1. Solid lines are for a full mask, dotted ones for a causal mask. *FP8 alone* is given its
+# operands in 8 bits.
 
 
 # Measuring
@@ -1678,11 +1670,17 @@ lab.read(
     f"{in_words('causal')} with a causal one**, which the times of the parts "
     f"{'allow' if met else 'do not explain'}. With PyTorch operations it "
     + (
-        f"never pays here: at best it reaches {in_operations:.2f} times the speed of bfloat16. "
+        "never pays here. "
         if in_operations < 1
         else f"reaches {in_operations:.2f} times the speed of bfloat16 at best. "
     )
-    + f"Quantising adds about {usual:.2f} ms at every length"
+)
+
+# %%
+
+# Folded: What quantising adds at each length
+lab.read(
+    f"Quantising adds about {usual:.2f} ms at every length"
     + (
         ", as far as the scatter of the times lets us tell"
         if unusual
@@ -1692,20 +1690,19 @@ lab.read(
             for (mask, n), more in unusual.items()
         )
     )
-    + ". A cache that keeps keys and values in 8 bits would avoid nearly all of it, but has to "
-    "choose their scale before it knows the largest."
+    + f". With PyTorch operations FP8 reaches {in_operations:.2f} times the speed of bfloat16 at "
+    "best. A cache that keeps keys and values in 8 bits would avoid nearly all of the cost, but "
+    "has to choose their scale before it knows the largest."
 )
 
 # %%
 # Eight bits with roles
 # ---------------------
 #
-# *A faster kernel for Hopper wins in 16 bits. Does it win in FP8, too?*
-#
-# It gives its :term:`warps <warp>` *roles*: some only load tiles, others only compute.
-# :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and you need
-# them for the folds below. Here it is enough to know what became of such a kernel in 8 bits, which
-# we wrote in :term:`Gluon`, Triton's lower language.
+# The faster kernel for Hopper, which wins in 16 bits, hardly ever wins in FP8. It gives its
+# :term:`warps <warp>` *roles*: some only load tiles, others only compute.
+# :doc:`/chapters/warps_with_roles` and :doc:`/chapters/attention_hopper` explain how, and the folds
+# below need them. We wrote such a kernel in 8 bits, in :term:`Gluon`, Triton's lower language.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
@@ -1752,7 +1749,8 @@ ahead = [
 ]
 lab.read(
     f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
-    f"plain kernel in FP8, and with head_dim 64 at {min(narrow):.2f} to {max(narrow):.2f} times. "
+    "plain kernel, and with head_dim 64 it is "
+    + ("slower everywhere. " if max(narrow) < 1 else "faster in places. ")
     + (
         "**So roles do not pay here"
         + (f", except with {' and '.join(ahead)}" if ahead else "")
@@ -1760,17 +1758,39 @@ lab.read(
         if 2 * len(ahead) < len(ratios)
         else ""
     )
-    + f"Before we wrote it, we aimed at {AIMS['full']} TFLOP/s without a mask and {AIMS['causal']} "
-    f"with a causal one. The faster of the two kernels reaches {best['full']:.0f} and "
-    f"{best['causal']:.0f}, so "
+    + f"Our aims, {AIMS['full']} TFLOP/s without a mask and {AIMS['causal']} with a causal one, "
     + (
-        "both aims are met. "
+        "are met."
         if len(met) == 2
-        else f"only the aim for a {met[0]} mask is met. "
+        else f"are met with a {met[0]} mask only."
         if met
-        else "**both aims are missed.** "
+        else "**are missed by both kernels.**"
     )
-    + f"The package runs the kernel with roles only {' and '.join(runs)}."
+)
+
+# %%
+# So the package runs it only with head_dim 128 and a causal mask. Its table ``CHOICES`` says up to
+# how many keys, and with which configuration; ``None`` is the plain kernel:
+#
+# .. literalinclude:: /../src/kernelbook/ops/hopper/fp8_choice.py
+#    :language: python
+#    :start-at: (128, "causal")
+#    :end-at: (128, "causal")
+#    :dedent:
+
+# Reading
+swaps = [
+    (most, config)
+    for most, config in fp8_choice.CHOICES[128, "causal"]
+    if config is not None
+]
+leads, trails = (ratios.get((128, "causal", length), nan) for length in (1024, 4096))
+assert [most for most, _ in swaps] == [2048]
+assert runs == ["with head_dim 128 and a causal mask, up to 2,048 keys"]
+lab.read(
+    f"The limit, {swaps[0][0]:,} keys, lies between two measured lengths: at 1,024 keys the kernel "
+    f"with roles runs at {leads:.2f} times the speed of the plain one, and at 4,096 at "
+    f"{trails:.2f} times."
 )
 
 # %%
@@ -2033,14 +2053,11 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # What breaks it
 # --------------
 #
-# *Which mistakes go unnoticed?*
-#
 # **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
-# attention, a kernel that has been copied many times. V, (heads, head_dim, length), lies in memory
-# head after head. The kernel describes it as *one* matrix of :math:`D` rows and :math:`H N`
-# columns, for :math:`H` heads of head_dim :math:`D` and :math:`N` keys, whose rows begin :math:`N`
-# numbers apart. Head :math:`h` begins at number :math:`h D N` in memory, so the kernel asks for the
-# tile at this column. With two heads, head_dim 2 and 3 keys:
+# attention. V, (heads, head_dim, length), lies in memory head after head. The kernel describes it
+# as *one* matrix of :math:`D` rows and :math:`H N` columns, for :math:`H` heads of head_dim
+# :math:`D` and :math:`N` keys, and asks for head :math:`h` at the column :math:`h D N`, its place
+# in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2050,8 +2067,8 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 #
 # The addresses are right: column 6 is number 6, where head 1 begins. But the hardware that copies
 # tiles also checks the bounds, and gives zeros for what lies outside. So only heads with
-# :math:`h D N < H N` are read, the first :math:`H / D`. We try both in a small kernel that averages
-# values. The mistake is where the host describes V, and where the kernel asks for a tile:
+# :math:`h D N < H N` are read, the first :math:`H / D`. In a small kernel that averages values, the
+# mistake is where the host describes V, and where the kernel asks for a tile:
 #
 # .. literalinclude:: attention_fp8.py
 #    :language: python
@@ -2085,8 +2102,8 @@ def _average_kernel(
 
 
 # %%
-# The copied kernel passed its test nevertheless, because the test allowed an absolute error of 3,
-# more than an average of normal numbers. So we also give this test a result of zeros.
+# The kernel passed its test nevertheless, because the test allowed an absolute error of 3,
+# more than an average of normal numbers. Even a result of zeros passes it:
 
 
 # Measuring
@@ -2134,8 +2151,8 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 lab.table(rows, "32 heads, head_dim 16, 64 keys")
 
 # %%
-# Only two of the 32 heads are read. Two habits catch the mistake: compare each head's error with
-# its own truth, and make sure that zeros fail.
+# Two habits catch the mistake: compare each head's error with its own truth, and make sure that
+# zeros fail.
 #
 # .. dropdown:: A register that nobody wrote
 #
@@ -2145,12 +2162,11 @@ lab.table(rows, "32 heads, head_dim 16, 64 keys")
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **Asking for a gradient** does not go unnoticed, because it raises an error. The package has none,
-# because the gradient of the weights would be rounded to 8 bits as well, and spans a far wider
-# range.
+# **Asking for a gradient** raises an error, because the gradient of the weights would be rounded to
+# 8 bits as well, and spans a far wider range.
 
 
-# Reading
+# Folded: What it says
 def said(call):
     try:
         call()
@@ -2168,20 +2184,17 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # In short
 # --------
 #
-# Eight bits in all operands pay in long sequences. V alone loses the least accuracy, but on Hopper
-# it gains little or no speed over the package's kernel in bfloat16. Eight bits need one descale per
-# head, a transposed V, weights scaled up to where the format has numbers, and accumulators emptied
-# after every tile. They do not double the speed, because with head_dim 128 the exponentials, which
-# stay in float32, take as long as 8-bit matmuls, and other instructions come on top.
-# Warps with roles do not change that.
+# Eight bits in all operands pay in long sequences. They need one descale per head, a transposed V,
+# weights scaled up to where the format has numbers, and accumulators emptied after every tile. They
+# do not double the speed, because the exponentials stay in float32. V alone loses the least
+# accuracy, but gains little or no speed over the package's kernel in bfloat16.
 #
 # Exercises
 # ---------
 #
 # **1. A rotation against outliers.** A large column of q and k dominates every score, as does its
-# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Choose
-# one that spreads a large element over all columns, apply it before ``quantize``, and look at the
-# error.
+# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Apply one
+# before ``quantize`` that spreads a large element over all columns. What happens to the error?
 
 # %%
 
@@ -2220,8 +2233,8 @@ assert rows[2]["rotated, %"] < rows[2]["as they are, %"]
 lab.table(rows, "Error with all operands in e4m3, against the original")
 
 # %%
-# **2. One descale for each column of K.** If a column of k is large, divide it before rounding, and
-# multiply the same column of q. Does that help?
+# **2. One descale for each column of K.** Divide a large column of k before rounding, and multiply
+# the same column of q. Does that help?
 
 # %%
 
@@ -2250,9 +2263,8 @@ for name, factor in (("per head", torch.ones_like(column)), ("per column", colum
 lab.table(rows, "Error of the result when K alone is rounded")
 
 # %%
-# **3. One descale for each block of V.** If the values in a later part of a text are much larger,
-# one descale per head rounds the early ones to zero. Can each block of keys have its own descale,
-# without a new kernel?
+# **3. One descale for each block of V.** If the later values of a text are much larger, one descale
+# per head rounds the early ones to zero. Can each block of keys have its own, without a new kernel?
 
 # %%
 
@@ -2297,8 +2309,6 @@ lab.table(rows, "Values that grow a million times")
 # - Micikevicius and others. *FP8 formats for deep learning.* arXiv:2209.05433, 2022.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* arXiv:2407.08608, 2024.
-# - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
-#   2024.
 # - Zhang, Wei, Huang, Zhang, Zhu, Chen. *SageAttention: accurate 8-bit attention for plug-and-play
 #   inference acceleration.* arXiv:2410.02367, 2024.
 # - Ashkboos and others. *QuaRot: outlier-free 4-bit inference in rotated LLMs.* arXiv:2404.00456,
