@@ -9,7 +9,7 @@ from kernelbook import reference
 from kernelbook.small.softmax import online_softmax, shared_row_kernel, shared_softmax
 
 FACTOR = 4
-"""Of PyTorch's error: the kernels rescale their sum at each of up to 63 blocks, one rounding each."""
+"""Of PyTorch's error: the kernels rescale a sum at each of up to 63 blocks, one rounding each."""
 
 
 def check(x, softmax=online_softmax, **blocks):
