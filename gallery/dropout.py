@@ -48,8 +48,8 @@ def simple_dropout(x, p):
 # %%
 # Both tensors lie in the GPU's main memory, :term:`HBM`, so every implementation must read ``x``
 # once and write ``y`` once: 4 bytes per element in 16 bits. The function above moves 14, because
-# PyTorch runs each of its four operations as a :term:`kernel` of its own, which reads its inputs
-# from memory and writes its output back.
+# each of its four operations is a :term:`kernel` of its own, which reads from memory and writes
+# back.
 #
 # .. dropdown:: How the 14 bytes are counted
 #
@@ -64,8 +64,8 @@ def simple_dropout(x, p):
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# The allocator says what each version still holds after the forward pass of a large input, apart
-# from ``x`` and ``y``. ``masked_dropout`` and ``dropout`` are this book's operators.
+# The allocator says what each version holds after the forward pass, apart from ``x`` and ``y``.
+# ``masked_dropout`` and ``dropout`` are this book's operators.
 
 
 def held_for_backward():
@@ -97,8 +97,8 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# The mask is half the size of the float16 activation itself. The seed costs 8 bytes for an input of
-# any size, which the table rounds to nothing.
+# The mask is half the size of the float16 activation itself. The seed costs 8 bytes, which the
+# table rounds to nothing.
 #
 # The idea
 # --------
@@ -142,7 +142,7 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    \end{cases}
 #
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is :math:`x_i`. The
-# threshold is rounded to an integer, so that the kernel can compare two integers.
+# threshold is rounded, so that the kernel can compare two integers.
 #
 # **Backward.** Each output depends on one input, through a factor of :math:`1 / (1 - p)` or zero.
 # By the chain rule the gradient is multiplied by the same factor: :math:`dx_i = dy_i / (1 - p)` if
@@ -188,8 +188,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The kernels
 # -----------
 #
-# The yardstick is a copy, which reads ``x``, writes ``y`` and does nothing else. The figure shows
-# the whole ladder, which we then climb rung by rung.
+# The yardstick is a copy, which reads ``x`` and writes ``y``. The figure shows the whole ladder,
+# which we then climb rung by rung.
 #
 # - ``simple_dropout`` is the function above.
 # - ``stored mask`` reads a mask that was drawn before, and whose drawing is not counted.
@@ -261,7 +261,7 @@ on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
 lab.read(
     f"In float16{on_gpu}, the four operations of `simple_dropout` reach "
     f"{half['simple_dropout']:.0f} % of the speed of a copy, where their bytes alone would allow "
-    f"{100 * 4 / 14:.0f} %. Much of the rest is probably drawing the numbers."
+    f"{100 * 4 / 14:.0f} %."
 )
 
 # %%
@@ -321,8 +321,8 @@ lab.read(
         if stored > 80.5
         else ""
     )
-    + f" PyTorch's own kernel moves the same bytes and reaches {half['PyTorch']:.0f} %, in part "
-    "because it also draws the numbers."
+    + f" PyTorch's own kernel moves the same bytes, draws the numbers too, and reaches "
+    f"{half['PyTorch']:.0f} %."
 )
 
 # %%
@@ -466,6 +466,10 @@ backward = lab.bench(
     work="2 * elements * itemsize",
 )
 back_shown = ["PyTorch", "torch.compile", "stored mask", "Kernel Book"]
+
+# %%
+
+# Folded: Backward as a figure, in float16
 lab.ladder(backward, "Backward, 2²⁸ elements", back_shown, by="dtype", where=in_half)
 
 # %%
@@ -496,8 +500,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The truth is computed in float64, with a Philox written in plain PyTorch that shares no code with
-# the kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
+# The truth is computed in float64, with a Philox in plain PyTorch that shares no code with the
+# kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
 
 
 def cases():
@@ -866,7 +870,7 @@ lab.facts(
 # Small inputs
 # ------------
 #
-# With a small input neither the bytes nor the arithmetic set the time, because a launch takes some
+# With a small input neither bytes nor arithmetic set the time, because a launch takes some
 # microseconds however little the kernel does.
 
 sizes = lab.bench(
@@ -944,8 +948,7 @@ one_launch = ""
 if behind := ahead("PyTorch"):
     one_launch = (
         "PyTorch's operator is a single launch, and up to "
-        f"{max(behind):,} elements takes less of the GPU's time, by up to "
-        f"{max(behind.values()):.1f} µs. "
+        f"{max(behind):,} elements takes up to {max(behind.values()):.1f} µs less. "
     )
 if behind := ahead("torch.compile"):
     one_launch += (
@@ -954,8 +957,8 @@ if behind := ahead("torch.compile"):
     )
 lab.read(
     f"At 16Ki elements our operator takes {small:.1f} µs, where moving the bytes would take "
-    f"{bytes_time:.2f}. The rest is the fixed cost of two launches, one that draws the seed and "
-    f"one of the kernel. {one_launch}If you pass a seed yourself, you save the first launch"
+    f"{bytes_time:.2f}. It has two launches, one that draws the seed and one of the kernel. "
+    f"{one_launch}With a seed of your own you save the first launch"
     + (
         ", and `seven rounds` is as fast as a copy."
         if given < 1.01 * copied
@@ -964,8 +967,8 @@ lab.read(
 )
 
 # %%
-# On inputs this small the host is the bottleneck. Our host code is Python where PyTorch's is C++;
-# :doc:`/hardware` says where its time goes.
+# Here the host is the bottleneck, with Python where PyTorch has C++: :doc:`/hardware` says where
+# its time goes.
 
 # Folded: What a call costs the host
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1007,7 +1010,7 @@ lab.read(
 # --------------
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. We imitate it by repeating one block.
+# gets the same mask, as here one block that is repeated.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0

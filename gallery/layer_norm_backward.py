@@ -104,8 +104,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it.
 # So two parts of the gradient that arrives at :math:`\hat{x}` never reach :math:`x`: its mean and,
-# but for epsilon, its part along :math:`\hat{x}`. Six steps derive this, for a row :math:`x` with
-# mean :math:`m`, variance :math:`v` and :math:`r = 1 / \sqrt{v + \epsilon}`.
+# but for epsilon, its part along :math:`\hat{x}`. We derive this for a row :math:`x` with mean
+# :math:`m`, variance :math:`v` and :math:`r = 1 / \sqrt{v + \epsilon}`.
 #
 # *Step 1.* Weight and bias act on each element separately:
 #
@@ -117,7 +117,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #    d\hat{x}_j &= w_j\, dy_j
 #    \end{aligned}
 #
-# where the first two are summed over all rows. The code calls the last one ``wdy``.
+# The first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
 # is a matrix :math:`P` times :math:`x`:
@@ -260,7 +260,7 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    f"All six steps agree with automatic differentiation: the largest difference is {worst:.0e}."
+    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -277,7 +277,7 @@ lab.source(sum_my_rows)
 
 # %%
 # Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is step 6, in the
-# same names. These kernels take float32 rows of up to 4,096 elements.
+# same names.
 #
 # The obvious way: a lock
 # -----------------------
@@ -314,11 +314,6 @@ lab.source(lock_kernel)
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# The host's part is short: a buffer of zeros, a lock that is free, and one launch.
-
-lab.source(with_lock)
-
-# %%
 # No lock: partial sums
 # ---------------------
 #
@@ -337,7 +332,13 @@ lab.source(add_kernel)
 # The host launches both, without zeros and without a lock, and with as many buffers as programs. To
 # ``add_kernel``, a buffer is one row: ``dw`` and then ``db``.
 
-lab.source(without_lock)
+# Folded: What the host does, for either way
+lab.listing(
+    {
+        "One buffer of zeros, and a lock that is free": with_lock,
+        "A buffer for each program, and a second launch": without_lock,
+    }
+)
 
 # %%
 
@@ -543,8 +544,6 @@ lab.read(
 differ
 
 # %%
-# What partial sums cost is the buffers, which are written once and read once.
-#
 # .. raw:: html
 #
 #    <span id="partial-sums-stay-in-l2"></span>
@@ -574,9 +573,9 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
     for row in sizes.rows
 ] or [nan]
 lab.read(
-    "At the sizes of the figures, they add "
-    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`; "
-    "with fewer rows it is more."
+    "To write their buffers and read them again adds "
+    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
+    "the sizes of the figures, and more where there are fewer rows."
 )
 
 # %%
@@ -592,9 +591,9 @@ sizes
 # of them takes every row, and each program one part of it. ``dw`` and ``db`` need no exchange, but
 # ``c1`` and ``c2`` are sums over all parts, which the programs tell each other through *slots* of
 # memory, as in :doc:`/chapters/softmax`. To wait less, they collect the slots of a row one
-# iteration after they have filled them. In each iteration of its loop, a program
+# iteration after they have filled them. In each iteration, a program
 #
-# 1. *publishes* what its part of this row adds to ``c1`` and ``c2``;
+# 1. *publishes* in a slot what its part of this row adds to ``c1`` and ``c2``;
 # 2. loads its part of the next row *ahead*;
 # 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
 # 4. *shifts*: this row becomes the row before, and the next becomes this one.
@@ -604,23 +603,12 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# Here is what it publishes. ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one
-# reduction. ``to_slot`` makes 64 bits of them, and ``publish`` stores these at once, so that nobody
-# reads one number without the other.
+# A part that does not come in time is computed by those who wait for it. One width has a kernel of
+# its own: a row of 16,384 numbers of 16 bits fits in one program beside its sums, if it stays
+# *packed* in pairs, as in the forward pass.
 
-lab.source(split_bwd_kernel, "publish")
-
-# %%
-# An iteration later, ``collect`` takes the slots of all parts apart again. Their sums, divided by
-# :math:`N` in ``means_of``, are ``c1`` and ``c2``, and the program finishes its part of the row
-# ``before`` by step 6.
-
-lab.source(split_bwd_kernel, "finish")
-
-# %%
-# The fold holds what stands between them, the wait: a part that does not come in time is computed
-# by those who wait for it. One width has a kernel of its own. A row of 16,384 numbers of 16 bits
-# fits in one program beside its sums, if it stays *packed* in pairs, as in the forward pass.
+# Folded: Steps 1 and 3 in the kernel
+lab.source(split_bwd_kernel, "publish", "finish")
 
 # %%
 
@@ -628,7 +616,12 @@ lab.source(split_bwd_kernel, "finish")
 lab.source(split_bwd_kernel)
 
 # %%
-# .. dropdown:: More: at which slots a program looks
+# .. dropdown:: More: the names in the code, and at which slots a program looks
+#
+#    ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one reduction. ``to_slot``
+#    makes 64 bits of them, and ``publish`` stores these at once, so that nobody reads one number
+#    without the other. ``collect`` takes the slots of all parts apart again, and ``means_of``
+#    divides by the length of a row. ``before`` is the row before.
 #
 #    ``parts`` are 0 to 31, one for each thread of a :term:`warp`, so that in a row of 16 parts each
 #    slot is read twice (``% N_PARTS``), and counted once. With more parts than a warp has threads,
@@ -975,7 +968,10 @@ LOCKS = {  # of each: whether there are barriers, and what the swap and the exch
     "neither": (False, "relaxed", "relaxed"),
 }
 
+# %%
 
+
+# Measuring
 def locked_sum(x, protections):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
