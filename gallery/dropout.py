@@ -9,8 +9,7 @@ You will learn
 
 - what a stored mask costs in memory and in time, and how a single seed replaces it;
 - how a counter-based generator gives every element its own random number, in any order;
-- why drawing one number per call makes arithmetic the limit, and how four per call and fewer rounds
-  reach the speed of a copy.
+- why four random numbers per call and fewer rounds reach the speed of a copy, and one does not.
 """
 
 # sphinx_gallery_thumbnail_number = 8
@@ -107,8 +106,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # computes each number from the one before, so thousands of threads cannot share it.
 #
 # A :term:`counter-based generator` has no state. It is like a library of books full of random
-# numbers, in which anybody can open any book at any page. The *seed* says which book, the *counter*
-# which page, and the same pair gives the same random bits every time.
+# numbers, in which anybody can open any book at any page: the *seed* says which book, the *counter*
+# which page.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -130,9 +129,9 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The mathematics
 # ---------------
 #
-# **Forward.** If numbers had 4 bits, from 0 to 15, and a quarter of the elements were to be
-# dropped, an element would be dropped where its number is below 4. Ours have 32 bits. Let
-# :math:`r_i` be that of element :math:`i`, uniform in :math:`\{0, \dots, 2^{32} - 1\}`:
+# **Forward.** If numbers had 4 bits, from 0 to 15, a quarter of the elements would be dropped where
+# the number is below 4. Ours have 32 bits. Let :math:`r_i` be that of element :math:`i`, uniform in
+# :math:`\{0, \dots, 2^{32} - 1\}`:
 #
 # .. math::
 #
@@ -144,9 +143,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is :math:`x_i`. The
 # threshold is rounded, so that the kernel can compare two integers.
 #
-# **Backward.** Each output depends on one input, through a factor of :math:`1 / (1 - p)` or zero.
-# By the chain rule the gradient is multiplied by the same factor: :math:`dx_i = dy_i / (1 - p)` if
-# :math:`r_i \ge p \cdot 2^{32}`, and zero otherwise.
+# **Backward.** Each output is its input times :math:`1 / (1 - p)` or zero, so the gradient is
+# multiplied by the same factor.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -155,9 +153,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    passes.
 #
 # **Philox.** A function of a counter can look random because of what a multiplication does to
-# digits: 37 · 83 = 3071, with the upper half 30 and the lower half 71. With 36 in place of 37 the
-# halves are 29 and 88: a small step at the input has changed both. Philox does this to 32 bits,
-# over and over, in *rounds*.
+# digits: 37 · 83 = 3071, with the halves 30 and 71. With 36 in place of 37 the halves are 29 and
+# 88: a small step at the input has changed both. Philox does this to 32 bits, in *rounds*.
 #
 # It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`, and the seed into
 # two, :math:`(k_0, k_1)`. In one round, :math:`A` and :math:`B` are constants, hi and lo are the
@@ -280,7 +277,7 @@ lab.read(
 #             blocks. The block of program 2 begins at element 2,048 and extends past the end of the
 #             array: 452 of its elements are inside, the other 572 are masked.
 #
-# **A stored mask.** The first kernel is the baseline.
+# **A stored mask** is the baseline.
 
 lab.source(masked_dropout_kernel)
 
@@ -316,8 +313,8 @@ lab.read(
     f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and these bytes "
     f"would allow {100 * 4 / 5:.0f} %."
     + (
-        " It can beat that, because memory reads faster than it reads and writes in equal parts, "
-        "as the chapter on measuring shows."
+        " It can beat that, because memory reads faster than it reads and writes in equal parts "
+        "(chapter on measuring)."
         if stored > 80.5
         else ""
     )
@@ -326,10 +323,11 @@ lab.read(
 )
 
 # %%
-# **One number per call.** The second kernel draws a random number for each element, which is how
-# dropout is usually written. ``do_not_specialize`` keeps Triton from compiling it anew for special
-# seeds, such as 1.
+# **One number per call.** The second kernel loads no mask. In its place stands
+# ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``, which draws a number for each element, and is
+# how dropout is usually written.
 
+# Folded: The kernel with one number per call whole
 lab.source(rand_dropout_kernel)
 
 # %%
@@ -367,8 +365,8 @@ lab.source(seeded_dropout_kernel, "draw")
 #          the other eight to thread 1.
 #
 # Element 5, for example, needs number 1 of counter 1: follow the box of ``r1`` with a 1 below it.
-# No number moves from one thread to another, so this is free: a thread that loads 16 bytes at once
-# holds eight consecutive elements, and computes the numbers of their two counters itself.
+# No number moves from one thread to another, because a thread that loads 16 bytes at once holds
+# eight consecutive elements, and computes the numbers of their two counters itself.
 #
 # Last, it decides. The cast says that the 32 bits have no sign. ``tl.where`` and not a product
 # with the mask makes a dropped element zero even where ``x`` is infinite.
@@ -734,10 +732,10 @@ lab.read(
 # -------------
 #
 # Activation :term:`checkpointing` saves memory: it throws activations away and computes them again
-# in the backward pass. Dropout must then drop the same elements both times, because otherwise the
-# gradient belongs to another network. ``torch.utils.checkpoint`` therefore restores the state of
-# PyTorch's random number generators for the second run, from which ``dropout`` draws its seed. The
-# table also shows what happens without that, with ``preserve_rng_state=False``.
+# in the backward pass. Dropout must then drop the same elements both times, or the gradient belongs
+# to another network. ``torch.utils.checkpoint`` therefore restores the state of PyTorch's random
+# number generators for the second run, from which ``dropout`` draws its seed. The table also shows
+# what happens without that (``preserve_rng_state=False``).
 
 from torch.utils.checkpoint import checkpoint
 
@@ -1029,8 +1027,8 @@ apart_by_one = {
 assert abs(keeps - 0.5) < 2 * deviation
 lab.read(
     f"The wrong mask looks harmless: it keeps {keeps:.3f} of the elements. A test of pairs one "
-    f"block apart finds the copies, with |z| = {abs(apart_by_one['wrong']):.0f} instead of the "
-    f"{abs(apart_by_one['right']):.1f} of the right mask."
+    f"block apart finds the copies, with |z| = {abs(apart_by_one['wrong']):.0f} instead of "
+    f"{abs(apart_by_one['right']):.1f}."
 )
 
 # %%
@@ -1087,8 +1085,8 @@ lab.read(
 # --------
 #
 # Dropout need not store its tosses, because a mask that is a function of seed and index can be
-# computed again, any part of it by any thread. One call of Philox serves four elements, which makes
-# the random numbers cheap enough that memory stays the limit.
+# computed again, any part of it by any thread. One call of Philox serves four elements, so that
+# memory stays the limit.
 #
 # Exercises
 # ---------

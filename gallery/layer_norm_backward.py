@@ -169,9 +169,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# In numbers: the gradient (1, 0, 0, 0, 0) arrives at the row (1, 2, 3, 4, 5), with weights of 1 and
-# no epsilon. What is left sums to 0, and so does its product with :math:`\hat{x}`. Times ``rstd``
-# it is ``dx``.
+# In numbers: (1, 0, 0, 0, 0) arrives at the row (1, 2, 3, 4, 5), with weights of 1 and no epsilon.
+# What is left, times ``rstd``, is ``dx``. It sums to 0, and so does its product with
+# :math:`\hat{x}`.
 
 
 # Measuring
@@ -704,8 +704,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, though not a limit, because the backward pass reads two bytes for
-# each that it writes.
+# The yardstick is again a copy, though not a limit, because the backward pass reads twice as much
+# as it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -934,7 +934,7 @@ lab.facts(
 #
 # **The lock orders nothing.** This kernel adds rows to one buffer, as ``lock_kernel`` does. We take
 # away its barriers, or ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows
-# hold small integers, whose sum is exact, so any difference means a lost addition.
+# hold small integers, so any difference means a lost addition.
 
 
 @triton.jit
@@ -1116,7 +1116,7 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # --------
 #
 # A gradient that sums over rows needs no lock. Few programs with many rows each, whose partial sums
-# a second kernel adds, are faster and give the same bits in every run on one kind of GPU.
+# a second kernel adds, are faster, and give the same bits in every run on one kind of GPU.
 #
 # Exercises
 # ---------

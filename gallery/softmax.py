@@ -8,8 +8,7 @@ three times?*
 
 You will learn
 
-- why the blocks of a row cannot be normalised one by one, and which two numbers to carry from block
-  to block so that they can;
+- which two numbers to carry from block to block of a row, so that a sum can be repaired;
 - how two partial results are merged in any order, which is what makes softmax parallel;
 - what each further read of a row costs, and how to keep even a very wide row on chip.
 """
@@ -60,8 +59,8 @@ def simple_softmax(x):
 
 # %%
 # We subtract the maximum because exponentials overflow: in float16, even :math:`e^{12}` is too
-# large to store. The shift scales numerator and denominator by the same factor, :math:`e^{-m}`, so
-# the result stays the same.
+# large to store. The result stays the same, because numerator and denominator are scaled by the
+# same factor, :math:`e^{-m}`.
 #
 # Each operation reads its input from memory and writes its output back: 5 reads and 3 writes of the
 # row, where one read and one write would do.
@@ -114,8 +113,8 @@ lab.table(
 )
 
 # %%
-# Every block sums to 1, so a row sums to its number of blocks. One block that covers the whole row
-# is right, so a careless test with short rows passes.
+# Every block sums to 1, so a row sums to its number of blocks. A test with short rows, of one
+# block, would pass.
 #
 # The idea
 # --------
@@ -419,9 +418,8 @@ lab.read(
 # .. animation:: online_softmax
 
 # %%
-# The two lines with a comment repair what ``blockwise_kernel`` did wrong: ``m_new`` is the maximum
-# of all blocks so far, and ``d`` the sum so far. No result can be written before both are known, so
-# a second loop reads the row again.
+# The two lines with a comment repair what ``blockwise_kernel`` did wrong. No result can be written
+# before maximum and sum are known, so a second loop reads the row again.
 
 lab.source(online_kernel)
 
@@ -551,8 +549,7 @@ lab.read(
 # A program that keeps its row needs no second read, and no loop: ``row`` is ``blockwise_kernel``
 # with a single block that covers the row. It does everything in its :term:`registers <register>`,
 # the fastest storage of a streaming multiprocessor (:term:`SM`). A block has a power of two of
-# elements and a row seldom does, so the load fills the rest with minus infinity (``other``), which
-# never wins a maximum and whose exponential is 0.
+# elements, and ``other`` fills what is left with minus infinity, whose exponential is 0.
 
 # Folded: The row kernel whole, which takes one or more rows per program
 lab.source(row_fwd_kernel)
@@ -610,9 +607,8 @@ lab.read(
 #
 # The kernel ``packed`` keeps a 16-bit row as it is in memory. In ``raw`` each int32 holds two
 # numbers; ``widen`` turns such pairs into float32, each time they are used, and ``narrow`` turns
-# the results back. ``exp`` is a power of 2, the exponential of the hardware. ``zero`` is an
-# argument that is always 0, which the compiler does not know: after ``raw += zero`` it has to widen
-# anew, and cannot keep the wide row in registers.
+# the results back. ``zero`` is an argument that is always 0, which the compiler does not know:
+# after ``raw += zero`` it has to widen anew, and cannot keep the wide row in registers.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -849,7 +845,7 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 
-# Reading
+# Folded: Which kernel the public softmax runs
 lab.read(
     f"In 16 bits the public `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
     f"{SPLIT:,} and `split` beyond. Float32 cannot be packed: it runs `row` up to {SPLIT // 2:,}."
@@ -962,22 +958,21 @@ lab.read(
 # --------
 #
 # The gradient needs no exponentials. Let :math:`y` be the output and :math:`dy` the gradient that
-# arrives with it. Differentiating :math:`y_j = e^{x_j - m} / d` gives
+# arrives. Differentiating :math:`y_j = e^{x_j - m} / d` gives
 # :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. The chain rule sums this over :math:`j`,
-# :math:`dx_i = \sum_j dy_j\, y_j (\delta_{ij} - y_i)`, or
+# :math:`i = j` and 0 otherwise. The chain rule sums :math:`dy_j\, y_j (\delta_{ij} - y_i)` over
+# :math:`j`:
 #
 # .. math::
 #
 #    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
-# So it needs :math:`y` and :math:`dy` alone, one :term:`reduction` over the row, and at least two
-# reads and one write.
+# So it needs :math:`y` and :math:`dy` alone, one :term:`reduction`, two reads and one write.
 
 lab.source(row_bwd_kernel, "gradient")
 
 # %%
-# A copy moves two arrays and the gradient three, so 100 % now means a copy's bytes per second.
+# The gradient moves three arrays and a copy two, so 100 % now means a copy's bytes per second.
 
 # %%
 
@@ -1030,8 +1025,8 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can be above 100 %, because a third of its "
-    "bytes are writes, and of a copy's a half."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns; above 100 % because a third of its bytes are "
+    "writes, and of a copy's a half."
 )
 
 # %%
@@ -1286,9 +1281,9 @@ ours, theirs = (
     for whose in ("Kernel Book", "PyTorch")
 )
 lab.read(
-    "No figure shows the host's time. On 64 rows of 1,024 columns our forward call keeps the host "
-    f"busy for {ours[0]:.0f} µs, and PyTorch's for {theirs[0]:.0f}; forward and backward together, "
-    f"it is {ours[1]:.0f} to {theirs[1]:.0f}."
+    "No figure shows the host's time. On 64 rows of 1,024 columns it is "
+    f"{ours[0]:.0f} µs for our forward call and {theirs[0]:.0f} for PyTorch's; forward and "
+    f"backward together, {ours[1]:.0f} to {theirs[1]:.0f}."
 )
 
 # %%
@@ -1355,10 +1350,10 @@ lab.read(
 #
 # Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a sum of the rows of :math:`v`, weighted by
 # the softmax of scores that are far too many for a chip. So a program walks over the keys in
-# blocks, and for each query it carries the pair and the weighted sum so far, ``acc``, which the
-# same ``alpha`` rescales: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``,
-# where ``p`` are the exponentials of a block. That is the core of FlashAttention, which
-# :doc:`/chapters/attention_forward` builds.
+# blocks. For each query it carries the pair and the weighted sum so far, ``acc``, which the same
+# ``alpha`` rescales: ``acc = acc * alpha + p @ v`` stands beside ``d = d * alpha + sum(p)``, where
+# ``p`` are the exponentials of a block. :doc:`/chapters/attention_forward` builds FlashAttention
+# from that.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
 # a matmul of two blocks in full float32.
@@ -1419,9 +1414,8 @@ lab.check(
 # In short
 # --------
 #
-# A pair of maximum and sum, corrected by one factor, carries all that is known of the blocks
-# before, so ``online`` reads a row twice and not three times. A row that stays on chip, packed or
-# split if it is wide, is read once.
+# A pair of maximum and sum, corrected by one factor, tells all about the blocks before, so
+# ``online`` reads a row twice and not three times. A row that stays on chip is read once.
 #
 # Exercises
 # ---------
