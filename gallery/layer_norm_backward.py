@@ -603,9 +603,8 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# A part that does not come in time is computed by those who wait for it. One width has a kernel of
-# its own: a row of 16,384 numbers of 16 bits fits in one program beside its sums, if it stays
-# *packed* in pairs, as in the forward pass.
+# One width has a kernel of its own: a row of 16,384 numbers of 16 bits fits in one program beside
+# its sums, if it stays *packed* in pairs, as in the forward pass.
 
 # Folded: Steps 1 and 3 in the kernel
 lab.source(split_bwd_kernel, "publish", "finish")
@@ -932,9 +931,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer, as ``lock_kernel`` does. We take
-# away its barriers, or ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows
-# hold small integers, so any difference means a lost addition.
+# **The lock orders nothing.** This kernel adds rows to one buffer, as ``lock_kernel`` does, without
+# barriers, or without ``acquire`` and ``release`` (``relaxed`` orders nothing), or without both.
+# The rows hold small integers, so any difference means a lost addition.
 
 
 @triton.jit
@@ -1065,9 +1064,8 @@ lab.read(
 ptx
 
 # %%
-# **The sums are kept in 16 bits.** Digits run out: float16 has 11 significant bits and bfloat16 8,
-# so a sum of ones, row after row, stops at :math:`2^{11}` and :math:`2^8`.
-
+# **The sums are kept in 16 bits.** float16 has 11 significant bits and bfloat16 8, so a sum of ones
+# stops at :math:`2^{11}` and :math:`2^8`.
 
 ones, counted = torch.ones(5000, 4, device=runtime.DEVICE), {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -1086,8 +1084,7 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** Dividing by the plain standard deviation loses it. The error grows where
-# the variance is small beside epsilon.
+# **Epsilon is dropped.** The error grows where the variance is small beside epsilon.
 
 ways_of_rstd = {
     "epsilon kept": lambda variance: (variance + 1e-5).rsqrt(),

@@ -659,18 +659,10 @@ nan = float("nan")
 registers, threads = made.get("registers", nan), 32 * made.get("warps", 0)
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-registers // 8) * 8)) if threads else nan
-spared = [
-    (sweep.provenance["gpu"], 100 * sweep.share("one program", columns=32768))
-    for sweep in ladder.elsewhere
-]
-unharmed = [
-    f"on {gpu} `row` keeps {kept:.0f} %" for gpu, kept in spared if kept > 98 > one
-]
 lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
     f"programs of {threads} threads fit on an SM. At 32,768 columns that is the difference between "
     f"{one:.0f} % and {share['Kernel Book', 32768]:.0f}."
-    + (f" Recorded with an older kernel {unharmed[0]}." if unharmed else "")
 )
 
 # %%
@@ -707,8 +699,10 @@ lab.source(shared_row_kernel, "collect", "write")
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
 # time. Nothing promises that, so a program gives up after ``max_polls`` looks and computes the pair
-# that is late: the result is right in any order. The host makes the slots.
+# that is late: the result is right in any order. The host makes the slots, and launches ``N_PARTS``
+# programs per row.
 
+# Folded: What the host does
 lab.source(shared_softmax)
 
 # %%
@@ -718,8 +712,8 @@ y = shared_softmax(x)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = ((y - torch.softmax(x, dim=-1)) / torch.softmax(x, dim=-1)).abs().max()
 lab.read(
-    "With four programs of up to 256 columns per row, run now, no result differs from PyTorch's by "
-    f"more than {off:.0e} of it. `split`, the kernel that we time, looks at all slots at once."
+    "With four programs per row, run now, no result differs from PyTorch's by more than "
+    f"{off:.0e} of it. `split`, the kernel that we time, looks at all slots at once."
 )
 
 # %%
@@ -764,16 +758,10 @@ step("split", "From one program per row to several")
 # %%
 
 # Reading
-spared = [
-    f" On {sweep.provenance['gpu']} it reaches "
-    f"{100 * sweep.share('Kernel Book', columns=long):.0f} %."
-    for sweep in ladder.elsewhere
-    if sweep.share("Kernel Book", columns=long) > 0.98
-]
 lab.read(
     f"`split` reaches {share['Kernel Book', 65536]:.0f} % at 65,536 columns, where `row` reaches "
     f"{share['one program', 65536]:.0f}, and {share['Kernel Book', long]:.0f} % at {long:,}. What "
-    f"the rest costs, we have not measured.{spared[0] if spared else ''}"
+    "the rest costs, we have not measured."
 )
 
 # %%
@@ -817,7 +805,7 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# A row of nothing but minus infinity gives NaN, as in PyTorch.
+# A row of minus infinities gives NaN, as in PyTorch.
 
 # Folded: Rows that break things
 inf = float("inf")
