@@ -106,8 +106,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # computes each number from the one before, so thousands of threads cannot share it.
 #
 # A :term:`counter-based generator` has no state. It is like a library of books full of random
-# numbers, in which anybody can open any book at any page: the *seed* says which book, the *counter*
-# which page.
+# numbers, in which anybody can open any book at any page. The *seed* says which book, the *counter*
+# which page, and both together always give the same numbers.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -129,9 +129,9 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The mathematics
 # ---------------
 #
-# **Forward.** If numbers had 4 bits, from 0 to 15, a quarter of the elements would be dropped where
-# the number is below 4. Ours have 32 bits. Let :math:`r_i` be that of element :math:`i`, uniform in
-# :math:`\{0, \dots, 2^{32} - 1\}`:
+# **Forward.** If numbers had 4 bits, from 0 to 15, and :math:`p` were a quarter, an element would
+# be dropped where its number is below 4. Ours have 32 bits. Let :math:`r_i` be that of element
+# :math:`i`, uniform in :math:`\{0, \dots, 2^{32} - 1\}`:
 #
 # .. math::
 #

@@ -234,9 +234,9 @@ lab.table(rows, "Pairs merged in a random order, float64")
 lab.source(three_pass_fwd_kernel)
 
 # %%
-# Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which too must read and write
-# every row once. In the figures, in bfloat16, 100 % is as fast as a copy, and the new kernel is
-# blue; from the second on the axis begins at 40 %.
+# Softmax is :term:`memory-bound`, so the yardstick is PyTorch's copy, which reads and writes every
+# row once. In the figures, in bfloat16, 100 % is as fast as a copy, and the new kernel is blue;
+# from the second on the axis begins at 40 %.
 
 
 # Measuring
@@ -413,7 +413,7 @@ lab.read(
 #
 # One loop finds both the maximum and the sum, by the recurrence, a whole block at a time. When a
 # block raises the maximum, ``alpha`` is less than 1 and shrinks the old sum before the block adds
-# its own share. Otherwise ``alpha`` is 1.
+# its own share.
 #
 # .. animation:: online_softmax
 
@@ -671,14 +671,13 @@ lab.read(
 #
 # A row of 65,536 columns would take half of an SM's registers even when it is packed, so in the
 # kernel ``split`` several programs share it. This :term:`exchange` has two steps: each program
-# *publishes* the pair of its part in a *slot* of memory, zero at first, and it *collects* the pairs
-# of all, for which it looks at their slots again and again.
+# *publishes* the pair of its part in a *slot* of memory, zero at first, and *collects* the pairs of
+# all from their slots.
 #
 # .. animation:: publish_and_collect
 
 # %%
-# Here is the smallest kernel that does this. The pair of a part comes with its numerators and
-# columns:
+# Here is the smallest kernel that does this. First, the pair of one part, with its numerators:
 
 lab.source(pair_of)
 
@@ -690,17 +689,16 @@ lab.source(pair_of)
 lab.source(shared_row_kernel, "def", "publish")
 
 # %%
-# **Collect.** The program asks for one slot after the other. An atomic *or* with 0 changes nothing
-# and returns what the slot holds. One thread asks for all, so that the threads of a program agree.
-# Last comes the merge.
+# **Collect.** The program asks for one slot after the other, again and again while it is empty. An
+# atomic *or* with 0 changes nothing and returns what the slot holds. One thread asks for all, so
+# that the threads of a program agree. Last comes the merge.
 
 lab.source(shared_row_kernel, "collect", "write")
 
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
 # time. Nothing promises that, so a program gives up after ``max_polls`` looks and computes the pair
-# that is late: the result is right in any order. The host makes the slots, and launches ``N_PARTS``
-# programs per row.
+# that is late. The host makes the slots, and launches ``N_PARTS`` programs per row.
 
 # Folded: What the host does
 lab.source(shared_softmax)
@@ -805,7 +803,6 @@ def cases():
 lab.check("softmax", cases())
 
 # %%
-# A row of minus infinities gives NaN, as in PyTorch.
 
 # Folded: Rows that break things
 inf = float("inf")
