@@ -158,8 +158,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
-# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built: the
-# first product in it is a mean, and the second is :math:`\hat{x}` times another mean.
+# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built:
+# :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector is its mean, and
+# :math:`\hat{x} \hat{x}^\top / N` times it is :math:`\hat{x}` times another mean.
 #
 # .. math::
 #
