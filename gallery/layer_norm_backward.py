@@ -53,7 +53,8 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 #
 # Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
 # mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of ``y``, and
-# computes those of ``x``, the weight and the bias. The mathematics below derives how:
+# computes those of ``x``, the weight and the bias. The forward pass has stored ``mean`` and
+# ``rstd``, the reciprocal of the standard deviation.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -66,28 +67,26 @@ def simple_backward(x, w, mean, rstd, dy):
 
 
 # %%
-# What does this cost? Each operation is a :term:`kernel` of its own, and for a row of :math:`N`
-# elements they read :math:`16 N` and write :math:`9 N`. Reading ``x`` and ``dy`` and writing
-# ``dx``, :math:`3 N` in all, would be enough, because the forward pass has stored the mean and
-# ``rstd``, the reciprocal of the standard deviation: 8.3 times fewer bytes, on paper.
+# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read
+# :math:`16 N` and write :math:`9 N`, where reading ``x`` and ``dy`` and writing ``dx``, :math:`3 N`
+# in all, would be enough: 8.3 times fewer bytes.
 #
 # The idea
 # --------
 #
-# Where is the difficulty? The backward pass sums in two directions. ``c1`` and ``c2`` are means
+# The difficulty is that the backward pass sums in two directions. ``c1`` and ``c2`` are means
 # *along a row*, so the :term:`program` that owns the row computes them alone. The gradients of
 # weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
 # to different programs, which run at the same time and in no fixed order.
 #
-# Suppose that a sum stands at 3, and that two programs have 3 and 4 to add. If both read it before
-# either stores, whichever finishes last wins. This is a *race*:
+# A sum stands at 3, and two programs have 3 and 4 to add. If both read it before either stores,
+# the one that finishes last wins. This is a *race*:
 #
 # .. image:: /figures/layer-norm-race.svg
 #    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
-# The obvious remedy is a *lock*, under which the programs add to a shared buffer one at a time.
-# There is a better one:
+# The obvious remedy is a *lock*, under which the programs add one at a time. There is a better one:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -104,11 +103,9 @@ def simple_backward(x, w, mean, rstd, dy):
 # ---------------
 #
 # Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it.
-# So two parts of the gradient that arrives at :math:`\hat{x}` are lost on the way to :math:`x`: its
-# mean and, but for epsilon, its part along :math:`\hat{x}`.
-#
-# For a row :math:`x` with mean :math:`m` and variance :math:`v` let :math:`r = 1 / \sqrt{v +
-# \epsilon}`, so that :math:`\hat{x} = (x - m)\, r`.
+# So two parts of the gradient that arrives at :math:`\hat{x}` never reach :math:`x`: its mean and,
+# but for epsilon, its part along :math:`\hat{x}`. We derive this for a row :math:`x` with mean
+# :math:`m`, variance :math:`v` and :math:`r = 1 / \sqrt{v + \epsilon}`.
 #
 # *Step 1.* Weight and bias act on each element separately:
 #
@@ -120,7 +117,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #    d\hat{x}_j &= w_j\, dy_j
 #    \end{aligned}
 #
-# where the first two are summed over all rows. The code calls the last one ``wdy``.
+# The first two are summed over all rows. The code calls the last one ``wdy``.
 #
 # *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
 # is a matrix :math:`P` times :math:`x`:
@@ -129,11 +126,11 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #
-# *Step 3.* :math:`r = (d^\top d / N + \epsilon)^{-1/2}` depends on :math:`d` as well. The chain
-# rule, in the fold below, gives :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
+# *Step 3.* By the chain rule, the derivative of :math:`r = (d^\top d / N + \epsilon)^{-1/2}` with
+# respect to :math:`d` is :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
 #
-# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms. The second
-# subtracts the part along :math:`\hat{x}`, which appears in it twice, as :math:`r\, d`:
+# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms, and
+# :math:`r\, d` is :math:`\hat{x}` again:
 #
 # .. math::
 #
@@ -141,8 +138,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
 # *Step 5.* Times :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. The
-# elements of :math:`\hat{x}` sum to zero, so subtracting their mean changes nothing,
-# :math:`\hat{x}^\top P = \hat{x}^\top`, and
+# mean of :math:`\hat{x}` is 0 already, so that :math:`\hat{x}^\top P = \hat{x}^\top`, and
 #
 # .. math::
 #
@@ -162,10 +158,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 #    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
-# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`. We never build this matrix of
-# :math:`N` by :math:`N`. Multiplying a vector by :math:`\mathbf{1} \mathbf{1}^\top / N` replaces
-# each element by the mean, and multiplying it by :math:`\hat{x} \hat{x}^\top / N` gives
-# :math:`\hat{x}` times another mean:
+# *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built:
+# :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector is its mean, and
+# :math:`\hat{x} \hat{x}^\top / N` times it is :math:`\hat{x}` times another mean.
 #
 # .. math::
 #
@@ -175,10 +170,10 @@ def simple_backward(x, w, mean, rstd, dy):
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
 #
-# In numbers: for the row (1, 2, 3, 4, 5), all :math:`w_j = 1`, no epsilon and (1, 0, 0, 0, 0) as
-# ``dy``, :math:`c_2` is 0.2, and :math:`\hat{x} c_1` is (0.4, 0.2, 0, −0.2, −0.4). Subtracting both
-# leaves (0.4, −0.4, −0.2, 0, 0.2), which sums to 0, and so does its product with :math:`\hat{x}`.
-# Times :math:`r`, which is 0.71, it is ``dx``.
+# In numbers: (1, 0, 0, 0, 0) arrives at the row (1, 2, 3, 4, 5), with weights of 1 and no epsilon.
+# What is left, times ``rstd``, is ``dx``. It sums to 0, and so does its product with
+# :math:`\hat{x}`.
+
 
 # Measuring
 import triton
@@ -229,12 +224,32 @@ for step, (ours, true) in steps.items():
 assert all(row["right"] for row in rows)
 
 five = torch.arange(1.0, 6.0, dtype=torch.float64)[None]
-first = torch.eye(5, dtype=torch.float64)[:1]
-left, _, _ = simple_backward(five, torch.ones_like(five), 3, 0.5**0.5, first)
-remains = torch.tensor([[0.4, -0.4, -0.2, 0, 0.2]], dtype=torch.float64)
-torch.testing.assert_close(left / 0.5**0.5, remains)
-assert abs(left.sum()) < 1e-15
-assert abs((left * (five - 3)).sum()) < 1e-15
+arrives = torch.eye(5, dtype=torch.float64)[0]
+hat = (five[0] - 3) * 0.5**0.5
+dx_of_five, _, _ = simple_backward(
+    five, torch.ones_like(five), 3, 0.5**0.5, arrives[None]
+)
+remains = dx_of_five[0] / 0.5**0.5
+lost_parts = arrives.mean().expand(5), (hat * arrives).mean() * hat
+torch.testing.assert_close(remains, arrives - sum(lost_parts))
+assert abs(remains.sum()) < 1e-15
+assert abs((remains * hat).sum()) < 1e-15
+
+# %%
+
+lab.table(
+    [
+        {"x": name}
+        | {str(at + 1): f"{number:.1f}" for at, number in enumerate(line + 0.0)}
+        for name, line in {
+            "arrives, wdy": arrives,
+            "less its mean, c2": lost_parts[0],
+            "less its part along xhat, xhat * c1": lost_parts[1],
+            "is left": remains.round(decimals=12),
+        }.items()
+    ],
+    "A gradient arrives at a row of five",
+)
 
 # %%
 
@@ -246,26 +261,24 @@ lab.table(rows, "Each step against automatic differentiation, float64")
 # Reading
 worst = max((ours - true).abs().max().item() for ours, true in steps.values())
 lab.read(
-    f"All six steps agree with automatic differentiation: the largest difference is {worst:.0e}."
+    f"All steps agree with automatic differentiation: the largest difference is {worst:.0e}."
 )
 
 # %%
 # The backward kernel
 # -------------------
 #
-# How many programs should there be? One per row would leave two rows of float32 sums for each row
-# of ``x``, four times the bytes of an ``x`` of 16 bits. We therefore launch only as many programs
-# as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over many
-# rows and keeps its partial sums for ``dw`` and ``db`` in :term:`registers <register>`.
-#
-# Here is what a program does, for float32 rows of up to 4,096 elements:
+# One program per row would leave two rows of float32 sums for each row of ``x``, four times the
+# bytes of an ``x`` of 16 bits. So we launch only as many programs as fit on the GPU's :term:`SMs
+# <SM>` (streaming multiprocessors) at once. Each loops over many rows and keeps its sums ``dw`` and
+# ``db`` in :term:`registers <register>`. ``cols`` are the columns of a row, filled up to a power of
+# two, and ``inside`` masks the filling with zeros, which add nothing.
 
 lab.source(sum_my_rows)
 
 # %%
-# Program 0 of three takes rows 0, 3, 6 and so on. ``cols`` are the columns of a row, filled up to a
-# power of two, and ``inside`` masks the filling: ``w`` and ``dy`` are 0 there, so it adds nothing.
-# From ``c1`` to ``dx`` the loop is step 6, in the same names.
+# Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is step 6, in the
+# same names.
 #
 # The obvious way: a lock
 # -----------------------
@@ -273,28 +286,23 @@ lab.source(sum_my_rows)
 # With a lock, the programs add ``dw`` and ``db`` to one *buffer* in main memory, two rows of zeros
 # at first, one program at a time. The lock is an integer, 0 if free and 1 if taken. A
 # compare-and-swap, an :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one
-# indivisible step. So only one program can succeed, and the others try again. This cannot hang,
-# because the program that holds the lock is running and waits for nothing.
+# indivisible step. So one program succeeds, and the others try again. This cannot hang, because the
+# program that holds the lock is running and waits for nothing.
 
 lab.source(lock_kernel)
 
 # %%
-
-lab.source(with_lock)
-
-# %%
-# Why two barriers, and what are ``acquire`` and ``release``? The swap orders the programs, but not
-# their *memory accesses*: a store may wait in a queue, and a load may find an outdated line in a
-# cache. And only one of many threads takes the lock. So four things have to be ordered, with the
-# numbers of the listing:
+# The swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and a
+# load may find an outdated line in a cache. And only one of a program's many threads takes the
+# lock. So four things have to be ordered, with the numbers of the listing:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
 #    thread are not moved before it, nor answered with what a cache held from before.
 # 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
 #    thread of the program passes before all have reached it.
-# 3. *All my stores come before I release the lock.* They do because of a second barrier.
-# 4. *Whoever sees the lock free also sees those stores.* The exchange that frees the lock has
-#    ``release`` semantics, which because of that barrier cover the stores of all threads.
+# 3. *All my stores come before I free the lock*, because of a second barrier.
+# 4. *Whoever sees the lock free also sees those stores.* The exchange that frees it has ``release``
+#    semantics, which because of that barrier cover the stores of all threads.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -307,13 +315,11 @@ lab.source(with_lock)
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# Without the barriers, this holds for only one thread of each program.
-#
 # No lock: partial sums
 # ---------------------
 #
-# What if nobody had to wait? Each program gets a buffer of its own. Then all lines from the swap to
-# the exchange become two stores, to rows that nobody else writes:
+# Nobody has to wait if each program gets a buffer of its own: all lines from the swap to the
+# exchange become two stores, to rows that nobody else writes.
 
 lab.source(partial_kernel)
 
@@ -324,34 +330,45 @@ lab.source(partial_kernel)
 lab.source(add_kernel)
 
 # %%
-# The launch of both needs no zeros and no lock, but as many buffers as there are programs. To
-# ``add_kernel``, a buffer is one row, of ``dw`` and then ``db``.
+# The host launches both, without zeros and without a lock, and with as many buffers as programs. To
+# ``add_kernel``, a buffer is one row: ``dw`` and then ``db``.
 
-lab.source(without_lock)
+# Folded: What the host does, for either way
+lab.listing(
+    {
+        "One buffer of zeros, and a lock that is free": with_lock,
+        "A buffer for each program, and a second launch": without_lock,
+    }
+)
 
 # %%
-# Both ways, with three programs for seven rows, give the gradients of float64:
 
+# Reading
 seed = torch.Generator(runtime.DEVICE).manual_seed(0)
 few, few_dy, few_w = torch.randn(3, 7, 100, generator=seed, device=runtime.DEVICE)
 few_rstd = (few.var(-1, correction=0) + 1e-5).rsqrt()
+few_off = 0
 for add_up in (with_lock, without_lock):
     found = add_up(few, few_w[0], few.mean(-1), few_rstd, few_dy, 3)
     expected = reference.layer_norm_backward(few, few_dy, 1, few_w[0])
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+        few_off = max(few_off, ((mine - true).abs().max() / true.abs().max()).item())
+lab.read(
+    "Both ways, run now with three programs for seven rows, give the gradients of float64, to "
+    f"within {few_off:.0e} of the largest element."
+)
 
 # %%
 # The operator's kernel also takes several short rows at once, and numbers of 16 bits. And it loads
-# *ahead*: with ``num_stages`` its next rows are copied into :term:`shared memory`, the fast storage
-# of the SM, while it works on a row. Both ways are one function there, ``hand_over``: partial sums
-# are the same code with ``locks_ptr=None`` and ``n_buffers`` equal to the number of programs.
+# *ahead*: its next rows are copied into :term:`shared memory`, the fast storage of the SM, while it
+# works on a row.
 
 # Folded: The operator's kernels whole
 lab.listing(
     {
         "The kernel for whole rows": row_bwd_kernel,
-        "How it hands over its sums, with a lock or without": hand_over,
+        "How it hands over its sums: without a lock, locks_ptr is None": hand_over,
         "How its second kernel adds some columns of the buffers": sum_of_buffers,
         "The means from both sums of a row, which two_sums computes in one reduction": means_of,
     }
@@ -380,10 +397,10 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# Which is faster? *Lock per program* and *partial sums* are the two ways above. The lock that is
-# timed has up to 64 buffers, each with a lock of its own. *Lock per tile* takes one for every tile
-# of two rows of 1,024 columns, or of one longer row; Triton's own tutorial takes it for every row.
-# *Partial sums per tile* have no lock either, but a buffer for every tile.
+# The figure times the two ways above, *lock per program* and *partial sums*, and both once more
+# *per tile*: a program then hands over the sums of every tile, which is two rows of 1,024 columns
+# or one longer row. Triton's own tutorial takes its lock for every row. The timed locks have up to
+# 64 buffers, each with a lock of its own.
 
 
 # Measuring
@@ -452,38 +469,35 @@ ahead_by = [
     for n in (4096, 8192)
 ]
 lab.read(
-    f"On {gpu}, whose numbers the text gives, a lock per tile reaches "
-    f"{race_share['lock per tile', 1024]:.0f} % of the speed of a copy at 1,024 columns. Summing "
-    "many rows first is worth the most: a lock per program reaches "
-    f"{race_share['lock per program', 1024]:.0f} %, and partial sums "
+    "Summing many rows first is worth the most. At 1,024 columns "
+    f"on {gpu}, a lock per tile reaches {race_share['lock per tile', 1024]:.0f} % of the speed of "
+    f"a copy, a lock per program {race_share['lock per program', 1024]:.0f} %, and partial sums "
     f"{race_share['Kernel Book', 1024]:.0f} %. In the wider rows, partial sums are ahead of a lock "
     f"per program by only {min(ahead_by):.0f} to {max(ahead_by):.0f} percentage points."
 )
 
 # %%
 
-
-# Reading
-def waiting_said():
-    times = [
-        [
-            race.milliseconds_at(name, columns=columns)
-            for name in ("lock per tile", "partial sums per tile")
-        ]
-        for columns in (1024, 8192)
+# Folded: More: how much of a lock's time is waiting
+lock_times = [
+    [
+        race.milliseconds_at(name, columns=columns)
+        for name in ("lock per tile", "partial sums per tile")
     ]
-    locked, stored = times[1]
-    return "How much of a lock's time is waiting? We do not know. " + (
+    for columns in (1024, 8192)
+]
+(narrow_lock, narrow_stored), (wide_lock, wide_stored) = lock_times
+lab.read(
+    "How much of a lock's time is waiting, we do not know. "
+    + (
         "Partial sums per tile wait for nobody, and take "
-        f"{100 * (1 - times[0][1] / times[0][0]):.0f} % less time than a lock per tile at 1,024 "
+        f"{100 * (1 - narrow_stored / narrow_lock):.0f} % less time than a lock per tile at 1,024 "
         "columns. But at 8,192 columns they are slower, so they also pay for something that the "
         "lock does not."
-        if stored > 1.01 * locked
+        if wide_stored > 1.01 * wide_lock
         else "Partial sums per tile wait for nobody, but they also store more."
     )
-
-
-lab.read(waiting_said())
+)
 
 # %%
 
@@ -518,9 +532,11 @@ differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_d
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 lab.read(
-    "Do two runs agree, too? Of a hundred from the same input, "
+    "Partial sums are also the same in every run, because they are added in one order, and under a "
+    "lock programs add as they get it. Of a hundred runs on one input, "
     f"{unlike.get('lock per program', nan):.0f} with a lock per program differ from the first in "
-    f"the last bits of `dw`, and {unlike.get('partial sums', nan) or 'none'} with partial sums."
+    f"the last bits of `dw`, and {unlike.get('partial sums', nan) or 'none'} with partial sums. So "
+    "`layer_norm` uses them."
 )
 
 # %%
@@ -529,10 +545,6 @@ lab.read(
 differ
 
 # %%
-# The last bits of a floating-point sum depend on the order, and the programs add as they get the
-# lock. Partial sums are always added in the same order, on one kind of GPU. So ``layer_norm`` uses
-# them: they are faster *and* reproducible.
-#
 # .. raw:: html
 #
 #    <span id="partial-sums-stay-in-l2"></span>
@@ -562,7 +574,7 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
     for row in sizes.rows
 ] or [nan]
 lab.read(
-    "Writing the buffers and reading them again adds "
+    "To write their buffers and read them again adds "
     f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
     "the sizes of the figures, and more where there are fewer rows."
 )
@@ -576,13 +588,13 @@ sizes
 # Wide rows
 # ---------
 #
-# What if a row and its sums no longer fit in the registers? At 16,384 columns the sums fill half of
-# an SM's, and a row of 16-bit numbers still fits beside them if it stays packed in pairs, as in the
-# forward pass. All other wide rows are shared by a *group* of programs, each of which takes one
-# part of every row of the group. For ``dw`` and ``db`` they need no lock either, but for ``c1`` and
-# ``c2`` they do wait for each other. In each iteration of its loop, a program
+# When a row and its sums no longer fit in the registers of an SM, programs share the row. A *group*
+# of them takes every row, and each program one part of it. ``dw`` and ``db`` need no exchange, but
+# ``c1`` and ``c2`` are sums over all parts, which the programs tell each other through *slots* of
+# memory, as in :doc:`/chapters/softmax`. To wait less, they collect the slots of a row one
+# iteration after they have filled them. In each iteration, a program
 #
-# 1. *publishes* what its part of this row adds to ``c1`` and ``c2``, in a *slot* of memory;
+# 1. *publishes* in a slot what its part of this row adds to ``c1`` and ``c2``;
 # 2. loads its part of the next row *ahead*;
 # 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
 # 4. *shifts*: this row becomes the row before, and the next becomes this one.
@@ -592,22 +604,11 @@ sizes
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 #
-# Here are the first step and the start of the third. ``terms`` gives ``xhat`` and ``wdy``, and
-# ``to_slot`` makes 64 bits of two numbers, so that nobody reads one without the other.
+# One width has a kernel of its own: a row of 16,384 numbers of 16 bits fits in one program beside
+# its sums, if it stays *packed* in pairs, as in the forward pass.
 
-lab.source(split_bwd_kernel, "publish", "collect")
-
-# %%
-# ``wait`` looks at the slots of the row before until none is empty. ``parts`` are 0 to 31, one for
-# each thread of a :term:`warp`, so that in a row of 16 parts each slot is read twice
-# (``% N_PARTS``). The program then adds the numbers of all slots, each once, to ``c1`` and ``c2``,
-# and finishes its part by step 6. If a slot stays empty for ``max_polls`` looks, it computes all
-# parts itself; its ``THREADS`` have to agree on that.
-#
-# .. dropdown:: Rows of more than 32 parts
-#
-#    ``parts`` are 0 to ``LOOKS`` − 1. With more parts than a warp has threads, ``LOOKS`` is at
-#    least the number of parts and at least ``THREADS``, so that each thread has slots of its own.
+# Folded: Steps 1 and 3 in the kernel
+lab.source(split_bwd_kernel, "publish", "finish")
 
 # %%
 
@@ -615,18 +616,32 @@ lab.source(split_bwd_kernel, "publish", "collect")
 lab.source(split_bwd_kernel)
 
 # %%
+# .. dropdown:: More: the names in the code, and at which slots a program looks
+#
+#    ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one reduction. ``to_slot``
+#    makes 64 bits of them, and ``publish`` stores these at once, so that nobody reads one number
+#    without the other. ``collect`` takes the slots of all parts apart again, and ``means_of``
+#    divides by the length of a row. ``before`` is the row before.
+#
+#    ``parts`` are 0 to 31, one for each thread of a :term:`warp`, so that in a row of 16 parts each
+#    slot is read twice (``% N_PARTS``), and counted once. With more parts than a warp has threads,
+#    ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that each thread has
+#    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
+#    itself, and all its ``THREADS`` have to agree on that.
+
+# %%
 # Is it right?
 # ------------
 #
-# A lost addition would show here: all gradients are compared with float64. Their error may be at
-# most twice PyTorch's own, or one unit in the last place (:term:`ulp`). In float32 it may be twice
-# as much for ``dx``, and four times as much for ``dw`` and ``db``.
+# All gradients are compared with float64. Their error may be at most twice PyTorch's own, or one
+# unit in the last place (:term:`ulp`); in float32 two to four times as much.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
-#    For ``dx``, because the hardware's reciprocal square root may be wrong by two units in the last
-#    place. For ``dw`` and ``db``, because the error of a sum over many rows depends on its order.
-#    The lock is not part of the public function, so its check calls the layer below.
+#    For ``dx`` twice as much, because the hardware's reciprocal square root may be wrong by two
+#    units in the last place. For ``dw`` and ``db`` four times, because the error of a sum over many
+#    rows depends on its order. The lock is not part of the public function, so its check calls the
+#    layer below.
 
 
 # Measuring
@@ -689,8 +704,8 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, though not a limit, because the backward pass reads two bytes for
-# each that it writes.
+# The yardstick is again a copy, though not a limit, because the backward pass reads twice as much
+# as it writes.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -761,19 +776,16 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # %%
 
-# Reading
-in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(backward.summary(**in_dtypes[0]))
-
-# %%
-
+# Folded: Backward in float32
 lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # %%
 
 # Reading
+in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
 losses = backward.losses(*in_dtypes)
-lab.read(f"{backward.summary(**in_dtypes[1])} {backward.losses_in_words(*in_dtypes)}")
+said_of = [backward.summary(**dtype) for dtype in in_dtypes]
+lab.read(f"{said_of[0]} {said_of[1]} {backward.losses_in_words(*in_dtypes)}")
 
 # %%
 
@@ -787,18 +799,10 @@ lab.table(
 wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
 lab.read(
     f"Why {' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster with such wide "
-    "rows, we have not measured: the next section is about bfloat16."
+    "rows of float32, we have not measured."
 ) if wide else None
 
 # %%
-# What wide rows lack
-# -------------------
-#
-# Memory is busy only while an SM has bytes requested *ahead*, for later rows. Whole rows have the
-# next ones on the way. A packed row takes all registers of an SM, so nothing is loaded while its
-# program computes. Shared rows have one part per program on the way, and registers leave room for
-# few programs. Is that why they are slower? The table changes the bytes ahead of whole and of
-# shared rows.
 
 
 # Measuring
@@ -834,6 +838,10 @@ def loads_ahead():
 
 # Measuring
 ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
+
+# %%
+
+# Folded: What an SM has requested ahead, as a table
 CHANGES = [
     ("whole, 8,192 columns", "as it is"),
     ("whole, 8,192 columns", "no loads ahead"),
@@ -856,10 +864,16 @@ lab.table(
 # %%
 
 
-# Reading
+# Folded: More: what wide rows lack
 def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
+    asked = (
+        "Memory is busy only while an SM has bytes requested ahead, for later rows. Whole rows "
+        "have the next ones on the way. A packed row takes all registers of an SM, so nothing is "
+        "loaded while its program computes. Shared rows have one part per program on the way, and "
+        "registers leave room for few programs. The table of the fold above changes these bytes. "
+    )
     if three - none >= 10 and packed < three:
         said = (
             f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
@@ -881,7 +895,7 @@ def ahead_said():
         "Do they lose time by waiting for each other? In the last line each program does the same "
         "work as in the line above, but its part is a row of its own, so none waits, "
     )
-    return said + (
+    return f"{asked}{said}" + (
         f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
         if alone - four >= 5
         else "and it is no faster. What else they lack, we do not know."
@@ -918,9 +932,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer. We take away its barriers, or
-# ``acquire`` and ``release`` (``relaxed`` orders nothing), or both. The rows hold small integers,
-# whose sum is exact, so any difference means a lost addition.
+# **The lock orders nothing.** This kernel adds rows to one buffer, as ``lock_kernel`` does, without
+# barriers, or without ``acquire`` and ``release`` (``relaxed`` orders nothing), or without both.
+# The rows hold small integers, so any difference means a lost addition.
 
 
 @triton.jit
@@ -947,15 +961,17 @@ def locked_sum_kernel(
 
 # %%
 
-# Measuring
-LOCKS = {
+LOCKS = {  # of each: whether there are barriers, and what the swap and the exchange order
     "both": (True, "acquire", "release"),
     "barriers alone": (True, "relaxed", "relaxed"),
     "acquire and release alone": (False, "acquire", "release"),
     "neither": (False, "relaxed", "relaxed"),
 }
 
+# %%
 
+
+# Measuring
 def locked_sum(x, protections):
     total, lock = torch.zeros_like(x[0]), torch.zeros(1, dtype=torch.int32).to(x.device)
     grid = (len(x),)
@@ -965,6 +981,9 @@ def locked_sum(x, protections):
     return total, compiled
 
 
+# %%
+
+# Measuring
 x = torch.randint(-8, 9, (10, 256), device=runtime.DEVICE).float()
 assert torch.equal(locked_sum(x, LOCKS["both"])[0], x.sum(0))
 
@@ -1027,22 +1046,17 @@ why = "A protection that is missing without an error here is not superfluous."
 if wrong["acquire and release alone"]:
     why = "So the lock needs both of them."
 elif wrong["barriers alone"]:
-    why = (
-        "Barriers order the threads of one program and not what another program sees. Without our "
-        "barriers no run is wrong"
-    )
+    why = "Without the barriers no run is wrong, but that does not show that a lock can do without"
     why += (
-        ", but only the second was ever taken away: the compiler puts the first one back, because "
-        "it hands the result of the swap to all threads."
+        ": the compiler puts the first one back, because it hands the result of the swap to all "
+        "threads."
         if barriers_left == 1
         else "."
     )
-    why += (
-        " So this shows neither what barriers prevent nor that a lock can do without."
-    )
 lab.read(
-    f"With neither protection {wrong['neither']:.0f} of 100 runs are wrong, and with barriers "
-    f"alone {wrong['barriers alone']:.0f}. {why}"
+    f"Without `acquire` and `release` {wrong['barriers alone']:.0f} of 100 runs are wrong, because "
+    "barriers order the threads of one program and not what another program sees. With neither "
+    f"protection it is {wrong['neither']:.0f}. {why}"
 )
 
 # %%
@@ -1051,39 +1065,46 @@ lab.read(
 ptx
 
 # %%
-# **The sums are kept in 16 bits.** Digits run out: float16 has 11 significant bits and bfloat16 8,
-# so a sum of ones, row after row, stops at :math:`2^{11}` and :math:`2^8`.
+# **The sums are kept in 16 bits.** float16 has 11 significant bits and bfloat16 8, so a sum of ones
+# stops at :math:`2^{11}` and :math:`2^8`.
 
-# Reading
-ones, counted = torch.ones(5000, 4, device=runtime.DEVICE), []
+ones, counted = torch.ones(5000, 4, device=runtime.DEVICE), {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     total = torch.zeros(4, device=runtime.DEVICE, dtype=dtype)
     for row in ones.to(dtype):
         total += row
-    counted.append(f"{total[0].item():,.0f} in {str(dtype).removeprefix('torch.')}")
+    counted[dtype] = total[0].item()
+
+# %%
+
+# Reading
+exact, half, brain = counted.values()
 lab.read(
-    f"Of 5,000 rows with `dy` = 1, one sum `db` is {', '.join(counted[:2])} and {counted[2]}."
+    f"Of 5,000 rows with `dy` = 1, one sum `db` is {exact:,.0f} in float32, {half:,.0f} in float16 "
+    f"and {brain:,.0f} in bfloat16."
 )
 
 # %%
-# **Epsilon is dropped.** Dividing by the plain standard deviation, ``r = variance.rsqrt()``, loses
-# it. The error grows where the variance is small beside epsilon.
+# **Epsilon is dropped.** The error grows where the variance is small beside epsilon.
+
+ways_of_rstd = {
+    "epsilon kept": lambda variance: (variance + 1e-5).rsqrt(),
+    "dropped": lambda variance: variance.rsqrt(),
+}
+
+# %%
 
 # Measuring
 rows = []
 for deviation in (1.0, 0.01, 0.001):
     x = deviation * torch.randn(N, dtype=torch.float64)
-    d = x - x.mean()
-    variance = d @ d / N
     true = F.layer_norm(x.requires_grad_(), (N,), w, None, 1e-5)
     (true,) = torch.autograd.grad(true, x, dy)
+    x = x.detach()
     row = {"deviation of x": f"{deviation:g}"}
-    for name, r in {
-        "epsilon kept": (variance + 1e-5).rsqrt(),
-        "dropped": variance.rsqrt(),
-    }.items():
-        xhat, wdy = d * r, w * dy
-        dx = (wdy - (xhat * (xhat * wdy).mean() + wdy.mean())) * r
+    for name, rstd_from in ways_of_rstd.items():
+        r = rstd_from(x.var(correction=0))
+        dx = simple_backward(x[None], w, x.mean(), r, dy[None])[0][0]
         row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
     rows.append(row)
 lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
@@ -1093,7 +1114,7 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # --------
 #
 # A gradient that sums over rows needs no lock. Few programs with many rows each, whose partial sums
-# a second kernel adds, are faster and give the same bits in every run on one kind of GPU.
+# a second kernel adds, are faster, and give the same bits in every run on one kind of GPU.
 #
 # Exercises
 # ---------

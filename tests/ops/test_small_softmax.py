@@ -1,4 +1,4 @@
-"""The smallest online softmax against float64 truth, at lengths around its blocks."""
+"""The small kernels of softmax against float64 truth, at lengths around their blocks."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from conftest import DEVICE
 from conftest import assert_close as assert_within
 
 from kernelbook import reference
-from kernelbook.small.softmax import online_softmax
+from kernelbook.small.softmax import online_softmax, shared_row_kernel, shared_softmax
 
 FACTOR = 4
-"""Of PyTorch's error: the kernel rescales its sum at each of up to 63 blocks, one rounding each."""
+"""Of PyTorch's error: the kernels rescale a sum at each of up to 63 blocks, one rounding each."""
 
 
-def check(x, **blocks):
+def check(x, softmax=online_softmax, **blocks):
     truth = reference.softmax(x, -1)
-    assert_within(online_softmax(x, **blocks), truth, torch.softmax(x, -1), factor=FACTOR)
+    assert_within(softmax(x, **blocks), truth, torch.softmax(x, -1), factor=FACTOR)
 
 
 @pytest.mark.parametrize("n_cols", [1, 15, 16, 17, 255, 256, 257, 1000])
@@ -43,3 +43,27 @@ def test_the_check_refuses_zeros_and_a_sum_that_is_not_repaired():
     for wrong in (torch.zeros_like(x), block_by_block, truth.float() * (1 + 1e-5)):
         with pytest.raises(AssertionError):
             assert_within(wrong, truth, theirs, factor=FACTOR)
+
+
+@pytest.mark.parametrize("n_cols", [1, 15, 16, 17, 255, 256, 257, 1000])
+@pytest.mark.parametrize("block", [16, 256])
+def test_a_row_that_programs_share(n_cols, block):
+    check(4 * torch.randn(3, n_cols, device=DEVICE), shared_softmax, block=block)
+
+
+@pytest.mark.parametrize("max_polls", [0, 1])
+def test_parts_that_are_late_are_computed(max_polls):
+    check(torch.randn(5, 1000, device=DEVICE), shared_softmax, block=64, max_polls=max_polls)
+
+
+def test_a_part_reads_the_pairs_of_the_others_from_their_slots():
+    """Slots that are full from a launch before suffice, where the other parts cannot be read."""
+    x = 4 * torch.randn(1, 64, device=DEVICE)
+    slots, y = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.empty_like(x)
+    shared_row_kernel[(4,)](x, y, slots, 64, 2**14 if DEVICE == "cuda" else 1, 4, 16)
+    assert (slots != 0).all()
+    alone = x.clone()
+    alone[:, 16:] = float("nan")
+    shared_row_kernel[(1,)](alone, y.zero_(), slots, 64, 0, 4, 16)
+    truth, theirs = reference.softmax(x, -1), torch.softmax(x, -1)
+    assert_within(y[:, :16], truth[:, :16], theirs[:, :16], factor=FACTOR)
