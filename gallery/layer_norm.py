@@ -70,14 +70,14 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The idea
 # --------
 #
-# Mean, variance and output each need the whole row, but only the first has to read it from memory.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    A kernel that keeps the whole row on the chip loads it once, because going through it again
 #    costs no traffic.
 #
+# .. image:: /figures/layer-norm-passes.svg
+#    :alt: Three ways to compute layer norm. PyTorch, operation by operation, reads a row 7 times
 #          and writes 5 times. A loop over blocks reads it for the mean, for the variance and for
 #          the result, and writes once. A row that stays on chip is read once and written once.
 #
@@ -86,10 +86,6 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    <span id="the-backward-kernel"></span><span id="the-price-of-the-lock"></span>
 #    <span id="partial-sums-stay-in-l2"></span>
 #
-# The mathematics
-# ---------------
-#
-# Which formulas should the kernel follow? For a row :math:`x` of :math:`N` elements they are
 # The mathematics
 # ---------------
 #
@@ -342,6 +338,19 @@ lab.read(
 
 # %%
 
+# Reading
+alone = {line["operation"]: line["% of a copy"] for line in single.rows or []}
+repeated = [
+    alone.get(of, nan) for of in ("x - mean", "deviation * rstd", "… * w", "… + b")
+]
+lab.read(
+    f"PyTorch's seven operations reach {share['simple_layer_norm', 4096]:.0f} %, half of the sixth "
+    "that their bytes allow, because the four with an operand that is repeated, such as the mean, "
+    f"run at {max(repeated):.0f} % of a copy."
+)
+
+# %%
+
 # Folded: PyTorch's operations, one by one
 single
 
@@ -522,10 +531,9 @@ lab.read(
 )
 
 # %%
-# The operator's ``moments`` does the same for several rows at once. It also guards against the
-# largest float32 number, 3.4 · 10\ :sup:`38`, which these two rows reach:
+# The operator's ``moments`` does the same for several rows at once, and guards each step. Float32
+# ends at 3.4 · 10\ :sup:`38`, for example, and without a guard large numbers come out wrong:
 
-# Measuring
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
 with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns
     by_kernel = {
@@ -545,8 +553,8 @@ lab.table(
 )
 
 # %%
-# In the first row the sum overflows, and in the second the squares do. The fold has these guards
-# and the others, each with the numbers that it is for.
+# In the first row the sum overflows, and in the second the squares. The fold shows the lines that
+# prevent it, and the other guards, each with the numbers that it is for.
 
 # Folded: The operator's moments, guard by guard
 count = torch.tensor(41.0)
@@ -597,8 +605,9 @@ lab.listing(
 # Longer rows: packed
 # -------------------
 #
-# A row of 32,768 columns, widened to float32, takes half of an :term:`SM`'s 65,536 registers, so
-# too few programs fit, and at times none loads. :doc:`/chapters/softmax` has the remedy:
+# A row of 32,768 columns, widened to float32, takes half of the 65,536 registers of an :term:`SM`.
+# No second program fits beside it, so nothing is loaded while it computes. The remedy is that of
+# the chapter on :doc:`softmax </chapters/softmax>`:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -606,21 +615,21 @@ lab.listing(
 #    Two 16-bit numbers fit in one 32-bit register. A long row stays packed in pairs, in four
 #    pieces, and only the piece at hand is widened.
 #
-#    Two 16-bit numbers fit in one 32-bit register. A long row stays packed in pairs, in four
-#    pieces, and only the piece at hand is widened.
-#
 # .. image:: /figures/layer-norm-packed.svg
+#    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
+#          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
+#
 # The four pieces are new. In the kernel they are a tuple, ``x``, of ``PAIRS`` 32-bit integers each,
-# and ``widen`` makes ``2 * PAIRS`` numbers of a piece. The mean needs a single sum across the
-# threads, which ``mean_of_pairs`` takes at the end, and divides:
+# of which ``widen`` makes ``2 * PAIRS`` float32 numbers. ``tl.static_range`` unrolls the loop over
+# the ``PIECES``. ``SMALL``, 2\ :sup:`−16`, keeps sums from overflowing, and ``mean_of_pairs`` adds
+# up ``total`` and divides.
 
 lab.source(packed_row_fwd_kernel, "mean")
 
 # %%
-# ``tl.static_range`` unrolls the loop over the ``PIECES``, and ``SMALL``, 2\ :sup:`−16`, keeps the
-# sum from overflowing. The variance and the output go through the same tuple. The mean needs no
-# correction, because the sum of up to 65,536 bfloat16 numbers of about the same size is exact: each
-# has 8 significant bits, and float32 has 24.
+# The variance and the output go through the same tuple, and widen each piece anew. The mean needs
+# no correction, because a bfloat16 number has 8 significant bits and float32 24, so that the sum of
+# up to 65,536 of about the same size is exact.
 #
 # .. dropdown:: More: float16, masks, and how the compiler is kept from using more registers
 #
@@ -706,9 +715,9 @@ two, lone, long, shared = (
 said = (
     "At 32,768 columns packing gains "
     f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. What counts is that "
-    "two programs fit on an SM: with registers for only one the same kernel loses "
-    f"{two[0] - lone[0]:.0f}. A row of 65,536 columns fills an SM even when packed, and reaches "
-    f"{share['Kernel Book', 65536]:.0f} %."
+    "two programs fit on an SM: allowed more registers, so that only one fits, the same kernel "
+    f"loses {two[0] - lone[0]:.0f}. A row of 65,536 columns fills an SM even when packed, and "
+    f"reaches {share['Kernel Book', 65536]:.0f} %."
 )
 for other in ladder.elsewhere:
     there = {
@@ -732,13 +741,13 @@ lines
 #
 # Rows that are longer still, and long rows of float32, which has no pairs to pack, are shared by
 # several programs. Each computes the *moments* of its own part, the mean and the sum of squared
-# deviations, and all merge those of all parts.
-#
+# deviations, and then merges those of all parts.
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
 #          programs publishes the mean m and the sum of squared deviations M of its part in a slot.
 #          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
+#
 # In the picture the four sums :math:`M` make 12, but the row's is 32, because each part also
 # deviates as a whole. The four means are 1, 1, 2 and 2 away from the row's mean, 3, and the squares
 # of these distances, each twice, for a part's two numbers, add the missing 20.
@@ -755,9 +764,8 @@ lab.source(merge_moments)
 # 2, and ``apart`` is (0, 2, 3, −1). The average of these is 1, the ``shift`` from pivot to mean.
 # Without it ``apart`` is (−1, 1, 2, −2), the distances above.
 #
-# The parts pass on their moments by the :term:`exchange` of :doc:`/chapters/softmax`: each program
-# publishes its own in a *slot* of memory, waits until the slots of all parts are full, and merges
-# them.
+# The programs pass on their moments in slots, by the :term:`exchange` of the chapter on
+# :doc:`softmax </chapters/softmax>`.
 #
 # .. dropdown:: More: what the split kernel does around the merge
 #
@@ -779,8 +787,18 @@ lab.source(merge_moments)
 lab.source(split_fwd_kernel)
 
 # %%
-# So ``layer_norm`` has a kernel for every length, and takes the first one that a row fits:
 
+# Reading
+lab.read(
+    "So `layer_norm` has a kernel for every length, and takes the first that a row fits: whole, "
+    "packed, split, and last the loop. Packed comes before split "
+    + ("because it is faster" if long[0] > shared[0] else "although it is slower")
+    + f": split, rows of 65,536 columns of bfloat16 reach {shared[0]:.0f} % of a copy."
+)
+
+# %%
+
+# Folded: Which lengths each kernel takes
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
     [
@@ -797,17 +815,6 @@ lab.table(
         )
     ],
     "The first kernel whose limit a row does not exceed runs",
-)
-
-# %%
-
-# Reading
-lab.read(
-    "Packed comes before split because it is faster where both can run: rows of 65,536 columns of "
-    f"bfloat16 reach {long[0]:.0f} % packed and {shared[0]:.0f} % split."
-    if long[0] > shared[0]
-    else "Packed comes before split, although rows of 65,536 columns of bfloat16 reach "
-    f"{long[0]:.0f} % packed and {shared[0]:.0f} % split here."
 )
 
 # %%
@@ -885,8 +892,8 @@ lab.check(
 # How fast is it?
 # ---------------
 #
-# The yardstick is again PyTorch's copy, a reference and not a limit, because another kernel may
-# move the same bytes a little faster.
+# The yardstick is again PyTorch's copy, a reference and not a limit, because another kernel may be
+# a little faster.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -1048,11 +1055,10 @@ lab.facts(
 # Called from Python
 # ------------------
 #
-# The figures time the GPU alone. Called from Python, our operator is slower than PyTorch's where
-# rows are few, because the :term:`host` checks arguments, allocates results, runs autograd and
-# starts kernels in Python, and PyTorch does so in C++. A :term:`CUDA graph` records the
-# :term:`launches <launch>` once and replays them without that work. The table has both, for forward
-# and backward together.
+# The figures time the GPU alone. Called from Python with few rows, our operator is slower than
+# PyTorch's, because the :term:`host` prepares and starts our kernels in Python, and PyTorch's in
+# C++. A :term:`CUDA graph` records the :term:`launches <launch>` once and replays them without that
+# work.
 
 
 # Measuring
