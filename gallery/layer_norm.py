@@ -117,7 +117,7 @@ for mean in (0, 100, 1000, 10_000):
             "mean": f"{mean:,}",
             "true variance": f"{truth:.4f}",
             "from deviations": f"{two_steps:.4f}",
-            "from squares": f"{one_step:.4f}",
+            "from squares": f"{one_step:.4f}".replace("-", "−"),
         }
     )
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
@@ -544,7 +544,9 @@ lab.table(
     [
         {"row": name}
         | {
-            kernel: ", ".join(f"{one:.0f}" for one in y[place].tolist())
+            kernel: ", ".join(f"{one:.0f}" for one in y[place].tolist()).replace(
+                "-", "−"
+            )
             for kernel, y in by_kernel.items()
         }
         for place, name in enumerate(("3e38, 3e38", "−2e19, 2e19"))
@@ -585,7 +587,7 @@ lab.listing(
         "sum of the squares and that of the deviations": two_sums,
         "Equal numbers have no variance: if a thousand times 1000.1 is added up one by one, m2 "
         f"is {off_m2:.4f}, and N times the square of the correction leaves "
-        f"{off_m2 - 1000 * lacks * lacks:.1e} of it, a negative sum of squares. So less than "
+        f"−{1000 * lacks * lacks - off_m2:.1e} of it, a negative sum of squares. So less than "
         "ROUNDING, a millionth, of m2 counts as 0. An infinite m2 stays infinite": without,
         "Threads agree: in a row of at most 64 numbers the first addition may combine the squares "
         "of two threads. The compiler would fuse it with the multiplication, each thread would "
@@ -716,8 +718,8 @@ said = (
     "At 32,768 columns packing gains "
     f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. What counts is that "
     "two programs fit on an SM: allowed more registers, so that only one fits, the same kernel "
-    f"loses {two[0] - lone[0]:.0f}. A row of 65,536 columns fills an SM even when packed, and "
-    f"reaches {share['Kernel Book', 65536]:.0f} %."
+    f"loses {two[0] - lone[0]:.0f}. Of rows of 65,536 columns only one fits on an SM even when "
+    f"packed, and they reach {share['Kernel Book', 65536]:.0f} %."
 )
 for other in ladder.elsewhere:
     there = {
@@ -747,22 +749,32 @@ lines
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
 #          programs publishes the mean m and the sum of squared deviations M of its part in a slot.
 #          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
-#
-# In the picture the four sums :math:`M` make 12, but the row's is 32, because each part also
-# deviates as a whole. The four means are 1, 1, 2 and 2 away from the row's mean, 3, and the squares
-# of these distances, each twice, for a part's two numbers, add the missing 20.
-#
+
+# Reading
+eight = torch.tensor([[1.0, 3], [2, 6], [5, 5], [0, 2]])
+of_parts = eight.mean(1, keepdim=True)
+within = (eight - of_parts).square().sum()
+in_all = (eight - eight.mean()).square().sum()
+between = 2 * (of_parts - eight.mean()).square().sum()
+assert within + between == in_all
+lab.read(
+    f"The four M make {within:.0f}, and the row's is {in_all:.0f}, because each part also deviates "
+    f"as a whole. The four means are 1, 1, 2 and 2 away from the row's, {eight.mean():.0f}, and "
+    f"the squares of these distances, each twice, for a part's two numbers, add {between:.0f}."
+)
+
+# %%
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
-# This is the formula of the last digits, with :math:`c = m_i - m`; the paper of Chan, Golub and
-# LeVeque has both. ``merge_moments`` adds these contributions:
+# This is the formula that corrected ``m2``, with :math:`c = m_i - m`; both are Chan, Golub and
+# LeVeque's. ``merge_moments`` adds the contributions:
 
 lab.source(merge_moments)
 
 # %%
-# ``parts`` are 0, 1, 2, 3, and ``counts`` are the :math:`n_i`. So that large means lose no digits,
-# the kernel takes their distances from a *pivot*, the mean of the first part. In the picture it is
-# 2, and ``apart`` is (0, 2, 3, −1). The average of these is 1, the ``shift`` from pivot to mean.
-# Without it ``apart`` is (−1, 1, 2, −2), the distances above.
+# ``parts`` are 0, 1, 2, 3, and ``counts`` the :math:`n_i`, of which the last may be smaller. So
+# that large means lose no digits, the kernel takes their distances from a *pivot*, the mean of the
+# first part. In the picture it is 2, and ``apart`` is (0, 2, 3, −1). The average of these is 1, the
+# ``shift`` from pivot to mean. Without it ``apart`` is (−1, 1, 2, −2), the distances above.
 #
 # The programs pass on their moments in slots, by the :term:`exchange` of the chapter on
 # :doc:`softmax </chapters/softmax>`.
@@ -793,7 +805,7 @@ lab.read(
     "So `layer_norm` has a kernel for every length, and takes the first that a row fits: whole, "
     "packed, split, and last the loop. Packed comes before split "
     + ("because it is faster" if long[0] > shared[0] else "although it is slower")
-    + f": split, rows of 65,536 columns of bfloat16 reach {shared[0]:.0f} % of a copy."
+    + f": rows of 65,536 columns of bfloat16 reach {shared[0]:.0f} % of a copy if they are split."
 )
 
 # %%
@@ -898,6 +910,7 @@ lab.check(
 # .. dropdown:: How the libraries are called
 #
 #    They get weight and bias in the dtype of ``x``, except quack, which takes them in float32 only.
+#    Rows longer than 65,536 columns we checked but did not time.
 
 
 # Measuring
@@ -994,10 +1007,7 @@ lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
 
 # Reading
 losses = forward.losses(*in_dtypes)
-said = (
-    f"{forward.summary(**in_dtypes[1])} Rows longer than 65,536 we checked but did not time. "
-    f"{forward.losses_in_words(*in_dtypes)}"
-)
+said = f"{forward.summary(**in_dtypes[1])} {forward.losses_in_words(*in_dtypes)}"
 for (
     row
 ) in losses:  # the table names every library that is ahead there, not the fastest alone
