@@ -532,7 +532,7 @@ lab.read(
 
 # %%
 # The operator's ``moments`` does the same for several rows at once, and guards each step. Float32
-# ends at 3.4 · 10\ :sup:`38`, for example, and without a guard large numbers come out wrong:
+# ends at :math:`3.4 \cdot 10^{38}`, for example, and without a guard large numbers come out wrong:
 
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
 with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns
@@ -556,7 +556,7 @@ lab.table(
 
 # %%
 # In the first row the sum overflows, and in the second the squares. The fold shows the lines that
-# prevent it, and the other guards, each with the numbers that it is for.
+# prevent this, and the other guards, each with the numbers that it is for.
 
 # Folded: The operator's moments, guard by guard
 count = torch.tensor(41.0)
@@ -623,8 +623,8 @@ lab.listing(
 #
 # The four pieces are new. In the kernel they are a tuple, ``x``, of ``PAIRS`` 32-bit integers each,
 # of which ``widen`` makes ``2 * PAIRS`` float32 numbers. ``tl.static_range`` unrolls the loop over
-# the ``PIECES``. ``SMALL``, 2\ :sup:`−16`, keeps sums from overflowing, and ``mean_of_pairs`` adds
-# up ``total`` and divides.
+# the ``PIECES``. ``SMALL``, which is :math:`2^{-16}`, keeps sums from overflowing, and
+# ``mean_of_pairs`` adds up ``total`` and divides.
 
 lab.source(packed_row_fwd_kernel, "mean")
 
