@@ -50,7 +50,7 @@ if TINY:
 # What one GPU would need
 # -----------------------
 #
-# The memory of one GPU is too small for a long text, because every layer keeps ``q``, ``k``, ``v``
+# The memory of one GPU is too small for a long text, because a layer keeps ``q``, ``k``, ``v``
 # and ``out`` of each token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of
 # the four takes 4 KiB per token.
 
@@ -78,9 +78,8 @@ lab.read(
 )
 
 # %%
-# So several GPUs share the sequence, and each holds a part of it. In the language of
-# ``torch.distributed``, a process with its GPU is a :term:`rank`, and the number of ranks is the
-# *world*.
+# So several GPUs share the sequence. A process with its GPU is a :term:`rank`, and the number of
+# ranks is the *world*.
 #
 # The ring
 # --------
@@ -100,11 +99,15 @@ lab.read(
 #
 # If the exponentials of a query's scores add up to 3 so far and to 1 over the next part, then
 # :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``. In
-# PyTorch these are three lines, which change ``out`` and ``lse`` in place:
-
-lab.source(ring.merge)
-
-# %%
+# PyTorch these are three lines of ``ring.merge``, which change ``out`` and ``lse`` in place.
+# ``masked_fill_`` makes :math:`w` zero for a query that sees no key of the next part:
+#
+# .. literalinclude:: /../src/kernelbook/ops/ring.py
+#    :language: python
+#    :pyobject: merge
+#    :start-at: w = torch
+#    :dedent:
+#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
@@ -116,7 +119,8 @@ lab.source(ring.merge)
 # After as many steps as there are ranks, each query has met each key. If one process plays all
 # ranks in turn, the whole ring without a mask fits into a few lines. ``travelling[rank]`` are the
 # keys and values that a rank has at the moment, ``found[rank]`` is its output so far with its lse,
-# and ``reference.attention`` is the formula in PyTorch, which returns both:
+# and ``reference.attention`` is the formula in PyTorch, which returns both. Three ranks find the
+# output of the whole:
 
 
 def ring_in_turn(parts):
@@ -143,8 +147,7 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 
 # %%
-# Three ranks in turn find the output of the whole. Still missing are a mask, and ranks that work at
-# the same time.
+# Still missing are a mask, and ranks that work at the same time.
 #
 # Who holds which tokens
 # ----------------------
@@ -289,12 +292,13 @@ lab.source(ring._work)
 # The loop of a rank
 # ------------------
 #
-# A rank sends and computes at once, because it calls functions that begin a transfer and return.
-# ``_pass_on`` begins to send tensors to the next rank and to receive those of the rank before,
-# ``into`` memory that it is given, and returns what to wait for. NCCL, NVIDIA's library for
-# communication, transfers on a :term:`stream` of its own, beside the kernels that the rank launches
-# next:
+# A rank sends and computes at once, because the transfer runs on a :term:`stream` of its own. NCCL,
+# NVIDIA's library for communication, provides that. ``_pass_on`` begins to send tensors to the next
+# rank and to receive those of the rank before, and returns at once with what to wait for.
 
+# %%
+
+# Folded: _pass_on in PyTorch
 lab.source(ring._pass_on)
 
 # %%
@@ -313,7 +317,7 @@ lab.source(ring._Ring.forward, "def", "send")
 lab.source(ring._Ring.forward, "attend")
 
 # %%
-# The sums are float32 with more than two ranks (``_dtype_of_sums``), and ``save_for_backward``
+# Sums are float32 with more than two ranks (``_dtype_of_sums``), and ``save_for_backward``
 # keeps the lse of *all* keys.
 #
 # The backward pass
@@ -473,8 +477,7 @@ lab.check("Attention across ranks", cases())
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
 # *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
-# heads of 128 in bfloat16. Calls follow each other as the layers of a model do, and the slowest
-# rank counts.
+# heads of 128 in bfloat16.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -657,11 +660,10 @@ lab.read(
 # The schedule, measured
 # ----------------------
 #
-# A profiler shows whether transfers really hide behind the computation. The figure shows when each
-# kernel of one call runs on rank 0, with 16,384 tokens per rank. A thin line is the end of the
-# forward pass. There are four transfers: keys and values in either pass, their gradients, and the
-# complete gradients on their way home. A bar of transfers also contains the wait for the other
-# rank.
+# A profiler shows that the transfers really hide. The figure is one call on rank 0, with 16,384
+# tokens per rank; a thin line ends the forward pass. There are four transfers: keys and values in
+# either pass, their gradients, and the complete gradients on their way home. Their bars contain the
+# wait for the other rank, too.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -846,9 +848,10 @@ lab.read(
 #    rank*, because the scores grow with its square and the bytes only with the number itself.
 #
 # In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it sends three
-# times the bytes, because the gradients of keys and values travel, too, in 32 bits. So the 2
-# becomes :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
-# :math:`S` by single steps:
+# times the bytes, because gradients in 32 bits travel, too. So the 2 becomes
+# :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
+# :math:`S` by single steps. The lengths are orders of magnitude, because small parts compute and
+# travel more slowly:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -999,23 +1002,17 @@ connection = [
     ),
 ]
 lab.table(
-    [{"quantity": name, "measured, and by the formulas": x} for name, x in connection]
-    if steps.rows
-    else [],
+    [{"quantity": name, "value": x} for name, x in connection] if steps.rows else [],
     "From which length on a transfer is hidden",
 )
 
 # %%
-# These numbers of tokens are orders of magnitude, because small parts compute and travel more
-# slowly than the table says.
-#
 # Where short sequences lose
 # --------------------------
 #
-# Besides the transfers at both ends, the loss has two suspects. The *kernels* are less efficient on
-# small parts, and merge in every step. The *host* launches them, and lets the ranks tell each other
-# what they pass. We time the kernels one at a time, and the host by a call of so few
-# tokens that its scores take next to nothing.
+# Besides the transfers at both ends, the loss has two suspects: the *kernels*, which are less
+# efficient on small parts and merge in every step, and the *host*, which launches them. We time the
+# kernels one at a time, and the host by a call of 128 tokens per rank.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1080,20 +1077,19 @@ lab.read(
         else ""
     )
     + (
-        f"At {TRACED:,} tokens the trace above shows no gap in the computation, so there the host "
-        "keeps ahead of the GPU."
+        f"At {TRACED:,} tokens the trace shows no gap in the computation, so there the host keeps "
+        "ahead."
         if len(of_compute) == 1
         else ""
     )
 )
 
 # %%
-# Memory, and a long sequence
-# ---------------------------
+# Memory
+# ------
 #
 # Sharing divides what a model keeps by the number of GPUs, but not the peak of a single layer. One
-# GPU alone and then all ranks together compute 131,072 tokens, forward and backward, and each notes
-# the most that its allocator held, inputs and gradients included.
+# GPU and then all together compute 131,072 tokens, and each notes the most that its allocator held.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1183,8 +1179,7 @@ lab.table(
 lab.read(
     f"**The peak of a layer falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, and what a "
     f"model keeps by {100 * (1 - 1 / most):.0f}.** A rank's tensors are 1/{most} as long, but at "
-    "the peak it holds more of them, because parts and gradients that travel come on top. What "
-    "travels is not kept from the forward to the backward pass."
+    "the peak it holds more of them, because parts and gradients that travel come on top."
 )
 
 # %%
@@ -1226,23 +1221,11 @@ long = lab.measure("A long sequence, forward and backward", long_rows)
 long
 
 # %%
-
-# Reading
-row = long.rows[0] if long.rows else {}
-long_tokens, long_gpus = row.get("tokens", nan), row.get("GPUs", nan)
-lab.read(
-    f"**A long sequence:** {long_tokens:,} tokens take {long_gpus} GPUs "
-    f"{row.get('seconds', nan):.1f} s, forward and backward, where the scores of standard "
-    f"attention alone would take {16 * 2 * long_tokens**2 / 2**40:,.0f} TiB."
-)
-
-# %%
 # Beside PyTorch
 # --------------
 #
-# PyTorch has a ring of its own, which is still experimental: within ``context_parallel``,
-# ``scaled_dot_product_attention`` runs on all ranks, in the order of our zig-zag. We run it around
-# cuDNN's attention, and time it only if its output is that of our ring.
+# PyTorch has a ring of its own, still experimental: ``context_parallel``, in the order of our
+# zig-zag. We run it around cuDNN's attention, and time it only if its output is that of our ring.
 
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
@@ -1374,9 +1357,9 @@ def compared(found):
 def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph."""
     return (
-        f"PyTorch's ring around {name.removesuffix(' CP')} takes {compared(found)} tokens. We did "
-        "not time its kernel on one GPU, so we cannot say how much of this is the ring's and how "
-        "much the kernel's."
+        f"PyTorch's ring around {name.removesuffix(' CP')} takes {compared(found)} tokens than "
+        "ours. How much of this is the ring's and how much the kernel's we cannot say, because we "
+        "did not time its kernel on one GPU."
     )
 
 
@@ -1389,9 +1372,9 @@ lab.read(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# How far a ring goes we can only simulate, from the pieces that we measured. A step takes as long
-# as the longest of three: its scores, the transfer beside them, and the host's time to launch it.
-# The last gradients, which nothing hides, are added.
+# How far a ring goes we simulate from the pieces that we measured. A step takes as long as the
+# longest of three: its scores, the transfer beside them, and the host's time to launch it. The last
+# gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1432,8 +1415,8 @@ lab.read(
 )
 
 # %%
-# For eight GPUs of one host we assume the connection that we measured, and beyond one network card
-# of 400 Gb/s per GPU, 50 GB/s, because the slowest link of the ring counts.
+# Eight GPUs of one host get the connection that we measured, and more of them a network card of
+# 400 Gb/s each, because the slowest link of the ring counts.
 
 # Measuring
 NETWORK = 50e9
@@ -1518,24 +1501,24 @@ def short(tokens):
 
 
 lab.read(
-    f"The ring keeps {GOOD} % of linear scaling from "
+    f"In the simulation the ring keeps {GOOD} % of linear scaling from "
     + ", from ".join(
         f"{short(tokens)} tokens on with {world:,} GPUs"
         for world, tokens in from_tokens.items()
         if tokens
     )
-    + ", in a simulation whose errors we know for two ranks only. "
-    "**A ring is for few ranks with long parts.** Larger machines combine both ways, as USP (see "
-    "the references) does: heads are shared within a host, and parts go round a ring of hosts."
+    + ". Its errors we know for two ranks only. "
+    "**A ring is for few ranks with long parts.** Larger machines share heads within a host, and "
+    "pass parts round a ring of hosts (USP, in the references)."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# A mistake on one rank usually shows as a hang on the others, because they wait for a message that
-# never comes. So the ranks first agree on what they are about to compute, and wait for each other
-# no longer than the time-out of their process group.
+# A mistake on one rank usually hangs the others, because they wait for a message that never comes.
+# So the ranks first agree on what they are about to compute, and wait no longer than their process
+# group allows.
 #
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
 # contiguous part passed as zig-zag has the right shape and raises no error, but the result is
@@ -1572,8 +1555,6 @@ for layout in ring.LAYOUTS:
 #    :pyobject: dies
 #    :lines: 3-7
 #    :dedent:
-#
-# The table says after how many seconds a rank has its error.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1658,9 +1639,11 @@ def in_short(rows):
     return [
         {
             "mistake": mistake,
-            "rank 0, s": of[0]["seconds"],
-            f"rank {last}, s": of[last]["seconds"],
-            "what rank 0 is told": of[0]["what it says"],
+            "rank 0: error after, s": of[0]["seconds"],
+            f"rank {last}: error after, s": of[last]["seconds"],
+            "what rank 0 is told": re.split(r"[:,] (?!q|rank)", of[0]["what it says"])[
+                0
+            ],
         }
         for mistake, of in found.items()
     ]
@@ -1693,11 +1676,10 @@ lab.read(
 # In short
 # --------
 #
-# Attention to parts of the keys can be merged by one number per query, so queries stay and keys
-# travel round a ring while the ranks compute. Under a causal mask, two pieces from both ends give
-# every rank the same work. Whether the connection keeps up is decided by the tokens per rank, so a
-# ring suits few ranks with long parts, and short sequences lose. What a model keeps falls with the
-# number of GPUs, the peak of a single layer by less.
+# Parts of the keys can be merged by one number per query, so queries stay and keys travel round a
+# ring while the ranks compute. Under a causal mask, two pieces from both ends give every rank the
+# same work. The tokens per rank decide whether the connection keeps up, so a ring suits few ranks
+# with long parts. What a model keeps falls with the number of GPUs, the peak of a layer by less.
 #
 # Exercises
 # ---------
