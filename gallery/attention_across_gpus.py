@@ -407,9 +407,9 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# Outputs and gradients of both ways are compared with float64. The error may be four times that of
-# PyTorch's attention on one device, because each part's result is rounded before it is merged, and
-# the merged one again.
+# Outputs and gradients of both ways are compared with float64. The error may be up to four times
+# that of PyTorch's attention on one device, because each part's result is rounded before it is
+# merged, and the merged one again.
 
 # Measuring
 METHODS = {
@@ -844,8 +844,9 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The number of ranks and the size of the heads cancel. What counts is the number of tokens *per
-#    rank*, because the scores grow with its square and the bytes only with the number itself.
+#    The size of the heads cancels, and the number of ranks does not occur. What counts are the
+#    tokens *per rank*, because the scores grow with the square of their number and the bytes only
+#    with the number itself.
 #
 # In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it sends three
 # times the bytes, because gradients in 32 bits travel, too. So the 2 becomes
@@ -1058,7 +1059,7 @@ suspects = [
     ("the time of one GPU, divided among all", ideal_ms),
     ("the ring", ring_ms),
     ("its kernels, one at a time", by_kernels),
-    ("its host", ring_cost),
+    ("its host, in a short call", ring_cost),
 ]
 lab.table(
     [{"what": name, "ms": f"{ms:.1f}"} for name, ms in suspects] if steps.rows else [],
@@ -1071,14 +1072,14 @@ lab.table(
 either = min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
 lab.read(
     (
-        "**Either is slow enough to explain the loss alone**, so these times do not tell "
-        "them apart. "
+        "**Either the kernels or the host is slow enough to explain the loss alone**, so "
+        "these times do not tell them apart. "
         if either
         else ""
     )
     + (
-        f"At {TRACED:,} tokens the trace shows no gap in the computation, so there the host keeps "
-        "ahead."
+        f"At {TRACED:,} tokens the trace above shows no gap in the computation, so there the host "
+        "keeps ahead."
         if len(of_compute) == 1
         else ""
     )
@@ -1406,17 +1407,17 @@ for seqlen in LENGTHS:
     predicted.append((seqlen, told_by, real))
 off_by = {n: 100 * (told_by / real - 1) for n, told_by, real in predicted}
 lab.read(
-    "For what was measured, the simulation is off by "
+    "At the lengths that were measured, the simulation is off by "
     + ", ".join(
-        f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
-        for n, off in off_by.items()
+        f"{off:+.0f}".replace("-", "−").replace("+0", "0").replace("−0", "0")
+        for off in off_by.values()
     )
-    + " tokens."
+    + " %, from the shortest to the longest."
 )
 
 # %%
-# Eight GPUs of one host get the connection that we measured, and more of them a network card of
-# 400 Gb/s each, because the slowest link of the ring counts.
+# For eight GPUs of one host we assume the connection that we measured, and for more a network card
+# of 400 Gb/s each, because the slowest link of the ring counts.
 
 # Measuring
 NETWORK = 50e9
@@ -1501,15 +1502,14 @@ def short(tokens):
 
 
 lab.read(
-    f"In the simulation the ring keeps {GOOD} % of linear scaling from "
-    + ", from ".join(
-        f"{short(tokens)} tokens on with {world:,} GPUs"
-        for world, tokens in from_tokens.items()
-        if tokens
+    f"**A ring is for few ranks with long parts.** To keep {GOOD} % of linear scaling, "
+    + " and ".join(
+        f"{world:,} GPUs need {short(from_tokens[world])} tokens"
+        for world in (min(CLUSTERS), max(CLUSTERS))
+        if from_tokens[world]
     )
-    + ". Its errors we know for two ranks only. "
-    "**A ring is for few ranks with long parts.** Larger machines share heads within a host, and "
-    "pass parts round a ring of hosts (USP, in the references)."
+    + ". The errors of the simulation we know for two ranks only. Larger machines share heads "
+    "within a host, and pass parts round a ring of hosts (USP, in the references)."
 )
 
 # %%
