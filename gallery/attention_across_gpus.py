@@ -2,18 +2,17 @@
 Attention across GPUs
 =====================
 
-A text of a million tokens does not fit on one GPU while a model learns from it. *How do several
+To learn from a text of a million tokens, a model must keep more than one GPU holds. *How do several
 GPUs share one attention, and how much of their speed is left when they do?*
 
 You will learn
 
 - how GPUs pass keys and values round a ring, and merge what they compute by one number per query;
-- why a causal mask leaves ranks idle for up to half of their time on average, and which order of
-  the tokens repairs that;
+- which order of the tokens gives every GPU the same work under a causal mask;
 - how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
 
-The measurements need two NVIDIA GPUs or more. Elsewhere two processes of the CPU run the same
-checks in Triton's :term:`interpreter`, and the speeds are those of a recorded run.
+The speeds are those of a recorded run, unless two NVIDIA GPUs or more are at hand. Without them two
+processes of the CPU run the same checks in Triton's :term:`interpreter`.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -51,9 +50,9 @@ if TINY:
 # What one GPU would need
 # -----------------------
 #
-# From which length on is one GPU too small? A layer keeps ``q``, ``k``, ``v`` and ``out`` of each
-# token for the backward pass, which adds the gradients of these four. With 16 heads of 128 numbers
-# in bfloat16, each of these tensors takes 4 KiB per token, so the four that are kept take 16.
+# The memory of one GPU is too small for a long text, because a layer keeps ``q``, ``k``, ``v``
+# and ``out`` of each token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of
+# the four takes 4 KiB per token.
 
 # Folded: What attention keeps, by length
 KEPT, DURING, LAYERS = 4, 4, 32
@@ -79,30 +78,35 @@ lab.read(
 )
 
 # %%
-# The time grows faster still, with the square of the length. Both call for the same remedy: several
-# GPUs share the sequence, and each holds a part of it. In the language of ``torch.distributed``,
-# each process with its GPU is a :term:`rank`, and the number of ranks is the *world*.
+# So several GPUs share the sequence. A process with its GPU is a :term:`rank`, and the number of
+# ranks is the *world*.
 #
 # The ring
 # --------
 #
-# *How can a query meet keys that are on another GPU?*
-#
-# A query must meet all keys, but not all at once: :doc:`decoding
-# </chapters/attention_in_models>` cut the keys of a query into parts, attended to each, and merged
-# the outputs by their :term:`logsumexp`. Here a rank computes the parts one after another, and
-# merges after each. Let :math:`A` be the keys met so far and :math:`B` the next part. Then
+# A query must meet all keys, but it can meet them part by part: :doc:`decoding
+# </chapters/attention_in_models>` attended to parts of the keys and merged the outputs by their
+# :term:`logsumexp`. A rank does the same with one part after another. Let ``out`` and ``lse``
+# belong to the keys met so far, and ``part`` and ``lse_part`` to the next part of the keys. Then
 #
 # .. math::
 #
 #    \begin{aligned}
-#    w &= \frac{e^{lse_B}}{e^{lse_A} + e^{lse_B}} = \frac{1}{1 + e^{lse_A - lse_B}} \\
-#    out &= (1 - w)\, out_A + w\, out_B \\
-#    lse &= \log\left(e^{lse_A} + e^{lse_B}\right)
+#    w &= \frac{e^{lse_{part}}}{e^{lse} + e^{lse_{part}}} = \mathrm{sigmoid}(lse_{part} - lse) \\
+#    out &\leftarrow (1 - w)\, out + w\, part \\
+#    lse &\leftarrow \log\left(e^{lse} + e^{lse_{part}}\right)
 #    \end{aligned}
 #
-# If, say, the exponentials of the scores add up to 3 over :math:`A` and to 1 over :math:`B`, then
-# :math:`w = 1/4`: the output is three quarters of :math:`out_A` and one quarter of :math:`out_B`.
+# If the exponentials of a query's scores add up to 3 so far and to 1 over the next part, then
+# :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``. In
+# PyTorch these are three lines of ``ring.merge``, which change ``out`` and ``lse`` in place.
+# ``masked_fill_`` makes :math:`w` zero for a query that sees no key of the next part:
+#
+# .. literalinclude:: /../src/kernelbook/ops/ring.py
+#    :language: python
+#    :pyobject: merge
+#    :start-at: w = torch
+#    :dedent:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -112,15 +116,11 @@ lab.read(
 #
 # .. animation:: ring_of_ranks
 #
-# After as many steps as there are ranks, each query has met each key, and no rank ever held more
-# than three parts of the keys: its own, the one it computes with, and the one that arrives. The
-# weight :math:`w` is a sigmoid of :math:`lse_B - lse_A`, so the merge is three lines of PyTorch:
-
-lab.source(ring.merge)
-
-# %%
-# With it, the whole ring fits into a few lines, if one process plays all ranks in turn and there is
-# no mask. ``travelling[rank]`` are the keys and values that a rank has at the moment:
+# After as many steps as there are ranks, each query has met each key. If one process plays all
+# ranks in turn, the whole ring without a mask fits into a few lines. ``travelling[rank]`` are the
+# keys and values that a rank has at the moment, ``found[rank]`` is its output so far with its lse,
+# and ``reference.attention`` is the formula in PyTorch, which returns both. Three ranks find the
+# output of the whole:
 
 
 def ring_in_turn(parts):
@@ -135,7 +135,7 @@ def ring_in_turn(parts):
                 found[rank] = part.float(), lse_part.float()
             else:
                 ring.merge(*found[rank], part, lse_part.float())
-        # -- pass on: each rank to the next, and the last to the first
+        # each rank passes on to the next, and the last to the first
         travelling = [travelling[-1], *travelling[:-1]]
     return [out for out, _ in found]
 
@@ -147,30 +147,31 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 
 # %%
-# What is still missing: a mask, and ranks that work at the same time.
-#
 # Who holds which tokens
 # ----------------------
 #
-# *Does it matter which tokens a rank holds?*
-#
-# Under a causal mask it does. If rank 0 holds the first quarter of the tokens and rank 3 the last,
-# then no query of rank 0 sees a key of another rank. It computes in one step and has nothing to do
-# in three, while rank 3 computes in all four. The others wait for it, because the next keys come
-# from a neighbour.
-#
+# Under a causal mask the layout of the tokens decides who must work, because late tokens see more
+# keys than early ones: token :math:`t`, counted from 0, sees :math:`t + 1`. Let four ranks share
+# eight tokens, first in order and then with one token from either end:
+
+layouts = {
+    "contiguous": [(0, 1), (2, 3), (4, 5), (6, 7)],
+    "zig-zag": [(0, 7), (1, 6), (2, 5), (3, 4)],
+}
+for layout, held in layouts.items():
+    scores = [sum(token + 1 for token in tokens) for tokens in held]
+    print(f"{layout}: the ranks compute {scores} scores")
+
+# %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    The *zig-zag* layout cuts the sequence into twice as many pieces as there are ranks, and gives
-#    each rank two, one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces
-#    :math:`r` and :math:`2W - 1 - r`.
+#    each rank one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces :math:`r`
+#    and :math:`2W - 1 - r`.
 #
-# In the drawing of four ranks, a row is a piece of queries, with the rank that holds it, a column a
-# piece of keys, and a shade a step, the strongest the first. With zig-zag, keys from a lower rank
-# are met by all queries in their early piece and by none in their late one, and keys from a higher
-# rank by the late queries alone, in both pieces. Either way a rank computes half of the scores of a
-# step.
+# The work is equal in every step, too, which matters because the ranks wait for each other: the
+# next keys come from a neighbour. In the figure a shade is a step, and a dotted line its end.
 
 # %%
 
@@ -178,54 +179,6 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 WORLD_DRAWN, PART = 4, 64
 
 
-def pieces_of(axes, layout):
-    """Which piece of queries meets which of keys, and in which step."""
-    pieces = range(2 * WORLD_DRAWN)
-    holder = [
-        piece // 2
-        if layout == "contiguous"
-        else min(piece, 2 * WORLD_DRAWN - 1 - piece)
-        for piece in pieces
-    ]
-    for row in pieces:
-        for column in range(row + 1):
-            step = (holder[row] - holder[column]) % WORLD_DRAWN
-            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
-            corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
-            corners += [(column + 1, row)] if row > column else []
-            axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
-    axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
-    axes.set_xticks([piece + 0.5 for piece in pieces], holder)
-    axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
-    axes.set_xlabel("keys of rank")
-    axes.tick_params(length=0)
-    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
-
-
-def both_masks(*panels):
-    for axes, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
-        pieces_of(axes, layout)
-
-
-lab.sketch(
-    "Which queries meet which keys, by step",
-    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
-    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
-    "same area together, and in each step half of the scores of its pieces.",
-    both_masks,
-    panels=2,
-    height=3.0,
-)
-
-# %%
-
-# Folded: _work of the package says which queries and keys meet, and whether under the mask
-lab.source(ring._work)
-
-# %%
-
-
-# Folded: The work of four ranks over time, with a dotted line at the end of each step
 def scores_of(rank, step, layout):
     """The share of a part's scores that a rank computes in a step."""
     work = ring._work(rank, (rank - step) % WORLD_DRAWN, True, layout, PART)
@@ -279,40 +232,96 @@ lab.sketch(
 )
 
 # %%
-# *How much does that gain?* Count the scores of one part with another as one unit. The first step,
-# under the mask, takes half a unit; each of the others takes a whole unit with contiguous parts and
-# half a unit with zig-zag. That makes :math:`W - \frac{1}{2}` units against :math:`\frac{W}{2}`, so
-# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many. It costs a model
-# little: nearly all its other operations work token by token, in any order, and only the positions
-# that it adds must follow the layout.
-#
+# Zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many. Let a unit of
+# time be what all scores of one part with another take. Zig-zag takes half a unit for each step, or
+# :math:`W / 2`. Contiguous parts take half a unit for the first step and a whole one for each of
+# the others, or :math:`W - 1/2`.
+
+# %%
+
+# Folded: Which queries meet which keys: a row is a piece of queries, a shade a step
+
+
+def pieces_of(axes, layout):
+    """Which piece of queries meets which of keys, and in which step."""
+    pieces = range(2 * WORLD_DRAWN)
+    holder = [
+        piece // 2
+        if layout == "contiguous"
+        else min(piece, 2 * WORLD_DRAWN - 1 - piece)
+        for piece in pieces
+    ]
+    for row in pieces:
+        for column in range(row + 1):
+            step = (holder[row] - holder[column]) % WORLD_DRAWN
+            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
+            corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
+            corners += [(column + 1, row)] if row > column else []
+            axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
+    axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
+    axes.set_xticks([piece + 0.5 for piece in pieces], holder)
+    axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
+    axes.set_xlabel("keys of rank")
+    axes.tick_params(length=0)
+    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
+
+
+def both_masks(*panels):
+    for axes, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
+        pieces_of(axes, layout)
+
+
+lab.sketch(
+    "Which queries meet which keys, by step",
+    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
+    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
+    "same area together, and in each step half of the scores of its pieces.",
+    both_masks,
+    panels=2,
+    height=3.0,
+)
+
+# %%
+
+# Folded: _work of the package says which queries and keys meet, and whether under the mask
+lab.source(ring._work)
+
+# %%
 # The loop of a rank
 # ------------------
 #
-# *How does a rank send and compute at once?*
-#
-# With calls that begin a transfer and return at once. ``_pass_on`` begins to send tensors to the
-# next rank and to receive those of the rank before, ``into`` memory that it is given. The transfer
-# runs beside the kernels that the rank launches next, because NCCL, NVIDIA's library for
-# communication, has a :term:`stream` of its own:
+# A rank sends and computes at once, because the transfer runs on a :term:`stream` of its own. NCCL,
+# NVIDIA's library for communication, provides that. ``_pass_on`` begins to send tensors to the next
+# rank and to receive those of the rank before, and returns at once with what to wait for.
 
+# %%
+
+# Folded: _pass_on in PyTorch
 lab.source(ring._pass_on)
 
 # %%
-# The forward pass of the package is ``ring_in_turn``, as one rank sees it. In each step it begins
-# to pass ``kv`` on, computes what ``_work`` tells it to, and waits for both transfers.
-# ``operator.run`` is the forward kernel of the earlier chapters, and what follows ``causal`` are
-# its options: no window to the left or right (two times ``None``), the scale, the same bits in
-# every run (``True``), any backend (``"auto"``). A part that was sent and used is ``spare``, and
-# the next but one arrives in its memory. Only the rank's own part never becomes spare, because it
-# belongs to the caller. (``_like`` makes empty tensors of the same shapes, and ``_dtype_of_sums``
-# is float32 with more than two ranks.)
+# The forward pass of the package is ``ring_in_turn`` as one rank sees it. Each step first begins to
+# pass ``kv`` on, into the memory ``following``. ``_like`` makes empty tensors of the same shapes,
+# unless a part that was sent and used is ``spare``:
 
-lab.source(ring._Ring.forward)
+lab.source(ring._Ring.forward, "def", "send")
 
 # %%
-# **The backward pass** computes the weights again, as :math:`p_{ij} = e^{s_{ij} - lse_i}`, and the
-# :math:`lse_i` that the forward pass has left is that of *all* keys.
+# Beside the transfer the rank computes what ``_work`` returns: which of its queries (``rows``) meet
+# which of the ``keys``, and whether under the mask (``causal``). ``operator.run`` is the forward
+# kernel of the earlier chapters. Its options are no window (``None`` twice), the scale, the same
+# bits in every run (``True``), and any backend. The step ends with a wait for the transfer:
+
+lab.source(ring._Ring.forward, "attend")
+
+# %%
+# Sums are float32 with more than two ranks (``_dtype_of_sums``), and ``save_for_backward``
+# keeps the lse of *all* keys.
+#
+# The backward pass
+# -----------------
+#
+# The backward pass computes the weights again, as :math:`p_{ij} = e^{s_{ij} - lse_i}`.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -320,28 +329,36 @@ lab.source(ring._Ring.forward)
 #    With the lse of all keys, the weights of each part are already those of the whole, so the
 #    gradients of the parts are terms of a sum, and nothing has to be merged.
 #
-# The terms of ``dq`` belong to the rank's own queries and are added up there. Those of ``dk`` and
-# ``dv`` belong to keys of another rank, so these sums travel with their keys, each rank adds its
-# terms as they pass, and a last transfer brings them home. Again one process plays all ranks:
+# In PyTorch, these are the terms of one part, by the steps of :doc:`/chapters/attention_backward`:
 
 
-def ring_backward_in_turn(parts, outputs, rows_lse, d_outputs):
-    """The gradients of q, k and v of each rank, of the outputs and lse of all keys."""
-    d_queries = [torch.zeros_like(part[0]) for part in parts]
-    moving = [(*part[1:], *map(torch.zeros_like, part[1:])) for part in parts]
+def terms_of_part(q, k, v, out, lse, do):
+    """What a part of the keys adds to dq, and its dk and dv; out and lse are of all keys."""
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp(scale * q @ k.mT - lse[..., None])
+    delta = (do * out).sum(-1, keepdim=True)
+    ds = scale * p * (do @ v.mT - delta)
+    return ds @ k, ds.mT @ q, p.mT @ do
+
+
+# %%
+# The terms of ``dq`` belong to the rank's own queries, and stay. Those of ``dk`` and ``dv`` belong
+# to keys of another rank, so these sums travel with their keys, each rank adds its terms as they
+# pass, and a last transfer brings them home:
+
+
+def ring_backward_in_turn(parts, outs, lses, dos):
+    """The gradients of q, k and v of each rank."""
+    dqs = [torch.zeros_like(q) for q, _, _ in parts]
+    moving = [(k, v, torch.zeros_like(k), torch.zeros_like(v)) for _, k, v in parts]
     for _ in parts:
-        for rank, (own_q, *_) in enumerate(parts):
-            its_k, its_v, dk, dv = moving[rank]
-            scale, do = own_q.shape[-1] ** -0.5, d_outputs[rank]
-            p = torch.exp(scale * own_q @ its_k.mT - rows_lse[rank][..., None])
-            delta = (do * outputs[rank]).sum(-1, keepdim=True)
-            ds = scale * p * (do @ its_v.mT - delta)
-            d_queries[rank] += ds @ its_k
-            dk += ds.mT @ own_q
-            dv += p.mT @ do
-        # -- pass on: after as many steps as there are ranks, all are home
-        moving = [moving[-1], *moving[:-1]]
-    return [(dq, *sums[2:]) for dq, sums in zip(d_queries, moving, strict=True)]
+        for rank, (q, _, _) in enumerate(parts):
+            k, v, dk, dv = moving[rank]
+            terms = terms_of_part(q, k, v, outs[rank], lses[rank], dos[rank])
+            for total, term in zip((dqs[rank], dk, dv), terms, strict=True):
+                total += term
+        moving = [moving[-1], *moving[:-1]]  # after all steps each is home
+    return [(dq, dk, dv) for dq, (_, _, dk, dv) in zip(dqs, moving, strict=True)]
 
 
 # %%
@@ -359,7 +376,7 @@ for pieces, gradient in zip(gradients, expected, strict=True):
 
 # %%
 
-# Folded: The backward pass, and the exchange of all to all
+# Folded: The backward pass of the package, and the exchange of all to all
 lab.listing(
     {
         "The backward pass of a rank": ring._Ring.backward,
@@ -368,13 +385,16 @@ lab.listing(
 )
 
 # %%
-# **All to all** is the other way. Heads are independent, so the ranks can exchange parts of the
-# sequence for heads: each rank then has the whole sequence of a few heads, computes it as a single
-# GPU would, and exchanges back. There are no steps then, but the number of ranks must divide the
-# number of heads, and nothing is computed while they exchange.
+# All to all
+# ----------
 #
-# Both are called in the same way, on every rank with its own part of the sequence
-# (``all_to_all_attention`` is the other):
+# All to all is the simpler way, and uses that heads are independent. The ranks exchange parts of
+# the sequence for heads, each rank computes the whole sequence of a few heads as a single GPU
+# would, and they exchange back. The number of ranks must divide the number of heads, and nothing is
+# computed while they exchange.
+#
+# Every rank calls either way with its own part of the sequence (``all_to_all_attention`` is the
+# other):
 #
 # .. code-block:: python
 #
@@ -385,9 +405,9 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# Outputs and gradients of both ways are compared with float64 and with PyTorch's attention on one
-# device. The error may be up to four times PyTorch's, also for the output, because each part's
-# result is rounded to the dtype of ``q`` before it is merged, and the merged one again.
+# Outputs and gradients of both ways are compared with float64. The error may be up to four times
+# that of PyTorch's attention on one device, because each part's result is rounded before it is
+# merged, and the merged one again.
 
 # Measuring
 METHODS = {
@@ -447,16 +467,15 @@ lab.check("Attention across ranks", cases())
 # ---------------
 #
 # The yardstick is *linear scaling*, in the figures the *ideal*: the time that one GPU takes alone
-# for the same sequence, divided by the number of GPUs, so that 100 % means that sharing loses
-# nothing. Two changes lead from the obvious version to the package's:
+# with the same kernels, divided by the number of GPUs. At 100 % sharing loses nothing. Two changes
+# lead from the obvious version to the package's:
 #
 # 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
 # 2. *zig-zag*: the same with two pieces, one from either end;
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
 # *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
-# heads of 128 in bfloat16. Calls follow each other as the layers of a model do, the slowest rank
-# counts, and one GPU runs the same kernels.
+# heads of 128 in bfloat16.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -577,11 +596,9 @@ speed = lab.bench(
 
 # Drawing
 RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
-FLOORS = {2: (65536, 0.90), 4: (131072, 0.85)}
 of_record = speed.provenance or {}
 WORLD = of_record.get("world", ranks.world)
-length, floor = FLOORS.get(WORLD, (131072, 0.85))
-length = length // SHRINK
+length = (65536 if WORLD == 2 else 131072) // SHRINK
 lab.ladder(
     speed,
     f"The versions, at {length:,} tokens",
@@ -595,21 +612,12 @@ lab.ladder(
 # Reading
 nan = float("nan")
 share = {name: speed.share(name, seqlen=length) for name in RUNGS}
-shortest = speed.share("Kernel Book", seqlen=LENGTHS[0])
-rate = speed.rate("Kernel Book", seqlen=length)
 won = share["zig-zag"] / share["contiguous"]
 promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
 lab.read(
-    f"On {WORLD} GPUs, contiguous parts reach {100 * share['contiguous']:.0f} % of linear scaling, "
-    f"and zig-zag {100 * share['zig-zag']:.0f} %. That is {won:.2f} times as fast, where counting "
-    f"scores promised {promised:.2f}. With transfers behind the computation it is "
-    f"{100 * share['Kernel Book']:.0f} %, or {rate:,.0f} TFLOP/s on all GPUs together. "
-    + (
-        f"We aimed at {100 * floor:.0f} % at this length and reach it"
-        if share["Kernel Book"] >= floor
-        else f"**We aimed at {100 * floor:.0f} % at this length and miss it**"
-    )
-    + f"; **at {LENGTHS[0]:,} tokens it is {100 * shortest:.0f} %**."
+    f"**Zig-zag gains most.** It is {won:.2f} times as fast as contiguous parts, where counting "
+    f"scores promised {promised:.2f}. With transfers behind the computation, the {WORLD} GPUs "
+    f"reach {100 * share['Kernel Book']:.0f} % of linear scaling."
 )
 
 # %%
@@ -621,29 +629,10 @@ lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
 
 
 # Reading
-def longer(name):
-    """How many percent longer than the ring a version takes, by length."""
-    return {
-        n: 100
-        * (
-            speed.milliseconds_at(name, seqlen=n)
-            / speed.milliseconds_at("Kernel Book", seqlen=n)
-            - 1
-        )
-        for n in LENGTHS
-    }
-
-
-def compared(found):
-    """Percents by length, in words; less than 1 % is no difference."""
-    told = [
-        f"{abs(more):.0f} % {'longer' if more > 0 else 'shorter'} at {n:,}"
-        for n, more in found.items()
-        if abs(more) >= 1
-    ]
-    same = [f"{n:,}" for n, more in found.items() if abs(more) < 1]
-    told += [f"as long at {' and '.join(same)}"] if same else []
-    return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]])) or "nan"
+def longer(name, n):
+    """How many percent longer than the ring a version takes at a length."""
+    ours = speed.milliseconds_at("Kernel Book", seqlen=n)
+    return 100 * (speed.milliseconds_at(name, seqlen=n) / ours - 1)
 
 
 exchanged = max(
@@ -652,29 +641,27 @@ exchanged = max(
     for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
 )
 lab.read(
-    f"**What does hiding transfers gain?** Zig-zag without it takes {compared(longer('zig-zag'))} "
-    "tokens, because the scores grow with the square of the length and what is transferred with "
-    "the length itself. (Less than 1 % is no difference; figures timed apart differ by a little "
-    "more.) **All to all**, the simpler way, takes "
+    "**Short sequences lose in every version:** at "
+    f"{LENGTHS[0]:,} tokens ours reaches {100 * speed.share('Kernel Book', seqlen=LENGTHS[0]):.0f} "
+    f"% of linear scaling. What hiding transfers gains shrinks as well, from "
+    f"{longer('zig-zag', LENGTHS[0]):.0f} % to {longer('zig-zag', LENGTHS[-1]):.0f} % at the "
+    "longest, because the scores grow with the square of the length and what is transferred with "
+    "the length itself. All to all "
     + (
-        f"as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, so that the two nearly share a "
-        "line in the figure. "
+        f"takes as long as zig-zag that waits, within {numpy.ceil(exchanged):.0f} %."
         if exchanged < 2
-        else f"{compared(longer('all to all'))} tokens. "
+        else f"takes up to {exchanged:.0f} % more or less than zig-zag that waits."
     )
-    + "**Short sequences lose more in every version.** A section below asks why."
 )
 
 # %%
 # The schedule, measured
 # ----------------------
 #
-# *What does hiding a transfer cost?*
-#
-# PyTorch's profiler notes when each kernel begins and ends. The figure shows one call on rank 0,
-# with 16,384 tokens per rank: above with transfers that are waited for, below with transfers behind
-# the computation. There are four: keys and values in either pass, their gradients, and the complete
-# gradients on their way home. A bar also contains the wait for the other rank.
+# A profiler shows that the transfers really hide. The figure is one call on rank 0, with 16,384
+# tokens per rank; a thin line ends the forward pass. There are four transfers: keys and values in
+# either pass, their gradients, and the complete gradients on their way home. Their bars contain the
+# wait for the other rank, too.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -767,7 +754,7 @@ def lane_rows(rows, version, lane):
 
 
 def draw_schedule(axes, rows):
-    places, note = [], ""
+    places = []
     for number, version in enumerate(VERSIONS_TRACED):
         top = 2.7 * number
         title = {
@@ -783,14 +770,13 @@ def draw_schedule(axes, rows):
             axes.broken_barh(bars, (place - 0.35, 0.7), color=lab.colour(provider))
             places.append(place)
         for start, _ in lane_rows(rows, version, "forward ends"):
-            note = "; thin line: the end of the forward pass"
             ends = [start, start], [top - 0.4, top + 1.4]
             axes.plot(*ends, color="#59636e", linewidth=1)
     axes.set_yticks(places, ["computing", "transfers"] * len(VERSIONS_TRACED))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"milliseconds{note}")
+    axes.set_xlabel("milliseconds")
 
 
 def busy(rows, version, lane):
@@ -827,23 +813,10 @@ worked, undisturbed = (
     busy(schedule.rows, version, "compute") if schedule.rows else nan
     for version in ("behind", "waited for")
 )
-of_compute = lane_rows(schedule.rows, "behind", "compute")
-computed_from = min((start for start, _ in of_compute), default=nan)
-computed_until = max((end for _, end in of_compute), default=nan)
 lab.read(
-    f"With transfers waited for, the call takes {before:.1f} ms, and with transfers behind the "
-    f"computation {after:.1f}. Only at its two ends do transfers run alone: for the first "
-    f"{computed_from:.1f} ms, in which no kernel has started yet, and for the last "
-    f"{max(0.0, after - computed_until):.1f} ms, because nothing is left to compute when the "
-    "complete gradients travel. "
-    + (
-        "**What is hidden is not free**, because NCCL transfers with a kernel of its own, which "
-        f"takes SMs and bandwidth from the others: computing takes {worked:.1f} ms instead of "
-        f"{undisturbed:.1f}. "
-        if worked > 1.02 * undisturbed
-        else "**What is hidden costs little here:** computing takes "
-        f"{worked:.1f} ms with transfers beside it, and {undisturbed:.1f} without."
-    )
+    f"Hiding transfers shortens the call from {before:.1f} to {after:.1f} ms, and computing takes "
+    f"{100 * (worked / undisturbed - 1):.0f} % longer beside them. Transfers run alone only at the "
+    "two ends: before the first kernel has started, and when the complete gradients travel home."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -852,12 +825,11 @@ lab.read(
 # What the connection must carry
 # ------------------------------
 #
-# *How fast must it be, so that a transfer takes no longer than the computation beside it?*
-#
-# Let a rank hold :math:`n` tokens, with :math:`H` heads of :math:`D` numbers for queries and
-# :math:`H_k` heads for keys and values. Let it compute :math:`S` FLOPs per second, and let
-# :math:`B` bytes per second reach the next rank. With zig-zag, a step computes :math:`n^2 / 2`
-# scores per head, each of which takes :math:`4 D` FLOPs, while keys and values of 16 bits travel:
+# A transfer is hidden if it takes no longer than the computation beside it. Let a rank hold
+# :math:`n` tokens, with :math:`H` heads of :math:`D` numbers for queries and :math:`H_k` heads for
+# keys and values. Let it compute :math:`S` FLOPs per second, and let :math:`B` bytes per second
+# reach the next rank. With zig-zag, a step computes :math:`n^2 / 2` scores per head of :math:`4 D`
+# FLOPs each, while keys and values of 16 bits travel:
 #
 # .. math::
 #
@@ -869,15 +841,15 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The number of ranks and the size of the heads cancel. What counts is the number of tokens *per
-#    rank*, because the scores grow with its square and the bytes only with the number itself.
+#    The size of the heads cancels, and the number of ranks does not occur. What counts are the
+#    tokens *per rank*, because the scores grow with the square of their number and the bytes only
+#    with the number itself.
 #
 # In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it sends three
-# times the bytes, because the gradients of keys and values travel, too, and have 32 bits. So the 2
-# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
-#
-# We measure :math:`B` by passing tensors round the ring while nothing is computed, and :math:`S` by
-# single steps.
+# times the bytes, because gradients in 32 bits travel, too. So the 2 becomes
+# :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
+# :math:`S` by single steps. The lengths are orders of magnitude, because small parts compute and
+# travel more slowly:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1018,30 +990,27 @@ FORWARD_FLOPS = 2 * HEADS * HEAD_DIM
 flops = FORWARD_FLOPS * largest**2 / (at_largest / 1e3)
 crossing = {"forward": 2 * flops / bandwidth, "backward": 2.4 * flops / bandwidth}
 hidden_from = [round(tokens, -2) for tokens in crossing.values()]
-links = of_record.get("interconnect", "")
-joined = re.search(r"NV(\d+)", links)
-lab.read(
-    f"The next rank receives up to {bandwidth / 1e9:.0f} GB/s"
-    + (
-        f", of the {25 * int(joined[1])} that NVLink, the connection within a host, has on paper. "
-        if joined
-        else ". "
-    )
-    + f"A step of {largest:,} tokens computes at {flops / 1e12:.0f} TFLOP/s, or "
-    f"{flops / bandwidth:,.0f} FLOPs in the time that a byte takes. **So by the formulas a "
-    f"transfer is hidden from about {hidden_from[0]:,.0f} tokens per rank on** in the forward pass "
-    f"and {hidden_from[1]:,.0f} in the backward pass, or an eighth of that with an eighth as many "
-    "heads of keys. Small parts compute and travel more slowly, so these are orders of magnitude."
+connection = [
+    ("bytes per second to the next rank, B", f"{bandwidth / 1e9:.0f} GB/s"),
+    ("FLOPs per second of a forward step, S", f"{flops / 1e12:.0f} TFLOP/s"),
+    ("forward: hidden from", f"{hidden_from[0]:,.0f} tokens per rank"),
+    (
+        "backward, more than two ranks: hidden from",
+        f"{hidden_from[1]:,.0f} tokens per rank",
+    ),
+]
+lab.table(
+    [{"quantity": name, "value": x} for name, x in connection] if steps.rows else [],
+    "From which length on a transfer is hidden",
 )
 
 # %%
 # Where short sequences lose
 # --------------------------
 #
-# Two suspects are left besides transfers: the *kernels*, which are less efficient on small parts
-# and merge in every step, and the *host*, which launches them and lets the ranks tell each other
-# what they pass, so that a mismatch is an error and not a hang. We look at each alone: we add up
-# the single steps that were timed above, and time a call whose scores take next to nothing.
+# Besides the transfers at both ends, the loss has two suspects: the *kernels*, which are less
+# efficient on small parts and merge in every step, and the *host*, which launches them. We time the
+# kernels one at a time, and the host by a call of 128 tokens per rank.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1083,27 +1052,34 @@ ideal_ms, ring_ms = (
 )
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
-took = speed.milliseconds_at("Kernel Book", seqlen=length)
-lab.read(
-    f"At {LENGTHS[0]:,} tokens, linear scaling would take {ideal_ms:.1f} ms, and the ring takes "
-    f"{ring_ms:.1f}. Its kernels alone take {by_kernels:.1f} ms, timed one by one with a pause "
-    f"after each, and its host alone {ring_cost:.1f}. "
-    + (
-        "**So either is long enough to explain the loss without the other.** "
-        if min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
-        else ""
-    )
-    + f"At {length:,} tokens, which take the ring {took:.0f} ms, the host runs ahead of the GPU, "
-    "and its time is hidden."
+suspects = [
+    ("the time of one GPU, divided among all", ideal_ms),
+    ("the ring", ring_ms),
+    ("its kernels, one at a time", by_kernels),
+    ("its host, in a short call", ring_cost),
+]
+lab.table(
+    [{"what": name, "ms": f"{ms:.1f}"} for name, ms in suspects] if steps.rows else [],
+    f"Where the time goes at {LENGTHS[0]:,} tokens",
 )
 
 # %%
-# Memory, and a long sequence
-# ---------------------------
+
+# Reading
+either = min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
+lab.read(
+    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times "
+    "do not tell them apart."
+    if either
+    else "No one of the two is slow enough to explain the loss alone."
+)
+
+# %%
+# Memory
+# ------
 #
-# What falls when GPUs share a sequence? One GPU alone and then all ranks together compute 131,072
-# tokens, and each notes the most that its allocator held during a forward and a backward pass,
-# inputs and gradients included.
+# Sharing divides what a model keeps by the number of GPUs, but not the peak of a single layer. One
+# GPU and then all together compute 131,072 tokens, and each notes the most that its allocator held.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1157,7 +1133,7 @@ memory = lab.measure("The most memory that a GPU needed", memory_rows)
 
 # %%
 
-# Folded: The most memory that a GPU needed
+# Folded: The most memory that a GPU needed, as recorded
 memory
 
 # %%
@@ -1174,22 +1150,26 @@ def tensors(held, size):
 
 
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
-one_holds, rank_holds = tensors(gib.get(1, nan), 1), tensors(together, most)
+lab.table(
+    [
+        {
+            "GPUs": size,
+            "peak of a layer, GiB": f"{peak:.1f}",
+            "as tensors like q": f"{tensors(peak, size):.0f}",
+            f"kept for {LAYERS} layers, on paper, GiB": f"{kept / size:.0f}",
+        }
+        for size, peak in gib.items()
+    ],
+    "The memory of each GPU",
+)
+
+# %%
+
+# Reading
 lab.read(
-    f"**The peak falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, and not by "
-    f"{100 * (1 - 1 / most):.0f}.** One GPU holds {one_holds:.0f} tensors of the size of `q`: "
-    "`q`, `k`, `v`, `out` and their gradients"
-    + (
-        ", and `dq` as a sum in float32, which counts twice"
-        if 9.5 < one_holds < 10.5
-        else ""
-    )
-    + f". A rank's tensors have 1/{most} of this size, but it holds {rank_holds:.0f} of them, "
-    "because parts and gradients that travel come on top. These exist in one layer at a time. "
-    f"**What a model keeps from the forward to the backward pass falls by "
-    f"{100 * (1 - 1 / most):.0f} %**, because a layer keeps nothing that travels. With {LAYERS} "
-    f"layers and {MEMORY_LENGTH:,} tokens it is {kept:.0f} GiB on one GPU and {kept / most:.0f} on "
-    f"each of {most}, on paper."
+    f"**The peak of a layer falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, and what a "
+    f"model keeps by {100 * (1 - 1 / most):.0f}.** A rank's tensors are 1/{most} as long, but at "
+    "the peak it holds more of them, because parts and gradients that travel come on top."
 )
 
 # %%
@@ -1231,26 +1211,11 @@ long = lab.measure("A long sequence, forward and backward", long_rows)
 long
 
 # %%
-
-# Reading
-row = long.rows[0] if long.rows else {}
-long_tokens, long_gpus = row.get("tokens", nan), row.get("GPUs", nan)
-lab.read(
-    f"**A long sequence:** {long_tokens:,} tokens take {long_gpus} GPUs "
-    f"{row.get('seconds', nan):.1f} s, forward and backward, and {row.get('GiB per GPU', nan):.1f} "
-    "GiB each, where the scores of standard attention would take "
-    f"{16 * 2 * long_tokens**2 / 2**40:,.0f} TiB."
-)
-
-# %%
 # Beside PyTorch
 # --------------
 #
-# *Is PyTorch's own ring as fast?*
-#
-# It is still experimental: within ``context_parallel``, ``scaled_dot_product_attention`` runs on
-# all ranks, with the tokens in the order of our zig-zag. We run it around cuDNN's attention (*cuDNN
-# CP*), and time it only if its output is that of our ring.
+# PyTorch has a ring of its own, still experimental: ``context_parallel``, in the order of our
+# zig-zag. We run it around cuDNN's attention, and time it only if its output is that of our ring.
 
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
@@ -1343,9 +1308,14 @@ beside = lab.bench(
     unit="TFLOP/s",
     timer=time_beside,
 )
+
+# %%
+
+# Folded: Both rings, in percent of linear scaling
 lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
 
 # %%
+
 
 # Reading
 timed_peers = {
@@ -1364,18 +1334,22 @@ timed_peers = {
 }
 
 
+def compared(found):
+    """Percents by length, in words; less than 1 % is no difference."""
+    return " and ".join(
+        f"as long at {n:,}"
+        if abs(more) < 1
+        else f"{abs(more):.0f} % {'longer' if more > 0 else 'shorter'} at {n:,}"
+        for n, more in found.items()
+    )
+
+
 def beside_ours(name, found):
-    """How long PyTorch's ring takes, as a paragraph; less than 1 % is no difference."""
+    """How long PyTorch's ring takes, as a paragraph."""
     return (
-        f"Beside ours, timed again, PyTorch's ring around {name.removesuffix(' CP')} takes "
-        f"{compared(found)} tokens. "
-        + (
-            "**Where it takes shorter, PyTorch's is ahead.** "
-            if min(found.values()) <= -1
-            else ""
-        )
-        + "We did not time its kernel on one GPU, so we cannot say how much of this is the ring's "
-        "and how much the kernel's."
+        f"PyTorch's ring around {name.removesuffix(' CP')} takes {compared(found)} tokens than "
+        "ours. How much of this is the ring's and how much the kernel's we cannot say, because we "
+        "did not time its kernel on one GPU."
     )
 
 
@@ -1388,9 +1362,9 @@ lab.read(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# How far does a ring go? We simulate such machines from the pieces that we measured. A step takes
-# as long as the longest of three: its scores, the transfer beside them, and, after the first step,
-# the host's time to launch it. The last gradients, which nothing hides, are added.
+# How far a ring goes we simulate from the pieces that we measured. A step takes as long as the
+# longest of three: its scores, the transfer beside them, and the host's time to launch it. The last
+# gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1422,18 +1396,17 @@ for seqlen in LENGTHS:
     predicted.append((seqlen, told_by, real))
 off_by = {n: 100 * (told_by / real - 1) for n, told_by, real in predicted}
 lab.read(
-    "We first let it predict what was measured. Its times are off by "
+    "At the lengths that were measured, the simulation is off by "
     + ", ".join(
-        f"{off:+.0f} % at {n:,}".replace("-", "−").replace("+0", "0").replace("−0", "0")
-        for n, off in off_by.items()
+        f"{off:+.0f}".replace("-", "−").replace("+0", "0").replace("−0", "0")
+        for off in off_by.values()
     )
-    + " tokens."
+    + " %, from the shortest to the longest."
 )
 
 # %%
-# For eight GPUs of one host we assume the connection that we measured. Beyond,
-# the slowest link of the ring counts, and we assume one network card of 400 Gb/s per GPU, which is
-# 50 GB/s.
+# For eight GPUs of one host we assume the connection that we measured, and for more a network card
+# of 400 Gb/s each, because the slowest link of the ring counts.
 
 # Measuring
 NETWORK = 50e9
@@ -1502,7 +1475,6 @@ lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
 # %%
 
 # Reading
-network_crossing = 2.4 * flops / NETWORK
 GOOD = 80
 from_tokens = {
     world: min(
@@ -1519,29 +1491,27 @@ def short(tokens):
 
 
 lab.read(
-    f"The ring keeps {GOOD} % of linear scaling or more from "
-    + ", from ".join(
-        f"{short(tokens)} tokens on with {world:,} GPUs"
-        for world, tokens in from_tokens.items()
-        if tokens
+    f"**A ring is for few ranks with long parts.** To keep {GOOD} % of linear scaling, "
+    + " and ".join(
+        f"{world:,} GPUs need {short(from_tokens[world])} tokens"
+        for world in (min(CLUSTERS), max(CLUSTERS))
+        if from_tokens[world]
     )
-    + ", in the simulation, whose errors we know for two ranks only. Over a network, a rank needs "
-    f"{round(network_crossing, -3):,.0f} tokens to hide the transfers of the backward pass, and "
-    f"with 1,024 GPUs these are {1024 * network_crossing / 1e6:,.0f} million. "
-    "**A ring is for few ranks with long parts.** "
-    "Larger machines share heads within a host, and pass parts round a ring of hosts."
+    + ". The errors of the simulation we know for two ranks only. Larger machines share heads "
+    "within a host, and pass parts round a ring of hosts (USP, in the references)."
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# A mistake on one rank usually shows as a hang on the others, because they wait for a message that
-# never comes. So the ranks first agree on what they are about to compute, and wait for each other
-# no longer than the time-out of their process group allows.
+# A mistake on one rank usually hangs the others, because they wait for a message that never comes.
+# So the ranks first agree on what they are about to compute, and wait no longer than their process
+# group allows.
 #
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
-# contiguous part passed as zig-zag has the right shape, and raises no error. Its result is wrong:
+# contiguous part passed as zig-zag has the right shape and raises no error, but the result is
+# wrong. ``ranks.run`` calls a function on every rank and returns what each returns:
 
 # %%
 
@@ -1566,16 +1536,14 @@ for layout in ring.LAYOUTS:
     print(f"contiguous parts passed as {layout}: error {error:.1e}")
 
 # %%
-# **A wrong shape, a late rank, a dead one.** These three the ranks do see. The last rank passes a
-# longer part; or comes later than the others wait; or ends without a word, like this:
+# **A wrong shape, a late rank, a dead one.** These the ranks do see. The last rank passes a longer
+# part; or comes later than the others wait; or ends without a word:
 #
 # .. literalinclude:: attention_across_gpus.py
 #    :language: python
 #    :pyobject: dies
 #    :lines: 3-7
 #    :dedent:
-#
-# The table shows after how many seconds each rank has its error, and what rank 0 is told.
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1660,9 +1628,11 @@ def in_short(rows):
     return [
         {
             "mistake": mistake,
-            "rank 0, s": of[0]["seconds"],
-            f"rank {last}, s": of[last]["seconds"],
-            "what rank 0 is told": of[0]["what it says"],
+            "rank 0: error after, s": of[0]["seconds"],
+            f"rank {last}: error after, s": of[last]["seconds"],
+            "what rank 0 is told": re.split(r"[:,] (?!q|rank)", of[0]["what it says"])[
+                0
+            ],
         }
         for mistake, of in found.items()
     ]
@@ -1682,27 +1652,23 @@ lab.measure("Mistakes of the last rank", lambda: here)
 longest = max(row["seconds"] for row in here if row["seconds"] != "—")
 silent = [row["mistake"] for row in here if "returns" in row["what it says"]]
 lab.read(
-    f"No rank hangs: the longest waits {longest:.1f} s. "
+    f"No rank hangs: the longest waits {longest:.1f} s, with a time-out of {LATE:.0f}. For a dead "
+    "rank the others need not wait, because its connection is closed."
     + (
-        f"One returns as if nothing had happened: {', '.join(silent)}. "
+        f" One returns as if nothing had happened: {', '.join(silent)}."
         if silent
         else ""
     )
-    + f"For a late rank the others wait until the time-out, here {LATE:.0f} s, is over, and then "
-    "the late one gets an error, too. For a dead rank they need not wait, because its connection "
-    "is closed."
 )
 
 # %%
 # In short
 # --------
 #
-# Attention to parts of the keys can be merged by one number per query, so queries stay and keys
-# travel: each rank of a ring computes with one part of them while the next arrives. Under a causal
-# mask, two pieces from both ends give every rank the same work. Whether the connection keeps up is
-# decided by the tokens per rank, so a ring suits few ranks with long parts, and short sequences
-# lose. All to all is simpler, and on two GPUs as fast as the ring that waits. What a layer
-# keeps falls with the number of GPUs; the memory at the peak of a single layer by less.
+# Parts of the keys can be merged by one number per query, so queries stay and keys travel round a
+# ring while the ranks compute. Under a causal mask, two pieces from both ends give every rank the
+# same work. The tokens per rank decide whether the connection keeps up, so a ring suits few ranks
+# with long parts.
 #
 # Exercises
 # ---------
