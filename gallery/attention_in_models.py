@@ -8,9 +8,9 @@ time. *What do these cost, if a kernel computes only what they need?*
 
 You will learn
 
-- how two bounds decide which tiles a sliding window needs, and what limits a short window;
-- how programs find their sequence in a packed batch, and what padding would cost;
-- how to split the keys of one query over the whole GPU, and how to merge the parts by one number.
+- how two bounds decide which tiles a sliding window needs;
+- how programs find their sequence in a packed batch, without padding;
+- how to split the keys of one query over the whole GPU, and how to merge the parts.
 
 Without an NVIDIA GPU, the checks run in Triton's :term:`interpreter`, and the speeds are those of a
 recorded run. The chapter extends the kernel of :doc:`/chapters/attention_fast`.
@@ -120,8 +120,8 @@ lab.read(
 # ---------------
 #
 # A *sliding window* lets a query see ``left`` keys before its own position and ``right`` keys after
-# it, so time grows with the length and not with its square. With a window of (2, 0), query 6 sees
-# keys 4, 5 and 6. In general, query :math:`i` sees key :math:`j` if
+# it, so time grows with the length and not with its square. With the window (2, 0), query 6 sees
+# keys 4, 5 and 6. Query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
@@ -224,7 +224,7 @@ lab.sketch(
 
 # %%
 # Orange tiles are masked, blue tiles are whole, and the dashed tile is never loaded. The shorter
-# window (5, 0) leaves no tile whole: ``whole`` and ``cut`` are equal, and the middle loop is empty.
+# window leaves no tile whole: ``whole`` and ``cut`` are equal, and the middle loop is empty.
 #
 # **The kernel.** Here it is for one head in float32, whose length tiles divide; a tile has
 # ``BLOCK`` queries or keys. A program loads the queries ``first_query`` to ``last_query``, and
@@ -316,9 +316,6 @@ lab.read(
 #    a tile of keys it loops over queries, by the same bounds solved for :math:`i`.
 
 # %%
-# **What is outside is never loaded.** For proof, we fill the values of one tile of keys after the
-# other with NaN. Zero times NaN is NaN, so a program that loads the tile returns NaN, even if it
-# masks the tile.
 
 
 # Reading
@@ -371,8 +368,9 @@ for window, is_causal, seqlen_q, seqlen_k in cases:
     loaded = poison(window, is_causal, seqlen_q, seqlen_k).cpu()
     assert torch.equal(loaded, some)
 lab.read(
-    f"In all {len(cases)} cases that we try, also with lengths that no tile divides, the operator "
-    "loads the tiles in which some query sees some key, and no others."
+    "**What is outside is never loaded.** We filled the values of one tile of keys after the other "
+    f"with NaN, in {len(cases)} cases: in the operator's result a tile of queries became NaN where "
+    "one of its queries sees one of those keys, and nowhere else."
 )
 
 # %%
@@ -464,8 +462,8 @@ lab.plot(
 # %%
 # **A short window is slow per visible score for two reasons.** A tile that a bound cuts is computed
 # whole. And some work is done once per program, such as loading its queries and writing its output,
-# which weighs more beside few tiles. The first line of the table counts scores, computed for each
-# visible one: the first reason alone. The others are times, where 1.5 means half as long again.
+# which weighs more beside few tiles. The first line of the table is the first reason alone: scores
+# computed for each visible one. The others are times, in which 1.5 means half as long again.
 
 
 # Measuring
@@ -547,9 +545,9 @@ fixed = once_in_tiles("plain Triton", CONFIG.block_m, CONFIG.block_n)
 expected = computed / all_computed * (1 + fixed / loaded) / (1 + fixed / all_loaded)
 ahead, back = (slowdown("plain Triton", middle, passes) for passes in PASSES)
 lab.read(
-    "What a program of plain Triton does once takes as long as "
-    f"{fixed:.1f} tiles of keys, by an estimate from the shortest and the longest window. With "
-    f"`left` = {middle:,} the two reasons then predict {expected:.2f}, and we measure {ahead:.2f}"
+    "What a program of plain Triton does once we estimate, from the shortest and the longest "
+    f"window, at the time of {fixed:.1f} tiles of keys. With `left` = {middle:,} the two reasons "
+    f"then predict {expected:.2f}, and we measure {ahead:.2f}"
     + ("; the rest we did not trace." if ahead > 1.03 * expected else ".")
 )
 
@@ -639,7 +637,7 @@ gained = (
 )  # never recorded: the yardstick is the best we have
 by_itself = gained * by_attention["forward"]
 met_aim = [
-    f"{passes} it takes {by_attention[passes]:.2f}"
+    f"{passes} `attention` takes {by_attention[passes]:.2f}"
     for passes in PASSES
     if passes not in over
 ]
@@ -647,11 +645,13 @@ missed_aim = [
     f"{passes} it **misses this at {by_attention[passes]:.2f}**" for passes in over
 ]
 lab.read(
-    f"**The aim.** With `left` = {middle:,}, `attention` was to take at most {AIM} times as long: "
+    f"**The aim** was at most {AIM} with `left` = {middle:,}: "
     + ", and ".join(met_aim + missed_aim)
     + ". "
     + of_flash(windows.skipped.get("FlashAttention", ""))
 )
+
+# %%
 
 # Folded: What keeps the default kernel from the aim
 lab.read(
@@ -691,9 +691,9 @@ lab.read(
 real, box = sum(LENGTHS), SEQUENCES * LONGEST
 used_padded = used / (SEQUENCES * pairs(LONGEST, LONGEST))
 lab.read(
-    f"Of the {SEQUENCES} texts that we time below, padded, only {100 * real / box:.0f} % of the "
-    f"rows would be tokens, and only {100 * used_padded:.0f} % of the causal scores would be "
-    "theirs, because attention grows with the square of the length."
+    f"If the {SEQUENCES} texts that we time below are padded, {100 * real / box:.0f} % of the rows "
+    f"are tokens, and only {100 * used_padded:.0f} % of the causal scores are theirs, because "
+    "attention grows with the square of the length."
 )
 
 # %%
@@ -724,7 +724,7 @@ lab.table(finds, "The rows of the packed tensor that each of eight programs find
 
 # %%
 # The program then moves all pointers by ``begin`` rows, and from there on it is a causal kernel of
-# one text, its own. Only one thing is new: a tile of keys may reach into the next sequence. The
+# one text. Only one thing is new: a tile of keys may reach into the next sequence. The
 # causal mask gives those keys the weight zero, but zero times NaN is NaN, so they must read as
 # zeros:
 
@@ -936,8 +936,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The aim** was {100 * OF_FULL:.0f} % of the speed that `attention` itself has on a full "
-    "batch, where it runs a faster kernel than the yardstick. The packed kernel "
+    f"**The aim** was {100 * OF_FULL:.0f} % of the speed of `attention` itself on a full batch, "
+    "where it runs a faster kernel than the yardstick. The packed kernel "
     + ("**misses it**" if below_own else "reaches it")
     + f", at {100 * of_itself['forward']:.0f} % forward and "
     f"{100 * of_itself['backward']:.0f} % backward."
@@ -1057,7 +1057,7 @@ lab.read(
     f"With {best} parts the keys are read {rates[best] / rates[1]:.1f} times as fast as with one, "
     f"at {100 * by_parts.share('Kernel Book', parts=best):.0f} % of the speed of a copy. "
     + (
-        f"With more it is up to {100 * (1 - slowest):.0f} % slower, and there is more to merge."
+        f"With more it is up to {100 * (1 - slowest):.0f} % slower."
         if best < PARTS[-1] and slowest < 0.99
         else ""
     )
@@ -1101,9 +1101,7 @@ lab.source(small.part_kernel, "place")
 lab.source(small.part_kernel, "loop")
 
 # %%
-# A part leaves its average and its lse, at the place of its part and head:
-
-lab.source(small.part_kernel, "write")
+# In the end the part stores its average, ``acc / l_i``, and its lse, ``m_i + tl.log(l_i)``.
 
 # %%
 
@@ -1111,21 +1109,18 @@ lab.source(small.part_kernel, "write")
 lab.source(small.part_kernel)
 
 # %%
-# Three heads and 100 keys, in parts of 32, make 3 × 4 programs, and ``merge`` does the rest:
+# With three heads and 100 keys in parts of 32, ``attend_in_parts`` launches 3 × 4 of these
+# programs:
 
-heads, n_keys, share, parts = 3, 100, 32, 4
-q = torch.randn(heads, 32, device=runtime.DEVICE)
-k, v = torch.randn(2, heads, n_keys, 32, device=runtime.DEVICE)
-outs, lses = q.new_empty(parts, heads, 32), q.new_empty(parts, heads)
-small.part_kernel[(heads, parts)](
-    q, k, v, outs, lses, n_keys, share, 32**-0.5, BLOCK=16, HEAD_DIM=32
-)
+q = torch.randn(3, 32, device=runtime.DEVICE)
+k, v = torch.randn(2, 3, 100, 32, device=runtime.DEVICE)
+outs, lses = small.attend_in_parts(q, k, v, share=32)
 out, lse = merge(outs, lses)
 
 # %%
 
 # Reading
-every = torch.ones(1, n_keys, dtype=torch.bool, device=runtime.DEVICE)
+every = torch.ones(1, 100, dtype=torch.bool, device=runtime.DEVICE)
 ours, theirs = errors_of(out[:, None], q[:, None], k, v, every)
 lab.read(
     f"The merged output is off by at most {ours:.0e} from float64, and the formula in PyTorch by "
@@ -1309,8 +1304,7 @@ lab.read(
         else ""
     )
     + (
-        f"With so many keys, and with the batch, {' and '.join(equal)} is as fast, less than 1 % "
-        "apart. "
+        f"There, and with the batch, {' and '.join(equal)} is as fast to 1 %. "
         if equal
         else ""
     )
@@ -1325,9 +1319,8 @@ lab.read(
 ]
 lab.read(
     f"**With {KEY_LENGTHS[0]:,} keys our kernel reaches only {100 * of_ours[2]:.0f} % of a copy, "
-    f"because launches cost the same however little there is to read.** Of its "
-    f"{short_took[1]:.1f} µs, {short_took[3]:.1f} pass even with a single tile of keys in each "
-    "part."
+    f"because launches cost nearly the same however little there is to read.** Of its "
+    f"{short_took[1]:.1f} µs, {short_took[3]:.1f} pass even with one tile of keys in each part."
     if short_took[3] > 0.5 * (short_took[1] - short_took[2])
     else f"With {KEY_LENGTHS[0]:,} keys our kernel reaches {100 * of_ours[2]:.0f} % of a copy."
 )
@@ -1486,8 +1479,8 @@ lab.read(
 # ------------
 #
 # Output and gradients are compared with the formula in float64, packed batches sequence by
-# sequence. In float32 the error may be eight times PyTorch's, in 16 bits twice, and four times for
-# gradients. PyTorch's error counts as at least half a unit in the last place.
+# sequence. The error may be eight times PyTorch's in float32, and in 16 bits twice, for gradients
+# four times. PyTorch's error counts as at least half a unit in the last place.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")
@@ -1711,7 +1704,8 @@ lab.read(
     f"**Reached:** decoding reads at {100 * of_ours[0]:.0f} % of the speed of a copy with "
     f"{KEYS:,} keys. **Not reached:** per score, a window of {middle + 1:,} keys takes "
     f"{by_itself:.2f} times as long as `attention` without one, and a packed batch works at "
-    f"{100 * min(of_itself.values()):.0f} % of the speed of a full one, in its slower direction."
+    f"{100 * min(of_itself.values()):.0f} % of the speed of a full one, "
+    f"{min(of_itself, key=of_itself.get)}."
     + (
         f" FlashAttention is ahead {', '.join(ahead_of_us[:-1])} and {ahead_of_us[-1]}."
         if len(ahead_of_us) > 1
@@ -1841,7 +1835,6 @@ lab.check(
 # References
 # ----------
 #
-# - Jiang and others. *Mistral 7B.* arXiv:2310.06825, 2023.
 # - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
 #   2024.
 # - Dao, Haziza, Massa, Sizov. *Flash-Decoding for long-context inference.* 2023.
