@@ -50,9 +50,9 @@ def standard_attention(q, k, v, seen):
 
 
 # %%
-# The mask changes the result and not the work, because all scores are computed before it discards
-# most of them. The table shows how much of the work is useful, and how many programs
-# :doc:`the kernel so far </chapters/attention_fast>` launches: one for each 128 queries of a head.
+# The mask changes the result and not the work, because it discards scores that are already
+# computed. The table shows how much of the work is useful, and how many programs :doc:`the kernel
+# so far </chapters/attention_fast>` launches: one for each 128 queries of a head.
 
 # Measuring
 TOKENS, LEFTS = 16384, (256, 1024, 4095)
@@ -1586,7 +1586,7 @@ lab.check("Windows, packed batches and decoding", every_case())
 # What breaks it
 # --------------
 #
-# None of these three mistakes raises an error. Each returns numbers that look right.
+# Each of these mistakes returns numbers that look right.
 #
 # **A window off by one.** Papers count a window of :math:`W` keys with the query's own, and
 # ``left`` does not count it. To see the weights, we make all scores equal and the values unit
@@ -1673,7 +1673,7 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
 lab.table(rows, "Eight parts merged: error relative to the output")
 
 # %%
-# With small scores a test with a loose tolerance would pass.
+# With small scores a loose test would pass.
 
 # %%
 # In short
