@@ -34,10 +34,9 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Attention takes queries, keys and values. Each query is a vector, and so is each key; their dot
-# product measures how well the two match, and is called a *score*. For each query, softmax turns
-# the scores into weights that sum to 1. The output is the weighted sum of the *values*, one weight
-# per key.
+# Attention takes queries, keys and values, which are vectors. The dot product of a query and a key
+# measures how well the two match, and is called a *score*. For each query, softmax turns the scores
+# into weights that sum to 1, and the output is the weighted sum of the *values*, one per key.
 
 # Reading
 three_scores, three_values = torch.tensor([[1.0, 2, 4], [10, 20, 30]])
@@ -89,12 +88,12 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# In the package each query also leaves one number, ``lse``, which the mathematics below defines.
+# The one number ``lse`` per query, which the mathematics below defines, is for the backward pass.
 #
 # What the table costs
 # --------------------
 #
-# How much is there to gain? Take a single head with :math:`N` queries, :math:`N` keys and head_dim
+# Take a single head with :math:`N` queries, :math:`N` keys and head_dim
 # :math:`D`.
 #
 # **Operations.** A score takes :math:`D` multiplications and :math:`D` additions, and there are
@@ -106,8 +105,9 @@ def standard_attention(q, k, v, is_causal=False):
 # memory, which is :term:`HBM` on a data-center GPU. Queries, keys, values and output are only
 # :math:`N D` numbers each, and make one trip each.
 #
-# How many operations must we do per byte? As many as the GPU can execute while it moves one. A
-# :term:`cuBLAS` matmul measures its arithmetic, and a copy its memory.
+# To be limited by arithmetic and not by memory, we must do as many operations per byte as the GPU
+# can execute while it moves one. A :term:`cuBLAS` matmul measures its arithmetic, and a copy its
+# memory.
 
 
 # Measuring
@@ -139,8 +139,7 @@ lab.read(
     f"In this run the machine needed {needed:.0f} operations per byte. Standard attention does at "
     f"most {most} at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"So it waits for memory at any length. At 4,096, where q, k, v and out count as well, it "
-        f"does {rows[1]['FLOPs per byte']}, and so can reach no more than "
+        f"So it waits for memory at any length, and at 4,096 it can reach no more than "
         f"{100 * rate_of_table:.0f} % of the speed of a matmul. "
         if most < needed
         else "So memory does not have to slow it. "
@@ -158,10 +157,9 @@ lab.table(rows, "Bytes moved and operations of one head with head_dim 128, in 16
 machine
 
 # %%
-# **Memory.** Standard attention holds the scores and the weights at the same time. What does it
-# allocate beyond inputs and output, for 16 heads? "Kernel Book" is the package's Triton kernel,
-# which the next chapter builds. The kernels of this page were not measured here; they write their
-# output and nothing else.
+# **Memory.** Standard attention holds the scores and the weights at the same time. The figure shows
+# what it allocates beyond inputs and output, for 16 heads. *Kernel Book* is the package's Triton
+# kernel, which the next chapter builds; those of this page write their output and nothing else.
 
 package = partial(attention, backend="triton")
 
@@ -242,9 +240,9 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# What does a query have to remember of the tiles that it has seen, if their scores are gone? Take
-# the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to their
-# maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
+# A query has to remember three things of the tiles that it has seen, because their scores are gone.
+# Take the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to
+# their maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
 # ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
 #
 # The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
@@ -473,9 +471,9 @@ lab.read(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# Can we try this before we write a kernel? This is the whole loop for one tile of queries, of shape
-# (queries, head_dim), without a mask and without the scale. The lines of the loop are those of the
-# mathematics; ``amax(1)`` is the largest score of each query.
+# This is the whole loop for one tile of queries, of shape (queries, head_dim), without a mask and
+# without the scale. Its lines are those of the mathematics; ``amax(1)`` is the largest score of
+# each query.
 
 
 def one_tile_of_queries(q, k, v, block):
@@ -525,10 +523,10 @@ assert torch.allclose(out, three_weights @ valued)
 #       :pyobject: key_tiles
 #
 # The package's version and both kernels below are checked against float64, to four times PyTorch's
-# error in the same dtype, a factor chosen by hand. The checks are in float32 and, of the kernels,
-# float16, at head_dim 32 and in tiles of 32 by 16. The speeds below are in bfloat16, at head_dim
-# 128 and in tiles of 128 by 64. **Nothing on this page is checked in that configuration.** (The
-# next chapter checks the package's kernel in bfloat16.)
+# error in the same dtype: in float32 and, of the kernels, float16, at head_dim 32 and in tiles of
+# 32 by 16. The speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by 64. **Nothing
+# on this page is checked in that configuration.** (The next chapter checks the package's kernel in
+# bfloat16.)
 
 
 # Measuring
@@ -556,9 +554,9 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# How does the same loop look in Triton? At first as simple as possible: with an address for every
-# element and a mask for every tile. The update of the triple comes first; above each line stands
-# the one of PyTorch that it replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a
+# In Triton the same loop is at first as simple as possible, with an address for every element and a
+# mask for every tile. The update of the triple comes first; above each line stands the one of
+# PyTorch that it replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a
 # mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN. Four more details are
 # new.
 #
@@ -715,7 +713,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position. The first kernel
-# computes every tile all the same and then discards half of the scores. Which tiles can it skip?
+# computes every tile all the same, and then discards half of the scores.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -730,11 +728,10 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first and the cut ones next. So we split the loop into two
-# *stages*, and stop after the cut tiles: the first stage, which does most of the work, needs no
-# mask, and only the second pays for one. Take tile 1
-# of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33 keys, which
-# the code calls ``seen_by_all``, and its last one 64, ``seen_by_some``. So the first stage ends at
-# key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
+# *stages*, and stop after the cut tiles: the first stage needs no mask, and only the second pays
+# for one. Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query
+# sees 33 keys, which the code calls ``seen_by_all``, and its last one 64, ``seen_by_some``. So the
+# first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
 # the two loops, and the loop over whole tiles has no mask.
@@ -929,9 +926,8 @@ lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
 # How fast is it?
 # ---------------
 #
-# What have the tiles gained, and what the stages? The yardstick is a :term:`cuBLAS` matmul of two
-# square matrices of size 8,192 in bfloat16. The number of operations is the one counted above,
-# halved for a causal mask.
+# The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
+# number of operations is the one counted above, halved for a causal mask.
 
 
 # Measuring
@@ -955,7 +951,10 @@ def recognised():
 # %%
 
 # Folded: Does torch.compile recognise attention, and replace it by a ready-made kernel?
-lab.measure("Patterns of torch.compile that match standard attention", recognised)
+matches = lab.measure(
+    "Patterns of torch.compile that match standard attention", recognised
+)
+matches
 
 # %%
 # .. dropdown:: The sizes of the tiles
@@ -1096,7 +1095,12 @@ lab.read(
     f"Compiled, it reaches {percent('torch.compile', 'full')} without a mask and "
     f"{percent('torch.compile', 'causal')} with it"
     + (", where half the FLOPs count and take about as long" if as_long else "")
-    + ". But the two matmuls stay kernels of their own, so the table still goes through memory."
+    + (
+        ". The compiler does not recognise attention in the formula, as the fold above shows, so "
+        "it puts no kernel without a table in its place."
+        if not any(row["patterns that match"] for row in matches.rows)
+        else "."
+    )
 )
 
 # %%
@@ -1106,11 +1110,11 @@ longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
 under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
 lab.read(
     f"Without a mask, tiles in plain PyTorch lose: they take {longer:.1f} times as long as "
-    f"standard attention, because every tile goes through memory, and `acc` with it in each "
+    f"standard attention. Each of their tiles still goes through memory, and `acc` with it in each "
     f"iteration. "
     + (
-        f"With the mask they are {under_mask:.1f} times as fast, but only because they skip tiles "
-        f"that nobody sees."
+        f"With the mask they are {under_mask:.1f} times as fast, because they skip tiles that "
+        f"nobody sees."
         if under_mask > 1
         else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
     )
@@ -1124,13 +1128,14 @@ lab.read(
 # Reading
 unmasked = at("in stages", "full") / at("first kernel", "full") - 1
 lab.read(
-    f"The first kernel keeps its tiles on the chip, and reaches {percent('first kernel', 'full')} "
-    f"of the matmul. With the causal mask it is only {percent('first kernel', 'causal')}, because "
-    f"it computes nearly twice as many tiles as needed. Stages make it "
+    f"The first kernel, which keeps its tiles on the chip, reaches "
+    f"{percent('first kernel', 'full')} of the matmul, and with the causal mask "
+    f"{percent('first kernel', 'causal')}, because it computes nearly twice as many tiles as "
+    f"needed. Stages make it "
     f"{percent('in stages', 'causal')}"
     + (
-        f", and without a mask {percent('in stages', 'full')}, because whole tiles skip the code "
-        f"of the mask."
+        f", and without a mask {percent('in stages', 'full')}: there the two kernels differ only "
+        f"in the code of the mask, which whole tiles skip."
         if not unmasked <= 0.01
         else "."
     )
@@ -1259,8 +1264,8 @@ compare("acc not rescaled", [40], q.abs(), k + rising, v)
 
 # %%
 # **-1e6 in place of minus infinity.** The finite number avoids the NaN of :math:`-\infty -
-# (-\infty)` where a whole row of a tile is masked. But where true scores are below it, which
-# nothing forbids, the *masked* keys win, and a query sees nothing but the future.
+# (-\infty)`. But where true scores are below it, which nothing forbids, the *masked* keys win, and
+# a query sees nothing but the future.
 #
 # .. code-block:: python
 #

@@ -43,9 +43,8 @@ lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# How long does a softmax take? We use the softmax of :doc:`a later chapter </chapters/softmax>` as
-# a black box: it reads a matrix once and writes one as large. The obvious way to time a call reads
-# the clock before it and after it.
+# We time the softmax of :doc:`a later chapter </chapters/softmax>`, which reads a matrix once and
+# writes one as large. The obvious way reads the clock before a call and after it.
 
 
 def clock(run):
@@ -295,8 +294,7 @@ def gpu_time(run, n=50):
 
 # Reading
 lab.read(
-    f"It prints about {large[best]:.0f} for the large softmax and {small[best]:.0f} for the small "
-    "one, the numbers of that bar: it adds a few microseconds to the kernel's own time, little "
+    f"Of its number about {nothing[best]:.1f} µs pass even with nothing between the events: little "
     "beside a large kernel and much beside a small one."
 )
 
@@ -304,15 +302,16 @@ lab.read(
 # The figures of this book time so, because they compare kernels. A user who waits for one answer
 # waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
-# One such number is not yet a claim. What else moves it? Is the result right? And is the time good?
+# One such number is not yet a claim, because other things move it, too.
 #
 # The first calls
 # ---------------
 #
-# Why does ``median`` throw five calls away? We time four functions from their first call to their
-# tenth: a Triton kernel, one that also chooses among nine configurations (:term:`autotuning`), a
-# softmax under ``torch.compile``, and a matmul of :term:`cuBLAS`. Guess before you look: which
-# first call takes longest, and how many times as long as the tenth?
+# ``median`` throws five calls away, because the first ones take far longer. We time four functions
+# from their first call to their tenth: a Triton kernel, one that also chooses among nine
+# configurations (:term:`autotuning`), a softmax under ``torch.compile``, and a matmul of
+# :term:`cuBLAS`. Guess before you look: which first call takes longest, and how many times as long
+# as the tenth?
 
 import triton
 
@@ -385,11 +384,24 @@ lab.draw(first, "The first calls of four functions", calls_in_words, falling)
 
 # Reading
 times = {name: [cell(first, call, name) for call in CALLS] for name in NAMES}
+slowest_first = max(NAMES, key=lambda name: times[name][0])
+ratio_of_first = times[slowest_first][0] / times[slowest_first][-1]
 lab.read(
-    f"The first call of the Triton kernel takes {times['Triton'][0]:,.0f} ms, because it is "
-    f"compiled then, and the tenth takes {times['Triton'][-1]:.2f}. Autotuning compiles nine "
-    f"kernels, in {times['Triton, autotuned'][0] / 1e3:.1f} seconds, and even the matmul, which "
-    f"comes compiled, needs {times['matmul'][0]:,.0f} ms to set up its library."
+    f"The longest first call is that of “{slowest_first}”: it takes "
+    f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times as "
+    "long as the tenth. "
+    + (
+        "It compiles nine kernels, and for a single one the plain Triton kernel takes "
+        f"{times['Triton'][0] / 1e3:.1f} seconds. "
+        if slowest_first == "Triton, autotuned"
+        else f"Autotuning takes {times['Triton, autotuned'][0] / 1e3:.1f} seconds. "
+    )
+    + (
+        f"`torch.compile` is second, with {times['torch.compile'][0] / 1e3:.1f} seconds. "
+        if sorted(NAMES, key=lambda name: times[name][0])[-2] == "torch.compile"
+        else ""
+    )
+    + "Even the matmul, which comes compiled, is slow at first."
 )
 
 # %%
@@ -399,7 +411,7 @@ lab.read(
 # Cold and warm
 # -------------
 #
-# Is the flush worth its trouble? We copy tensors of growing size, once from a cold cache and once
+# To see what the flush is worth, we copy tensors of growing size, once from a cold cache and once
 # from the one that the copy before has left. Guess: of which size does the cache speed a copy up
 # most?
 
@@ -480,7 +492,7 @@ lab.read(
     f"{last:,} MiB, which no cache holds. So a benchmark without a flush is right for large inputs "
     "and flatters small ones."
     + (
-        " The warm curve falls before the L2 is full; the section on counters suggests why."
+        " The warm curve falls before the L2 is full; the section on counters has a guess why."
         if beyond < l2
         else ""
     )
@@ -490,8 +502,8 @@ lab.read(
 # Clocks and power
 # ----------------
 #
-# Why can the same kernel be slower at the end of a long job? One reason is that a GPU lowers its
-# clocks when it would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep
+# The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
+# would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep
 # it busy for a second and a half, and then time more runs while ``nvidia-smi`` reads the clocks and
 # the power. Guess which suffers most: a matmul of random numbers, one of zeros, or a copy? The
 # labels give time, power and clock of the busy GPU.
@@ -653,9 +665,9 @@ lab.read(
 lab.read(
     f"The matmul of zeros does the same work in {zeros:,.0f} µs instead of {random:,.0f}"
     + (
-        ", in part because bits that do not change draw less power, so that its clock falls "
-        "less. We do not know why it falls at all, so far below the power limit"
-        + (", nor why the copies gain." if copies else ".")
+        f". It draws only {watts[names[1]]:.0f} W, and its clock falls less, to "
+        f"{clock_at[names[1]]:,.0f} MHz. We do not know why it falls at all, so far below the "
+        "power limit" + (", nor why the copies gain." if copies else ".")
         if puzzle
         else "."
     )
@@ -669,9 +681,8 @@ lab.read(
 # Which difference is real?
 # -------------------------
 #
-# Two kernels differ by one per cent: is one of them faster? Equal runs do not take equal time
-# either. The figure sorts 2,000 runs of one softmax: the curve says how many per cent of the runs
-# were at least as fast.
+# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: the curve says how
+# many per cent of the runs were at least as fast.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -722,15 +733,18 @@ lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
 # Reading
 times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
 lab.read(
-    "The curve has a long tail to the right, because much can delay a run and little can speed it "
-    "up. One long delay moves the mean of all runs, and hardly the median. So this book reports "
+    f"The slowest run, which the figure leaves out, took {times[100]:.0f} µs, ten times the "
+    "median. Such a delay moves the mean of the runs, and hardly the median. So this book reports "
+    "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
+    if times[100] > 9.5 * times[50]
+    else "One long delay moves the mean of all runs, and hardly the median. So this book reports "
     "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
 )
 
 # %%
-# How many runs does a claim need? Suppose that we had made only five. We draw five of these runs at
-# random, a thousand times, and note how far their median strays from that of all runs. Guess: by
-# more than one per cent?
+# A claim needs many runs. Suppose that we had made only five: we draw five of these runs at random,
+# a thousand times, and note how far their median strays from that of all runs. Guess: by more than
+# one per cent?
 
 
 # Measuring
@@ -757,15 +771,14 @@ lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
 # Reading
 by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"This book makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} "
-    "milliseconds. More runs do not help against a disturbance that outlasts all of them, such as "
-    "a lower clock."
+    f"So five runs may stray by {by_median[0]:.1f} %. This book makes {ROUNDS} rounds of "
+    f"{MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} milliseconds. More runs do not help "
+    "against a disturbance that outlasts all of them, such as a lower clock."
 )
 
 # %%
 # Nor do they help if one kernel always runs after a matmul, which has lowered the clock. The loop
-# of this book therefore draws a new order in each of its rounds. It can also measure the scatter
-# that remains.
+# of this book therefore draws a new order in each of its rounds.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -827,8 +840,7 @@ lab.source(_time_in_turn)
 # Ready-made loops
 # ----------------
 #
-# Must you write such a loop yourself? Triton and PyTorch bring some, and they differ in what they
-# keep out.
+# Triton and PyTorch bring such loops, and they differ in what they keep out.
 #
 # - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, by the GPU's clock
 #   and by the host's. They keep neither the host nor the cache out.
@@ -891,8 +903,8 @@ in_a_row, by_timer, flushed, graphed, by_book = (
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
     f"the small one the first two measure the host, and find {in_a_row:.0f} and {by_timer:.0f} µs; "
-    f"the clock found {small['clock']:.0f} for one call after a wait. The host is no constant, and "
-    "which part of a call makes the difference we did not find. `do_bench` "
+    f"the clock found {small['clock']:.0f} for one call after a wait. What in the host makes the "
+    "difference we did not find. `do_bench` "
     + (
         f"finds {flushed:.0f} µs there, more than for the middle input: it measures the host too, "
         "as if its flush were over before the kernel is queued."
@@ -937,11 +949,11 @@ lab.check("What is timed", cases(), title="softmax and dropout")
 # What a launch costs the host
 # ----------------------------
 #
-# A small kernel waits for the host. What does the host do in that time? We take one operator of
-# this book on a small input, :doc:`dropout </chapters/dropout>`, and time what a call consists of:
-# making the output, launching the kernel, and the whole of ``seeded_dropout``, which also checks
-# its arguments. ``dropout`` draws a random seed before. We show the fastest round and not the
-# median, because other work of the host can only add to what the code itself needs.
+# A small kernel waits for the host. We take :doc:`dropout </chapters/dropout>` on a small input,
+# and time what a call consists of: making the output, launching the kernel, and the whole of
+# ``seeded_dropout``, which also checks its arguments. ``dropout`` draws a random seed before. We
+# show the fastest round and not the median, because other work of the host can only add to what the
+# code itself needs.
 
 
 # Measuring
@@ -1100,7 +1112,7 @@ lab.read(
 # The roofline
 # ------------
 #
-# Is a time good? That depends on what the kernel has to do. The weighted sum of :doc:`the first
+# Whether a time is good depends on what the kernel has to do. The weighted sum of :doc:`the first
 # chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes, and until
 # the next number arrives the GPU could do many such operations. So memory sets its pace. Attention
 # uses each number thousands of times, so arithmetic does, on the GPU's :term:`matrix units
@@ -1344,7 +1356,7 @@ lab.table(
 # What the compiler made of it
 # ----------------------------
 #
-# Why is a kernel far below its roof? The first place to look is its :term:`registers <register>`.
+# If a kernel is far below its roof, look first at its :term:`registers <register>`.
 # If a thread needs more of them than it gets, the compiler must :term:`spill` values to memory and
 # read them back. Its last stage, ``ptxas``, reports both counts. To see what a spill does, we take
 # registers away from the softmax's kernel, called ``row``: ``maxnreg`` is the most that a thread
@@ -1538,7 +1550,7 @@ lab.read(
 # The counters of the GPU
 # -----------------------
 #
-# So far we counted bytes on paper. Does the kernel really move that many? Nsight Compute, ``ncu``,
+# So far we counted bytes on paper; the hardware counts what really moves. Nsight Compute, ``ncu``,
 # runs one kernel several times and reads the hardware's counters, which tell the bytes and how busy
 # each part of the GPU was. We ask for those of a softmax of 16,384 × 8,192, whose input and output
 # are 268 MB each, from two kernels: ``row``, and ``online``, which asks for every row twice.
@@ -1682,8 +1694,7 @@ again += (
     f"{by_online:.0f} µs and `row` {by_row:.0f}."
 )
 again += (
-    " With 65,536 columns, as in the picture of the home page, the rows under way no longer fit in "
-    f"L2, and two reads take {wide_online:.0f} µs where one takes {wide:.0f}."
+    f" With 65,536 columns it does: two reads take {wide_online:.0f} µs where one takes {wide:.0f}."
     if wide_online > 1.01 * wide
     else ""
 )

@@ -1,7 +1,7 @@
-"""A window and a split query as the smallest complete kernels of attention in models.
+"""A window, a packed batch and a split query as the smallest complete kernels of their chapter.
 
-Both take contiguous float32 tensors of one sequence, the first of one head: no dispatch, no
-descriptors, no gradients.
+They take contiguous float32 tensors, the first two of one head: no dispatch, no descriptors, no
+gradients.
 """
 
 import torch
@@ -10,18 +10,24 @@ import triton.language as tl
 
 
 @triton.jit
+def update(acc, l_i, m_i, s, v):
+    """Add a tile of scores and values to the running sums of a tile of queries."""
+    m_new = tl.maximum(m_i, tl.max(s, axis=1))
+    p, alpha = tl.exp(s - m_new[:, None]), tl.exp(m_i - m_new)
+    acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+    return acc, l_i * alpha + tl.sum(p, axis=1), m_new
+
+
+@triton.jit
 def attend(acc, l_i, m_i, q, k_ptr, v_ptr, start, queries, left, MASKED: tl.constexpr):
-    """Add one tile of keys to the running sums of a tile of queries."""
+    """Add the tile of keys that begins at ``start``, masked by the window or not."""
     keys, cols = start + tl.arange(0, q.shape[0]), tl.arange(0, q.shape[1])
     rows = keys[:, None] * q.shape[1] + cols[None, :]
     s = tl.dot(q, tl.load(k_ptr + rows).T, input_precision="ieee")
     if MASKED:
         behind = queries[:, None] - keys[None, :]
         s = tl.where((behind >= 0) & (behind <= left), s, -float("inf"))
-    m_new = tl.maximum(m_i, tl.max(s, axis=1))
-    p, alpha = tl.exp(s - m_new[:, None]), tl.exp(m_i - m_new)
-    acc = tl.dot(p, tl.load(v_ptr + rows), acc * alpha[:, None], input_precision="ieee")
-    return acc, l_i * alpha + tl.sum(p, axis=1), m_new
+    return update(acc, l_i, m_i, s, tl.load(v_ptr + rows))
 
 
 @triton.jit
@@ -72,16 +78,69 @@ def window_attention(q, k, v, left, block=16):
 
 
 @triton.jit
+def packed_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    # -- place: which sequence, which of its tiles of queries, and whether there is one
+    sequence, tile = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(offsets_ptr + sequence)
+    length = tl.load(offsets_ptr + sequence + 1) - begin
+    if tile * BLOCK >= length:
+        return
+
+    # -- load: from here on, row 0 is the first row of the sequence
+    q_ptr += begin * HEAD_DIM
+    k_ptr += begin * HEAD_DIM
+    v_ptr += begin * HEAD_DIM
+    out_ptr += begin * HEAD_DIM
+    queries, cols = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
+    rows = queries[:, None] * HEAD_DIM + cols[None, :]
+    own = (queries < length)[:, None]
+    q = tl.load(q_ptr + rows, mask=own, other=0.0) * scale
+    acc = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
+    l_i = tl.zeros((BLOCK,), tl.float32)
+    m_i = tl.full((BLOCK,), -1e30, tl.float32)
+
+    # -- loop: its keys up to the diagonal; the rows of the next sequence read as zeros
+    for start in range(0, (tile + 1) * BLOCK, BLOCK):
+        keys = start + tl.arange(0, BLOCK)
+        at = keys[:, None] * HEAD_DIM + cols[None, :]
+        k = tl.load(k_ptr + at, mask=(keys < length)[:, None], other=0.0)
+        v = tl.load(v_ptr + at, mask=(keys < length)[:, None], other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee")
+        s = tl.where(queries[:, None] >= keys[None, :], s, -float("inf"))
+        acc, l_i, m_i = update(acc, l_i, m_i, s, v)
+
+    # -- write: the average, of rows that exist
+    tl.store(out_ptr + rows, acc / l_i[:, None], mask=own)
+
+
+def packed_attention(q, k, v, offsets, longest, block=16):
+    """Causal attention of each sequence of a packed batch.
+
+    q, k and v: (total, head_dim), float32, contiguous; offsets: int32, where the sequences begin
+    and the last one ends; ``longest`` is the length of the longest.
+    """
+    out = torch.empty_like(q)
+    grid = (len(offsets) - 1, triton.cdiv(longest, block))
+    head_dim = q.shape[1]
+    packed_kernel[grid](q, k, v, out, offsets, head_dim**-0.5, block, head_dim)
+    return out
+
+
+@triton.jit
 def part_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, n_keys, share, scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
+    # -- place: which head, and which part of its keys
     head, part = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, HEAD_DIM)
     q = tl.load(q_ptr + head * HEAD_DIM + cols) * scale
     acc = tl.zeros((HEAD_DIM,), tl.float32)
     l_i, m_i = 0.0, -float("inf")
 
+    # -- loop: the keys of this part, a tile at a time
     end = tl.minimum((part + 1) * share, n_keys)
     for start in range(part * share, end, BLOCK):
         keys = start + tl.arange(0, BLOCK)
@@ -96,6 +155,7 @@ def part_kernel(
         acc = acc * alpha + tl.sum(p[:, None] * v, axis=0)
         m_i = m_new
 
+    # -- write: the average of the part, and its lse
     place = part * tl.num_programs(0) + head
     tl.store(out_ptr + place * HEAD_DIM + cols, acc / l_i)
     tl.store(lse_ptr + place, m_i + tl.log(l_i))
