@@ -360,7 +360,7 @@ lab.table(
 #
 # PyTorch's profiler tells which kernels take the time. It notes every kernel that the GPU runs,
 # when, and for which operation of the host. From here on the model is *large* at a context of
-# 1,024, unless a size is named.
+# 1,024, unless a size is named, and the step in bfloat16 is the one that we make faster.
 
 
 def profiled(run):
@@ -376,7 +376,8 @@ def profiled(run):
 # A step launches thousands of kernels from a few operations of PyTorch, so we group them by
 # operation. ``GROUPS`` has a pattern for each group, such as ``aten::(mm|addmm|bmm|baddbmm)$`` for
 # matmuls. In the averages of a profile, ``key`` is the name of an operation, and
-# ``self_device_time_total`` the microseconds of the kernels that it launched.
+# ``self_device_time_total`` the microseconds of the kernels that it launched. Operations have the
+# device type CPU; the kernels have entries of their own, and would count twice.
 
 
 def group(operation):
@@ -482,19 +483,6 @@ def profiles():
 # %%
 
 profile_of = lab.measure("Profiles of large, context 1,024", profiles)
-
-# %%
-
-# Reading
-whole_step = {
-    dtype: sum(number(profile_of, "clock, ms", dtype, part) for part in PASSES)
-    for dtype in DTYPES
-}
-lab.read(
-    f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
-    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
-    "we take apart and make faster.**"
-)
 
 # %%
 
@@ -673,8 +661,8 @@ longer_than = [
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 lab.read(
     f"All three take {min(longer_than):.1f} to {max(longer_than):.1f} times as long as their bytes "
-    "at the speed of memory. The FLOPs do not tell the time: at the speed of a large matmul, those "
-    f"of the first row would take {by_flops:.1f} ms."
+    "at the speed of memory. By its FLOPs, at the speed of a large matmul, the first "
+    f"row would take {by_flops:.1f} ms."
 )
 
 # %%
@@ -1098,7 +1086,6 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. "
     f"Checkpointing lowers the peak from "
     f"{peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another forward "
     "pass. **The largest of what is kept are the tables of attention, and they alone grow with the "
@@ -1170,7 +1157,7 @@ lab.table(
 # :doc:`The book's attention </chapters/attention_forward>` never stores the table. Here it is by
 # itself, called ``ours``, beside the formula in PyTorch: a batch of 8 with one head of 64 numbers,
 # in bfloat16 and with a causal mask. What attention *holds* is what forward keeps for backward
-# beside q, k and v. SDPA, which keeps no table either, is compared in the model below.
+# beside q, k and v. SDPA, which keeps no table either, follows in the model.
 
 ours = partial(attention, is_causal=True)
 
@@ -1347,14 +1334,6 @@ lab.table(
 # %%
 
 # Reading
-held = {
-    (name, length): in_grid("held, MiB", name, length)
-    for name in ("PyTorch", "Kernel Book")
-    for length in (4096, 8192)
-}
-growth = {
-    name: held[name, 8192] / held[name, 4096] for name in ("PyTorch", "Kernel Book")
-}
 out_of = in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
 
 
@@ -1369,10 +1348,9 @@ times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 lab.read(
     "**Without the table, memory grows with the length, and not with its square**, because the "
     "book's attention keeps only the output and one logarithm per row, and computes the weights "
-    f"again in backward: from 4,096 to 8,192 it grows by a factor of {growth['Kernel Book']:.1f}, "
-    f"and that of the formula by {growth['PyTorch']:.1f}. "
+    "again in backward. "
     + (
-        f"At 16,384 it is {times:.0f} times as fast"
+        f"At 16,384 the book's attention is {times:.0f} times as fast"
         if times == times or not grid.rows
         else ""
     )
@@ -1405,11 +1383,10 @@ EAGER = {
 }
 
 # %%
-# Our layer norm is told by ``out_dtype`` to write bfloat16. PyTorch's writes float32 under
-# autocast, which another kernel rounds to bfloat16 for the matmul that follows. Ours computes in
-# float32, too, and rounds once, as autocast would. So nothing is less accurate, but per number
-# forward moves 6 bytes instead of 14, and backward, whose gradient comes in bfloat16, 8 bytes less
-# as well.
+# ``out_dtype`` tells our layer norm to write bfloat16. Under autocast PyTorch's writes float32,
+# which another kernel rounds for the matmul that follows; ours computes in float32 as well, and
+# rounds once, as autocast would. Per number this spares 8 of 14 bytes in forward, and 8 in
+# backward, whose gradient comes in bfloat16.
 
 # Reading
 norms, per_norm = (
@@ -1417,8 +1394,7 @@ norms, per_norm = (
     BATCH * CONTEXT * SIZES["large"].d_model,
 )
 lab.read(
-    f"In a step of large, for {norms} layer norms, this spares "
-    f"{16 * norms * per_norm / 1e9:.1f} GB, which take "
+    f"For the {norms} layer norms of a step this is {16 * norms * per_norm / 1e9:.1f} GB, or "
     f"{1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of memory."
 )
 
@@ -1439,9 +1415,9 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# The versions compute the same. First we compare the gradient of every parameter of a small model
-# in float32 with a float64 model, with dropout on and the same masks. Eight times PyTorch's error
-# is allowed, because a gradient has passed several operators that each round differently.
+# The versions compute the same. We compare the gradient of every parameter of a small model in
+# float32 with a float64 model, with dropout on and the same masks. Eight times PyTorch's error is
+# allowed, because a gradient passes several operators that each round differently.
 
 
 # Measuring
@@ -1496,10 +1472,10 @@ lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
 # Under autocast the versions round differently, so we let them learn: a tiny model trains for 200
-# steps on the source of the package, a byte a token, with ten seeds. The versions of one seed begin
-# with the same parameters and meet the same batches, but draw different masks of dropout. A second
-# run of PyTorch tells how far these masks alone part two runs. A dot is one seed; the line is their
-# mean with its uncertainty, which covers 19 of 20 such means.
+# steps on the source of the package, a byte a token, with ten seeds. A seed fixes the parameters
+# and the batches, but the versions draw different masks of dropout; a second run of PyTorch tells
+# how far masks alone part two runs. A dot is one seed, and a line the mean with a range that covers
+# 19 of 20 such means.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1776,7 +1752,7 @@ lab.read(
 # What they change in a step
 # --------------------------
 #
-# In a whole step the :term:`host` has to launch every kernel, and an operator of ours, which runs
+# In a whole step the :term:`host` has to launch every kernel. An operator of ours, which runs
 # Python where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a
 # layer; its lengths are not to scale.
 #
@@ -1794,10 +1770,10 @@ lab.read(
 #    them.
 #
 # In the figure, a bar is the median of eight steps, now without a wait between the passes. In its
-# solid part a profile finds a kernel on the GPU; in the faint part the GPU waits, for the
-# milliseconds written there. The thin line spans the middle 60 % of the steps, p20 to p80. **We
-# call two times different if they are at least 1 % apart and these ranges do not overlap.** The
-# last two bars are CUDA graphs, of the next section.
+# solid part a kernel runs; in the faint part the GPU waits, for the milliseconds written there. The
+# thin line spans the middle 60 % of the steps, p20 to p80. **We call two times different if they
+# are at least 1 % apart and these ranges do not overlap.** The last two bars are CUDA graphs, of
+# the next section.
 
 # Measuring
 from contextlib import suppress
@@ -2182,10 +2158,9 @@ lab.read(
 )
 
 # %%
-# Is it the host? :doc:`/hardware` lists how long one call of each operator keeps it busy.
 
 
-# Reading
+# Measuring
 def of_host(chapter):
     """Microseconds of the host for both passes of a chapter's operator: ours and PyTorch's."""
     rows = of_record(chapter, "What a call costs the host")
@@ -2213,20 +2188,17 @@ host_rows = [
 ]
 more_of_host = sum(row["ours longer in a step, ms"] for row in host_rows)
 more_eager = change("step, ms", "SDPA", "+ dropout")
-lab.read(
-    f"By these times, our operators keep the host busy for {more_of_host:.0f} ms more in an eager "
-    f"step, which takes {more_eager:.0f} ms more than that with SDPA. So the host is a likely "
-    "cause of the loss, and not yet a proven one, because steps that wait for it scatter widely. "
-    "If it is the cause, the loss must disappear without the host."
-)
 
 # %%
 
-# Folded: What does one call cost the host?
+# Folded: What does one call cost the host, and does that explain the loss?
 lab.table(
     host_rows,
-    "Microseconds in which one call of an operator, forward and backward, keeps the host busy, "
-    "timed eagerly on inputs that cost the GPU next to nothing",
+    "Microseconds in which one call of an operator, forward and backward, keeps the host busy, as "
+    f"the page on hardware lists them. In sum ours keep it busy for {more_of_host:.0f} ms more in "
+    f"an eager step, which takes {more_eager:.0f} ms more than that with SDPA. So the host is a "
+    "likely cause, and no proven one, because steps that wait for it scatter widely. If it is the "
+    "cause, the loss must disappear without the host",
 )
 
 # %%
@@ -2254,8 +2226,8 @@ lab.table(
 # -----------------------------
 #
 # Without the host, the loss disappears. A :term:`CUDA graph` records the launches of a step once
-# and hands all of them to the GPU in one call. We capture the whole step: forward, backward and
-# optimiser.
+# and hands all of them to the GPU in one call. ``training.whole()`` is a step, forward, backward
+# and optimiser, and we capture all of it.
 #
 # .. code-block:: python
 #
@@ -2267,8 +2239,7 @@ lab.table(
 #        training.whole()             # recorded, and not run
 #    graph.replay()                   # one step
 #
-# Dropout still draws new masks, because its seeds come from the GPU's generator, which moves on
-# with each replay.
+# Dropout still draws new masks in each replay, because its seeds come from the GPU's generator.
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
@@ -2399,7 +2370,11 @@ lab.read(
             [
                 *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
                 *([f"**takes more time for {listed(behind)}**"] if behind else []),
-                *([f"does not differ for {listed(level)}"] if level else []),
+                *(
+                    [f"does not differ for the other {len(level)}"]
+                    if level and len(level) < len(race)
+                    else [f"does not differ for {listed(level)}"] * bool(level)
+                ),
             ]
         )
         + ". "
@@ -2481,12 +2456,9 @@ gained = {
     for kind in ("attention", "between")
 }
 lab.read(
-    "**The book's kernels take less time "
-    + " and ".join(
-        f"{words} in {len(gained[kind])} of {len(race)} models"
-        for kind, words in (("between", "between"), ("attention", "in attention"))
-    )
-    + ".** "
+    "**With the book's operators, what is between takes less time in "
+    f"{len(gained['between'])} of {len(race)} models, and attention in "
+    f"{len(gained['attention'])}.** "
     + (
         f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
         f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
@@ -2501,8 +2473,14 @@ lab.read(
 same = [longer(model, "linear layers, ms") for model in race]
 lab.read(
     "".join(
-        f"The loss is the attention of {model}, which takes {longer(model, 'attention, ms'):.1f} "
-        f"ms longer{padded(model)}. "
+        f"In {model} attention takes {longer(model, 'attention, ms'):.1f} ms longer{padded(model)}"
+        + (
+            f". The whole step takes {100 / by_model[model] - 100:.1f} % longer"
+            + ", no difference by our rule" * (not apart(model))
+            if by_model[model] < 0.99
+            else ""
+        )
+        + ". "
         for model in race
         if model not in gained["attention"]
     )
@@ -2614,8 +2592,8 @@ lab.table(rows, "From here on attention does most of the work")
 
 # %%
 # **2. What fits?** By the count on paper, what is the longest context, in powers of two, at which
-# the size 2.7B trains in 140 GB with a batch of 4: with standard attention in float32, under
-# autocast, and under autocast without the table of weights?
+# 2.7B trains in 140 GB with a batch of 4: in float32, under autocast, and under autocast without
+# the table of weights?
 
 # %%
 
@@ -2637,8 +2615,7 @@ lab.table(rows, "The longest context of the size 2.7B")
 
 # %%
 # **3. One matrix, two gradients.** A linear layer :math:`y = x W^\top` of :math:`N` tokens does
-# :math:`2 N d f` FLOPs in forward. Show by counting that backward does twice as many, and check the
-# factor with PyTorch's own counter.
+# :math:`2 N d f` FLOPs in forward. Count those of backward, and check with PyTorch's own counter.
 
 # %%
 
