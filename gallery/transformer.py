@@ -107,8 +107,8 @@ lab.source(decoder.Block.attend)
 
 # %%
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
-# we can replace.** The course trains five sizes, all with batches of 4. *Large* has 36 layers and a
-# ``d_model`` of 1,280.
+# we can replace.** The course CS336 has five sizes, all with batches of 4. *Large* has 36 layers
+# and a ``d_model`` of 1,280.
 
 # Folded: A layer, whole
 lab.source(decoder.Block)
@@ -1157,7 +1157,8 @@ lab.table(
 # :doc:`The book's attention </chapters/attention_forward>` never stores the table. Here it is by
 # itself, called ``ours``, beside the formula in PyTorch: a batch of 8 with one head of 64 numbers,
 # in bfloat16 and with a causal mask. What attention *holds* is what forward keeps for backward
-# beside q, k and v. SDPA, which keeps no table either, follows in the model.
+# beside q, k and v. SDPA, PyTorch's fused attention, keeps no table either, and follows in the
+# model.
 
 ours = partial(attention, is_causal=True)
 
@@ -2144,9 +2145,9 @@ our_ran, sdpa_ran = (
     step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
 )
 lab.read(
-    "The kernels gain what those of a layer gained: from “+ softmax” to “+ attention” they shorten "
-    f"from {step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, and "
-    "the peak of the memory falls to "
+    "The kernels gain what those of a layer gained: with the book's attention they shorten from "
+    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, and the "
+    "peak of the memory falls to "
     f"{100 * step('peak, GiB', '+ attention') / step('peak, GiB', '+ softmax'):.0f} %. **Yet "
     f"compiled, the whole step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with "
     "SDPA"
@@ -2282,7 +2283,6 @@ more = lab.measure("Compiled steps of other models, with and without a graph", r
 # %%
 
 
-# Reading
 def raced():
     """The rows of each model by version, the short context first and then by size."""
     found = defaultdict(dict)
@@ -2385,9 +2385,10 @@ lab.read(
 )
 
 # %%
-# Which kernels differ? We profile six replays of each graph. A bar shows by how much longer a kind
-# of kernels takes with the book's operators. *Between* are layer norm, dropout, GELU, additions and
-# casts; the linear layers and AdamW are the same kernels in both.
+# A profile of six replays of each graph shows which kernels differ. A bar shows by how much longer
+# a kind of kernels takes with the book's operators. *Between* are layer norm, dropout, GELU,
+# additions and casts. The linear layers are the same kernels in both, and so is AdamW, which is
+# left out.
 
 
 # Reading
@@ -2404,7 +2405,6 @@ APART = {
     "linear layers": lab.colour("matmul"),
     "attention": lab.colour("Kernel Book"),
     "between": lab.colour("PyTorch"),
-    "AdamW": lab.colour("copy"),
 }
 
 
@@ -2422,9 +2422,9 @@ def kind_bars(axes, _):
     axes.grid(axis="y", visible=False)
     axes.axvline(0, color=lab.colour("copy"), linewidth=0.9)
     for place, model in enumerate(race):
-        for row, kind in enumerate(KINDS):
-            took = longer(model, f"{kind}, ms")
-            axes.barh(place + 0.2 * (row - 1.5), took, 0.18, color=APART[kind])
+        for row, (kind, ink) in enumerate(APART.items()):
+            apart_by = longer(model, f"{kind}, ms")
+            axes.barh(place + 0.25 * (row - 1), apart_by, 0.22, color=ink)
     axes.set_yticks(range(len(race)), list(race))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
