@@ -1296,13 +1296,7 @@ grid = lab.measure(
 
 # %%
 
-# Folded: How is it for head sizes of 16 to 128, forward and backward apart, and compiled?
-grid
 
-# %%
-
-
-# Reading
 def in_grid(column, provider, length, head_dim=64):
     return number(grid, column, head_dim, length, provider)
 
@@ -1362,6 +1356,11 @@ lab.read(
         else "."
     )
 )
+
+# %%
+
+# Folded: How is it for head sizes of 16 to 128, forward and backward apart, and compiled?
+grid
 
 # %%
 # The book's operators in the model
@@ -1726,7 +1725,6 @@ def layer_ms(name):
     return layer.milliseconds_at(name)
 
 
-gain = layer_ms("PyTorch") / layer_ms("+ dropout")
 saved = layer_ms("PyTorch") - layer_ms("+ dropout")
 by_attention = layer_ms("+ softmax") - layer_ms("+ attention")
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
