@@ -14,11 +14,11 @@ You will learn
 - what each operator of the book is worth in a whole model, eager, compiled and as a graph, beside
   PyTorch's own and its fused attention.
 
-We follow one step of one model, the size *large* at a context of 1,024, and then replace one
-operator after the other. The bars at the top are of one layer on the GPU alone. In a whole step the
-host has to launch the kernels, and there the book's operators fall far behind SDPA, PyTorch's own
-fused attention, until a CUDA graph takes the host away. The folds whose titles are questions answer
-those of the second assignment of the Stanford course CS336, which this book follows.
+We follow one step of one model, the size *large* at a context of 1,024, and replace one operator
+after the other. The bars at the top are of one layer on the GPU alone. In a whole step the host has
+to launch the kernels, and there the book's operators fall far behind SDPA, PyTorch's own fused
+attention, until a CUDA graph takes the host away. The folds whose titles are questions answer those
+of the second assignment of the Stanford course CS336.
 
 The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded run, which
 ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
@@ -76,10 +76,9 @@ lab.start(
 # The step we follow
 # ------------------
 #
-# What does a training step compute? A decoder reads tokens and predicts, at each position, the
-# token that follows. Each token becomes a vector of ``d_model`` numbers, called the *residual
-# stream*, and each layer adds to it twice: the output of attention, and the output of a
-# feed-forward network.
+# A decoder reads tokens and predicts, at each position, the token that follows. Each token becomes
+# a vector of ``d_model`` numbers, called the *residual stream*, and each layer adds to it twice:
+# the output of attention, and the output of a feed-forward network.
 #
 # .. image:: /figures/transformer-block.svg
 #    :alt: One layer, from left to right. The residual stream runs straight through. A branch leaves
@@ -94,16 +93,27 @@ lab.start(
 lab.source(standard_attention)
 
 # %%
-# A layer holds its operators as attributes, and that is all that we need to replace them.
+# A layer adds its two branches to the stream ``x``. ``dropout``, ``attention`` and the layer norm
+# within ``norm_1`` and ``norm_2`` are attributes, and that is all that we need to replace them.
+# ``p`` is the share of numbers that dropout sets to zero.
 
-lab.source(decoder.Block)
+lab.source(decoder.Block.forward)
+
+# %%
+# The first branch, ``attend``, makes q, k and v by one matmul, splits each into its heads, and
+# joins the heads again after attention. The second, ``feed_forward``, is ``down(gelu(up(x)))``.
+
+lab.source(decoder.Block.attend)
 
 # %%
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
-# we can replace.** The model comes in the five sizes of the course, all with batches of 4, a
-# vocabulary of 10,000 tokens and a ``d_ff`` of four times ``d_model``. *State* is what exists
-# before any activation: parameters, gradients and the two averages of AdamW. *TFLOP* counts the
-# matmuls of a step at a context of 1,024.
+# we can replace.** The course CS336 has five sizes, all with batches of 4. *Large* has 36 layers
+# and a ``d_model`` of 1,280.
+
+# Folded: A layer, whole
+lab.source(decoder.Block)
+
+# %%
 
 # Folded: The model around the layers
 lab.source(decoder.Decoder)
@@ -132,6 +142,7 @@ def parameters(size, context=CONTEXT):
 
 # %%
 
+# Folded: How large are the five sizes?
 lab.table(
     [
         {
@@ -144,24 +155,20 @@ lab.table(
         }
         for name, size in SIZES.items()
     ],
-    "The five sizes",
+    "The five sizes, all with a vocabulary of 10,000 tokens and a d_ff of four times d_model. The "
+    "state is what exists before any activation: 16 bytes per parameter, for itself, its gradient "
+    "and the two averages of AdamW. A step does two FLOPs per parameter and token in each of the "
+    "three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and "
+    f"those of causal attention; here at a context of {CONTEXT:,}",
 )
-
-# %%
-# .. dropdown:: How the sizes are counted
-#
-#    The training state has 16 bytes per parameter, four numbers in float32. A step does two FLOPs
-#    per parameter and token in each of the three matmuls of a linear layer (output, gradient of the
-#    input, gradient of the weight), and those of causal attention.
 
 # %%
 # How long a step takes
 # ---------------------
 #
-# How much time do these operators take together? A step has three passes: forward computes the
-# loss, backward the gradients, and the optimiser changes the parameters. We read the clock after
-# each pass, when the GPU has finished, and leave out the first five steps, because the first one
-# loads the kernels and asks the driver for memory.
+# A step has three passes: forward computes the loss, backward the gradients, and the optimiser
+# changes the parameters. We read the clock after each pass, when the GPU has finished, and leave
+# out the first five steps, because the first one loads the kernels and asks the driver for memory.
 
 # Folded: The clock of a step
 lab.source(timed_step)
@@ -240,8 +247,8 @@ lab.read(
 )
 
 # %%
-# A first look takes all sizes, at a context of 256, in float32 and under ``torch.autocast``, which
-# lets the matmuls run in bfloat16.
+# A first look takes all sizes at a short context of 256 tokens, in float32 and under
+# ``torch.autocast``, which lets the matmuls run in bfloat16.
 
 # Measuring
 torch_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -290,6 +297,7 @@ sizes = lab.measure("A step of every size, context 256", all_sizes)
 
 # %%
 
+# Reading
 took = {
     (size, dtype, part): number(sizes, f"{part}, ms", size, dtype)
     for size in SIZES
@@ -299,53 +307,19 @@ took = {
 a_layer = {
     size: took[size, "bfloat16", "forward"] / SIZES[size].layers for size in SIZES
 }
-lab.table(
-    [
-        {"size": size}
-        | {
-            dtype: f"{took[size, dtype, 'forward']:.1f}"
-            f" ±{number(sizes, 'forward, sd', size, dtype):.1f}"
-            for dtype in DTYPES
-        }
-        | {"layers": SIZES[size].layers, "bfloat16 per layer": round(a_layer[size], 1)}
-        for size in SIZES
-    ]
-    if sizes.rows
-    else [],
-    "Milliseconds of the forward pass at a context of 256: mean ± standard deviation of ten steps",
-)
-
-# %%
-
-# Reading
 largest, smallest = list(SIZES)[-1], next(iter(SIZES))
-ratio = took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
-gain = took[largest, "float32", "forward"] / took[largest, "bfloat16", "forward"]
-small, small_cast = (took[smallest, dtype, "forward"] for dtype in DTYPES)
-cast_sd = max(number(sizes, "forward, sd", smallest, dtype) for dtype in DTYPES)
+backward_ratio = (
+    took[largest, "float32", "backward"] / took[largest, "float32", "forward"]
+)
 wider = (SIZES[largest].d_model / SIZES[smallest].d_model) ** 2
 by_host = max(a_layer.values()) < 2 * min(a_layer.values())
-unsteady = {
-    dtype: max(
-        100 * number(sizes, "forward, sd", size, dtype) / took[size, dtype, "forward"]
-        for size in SIZES
-    )
-    for dtype in DTYPES
-}
 lab.read(
-    "Autocast makes the forward pass "
-    f"{gain:.1f} times as fast at {largest}"
+    f"Under autocast the forward pass of a layer takes {min(a_layer.values()):.1f} to "
+    f"{max(a_layer.values()):.1f} ms, although the linear layers of {largest} have {wider:.0f} "
+    f"times the FLOPs of those of {smallest}. "
     + (
-        f", but no faster at {smallest}. "
-        if abs(small_cast - small) <= cast_sd
-        else f", and {small / small_cast:.2f} times at {smallest}. "
-    )
-    + (
-        f"The last column says why: a layer takes {min(a_layer.values()):.1f} to "
-        f"{max(a_layer.values()):.1f} ms in every model, although the linear layers of {largest} "
-        f"have {wider:.0f} times the FLOPs of those of {smallest}; and the deviation is up to "
-        f"{unsteady['bfloat16']:.0f} % of the mean, in float32 only {unsteady['float32']:.0f} %. "
-        "**At this short context even the largest waits for the host that launches its kernels.**"
+        "**At this short context even the largest model waits for the host that launches its "
+        "kernels**, so we go on with a longer one."
         if by_host
         else "**Large models take the time of their kernels, and small ones that of the host that "
         "launches them.**"
@@ -365,23 +339,28 @@ lab.table(
     [
         {"size": row["size"], "dtype": row["dtype"]}
         | {f"{p}, ms": f"{row[f'{p}, ms']:.1f} ± {row[f'{p}, sd']:.1f}" for p in PASSES}
+        | {
+            "forward, ms per layer": round(
+                row["forward, ms"] / SIZES[row["size"]].layers, 1
+            )
+        }
         | {"peak, GiB": row["peak, GiB"]}
         for row in sizes.rows
     ],
     "Mean and standard deviation of ten steps, after five. The spread shows who sets the pace: for "
     f"the forward pass of {largest} it is {scatter['float32']:.1f} % of the mean in float32, where "
     f"the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits. In "
-    f"float32 its backward pass takes {ratio:.2f} times as long, because each linear layer does "
-    "two matmuls in it for one in forward",
+    f"float32 its backward pass takes {backward_ratio:.2f} times as long, because each linear "
+    "layer does two matmuls in it for one in forward",
 )
 
 # %%
 # What the time is spent on
 # -------------------------
 #
-# The clock says how long a pass takes, and not for what. Which kernels take the time? PyTorch's
-# profiler notes every kernel that the GPU runs, when, and for which operation of the host. From
-# here on the model is *large* at a context of 1,024, unless a size is named.
+# PyTorch's profiler tells which kernels take the time. It notes every kernel that the GPU runs,
+# when, and for which operation of the host. From here on the model is *large* at a context of
+# 1,024, unless a size is named, and the step in bfloat16 is the one that we make faster.
 
 
 def profiled(run):
@@ -394,11 +373,11 @@ def profiled(run):
 
 
 # %%
-# A step launches thousands of kernels, but from a few operations of PyTorch. So we group them by
-# operation: ``GROUPS`` has a pattern for each group, such as ``aten::(mm|addmm|bmm|baddbmm)$`` for
-# matmuls. ``profiler.key_averages()`` has an entry for each operation: ``key`` is its name, and
-# ``self_device_time_total`` the microseconds of the kernels that it launched. Kernels have entries
-# of their own, and would count twice.
+# A step launches thousands of kernels from a few operations of PyTorch, so we group them by
+# operation. ``GROUPS`` has a pattern for each group, such as ``aten::(mm|addmm|bmm|baddbmm)$`` for
+# matmuls. In the averages of a profile, ``key`` is the name of an operation, and
+# ``self_device_time_total`` the microseconds of the kernels that it launched. Operations have the
+# device type CPU; the kernels have entries of their own, and would count twice.
 
 
 def group(operation):
@@ -507,19 +486,6 @@ profile_of = lab.measure("Profiles of large, context 1,024", profiles)
 
 # %%
 
-# Reading
-whole_step = {
-    dtype: sum(number(profile_of, "clock, ms", dtype, part) for part in PASSES)
-    for dtype in DTYPES
-}
-lab.read(
-    f"By the clock, pass after pass, the step of large takes {whole_step['float32']:.0f} ms in "
-    f"float32 and {whole_step['bfloat16']:.0f} in bfloat16. **The step in bfloat16 is the one that "
-    "we take apart and make faster.**"
-)
-
-# %%
-
 
 # Drawing
 def group_times(rows, dtype):
@@ -603,13 +569,11 @@ def in_groups(dtype, names):
 products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 lab.read(
-    f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels of a step, "
-    f"and in bfloat16 only {in_step['bfloat16']:.0f} %. The matrix units, which PyTorch does not "
-    "use for float32 unless told to, make them "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. Most of the rest waits for "
-    "memory, because it does a few FLOPs per number that it reads and writes; “other” are "
-    "additions, multiplications, the mask and the loss. There the kernels of this book can help, "
-    "and in the matmuls of attention, but not in the linear layers."
+    f"In float32, matmuls take {in_step['float32']:.0f} % of the time of the kernels, and in "
+    f"bfloat16 only {in_step['bfloat16']:.0f} %, because the matrix units make them "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast; PyTorch does not use these "
+    "units for float32 unless told to. **What is left mostly moves bytes, and there the kernels of "
+    "this book can help.** “Other” are additions, multiplications, the mask and the loss."
 )
 
 # %%
@@ -637,9 +601,9 @@ lab.table(
 )
 
 # %%
-# What does waiting for memory cost? Attention shows it, because the formula reads and writes its
-# table of scores again and again. On paper and per score, each of its two matmuls does :math:`2 d`
-# FLOPs for a head of :math:`d` numbers, and softmax about five. In bytes, under autocast,
+# Attention shows what moving bytes costs, because the formula reads and writes its table of scores
+# again and again. On paper and per score, its two matmuls do :math:`4 d` FLOPs for a head of
+# :math:`d` numbers, and softmax about five. In bytes, under autocast,
 #
 # - the matmuls and the scale move 14: 2 to write the scores, 4 to scale them, 6 to cast the weights
 #   to bfloat16, and 2 to read these;
@@ -697,35 +661,34 @@ longer_than = [
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 lab.read(
     f"All three take {min(longer_than):.1f} to {max(longer_than):.1f} times as long as their bytes "
-    "at the speed of memory, and by these softmax costs as much as the matmuls. The FLOPs say "
-    f"otherwise: at the speed of a large matmul, those of the first row would take {by_flops:.1f} "
-    "ms."
+    "at the speed of memory. By its FLOPs, at the speed of a large matmul, the first "
+    f"row would take {by_flops:.1f} ms."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    In bfloat16 a step spends most of its time on operations that wait for memory. Their bytes,
-#    at the speed of memory, tell their time within a factor of two; their FLOPs do not tell it.
+#    In bfloat16 a step spends most of its time on operations that wait for memory. Count their
+#    bytes, and not their FLOPs, to know their time.
 #
 # Why there are casts
 # -------------------
 #
-# In bfloat16 the largest group of the figure above, “casts and copies”, only copies numbers.
+# Autocast pays for its fast matmuls with casts. ``torch.autocast`` (:term:`autocast`) leaves the
+# parameters in float32 and runs each operation in the dtype that suits it: linear layers in
+# bfloat16, layer norm and the loss in float32, because both sum many numbers. **So a tensor is cast
+# wherever a matmul follows an operator in float32, and each weight before its matmul.**
 
 # Reading
 lab.read(
-    f"In float32 it takes {casts['float32']:.0f} ms, to copy the scores before they are masked "
-    "and to change layouts. In bfloat16 these copies move half the bytes, and yet the group takes "
+    f"The group “casts and copies” takes {casts['float32']:.0f} ms in float32, where it only "
+    "copies. In bfloat16 these copies move half the bytes, and yet the group takes "
     f"{casts['bfloat16']:.0f} ms, so at least {casts['bfloat16'] - casts['float32']:.0f} of them "
-    "are casts from one dtype to another."
+    "are casts."
 )
 
 # %%
-# Why does a step in bfloat16 need them? ``torch.autocast`` (:term:`autocast`) runs each operation
-# in the dtype that suits it and leaves the parameters in float32. A toy model shows which: a linear
-# layer, ReLU, layer norm and a second linear layer.
 
 
 # Measuring
@@ -776,6 +739,7 @@ toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
 
 # %%
 
+# Folded: Which dtypes does autocast give the tensors of a toy model?
 kinds_of_cast = dict(
     zip(("float16", "bfloat16", "bfloat16, our norm"), toy.rows, strict=False)
 )
@@ -784,19 +748,9 @@ lab.table(
         {"tensor": tensor} | {kind: row[tensor] for kind, row in kinds_of_cast.items()}
         for tensor in (list(toy.rows[0])[1:] if toy.rows else ())
     ],
-    "The dtypes of the toy model's tensors, by what autocast casts to",
-)
-
-# %%
-
-# Reading
-in_norm = number(toy, "layer norm", "bfloat16")
-in_norm = in_norm if isinstance(in_norm, str) else f"{in_norm}"
-lab.read(
-    f"Only what a linear layer writes has 16 bits. Layer norm returns {in_norm}, and so does the "
-    "loss, because both reduce many numbers, and the book's layer norm follows the same rule. "
-    "**Casts are the price of fast matmuls: a tensor is cast wherever a matmul follows an operator "
-    "in float32, and each weight before its matmul.**"
+    "The dtypes of a linear layer, ReLU, layer norm and a second linear layer, by what autocast "
+    "casts to. Only what a linear layer writes has 16 bits. The book's layer norm follows the same "
+    "rule, unless its argument out_dtype says otherwise",
 )
 
 # %%
@@ -866,10 +820,9 @@ lab.table(
 # What the memory is spent on
 # ---------------------------
 #
-# Numbers of half the size should also need half of the memory. Do they? Backward needs some tensors
-# of forward, so a step keeps them. We count what a layer keeps, for
-# :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
-# :math:`B` batches, :math:`H` heads and a context of :math:`T`. In float32 it keeps
+# Most memory of a step holds what forward keeps for backward. We count it per layer, for :math:`N`
+# tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`, :math:`B`
+# batches, :math:`H` heads and a context of :math:`T`. In float32 a layer keeps
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -977,24 +930,22 @@ state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
 of_kept = 100 * largest_size.layers * table_of_weights / 1024 / at["float32", "kept"]
 lab.read(
-    "For the size 2.7B, what forward keeps differs from this count by at most "
-    f"{max(map(abs, off)):.1f} %. At a context of {longest:,} the tables of attention weights, "
-    f"one per layer, are {of_kept:.0f} % of what float32 keeps."
+    f"For the size 2.7B this count is right to {max(map(abs, off)):.1f} %, and at a context of "
+    f"{longest:,} the tables of attention weights are {of_kept:.0f} % of it. "
 )
 
 # %%
 
 # Reading
 lab.read(
-    "So do numbers of half the size need half of the memory? "
-    + (
-        "No, autocast saves none here"
+    (
+        "**Autocast saves no memory here"
         if at["bfloat16", "step"] >= at["float32", "step"]
-        else "Not by far"
+        else "**Numbers of half the size need more than half of the memory"
     )
-    + f": at this size and context the peak of a step is {at['bfloat16', 'step']:.0f} GiB, and "
-    f"{at['float32', 'step']:.0f} in float32. Autocast halves most activations, but keeps the "
-    "weights of attention in both dtypes and a copy of every parameter."
+    + f"**: the peak of a step is {at['bfloat16', 'step']:.0f} GiB, and "
+    f"{at['float32', 'step']:.0f} in float32. It halves most activations, but keeps the weights of "
+    "attention in both dtypes and a copy of every parameter."
 )
 
 # %%
@@ -1008,9 +959,9 @@ lab.table(
 )
 
 # %%
-# When does a step hold the most? PyTorch's allocator can record each allocation and its release.
-# We go back to *large*, in float32, and sum them up over one step, as it is, and with
-# :term:`checkpointing`, where a layer keeps only its input and computes the rest again in backward.
+# A step holds the most when backward begins. The figure sums up what PyTorch's allocator gives and
+# takes back over one step of *large* in float32, as it is, and with :term:`checkpointing`, where a
+# layer keeps only its input and computes the rest again in backward.
 
 
 # Measuring
@@ -1135,11 +1086,10 @@ spared = (SIZES["large"].layers - 1) * (
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 lab.read(
-    "Forward climbs by the same step in each layer and backward descends by it. "
     f"Checkpointing lowers the peak from "
     f"{peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another forward "
-    "pass. **The memory goes to what forward keeps for backward; the largest of it are the tables "
-    "of attention, which alone grow with the square of the context.**"
+    "pass. **The largest of what is kept are the tables of attention, and they alone grow with the "
+    "square of the context.**"
 )
 
 # %%
@@ -1204,12 +1154,11 @@ lab.table(
 # Attention without the table
 # ---------------------------
 #
-# The tables cost a step both memory and time. What remains of either if the table never exists, as
-# :doc:`in the book's attention </chapters/attention_forward>`? We take attention by itself, a batch
-# of 8 with one head, in bfloat16 and with a causal mask. *PyTorch* is the formula, and
-# ``torch.compile`` compiles it once for all lengths. SDPA, which keeps no table either, is not
-# measured here, but in the model. What attention *holds* is what forward keeps for backward beside
-# q, k and v.
+# :doc:`The book's attention </chapters/attention_forward>` never stores the table. Here it is by
+# itself, called ``ours``, beside the formula in PyTorch: a batch of 8 with one head of 64 numbers,
+# in bfloat16 and with a causal mask. What attention *holds* is what forward keeps for backward
+# beside q, k and v. SDPA, PyTorch's fused attention, keeps no table either, and follows in the
+# model.
 
 ours = partial(attention, is_causal=True)
 
@@ -1347,13 +1296,7 @@ grid = lab.measure(
 
 # %%
 
-# Folded: How is it for head sizes of 16 to 128, forward and backward apart?
-grid
 
-# %%
-
-
-# Reading
 def in_grid(column, provider, length, head_dim=64):
     return number(grid, column, head_dim, length, provider)
 
@@ -1370,7 +1313,7 @@ lab.table(
         {"length": length}
         | {
             f"{name}, ms": milliseconds(in_grid("both, ms", name, length))
-            for name in ("PyTorch", "torch.compile", "Kernel Book")
+            for name in ("PyTorch", "Kernel Book")
         }
         | {
             f"{name} holds, MiB": milliseconds(in_grid("held, MiB", name, length))
@@ -1386,17 +1329,7 @@ lab.table(
 # %%
 
 # Reading
-held = {
-    (name, length): in_grid("held, MiB", name, length)
-    for name in ("PyTorch", "Kernel Book")
-    for length in (4096, 8192)
-}
-growth = {
-    name: held[name, 8192] / held[name, 4096] for name in ("PyTorch", "Kernel Book")
-}
-missing = sorted(
-    {row["provider"] for row in grid.rows if row["both, ms"] == OUT_OF_MEMORY}
-)
+out_of = in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
 
 
 def listed(names):
@@ -1405,51 +1338,38 @@ def listed(names):
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-compiled_slower = [
-    f"{length:,}"
-    for length in LENGTHS
-    for eager, made in [
-        [in_grid("both, ms", name, length) for name in ("PyTorch", "torch.compile")]
-    ]
-    if OUT_OF_MEMORY not in (eager, made) and made > 1.01 * eager
-]
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 lab.read(
-    "From 4,096 to 8,192 the memory that PyTorch holds grows by a factor of "
-    f"{growth['PyTorch']:.1f}, with the square of the length, and that of the book's attention by "
-    f"{growth['Kernel Book']:.1f}, because it keeps only the output and one logarithm per row, and "
-    "computes the weights again in backward. "
+    "**Without the table, memory grows with the length, and not with its square**, because the "
+    "book's attention keeps only the output and one logarithm per row, and computes the weights "
+    "again in backward. "
     + (
-        f"At 16,384 it is {times:.0f} times as fast as the formula in PyTorch. "
+        f"At 16,384 the book's attention is {times:.0f} times as fast"
         if times == times or not grid.rows
         else ""
     )
     + (
-        f"`torch.compile`, for all lengths at once, is slower than eager code at "
-        f"{listed(compiled_slower)}; we did not ask why. "
-        if compiled_slower
-        else ""
+        f"; at 65,536, where a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, the formula runs out "
+        "of memory."
+        if out_of
+        else "."
     )
-    + (
-        f"At 65,536, where a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, {listed(missing)} "
-        f"{'runs' if len(missing) == 1 else 'run'} out of memory. "
-        if missing
-        else ""
-    )
-    + "**Without the table, memory grows with the length, and not with its square.**"
 )
+
+# %%
+
+# Folded: How is it for head sizes of 16 to 128, forward and backward apart, and compiled?
+grid
 
 # %%
 # The book's operators in the model
 # ---------------------------------
 #
-# What is that worth in the model? We replace PyTorch's operators by the book's, one after the
-# other. Each line of ``EAGER`` adds one operator to the line before. *SDPA* is PyTorch with its own
-# fused attention, and with the backend that is the fastest at this shape, flash or cuDNN. Each
-# layer norm feeds a matmul. Under autocast PyTorch's returns float32, which autocast then rounds to
-# bfloat16. Ours is told by ``out_dtype`` to write bfloat16 at once, which spares a pass over the
-# numbers and another over their gradients.
+# We replace PyTorch's operators by the book's, one after the other. Each line of ``EAGER`` adds one
+# to the line before; ``Operators`` takes attention, layer norm and dropout, in this order, and what
+# it is not given is PyTorch's. *SDPA* is PyTorch with its own fused attention, in the backend that
+# is the fastest at this shape, flash or cuDNN.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -1463,9 +1383,25 @@ EAGER = {
 }
 
 # %%
+# ``out_dtype`` tells our layer norm to write bfloat16. Under autocast PyTorch's writes float32,
+# which another kernel rounds for the matmul that follows; ours computes in float32 as well, and
+# rounds once, as autocast would. Per number this spares 8 of 14 bytes in forward, and 8 in
+# backward, whose gradient comes in bfloat16.
+
+# Reading
+norms, per_norm = (
+    2 * SIZES["large"].layers + 1,
+    BATCH * CONTEXT * SIZES["large"].d_model,
+)
+lab.read(
+    f"For the {norms} layer norms of a step this is {16 * norms * per_norm / 1e9:.1f} GB, or "
+    f"{1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of memory."
+)
+
+# %%
 # ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but cannot
-# look into an operator of ours, nor fuse with it. So we also compile PyTorch's operators, SDPA, the
-# book's attention alone, and all of the book's operators, the version called *Kernel Book*.
+# look into an operator of ours. So we also compile four versions: PyTorch's operators, SDPA, the
+# book's attention alone, and all of the book's operators, which we call *Kernel Book*.
 
 # Measuring
 COMPILED = {
@@ -1479,10 +1415,9 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# Before we time the versions: do they compute the same? We compare the gradient of every parameter
-# of a small model in float32 with a float64 model, with dropout on and the same masks. Eight times
-# PyTorch's error is allowed, because a gradient has passed several operators that each round
-# differently.
+# The versions compute the same. We compare the gradient of every parameter of a small model in
+# float32 with a float64 model, with dropout on and the same masks. Eight times PyTorch's error is
+# allowed, because a gradient passes several operators that each round differently.
 
 
 # Measuring
@@ -1536,11 +1471,11 @@ def gradient_cases():
 lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# Under autocast, as in the times below, versions round differently, so we compare their losses: we
-# train a tiny model for 200 steps on the source of the package, in which a token is a byte, with
-# ten seeds. With one seed all begin with the same parameters and meet the same batches, but draw
-# different masks of dropout, and a second run of PyTorch tells how far these part two runs. A dot
-# is one seed; the line is their mean with its uncertainty, which covers 19 of 20 such means.
+# Under autocast the versions round differently, so we let them learn: a tiny model trains for 200
+# steps on the source of the package, a byte a token, with ten seeds. A seed fixes the parameters
+# and the batches, but the versions draw different masks of dropout; a second run of PyTorch tells
+# how far masks alone part two runs. A dot is one seed, and a line the mean with a range that covers
+# 19 of 20 such means.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1672,15 +1607,21 @@ lab.draw(learned, "The losses of two versions", losses_in_words, loss_dots)
 # Reading
 by_ours = next(iter(gaps(learned.rows).values()))
 offset, error = mean_and_error(by_ours)
+from_loss, to_loss = (
+    statistics.fmean(row[f"Kernel Book, seed {seed}"] for seed in SEEDS)
+    if learned.rows
+    else nan
+    for row in (learned.rows or [{}])[:: max(1, len(learned.rows) - 1)]
+)
 lab.read(
-    f"With the book's operators the loss ends {offset:+.3f} ± {BY_CHANCE * error:.3f} beside the "
-    "mean of PyTorch's two runs. "
+    f"**It trains**: with the book's operators the loss falls from {from_loss:.1f} to "
+    f"{to_loss:.1f}, and ends {offset:+.3f} ± {BY_CHANCE * error:.3f} beside the mean of "
+    "PyTorch's two runs. "
     + (
-        "**In float32 the gradients agree; under autocast ten seeds find no difference of the "
-        f"loss**, and leave room for at most {abs(offset) + BY_CHANCE * error:.3f}. "
+        "Ten seeds find no difference between the versions."
         if abs(offset) < BY_CHANCE * error
-        else "**The gradients say that it is the same model; the losses leave a doubt**, because "
-        "chance alone does this less than once in 20 times. "
+        else "These losses leave a doubt that it is the same model, because chance alone does this "
+        "less than once in 20 times."
     )
 )
 
@@ -1688,7 +1629,7 @@ lab.read(
 # What they change in a layer
 # ---------------------------
 #
-# How much faster is each operator, on the GPU alone? We time forward and backward of one layer
+# On the GPU alone, a layer gains most from attention. We time forward and backward of one layer
 # under autocast, without the host. 100 % is the speed of a large matmul by cuBLAS in bfloat16.
 
 # Measuring
@@ -1784,15 +1725,14 @@ def layer_ms(name):
     return layer.milliseconds_at(name)
 
 
-gain = layer_ms("PyTorch") / layer_ms("+ dropout")
 saved = layer_ms("PyTorch") - layer_ms("+ dropout")
 by_attention = layer_ms("+ softmax") - layer_ms("+ attention")
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
-    f"Eager, the book's operators make the layer {gain:.2f} times as fast: **of the {saved:.2f} ms "
-    f"that they save, attention saves {by_attention:.2f}**, because it keeps the table of scores "
-    f"off the memory. Compiled, the layer takes {layer_ms('SDPA, compiled'):.2f} ms with SDPA and "
-    f"{layer_ms('attention, compiled'):.2f} with the book's attention. Our layer norm and dropout "
+    f"Eager, **attention saves {by_attention:.2f} of the {saved:.2f} ms** that the book's "
+    f"operators save in all. Compiled, the layer takes {layer_ms('SDPA, compiled'):.2f} ms with "
+    f"SDPA and {layer_ms('attention, compiled'):.2f} with the book's attention, and our layer norm "
+    "and dropout "
     + (
         "then change less than 1 %"
         if abs(fusing - 1) < 0.01
@@ -1801,22 +1741,19 @@ lab.read(
         else f"then make it {layer_ms('Kernel Book'):.2f}"
     )
     + (
-        ", because the compiler can write these itself, and fuses its own with their neighbours. "
+        ": the compiler writes fused kernels for these itself."
         if abs(fusing - 1) < 0.05
-        else ". "
+        else "."
     )
-    + "**Replace what a compiler cannot write, and leave it the rest.**"
 )
 
 # %%
 # What they change in a step
 # --------------------------
 #
-# Does a whole step gain what its layers gain? Now the :term:`host` has to launch every kernel, and
-# may run ahead of the GPU from pass to pass, while the clock above waited after each. A launch by
-# an operator of ours keeps the host busy for longer than one by PyTorch's, because ours run Python
-# where PyTorch's run C++. The picture follows five launches of a layer; its lengths are not to
-# scale.
+# In a whole step the :term:`host` has to launch every kernel. An operator of ours, which runs
+# Python where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a
+# layer; its lengths are not to scale.
 #
 # .. image:: /figures/transformer-launches.svg
 #    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
@@ -1831,11 +1768,11 @@ lab.read(
 #    A step takes the longer of two times: that of its kernels, and that in which the host launches
 #    them.
 #
-# In the figure, a bar is the median of eight steps, the :term:`p50`. In its solid part a profile
-# finds a kernel on the GPU; in the faint part the GPU waits, for the milliseconds written there.
-# The thin line spans the middle 60 % of the steps, p20 to p80. **We call two times different if
-# they are at least 1 % apart and these ranges do not overlap.** The last two bars are CUDA graphs,
-# of the next section.
+# In the figure, a bar is the median of eight steps, now without a wait between the passes. In its
+# solid part a kernel runs; in the faint part the GPU waits, for the milliseconds written there. The
+# thin line spans the middle 60 % of the steps, p20 to p80. **We call two times different if they
+# are at least 1 % apart and these ranges do not overlap.** The last two bars are CUDA graphs, of
+# the next section.
 
 # Measuring
 from contextlib import suppress
@@ -2205,46 +2142,24 @@ our_took, sdpa_took = (
 our_ran, sdpa_ran = (
     step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
 )
-backends = {row["SDPA backend"] for row in steps.rows} or {"cuDNN"}
-eager_apart, by_compiler = (
-    differs(step_row(before), step_row("+ dropout"))
-    for before in ("+ attention", "Kernel Book")
-)
 lab.read(
-    "On the GPU the step gains what its layers gained: from “+ softmax” to “+ attention” "
-    f"the kernels shorten from {step('busy, ms', '+ softmax'):.0f} ms to "
-    f"{step('busy, ms', '+ attention'):.0f}, and the peak of the memory falls from "
-    f"{step('peak, GiB', '+ softmax'):.0f} GiB to {step('peak, GiB', '+ attention'):.0f}. Layer "
-    f"norm and dropout {'save' if change('busy, ms', *last) < 0 else 'cost'} "
-    f"{abs(change('busy, ms', *last)):.0f} ms more. "
+    "The kernels gain what those of a layer gained: with the book's attention they shorten from "
+    f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, and the "
+    "peak of the memory falls to "
+    f"{100 * step('peak, GiB', '+ attention') / step('peak, GiB', '+ softmax'):.0f} %. **Yet "
+    f"compiled, the whole step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with "
+    "SDPA"
     + (
-        f"**Yet with these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms instead "
-        f"of {step('step, ms', '+ attention'):.0f}, "
-        if eager_apart and change("step, ms", *last) > 0
-        else f"**With these two the eager step takes {step('step, ms', '+ dropout'):.0f} ms, "
-    )
-    + f"and compiled it takes {our_took:.0f} with our operators and {sdpa_took:.0f} with SDPA"
-    + (
-        ", although our kernels are no slower.** "
+        ", although our kernels are no slower.**"
         if our_ran <= sdpa_ran < our_took
-        else ".** "
+        else ".**"
     )
-    + (
-        ""
-        if by_compiler
-        else "Compiled and eager, our steps do not differ by the rule, because both wait for the "
-        "host, and such steps scatter. "
-    )
-    + f"SDPA ran with its fastest backend, {listed(sorted(backends))}."
 )
 
 # %%
-# Is it the host? :doc:`/hardware` lists how long one call keeps it busy, timed eagerly on inputs
-# that cost the GPU next to nothing. Here are these times, their sum in a step, and by how much the
-# step grew: with our attention beside SDPA's, and then from each of our operators to the next.
 
 
-# Reading
+# Measuring
 def of_host(chapter):
     """Microseconds of the host for both passes of a chapter's operator: ours and PyTorch's."""
     rows = of_record(chapter, "What a call costs the host")
@@ -2253,39 +2168,36 @@ def of_host(chapter):
 
 
 n_layers = SIZES["large"].layers
-calls_of = {  # operator: the chapter that timed it, its calls in a step, the bars before and after
-    "attention": ("attention_backward", n_layers, "SDPA", "+ attention"),
-    "layer norm": ("layer_norm", 2 * n_layers + 1, "+ attention", "+ layer norm"),
-    "dropout": ("dropout", 2 * n_layers, "+ layer norm", "+ dropout"),
+calls_of = {  # operator: the chapter that timed it, its calls in a step
+    "attention": ("attention_backward", n_layers),
+    "layer norm": ("layer_norm", norms),
+    "dropout": ("dropout", 2 * n_layers),
 }
 host_rows = [
     {
         "operator": name,
-        "calls": calls,
+        "calls in a step": calls,
         "ours, µs": round(own),
         "PyTorch's, µs": round(theirs),
-        "by the calls, ms": round(calls * (own - theirs) / 1e3, 1),
-        "the step grew, ms": round(change("step, ms", before, after), 1),
+        "ours longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
     }
-    for name, (chapter, calls, before, after) in calls_of.items()
+    for name, (chapter, calls) in calls_of.items()
     for own, theirs in [of_host(chapter)]
     if own == own and theirs == theirs
 ]
-lab.table(host_rows, "What one call costs the host, and a step: forward and backward")
+more_of_host = sum(row["ours longer in a step, ms"] for row in host_rows)
+more_eager = change("step, ms", "SDPA", "+ dropout")
 
 # %%
 
-# Reading
-more_of_host = sum(row["by the calls, ms"] for row in host_rows)
-more_eager = change("step, ms", "SDPA", "+ dropout")
-low, high = (step(f"{at}, ms", "+ layer norm") for at in ("p20", "p80"))
-lab.read(
-    f"By the calls, ours keep the host busy for {more_of_host:.0f} ms more in an eager step, and "
-    f"this step is {more_eager:.0f} ms longer than that with SDPA. Operator by operator the two do "
-    "not agree, and need not: SDPA's step takes the time of its kernels, and steps that wait for "
-    f"the host scatter, with layer norm and without dropout from {low:.0f} to {high:.0f} ms. So "
-    "the calls are long enough to be the reason, but no proof. If they are, the loss must "
-    "disappear without the host."
+# Folded: What does one call cost the host, and does that explain the loss?
+lab.table(
+    host_rows,
+    "Microseconds in which one call of an operator, forward and backward, keeps the host busy, as "
+    f"the page on hardware lists them. In sum ours keep it busy for {more_of_host:.0f} ms more in "
+    f"an eager step, which takes {more_eager:.0f} ms more than that with SDPA. So the host is a "
+    "likely cause, and no proven one, because steps that wait for it scatter widely. If it is the "
+    "cause, the loss must disappear without the host",
 )
 
 # %%
@@ -2303,15 +2215,18 @@ lab.table(
         | {"kernels": shown(row["busy, ms"])}
         for row in timed(steps.rows)
     ],
-    "Milliseconds of a step of large at 1,024, of its kernels by kind, and its peak of memory",
+    "Milliseconds of a step of large at 1,024, of its kernels by kind, and its peak of memory; "
+    "SDPA ran with its fastest backend, "
+    f"{listed(sorted({row['SDPA backend'] for row in steps.rows}))}",
 )
 
 # %%
 # What is left without the host
 # -----------------------------
 #
-# Was it the host? A :term:`CUDA graph` records the launches of a step once and hands all of them to
-# the GPU in one call. We capture the whole step: forward, backward and optimiser.
+# Without the host, the loss disappears. A :term:`CUDA graph` records the launches of a step once
+# and hands all of them to the GPU in one call. ``training.whole()`` is a step, forward, backward
+# and optimiser, and we capture all of it.
 #
 # .. code-block:: python
 #
@@ -2323,15 +2238,14 @@ lab.table(
 #        training.whole()             # recorded, and not run
 #    graph.replay()                   # one step
 #
-# A number of the host, such as AdamW's count of steps, would stay what it was. Dropout still draws
-# new masks, because its seeds come from the GPU's generator, which moves on with each replay.
+# Dropout still draws new masks in each replay, because its seeds come from the GPU's generator.
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
 
 # %%
-# Here are more models, with SDPA and with the book's operators, both compiled. At 16,384 the batch
-# is a single sequence.
+# We race SDPA and the book's operators in five models, both compiled. At 16,384 the batch is a
+# single sequence.
 
 # Measuring
 RACES = (
@@ -2367,7 +2281,6 @@ more = lab.measure("Compiled steps of other models, with and without a graph", r
 # %%
 
 
-# Reading
 def raced():
     """The rows of each model by version, the short context first and then by size."""
     found = defaultdict(dict)
@@ -2403,7 +2316,8 @@ lab.table(
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step as a CUDA graph, p50 (p20–p80), and p50 without graphs",
+    "Milliseconds of a compiled step as a CUDA graph, p50 (p20–p80), and without graphs, SDPA / "
+    "Kernel Book",
 )
 
 # %%
@@ -2441,42 +2355,24 @@ failed = [
 launched = [ratio(rows, *without) for rows in race.values()]
 launched = sorted(value for value in launched if value == value)
 near, far = f"large at {CONTEXT:,}", f"large at {LONG:,}"
-at_length = [ratio(race[far], name, own) for name, own in GRAPHS.items() if far in race]
 lab.read(
     (
-        f"**It was the host.** The step of {near} that took {our_took:.0f} ms with our "
-        f"operators and {sdpa_took:.0f} with SDPA takes {step('step, ms', graphs[1]):.0f} and "
-        f"{step('step, ms', graphs[0]):.0f} as a graph. "
+        f"**It was the host.** The step of {near} takes {step('step, ms', graphs[1]):.0f} ms with "
+        f"our operators as a graph, instead of {our_took:.0f}. "
         if by_model.get(near, 0) > 0.98 and our_took > 1.1 * sdpa_took
         else ""
     )
     + (
-        "At 16,384 a graph gains nothing, because there the kernels take long enough."
-        if at_length and max(at_length) < 1.01
-        else ""
-    )
-    if by_model or not race
-    else ""
-)
-
-# %%
-
-
-# Reading
-def longer(model, column):
-    """By how many milliseconds the book's graph takes longer than that with SDPA."""
-    theirs, own = (race.get(model, {}).get(name, {}).get(column) for name in graphs)
-    return nan if None in (theirs, own) else own - theirs
-
-
-lab.read(
-    (
         "Graph against graph, the book's step "
         + listed(
             [
                 *([f"**takes less time for {listed(ahead)}**"] if ahead else []),
                 *([f"**takes more time for {listed(behind)}**"] if behind else []),
-                *([f"does not differ for {listed(level)}"] if level else []),
+                *(
+                    [f"does not differ for the other {len(level)}"]
+                    if level and len(level) < len(race)
+                    else [f"does not differ for {listed(level)}"] * bool(level)
+                ),
             ]
         )
         + ". "
@@ -2487,16 +2383,26 @@ lab.read(
 )
 
 # %%
-# Which kernels make the difference? We profile six replays of each graph, which follow each other
-# as in the race. The bars show by how much longer a kind of kernels takes with the book's
-# operators; the linear layers and AdamW are the same kernels in both.
+# A profile of six replays of each graph shows which kernels differ. A bar shows by how much longer
+# a kind of kernels takes with the book's operators. *Between* are layer norm, dropout, GELU,
+# additions and casts. The linear layers are the same kernels in both, and so is AdamW, which is
+# left out.
+
+
+# Reading
+def longer(model, column):
+    """By how many milliseconds the book's graph takes longer than that with SDPA."""
+    theirs, own = (race.get(model, {}).get(name, {}).get(column) for name in graphs)
+    return nan if None in (theirs, own) else own - theirs
+
+
+# %%
 
 # Drawing
 APART = {
     "linear layers": lab.colour("matmul"),
     "attention": lab.colour("Kernel Book"),
     "between": lab.colour("PyTorch"),
-    "AdamW": lab.colour("copy"),
 }
 
 
@@ -2514,9 +2420,9 @@ def kind_bars(axes, _):
     axes.grid(axis="y", visible=False)
     axes.axvline(0, color=lab.colour("copy"), linewidth=0.9)
     for place, model in enumerate(race):
-        for row, kind in enumerate(KINDS):
-            took = longer(model, f"{kind}, ms")
-            axes.barh(place + 0.2 * (row - 1.5), took, 0.18, color=APART[kind])
+        for row, (kind, ink) in enumerate(APART.items()):
+            apart_by = longer(model, f"{kind}, ms")
+            axes.barh(place + 0.25 * (row - 1), apart_by, 0.22, color=ink)
     axes.set_yticks(range(len(race)), list(race))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -2531,63 +2437,55 @@ lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 
 
 # Reading
-def heads_of(model):
-    """What the size of a model's heads does to the tiles, where it is no power of two."""
+def padded(model):
+    """What the heads of a model have to do with tiles, where their size is no power of two."""
     shape = SIZES[model.partition(" ")[0]]
     head = shape.d_model // shape.heads
     tile = 1 << (head - 1).bit_length()
-    return f", because its heads of {head} numbers are padded to {tile}" * (head < tile)
-
-
-def lost(model):
-    """What the profile says of a model that takes at least 1 % longer with the book's operators."""
-    theirs, own = (race[model][name] for name in graphs)
-    met = (
-        ""
-        if apart(model)
-        else ", no difference by our rule, because the ranges meet"
-        f" ({own['p20, ms']:.1f} is less than {theirs['p80, ms']:.1f})"
-    )
-    attended, between = longer(model, "attention, ms"), longer(model, "between, ms")
-    ran = longer(model, "busy, ms")
-    return (
-        f"For {model} the book's step takes {100 / by_model[model] - 100:.1f} % more{met}. Its "
-        f"attention takes {abs(attended):.1f} ms {'longer' if attended > 0 else 'less'}"
-        + (heads_of(model) if attended > 0 else "")
-        + f", and what is between takes {abs(between):.1f} {'longer' if between > 0 else 'less'}"
-        + (
-            "; in sum the kernels of these replays take as long as with SDPA. "
-            if abs(ran) < 0.5
-            else f"; in sum the kernels of these replays take {abs(ran):.1f} ms "
-            f"{'longer' if ran > 0 else 'less'}. "
-        )
-    )
+    return f"; its heads have {head} numbers, padded to {tile}" * (head < tile)
 
 
 share_of = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
 }
+gained = {
+    kind: [model for model in race if longer(model, f"{kind}, ms") < 0]
+    for kind in ("attention", "between")
+}
 lab.read(
-    "**Both gain: attention, and what is between, where layer norm writes bfloat16 at once.** "
-    * (longer(far, "between, ms") < 0 and longer(far, "attention, ms") < 0)
-    + f"At {LONG:,} attention is {share_of[LONG]:.0f} % of the FLOPs of a layer of large, instead "
-    f"of {share_of[CONTEXT]:.0f} %"
+    "**With the book's operators, what is between takes less time in "
+    f"{len(gained['between'])} of {len(race)} models, and attention in "
+    f"{len(gained['attention'])}.** "
     + (
-        f", and takes {-longer(far, 'attention, ms'):.1f} ms less than SDPA's; what is between "
-        f"takes {-longer(far, 'between, ms'):.1f} less, and the whole step "
-        f"{-longer(far, 'step, ms'):.1f}"
-        if max(longer(far, f"{kind}, ms") for kind in ("attention", "between", "step"))
-        < 0
+        f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
+        f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
+        if far in gained["attention"]
         else ""
     )
-    + ". "
-    + "".join(lost(name) for name, value in by_model.items() if value < 0.99)
+)
+
+# %%
+
+# Reading
+same = [longer(model, "linear layers, ms") for model in race]
+lab.read(
+    "".join(
+        f"In {model} attention takes {longer(model, 'attention, ms'):.1f} ms longer{padded(model)}"
+        + (
+            f". The whole step takes {100 / by_model[model] - 100:.1f} % longer"
+            + ", no difference by our rule" * (not apart(model))
+            if by_model[model] < 0.99
+            else ""
+        )
+        + ". "
+        for model in race
+        if model not in gained["attention"]
+    )
     + (
-        f"The linear layers, the same kernels in both, take {min(same):.1f} to {max(same):.1f} ms "
-        "longer beside our operators, which we cannot explain."
-        if (same := [longer(model, "linear layers, ms") for model in race])
-        and min(same) > 0
+        f"The linear layers take {min(same):.1f} to {max(same):.1f} ms longer beside our "
+        "operators, although they are the same kernels, which we cannot explain."
+        if same and min(same) > 0
         else ""
     )
 )
@@ -2652,19 +2550,24 @@ for dtype in (torch.float32, torch.bfloat16):
 # Reading
 finished = "Kernel Book, CUDA graph"
 lab.read(
-    f"With PyTorch's operators the step took {step('step, ms', 'PyTorch'):.0f} ms and "
-    f"{step('peak, GiB', 'PyTorch'):.0f} GiB. Most of its kernels moved "
-    "bytes; attention without a table removed most of these, and the tables from the memory. "
-    "Compiled and as a CUDA graph, "
-    f"**the step takes {step('step, ms', finished):.0f} ms and "
-    f"{step('peak, GiB', finished):.0f} GiB.** With PyTorch's own fused attention it takes "
-    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the same way"
-    + (", no difference" if f"large at {CONTEXT:,}" in level else "")
+    "Most of a step in bfloat16 went to operations that move bytes, and most of its memory to what "
+    "forward keeps for backward. Attention without a table removes most of the first and half of "
+    f"the second. **Compiled and as a CUDA graph, the step takes "
+    f"{step('step, ms', finished):.0f} ms instead of {step('step, ms', 'PyTorch'):.0f}.** With "
+    f"PyTorch's own fused attention it takes {step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the "
+    "same way"
+    + (", no difference by our rule" if f"large at {CONTEXT:,}" in level else "")
     + (f"; our graph is behind for {listed(behind)}" if behind else "")
-    + ". Launched by the host, the compiled step takes "
-    f"{step('step, ms', 'Kernel Book'):.0f} ms with our operators and "
-    f"{step('step, ms', 'SDPA, compiled'):.0f} with SDPA, because a call of ours keeps the host "
-    "busy for longer: where the kernels of a model are this short, take SDPA or capture a graph."
+    + "."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Launched by the host, the compiled step takes {step('step, ms', 'Kernel Book'):.0f} ms with "
+    f"our operators and {step('step, ms', 'SDPA, compiled'):.0f} with SDPA: **where the kernels of "
+    "a model are this short, take SDPA or capture a graph.**"
 )
 
 # %%
@@ -2687,8 +2590,8 @@ lab.table(rows, "From here on attention does most of the work")
 
 # %%
 # **2. What fits?** By the count on paper, what is the longest context, in powers of two, at which
-# the size 2.7B trains in 140 GB with a batch of 4: with standard attention in float32, under
-# autocast, and under autocast without the table of weights?
+# 2.7B trains in 140 GB with a batch of 4: in float32, under autocast, and under autocast without
+# the table of weights?
 
 # %%
 
@@ -2710,8 +2613,7 @@ lab.table(rows, "The longest context of the size 2.7B")
 
 # %%
 # **3. One matrix, two gradients.** A linear layer :math:`y = x W^\top` of :math:`N` tokens does
-# :math:`2 N d f` FLOPs in forward. Show by counting that backward does twice as many, and check the
-# factor with PyTorch's own counter.
+# :math:`2 N d f` FLOPs in forward. Count those of backward, and check with PyTorch's own counter.
 
 # %%
 
