@@ -157,8 +157,8 @@ def peak(length, version):
 lab.read(
     f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients "
-    f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB."
+    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients. The "
+    f"kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB:"
 )
 
 # %%
@@ -179,7 +179,8 @@ AMOUNTS = {"kept, MiB": "kept", "peak in backward, MiB": "more in backward"}
 
 
 def amount_bars(axes, rows):
-    inks = [lab.colour(name) for name in ("Kernel Book", "PyTorch")]
+    axes.figure.set_figheight(2.6)
+    inks = [lab.colour(name) for name in ("matmul", "PyTorch")]
     for place, (keeps, more) in enumerate(amounts(rows).values()):
         labels = AMOUNTS.values() if place == 0 else (None, None)
         for begin, size, ink, label in zip(
@@ -208,7 +209,7 @@ def amount_bars(axes, rows):
 
 def amounts_in_words(rows):
     found = (
-        f"{version} keeps {keeps:.2f} GiB and allocates {more:.2f} more in its backward pass"
+        f"{version}, {1024 * keeps:,.0f} MiB kept and {1024 * more:,.0f} more in backward"
         for version, (keeps, more) in amounts(rows).items()
     )
     return f"Two bars: {'; '.join(found)}."
@@ -219,8 +220,8 @@ lab.draw(
 )
 
 # %%
-# What the kernels keep are the output and ``lse``, the :term:`logsumexp` of each query's scores,
-# from which the backward pass has to compute the weights again.
+# The kernels keep the output and ``lse``, the :term:`logsumexp` of each query's scores, from which
+# the backward pass has to compute the weights again.
 #
 # **What does that cost?** Write :math:`S` for the scores, :math:`P` for the weights and :math:`O`
 # for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
@@ -480,7 +481,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # -----------
 #
 # Here is the first sweep, as small as we can make it: one head in float32, causal, with a length
-# ``n`` that the tiles divide. It has four parts. Names that end in ``_ptr`` are addresses.
+# ``n`` that the tiles divide. Names that end in ``_ptr`` are addresses.
 #
 # **1. Load.** A program owns ``BLOCK_N`` keys, the first of which is ``first_key``. It loads their
 # ``k`` and ``v`` once, at the offsets ``own``, and starts their gradients at zero. The scale of the
@@ -588,8 +589,8 @@ far = [
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"On 384 tokens, `dk` and `dv`, and `dq` from the second sweep below, differ from float64 by "
-    f"at most {max(far):.0e} of their largest element."
+    f"On 384 tokens, `dk` and `dv`, and `dq` of the second sweep below, differ from float64 by at "
+    f"most {max(far):.0e} of their largest element."
 )
 
 # %%
@@ -809,16 +810,20 @@ lab.listing(
 
 # %%
 # **One sweep** is the first sweep with a fifth matmul at its end. This takes :math:`dS`, too, so a
-# matrix has to be transposed. With a :term:`descriptor`, ``dq_desc``, one instruction then adds a
-# whole tile to the sums in memory, at its first row (each head, ``row``, has ``padded_q`` of them)
-# and column 0. ``.to`` rounds to 16 bits, and ``PRECISION`` is what ``"ieee"`` was:
+# matrix has to be transposed. With a :term:`descriptor`, one instruction then adds a whole tile to
+# the sums of ``dq`` in memory.
 #
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: sweep_queries
-#    :start-at: dq = tl.dot
-#    :end-at: dq_desc.atomic_add
-#    :dedent:
+# .. dropdown:: The fifth matmul and the addition
+#
+#    ``.to`` rounds to 16 bits, and ``PRECISION`` is what ``"ieee"`` was. The tile is added at its
+#    first row (each head, ``row``, has ``padded_q`` of them) and column 0.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: sweep_queries
+#       :start-at: dq = tl.dot
+#       :end-at: dq_desc.atomic_add
+#       :dedent:
 #
 # .. dropdown:: The kernels whole, what the host does, and what autograd sees
 #
@@ -866,9 +871,9 @@ lab.listing(
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# Both sweeps visit the tiles in which a query sees a key, and no others. A dye shows it: NaN
-# spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each program that
-# has read it, masked or not, writes NaN to ``dv``.
+# Both sweeps visit only the tiles in which a query sees a key. NaN shows it like a dye, because it
+# spreads through every matmul, even times zero: if one tile of ``do`` is NaN, each program that has
+# read it, masked or not, writes NaN to ``dv``.
 
 
 # Measuring
@@ -1122,9 +1127,9 @@ lab.read(
 # does: five matmuls, half of that if causal, whatever a kernel *really* executes. Two sweeps
 # execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
 #
-# *standard attention* is the PyTorch code of the first section, run eagerly, not compiled. *tiled
-# PyTorch* is our loop over tiles, *all tiles* is two sweeps that ignore the causal flag, and
-# *Kernel Book* is two sweeps that skip tiles:
+# *standard attention* is the PyTorch code of the first section, run eagerly, *tiled PyTorch* our
+# loop over tiles, *all tiles* two sweeps that ignore the causal flag, and *Kernel Book* two sweeps
+# that skip tiles:
 #
 # .. dropdown:: What is timed
 #
@@ -1210,7 +1215,7 @@ lab.read(
     f"Without a mask, two sweeps reach {full[1]:.0f} % of a matmul, and one sweep {one:.0f} %. "
     + (
         f"`torch.compile` beats both, with {full[0]:.0f} %, presumably because it has kept `P`, so "
-        f"that four matmuls are enough; we have not counted them."
+        f"that four matmuls are enough."
         if full[0] > 1.01 * full[1]
         else f"`torch.compile` reaches {full[0]:.0f} %."
     )
@@ -1227,8 +1232,7 @@ lab.read(
 
 # %%
 # **The libraries** are two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA),
-# FlexAttention, and FlashAttention 4. The points are three lengths, at head_dim 64 and 128, with a
-# mask and without; the figure shows three of them:
+# FlexAttention, and FlashAttention 4, at three lengths, two head_dims, and with a mask and without:
 
 
 # Measuring
@@ -1379,9 +1383,8 @@ hosted
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"On inputs so short that the GPU waits for the host, "
-    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster: both passes cost the host "
-    f"{of_us:.0f} µs with `attention`, and {of_them:.0f} with PyTorch."
+    f"On short inputs, where the GPU waits for the host, both passes cost it {of_us:.0f} µs with "
+    f"`attention`, and {of_them:.0f} with PyTorch."
 )
 
 # %%
@@ -1509,9 +1512,8 @@ warps = {(row["computes"], row["tuned for"]): row["warps"] for row in parts.rows
 lab.read(
     f"One sweep loses twice. In its tiles, and with its {warps.get(('dk, dv', 'all'), nan)} warps "
     f"instead of {warps.get(('dk, dv', 'dkdv'), nan)}, `dk` and `dv` alone take {one:.1f} ms "
-    f"instead of {two:.1f}. What is left is longer than the whole sweep that it saves. It holds "
-    f"the fifth matmul, the additions to `dq`, and the kernels that set `dq` to zero before and "
-    f"scale it after."
+    f"instead of {two:.1f}. The rest, the fifth matmul and the additions to `dq`, with the kernels "
+    f"that set `dq` to zero and scale it, takes longer than the whole sweep that it saves."
     if adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
     f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1736,11 +1738,11 @@ lab.read(
 )
 
 # %%
-# So we suspect little room *together with waiting*. We think that in one sweep :math:`dS^\top` and
-# ``dq`` pass through shared memory, which we have not counted in this kernel. While all warps wait
-# for that, no matrix unit works, and at head_dim 128 no second program fits on the SM to fill the
-# gap. :doc:`/chapters/attention_hopper_backward` builds one sweep with groups of warps that load,
-# multiply and add at the same time.
+# So we suspect little room *together with waiting*. We think that :math:`dS^\top` and ``dq`` pass
+# through shared memory, which we have not counted here. While all warps wait for that, no matrix
+# unit works, and at head_dim 128 no second program fits on the SM to fill the gap.
+# :doc:`/chapters/attention_hopper_backward` lets groups of warps load, multiply and add at the same
+# time.
 
 # Reading
 later = find("attention_hopper_backward") or {"sweeps": {}}
@@ -1756,21 +1758,20 @@ at_work = {
     if unmasked and rungs["milliseconds"].get(name)
 }
 lab.read(
-    f"**Measured there:** at 4,096 tokens without a mask, one sweep takes "
+    f"**There**, at 4,096 tokens without a mask, one sweep takes "
     f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, and "
     f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
-    f"{at_work['two sweeps']:.1f}. This is consistent with what we suspect, and no proof, because "
-    f"that kernel changes more than this."
+    f"{at_work['two sweeps']:.1f}. This fits, but proves nothing, because that kernel differs in "
+    f"more than this."
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
 
 # %%
-# **Which version does a call run?** In plain Triton two sweeps, because one sweep was slower at all
-# points above, in bfloat16; the other dtypes follow untimed. In 16 bits on Hopper, with head_dim 64
-# or 128, ``attention`` runs the one sweep of that chapter, in a fixed order, at the points where a
-# table there says so. That kernel takes no float32, so float32 always has two sweeps.
-# ``backend="triton"`` asks for plain Triton, and with ``deterministic=False`` for its one sweep.
+# **Which version does a call run?** In plain Triton (``backend="triton"``) two sweeps, because one
+# was slower at all points above, in bfloat16; the other dtypes follow untimed. In 16 bits on
+# Hopper, ``attention`` runs the one sweep of that chapter, in a fixed order, where a table there
+# says so. ``deterministic=False`` asks plain Triton for its one sweep.
 
 # %%
 # What breaks it

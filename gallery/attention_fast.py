@@ -761,14 +761,11 @@ stages_change_none = bool(half) and all(
 lab.read(
     told("two programs")
     + (
-        f"So the second program brings next to nothing here. The code holds "
-        f"{compiled_to('two programs', 'matmul instructions')} matmul instructions, half of them "
-        f"in each of two loops, and waits after each; before, it waited "
-        f"{compiled_to('in stages', 'waits for them')} times. And "
+        f"The code of the two loops waits {waits_of('two programs')} (before: "
+        f"{compiled_to('in stages', 'waits for them')} times), and "
         f"{compiled_to('two programs', 'spills')} values spill. "
         + (
-            "Both come from the register limit, because two stages alone change neither, as the "
-            "fold shows. "
+            "Both come from the register limit, because two stages alone change neither (fold). "
             if stages_change_none
             else ""
         )
@@ -887,15 +884,17 @@ you_are_here("one iteration ahead")
 #    :dedent:
 #
 # The scores of the first tile are computed before the loops, which end one tile early. After them
-# the kernel weighs the last scores and adds the last values. These two tiles bring matmul
-# instructions of their own.
+# the kernel weighs the last scores and adds the last values.
 
 # Reading
 
+outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
+    "descriptors", "matmul instructions"
+)
 lab.read(
     told("one iteration ahead")
-    + f"The code still waits {waits_of('one iteration ahead')}, but the assembler now reports "
-    f"another reason, which the next rung takes up."
+    + f"The code still waits {waits_of('one iteration ahead')}, {outside} of them outside the "
+    f"loops, but the assembler now reports another reason, which the next rung takes up."
 )
 
 # %%
@@ -1078,8 +1077,8 @@ lab.read(
 #
 #    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs it
 #    reports as C7512, too few registers to overlap a matmul with anything. Triton shows neither
-#    message. To find such waits, count them (``WARPGROUP.DEPBAR``) and the matmul instructions
-#    (``HGMMA``) in the machine code.
+#    message, and this page records neither them nor the conversions. It records the waits
+#    (``WARPGROUP.DEPBAR``) and the matmul instructions (``HGMMA``), counted in the machine code.
 
 # %%
 # Rung 5: the scale inside the exponential
@@ -1333,7 +1332,8 @@ if steps.provenance is None or not made:
     rows = []
 lab.table(
     rows,
-    "One change taken back from the finished kernel; the last two columns as compiled, causal",
+    "Each change when made, and taken back from the finished kernel; the last two columns without "
+    "it, as compiled, causal",
 )
 
 # %%
