@@ -9,15 +9,15 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- how programs divide the three gradients, and why it is faster here to compute two matmuls twice
-  than to share a sum;
+- how programs divide the three gradients, that it is faster here to compute two matmuls twice
+  than to share a sum, and what we suspect as the reason;
 - which tiles a causal gradient may skip, and what happens if it forgets its mask.
 
 :doc:`/chapters/attention_forward` explains tiles and causal stages, :doc:`/chapters/attention_fast`
 descriptors.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 4
 import math
 import statistics
 from functools import partial
@@ -155,15 +155,73 @@ def peak(length, version):
 
 
 lab.read(
-    f"At 16,384 tokens and 16 heads of head_dim 128, it keeps "
+    f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients "
-    f"themselves. The kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB."
+    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients. The "
+    f"kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB:"
 )
 
 # %%
-# These are the output and ``lse``, the :term:`logsumexp` of each query's scores, from which the
-# backward pass has to compute the weights again.
+
+
+# Drawing
+def amounts(rows):
+    """GiB that two versions keep, and that their backward pass allocates, at 16,384 tokens."""
+    return {
+        row["version"]: [row[what] / 1024 for what in AMOUNTS]
+        for row in rows
+        if row["length"] == 16384
+        and row["version"] in ("standard attention", "two sweeps")
+    }
+
+
+AMOUNTS = {"kept, MiB": "kept", "peak in backward, MiB": "more in backward"}
+
+
+def amount_bars(axes, rows):
+    axes.figure.set_figheight(2.6)
+    inks = [lab.colour(name) for name in ("matmul", "PyTorch")]
+    for place, (keeps, more) in enumerate(amounts(rows).values()):
+        labels = AMOUNTS.values() if place == 0 else (None, None)
+        for begin, size, ink, label in zip(
+            (0, keeps), (keeps, more), inks, labels, strict=True
+        ):
+            axes.barh(
+                place,
+                size,
+                0.5,
+                begin,
+                color=ink,
+                alpha=0.3,
+                edgecolor=ink,
+                label=label,
+            )
+        said = (
+            f"{keeps + more:.0f} GiB"
+            if keeps > 1
+            else f"{1024 * (keeps + more):.0f} MiB"
+        )
+        axes.text(keeps + more + 0.4, place, said, va="center")
+    axes.set_yticks(range(2), amounts(rows))
+    axes.set(xlim=(0, 40), ylim=(1.5, -0.5), xlabel="GiB")
+    axes.grid(axis="y", visible=False)
+
+
+def amounts_in_words(rows):
+    found = (
+        f"{version}, {1024 * keeps:,.0f} MiB kept and {1024 * more:,.0f} more in backward"
+        for version, (keeps, more) in amounts(rows).items()
+    )
+    return f"Two bars: {'; '.join(found)}."
+
+
+lab.draw(
+    memory, "Memory at 16,384 tokens, 16 heads of 128", amounts_in_words, amount_bars
+)
+
+# %%
+# The kernels keep the output and ``lse``, the :term:`logsumexp` of each query's scores, from which
+# the backward pass has to compute the weights again.
 #
 # **What does that cost?** Write :math:`S` for the scores, :math:`P` for the weights and :math:`O`
 # for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
@@ -356,16 +414,11 @@ lab.read(
 #
 # With ``lse`` and ``delta`` at hand, no formula needs a whole row, so each pair of a tile of
 # queries and a tile of keys can be processed by itself. ``_i`` marks what belongs to the tile of
-# queries, at the slice ``rows``, and ``_j`` what belongs to the tile of keys. ``_scores`` scales,
-# and masks by ``rule``, which holds the lengths and the mask. ``_finite`` keeps a query that sees
-# no key from becoming NaN:
+# queries, and ``_j`` what belongs to the tile of keys. ``_scores`` scales, and masks by ``rule``,
+# which holds the lengths and the mask. ``_finite`` keeps a query that sees no key from becoming
+# NaN:
 
-lab.source(tiled.tiled_backward, "meet")
-
-# %%
-
-# Folded: What comes before: delta, and the loops over tiles
-lab.source(tiled.tiled_backward, "begin")
+lab.source(tiled.tiled_backward, "begin", "meet")
 
 # %%
 # PyTorch's ``gradcheck``, which compares with finite differences, accepts the gradients.
@@ -428,7 +481,7 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # -----------
 #
 # Here is the first sweep, as small as we can make it: one head in float32, causal, with a length
-# ``n`` that the tiles divide. It has four parts. Names that end in ``_ptr`` are addresses.
+# ``n`` that the tiles divide. Names that end in ``_ptr`` are addresses.
 #
 # **1. Load.** A program owns ``BLOCK_N`` keys, the first of which is ``first_key``. It loads their
 # ``k`` and ``v`` once, at the offsets ``own``, and starts their gradients at zero. The scale of the
@@ -524,20 +577,20 @@ lab.listing(
 q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
 s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
 lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
-dk, dv = torch.empty_like(k), torch.empty_like(v)
-smallest.dkdv_kernel[(384 // 64,)](  # tiles that fit on older GPUs, too
-    q, k, v, do, lse, delta, dk, dv, 384, 32**-0.5, BLOCK_M=32, BLOCK_N=64, HEAD_DIM=32
-)
+inputs = (q, k, v, do, lse, delta)
+# tiles that fit on older GPUs, too
+dk, dv = smallest.keys_backward(*inputs, block_m=32, block_n=64)
+dq = smallest.queries_backward(*inputs, block_m=64, block_n=32)
 four = [x[None, None] for x in (q, k, v, do)]
-_, *truths = reference.attention_backward(*four, True)
+truths = reference.attention_backward(*four, True)
 far = [
     (x - y[0, 0]).abs().max() / y.abs().max()
-    for x, y in zip((dk, dv), truths, strict=True)
+    for x, y in zip((dq, dk, dv), truths, strict=True)
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"On 384 tokens, `dk` and `dv` differ from float64 by at most {max(far):.0e} of their largest "
-    f"element."
+    f"On 384 tokens, `dk` and `dv`, and `dq` of the second sweep below, differ from float64 by at "
+    f"most {max(far):.0e} of their largest element."
 )
 
 # %%
@@ -740,28 +793,37 @@ lab.read(
 
 # %%
 # **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
-# and loads tiles ``k`` and ``v``. Nothing is transposed, because :math:`dQ = dS\, K` takes
-# :math:`dS` with queries as rows. After ``p`` come three lines, in which ``.to`` rounds to 16 bits
-# and ``PRECISION`` is what ``"ieee"`` was:
-#
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: sweep_keys
-#    :start-at: dp = tl.dot
-#    :end-before: return dq
-#    :dedent:
-#
+# and ``add_keys`` loads a tile ``k`` and ``v``. Nothing is transposed, because :math:`dQ = dS\, K`
+# takes :math:`dS` with queries as rows. After ``p`` come three lines:
+
+lab.source(smallest.add_keys, "gradient")
+
+# %%
+
+# Folded: The second sweep whole
+lab.listing(
+    {
+        "The program that owns a tile of queries": smallest.dq_kernel,
+        "What it does with one tile of keys": smallest.add_keys,
+    }
+)
+
+# %%
 # **One sweep** is the first sweep with a fifth matmul at its end. This takes :math:`dS`, too, so a
-# matrix has to be transposed, through :term:`shared memory`. With a :term:`descriptor`,
-# ``dq_desc``, one instruction then adds a whole tile to the sums in memory, at its first row (each
-# head, ``row``, has ``padded_q`` of them) and column 0:
+# matrix has to be transposed. With a :term:`descriptor`, one instruction then adds a whole tile to
+# the sums of ``dq`` in memory.
 #
-# .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#    :language: python
-#    :pyobject: sweep_queries
-#    :start-at: dq = tl.dot
-#    :end-at: dq_desc.atomic_add
-#    :dedent:
+# .. dropdown:: The fifth matmul and the addition
+#
+#    ``.to`` rounds to 16 bits, and ``PRECISION`` is what ``"ieee"`` was. The tile is added at its
+#    first row (each head, ``row``, has ``padded_q`` of them) and column 0.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: sweep_queries
+#       :start-at: dq = tl.dot
+#       :end-at: dq_desc.atomic_add
+#       :dedent:
 #
 # .. dropdown:: The kernels whole, what the host does, and what autograd sees
 #
@@ -809,9 +871,9 @@ lab.read(
 # Which tiles the sweeps visit
 # ----------------------------
 #
-# Both sweeps visit the tiles in which a query sees a key, and no others. A dye shows it: NaN
-# spreads through every matmul, even times zero. So if one tile of ``do`` is NaN, each program that
-# has read it, masked or not, writes NaN to ``dv``.
+# Both sweeps visit only the tiles in which a query sees a key. NaN shows it like a dye, because it
+# spreads through every matmul, even times zero: if one tile of ``do`` is NaN, each program that has
+# read it, masked or not, writes NaN to ``dv``.
 
 
 # Measuring
@@ -893,8 +955,8 @@ lab.read(
 # ------------
 #
 # The truth is float64. In 16 bits we allow twice PyTorch's error, because both results are rounded,
-# at different moments; in float32 eight times, because tiles are summed in another order and the
-# exponent is rounded once more.
+# at different moments, or one unit in the last place; in float32 eight times, because tiles are
+# summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -1065,8 +1127,9 @@ lab.read(
 # does: five matmuls, half of that if causal, whatever a kernel *really* executes. Two sweeps
 # execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
 #
-# *tiled PyTorch* is our loop over tiles, *all tiles* is two sweeps that ignore the causal flag, and
-# *Kernel Book* is two sweeps that skip tiles:
+# *standard attention* is the PyTorch code of the first section, run eagerly, *tiled PyTorch* our
+# loop over tiles, *all tiles* two sweeps that ignore the causal flag, and *Kernel Book* two sweeps
+# that skip tiles:
 #
 # .. dropdown:: What is timed
 #
@@ -1151,11 +1214,10 @@ full, causal = (
 lab.read(
     f"Without a mask, two sweeps reach {full[1]:.0f} % of a matmul, and one sweep {one:.0f} %. "
     + (
-        f"`torch.compile` beats both, with {full[0]:.0f} %: it has kept `P`, so it executes only "
-        f"four matmuls."
+        f"`torch.compile` beats both, with {full[0]:.0f} %, presumably because it has kept `P`, so "
+        f"that four matmuls are enough."
         if full[0] > 1.01 * full[1]
-        else f"`torch.compile` has kept `P`, so it executes only four matmuls; it reaches "
-        f"{full[0]:.0f} %."
+        else f"`torch.compile` reaches {full[0]:.0f} %."
     )
 )
 
@@ -1164,13 +1226,13 @@ lab.read(
 # Reading
 lab.read(
     f"With a causal mask, two sweeps reach {causal[1]:.0f} %, and visiting all tiles would "
-    f"take {skipping:.2f} times as long. `torch.compile` still computes every pair, and reaches "
-    f"{causal[0]:.0f} %."
+    f"take {skipping:.2f} times as long. `torch.compile`, whose code masks the whole "
+    f"matrix, reaches {causal[0]:.0f} %."
 )
 
 # %%
 # **The libraries** are two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA),
-# FlexAttention, and FlashAttention 4:
+# FlexAttention, and FlashAttention 4, at three lengths, two head_dims, and with a mask and without:
 
 
 # Measuring
@@ -1321,9 +1383,8 @@ hosted
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"On inputs so short that the GPU waits for the host, "
-    f"{'PyTorch' if of_them < of_us else '`attention`'} is faster: both passes cost the host "
-    f"{of_us:.0f} µs with `attention`, and {of_them:.0f} with PyTorch."
+    f"On short inputs, where the GPU waits for the host, both passes cost it {of_us:.0f} µs with "
+    f"`attention`, and {of_them:.0f} with PyTorch."
 )
 
 # %%
@@ -1447,10 +1508,12 @@ two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
 adding = took.get(("dk, dv, dq", "all"), nan) - one
 saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
+warps = {(row["computes"], row["tuned for"]): row["warps"] for row in parts.rows}
 lab.read(
-    f"One sweep loses twice. In its tiles, `dk` and `dv` alone take {one:.1f} ms instead of "
-    f"{two:.1f}. And the fifth matmul, with the additions to `dq`, takes more than the whole sweep "
-    f"that it saves."
+    f"One sweep loses twice. In its tiles, and with its {warps.get(('dk, dv', 'all'), nan)} warps "
+    f"instead of {warps.get(('dk, dv', 'dkdv'), nan)}, `dk` and `dv` alone take {one:.1f} ms "
+    f"instead of {two:.1f}. The rest, the fifth matmul and the additions to `dq`, with the kernels "
+    f"that set `dq` to zero and scale it, takes longer than the whole sweep that it saves."
     if adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
     f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1675,10 +1738,11 @@ lab.read(
 )
 
 # %%
-# So we suspect little room *together with waiting*. In one sweep, :math:`dS^\top` and ``dq`` pass
-# through shared memory. While all warps wait for that, no matrix unit works, and at head_dim 128 no
-# second program fits on the SM to fill the gap. :doc:`/chapters/attention_hopper_backward` tests
-# this, with groups of warps that load, multiply and add at the same time.
+# So we suspect little room *together with waiting*. We think that :math:`dS^\top` and ``dq`` pass
+# through shared memory, which we have not counted here. While all warps wait for that, no matrix
+# unit works, and at head_dim 128 no second program fits on the SM to fill the gap.
+# :doc:`/chapters/attention_hopper_backward` lets groups of warps load, multiply and add at the same
+# time.
 
 # Reading
 later = find("attention_hopper_backward") or {"sweeps": {}}
@@ -1694,20 +1758,20 @@ at_work = {
     if unmasked and rungs["milliseconds"].get(name)
 }
 lab.read(
-    f"**Its verdict:** at 4,096 tokens without a mask, one sweep takes "
+    f"**There**, at 4,096 tokens without a mask, one sweep takes "
     f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, and "
     f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
-    f"{at_work['two sweeps']:.1f}."
+    f"{at_work['two sweeps']:.1f}. This fits, but proves nothing, because that kernel differs in "
+    f"more than this."
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
 
 # %%
-# **Which version does a call run?** In plain Triton two sweeps, for every dtype, because one sweep
-# was slower at all points above. In 16 bits on Hopper, with head_dim 64 or 128, ``attention`` runs
-# the one sweep of that chapter, in a fixed order, wherever it was measured to be faster. That
-# kernel takes no float32, so float32 always has two sweeps. ``backend="triton"`` asks for plain
-# Triton, and with ``deterministic=False`` for its one sweep.
+# **Which version does a call run?** In plain Triton (``backend="triton"``) two sweeps, because one
+# was slower at all points above, in bfloat16; the other dtypes follow untimed. In 16 bits on
+# Hopper, ``attention`` runs the one sweep of that chapter, in a fixed order, where a table there
+# says so. ``deterministic=False`` asks plain Triton for its one sweep.
 
 # %%
 # What breaks it

@@ -1,6 +1,6 @@
-"""The first of two backward sweeps as a smallest complete kernel: dk and dv of causal attention.
+"""The two backward sweeps as smallest complete kernels: dk and dv, and dq, of causal attention.
 
-It takes float32 tensors of one head, contiguous, whose length tiles divide.
+They take float32 tensors of one head, contiguous, whose length tiles divide.
 """
 
 import torch
@@ -80,3 +80,69 @@ def keys_backward(q, k, v, do, lse, delta, block_m=16, block_n=16):
         q, k, v, do, lse, delta, dk, dv, n, head_dim**-0.5, block_m, block_n, head_dim
     )
     return dk, dv
+
+
+@triton.jit
+def add_keys(
+    dq, q, do, lse, delta, queries, k_ptr, v_ptr, start, scale,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add to dq what a tile of keys contributes."""
+    # -- keys: rows of k and v
+    keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, q.shape[1])
+    rows = keys[:, None] * q.shape[1] + cols[None, :]
+    k, v = tl.load(k_ptr + rows) * scale, tl.load(v_ptr + rows)
+
+    # -- weights: step 6
+    s = tl.dot(q, k.T, input_precision="ieee")
+    p = tl.exp(s - lse[:, None])
+    if MASKED:
+        p = tl.where(queries[:, None] >= keys[None, :], p, 0.0)
+
+    # -- gradient: steps 1, 3 and 5
+    dp = tl.dot(do, v.T, input_precision="ieee")
+    ds = p * (dp - delta[:, None])
+    dq = tl.dot(ds, k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, n, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    # -- load: the program's tile of queries, and two numbers for each
+    first_query = tl.program_id(0) * BLOCK_M
+    end = first_query + BLOCK_M
+    queries, cols = first_query + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    own = queries[:, None] * HEAD_DIM + cols[None, :]
+    q, do = tl.load(q_ptr + own), tl.load(do_ptr + own)
+    lse, delta = tl.load(lse_ptr + queries), tl.load(delta_ptr + queries)
+    dq = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+
+    # -- stages: all queries see all keys before whole, and none sees a key from end on
+    whole = (first_query + 1) // BLOCK_N * BLOCK_N
+
+    # -- sweep: the tiles below the diagonal, then those that it cuts
+    for start in range(0, whole, BLOCK_N):
+        dq = add_keys(
+            dq, q, do, lse, delta, queries, k_ptr, v_ptr, start, scale, BLOCK_N, MASKED=False
+        )
+    for start in range(whole, end, BLOCK_N):
+        dq = add_keys(
+            dq, q, do, lse, delta, queries, k_ptr, v_ptr, start, scale, BLOCK_N, MASKED=True
+        )
+
+    # -- write: nobody else adds to these queries; k had the scale of step 5
+    tl.store(dq_ptr + own, dq)
+
+
+def queries_backward(q, k, v, do, lse, delta, block_m=16, block_n=16):
+    """Return the gradient dq of causal attention, like q; arguments are those of keys_backward."""
+    n, head_dim = q.shape
+    assert n % block_m == n % block_n == 0
+    dq = torch.empty_like(q)
+    dq_kernel[(n // block_m,)](
+        q, k, v, do, lse, delta, dq, n, head_dim**-0.5, block_m, block_n, head_dim
+    )
+    return dq
