@@ -151,6 +151,108 @@ def of_small_kernel():
 lab.check("The small kernel", of_small_kernel())
 
 # %%
+# Why nobody waits for ever
+# -------------------------
+#
+# Programs would stand still for ever, if those on the SMs waited for one that has not started.
+# Against this stands one assumption: **programs start in the order of their ids.** No manual
+# promises it. Program ids ascend with the keys of a head, so
+#
+# 1. a program waits for one other, that of the keys before, whose id is smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
+
+# %%
+# Heads apart
+# -----------
+#
+# The order costs time because programs of one head start together, although each has to be a step
+# behind the one before. In this simulation with a causal mask, where later keys have fewer steps, a
+# program does a step in a tick, if the program of the keys before did that step earlier. A row is
+# an SM, a colour is a head, and grey is waiting.
+
+
+# Drawing
+def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
+    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
+    waiting = [
+        (first + i % at_once, i // at_once)
+        for first in range(0, n_heads, at_once)
+        for i in range(n_tiles * at_once)
+    ]
+    if backwards:
+        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
+    done = dict.fromkeys(waiting, 0)
+    on_sm, ticks = [None] * n_sms, []
+    while waiting or any(on_sm):
+        for sm in range(n_sms):
+            if on_sm[sm] is None and waiting:
+                on_sm[sm] = waiting.pop(0)
+        may = {
+            (head, tile)
+            for head, tile in filter(None, on_sm)
+            if tile == 0 or done[head, tile - 1] > done[head, tile]
+        }
+        if not may:
+            return None
+        ticks.append([p and (*p, p in may) for p in on_sm])
+        for head, tile in may:
+            done[head, tile] += 1
+        for sm, program in enumerate(on_sm):
+            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
+            if program and done[program] == steps_of:
+                on_sm[sm] = None
+    return ticks
+
+
+# %%
+
+
+# Drawing
+def at_work(ticks):
+    """The share of ticks in which an SM works."""
+    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
+    return worked / (len(ticks) * len(ticks[0]))
+
+
+SHOWN = {
+    "one head at once": simulate(8, 4, 8, True),
+    "four at once": simulate(8, 4, 8, True, at_once=4),
+}
+
+
+def schedules(*panels):
+    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
+    most = max(map(len, SHOWN.values()))
+    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
+        for at, tick in enumerate(ticks):
+            for sm, cell in enumerate(tick):
+                if cell:
+                    head, _, worked = cell
+                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
+                    shade = 0.85 if worked else 0.25
+                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
+        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
+        axes.spines["left"].set_visible(False)
+        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
+
+
+lab.sketch(
+    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
+    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
+    "programs end together, and those of the next head wait again, each a step longer than the one "
+    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
+    schedules,
+    panels=2,
+    height=3.2,
+)
+
+# %%
+# On the left the programs of a head end together as well, so the next head begins with the same
+# wait. On the right tiles of four heads alternate, so most find that their turn has come.
+
+# %%
 # Why roles
 # ---------
 #
@@ -542,109 +644,6 @@ lab.sketch(
 #    that this program's engine makes next.
 
 # %%
-# Why nobody waits for ever
-# -------------------------
-#
-# Programs would stand still for ever, if those on the SMs waited for one that has not started.
-# Against this stands one assumption: **programs start in the order of their ids.** No manual
-# promises it. Program ids ascend with the keys of a head, so
-#
-# 1. a program waits for one other, that of the keys before, whose id is smaller;
-# 2. by the assumption, that one has started;
-# 3. thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none. It finishes, and then the same holds for the next.
-
-# %%
-# Heads apart
-# -----------
-#
-# The order costs time because programs of one head start together, although each has to be a step
-# behind the one before. In this simulation with a causal mask, where later keys have fewer steps, a
-# program does a step in a tick, if the program of the keys before did that step earlier. A row is
-# an SM, a colour is a head, and grey is waiting.
-
-
-# Drawing
-def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
-    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
-    waiting = [
-        (first + i % at_once, i // at_once)
-        for first in range(0, n_heads, at_once)
-        for i in range(n_tiles * at_once)
-    ]
-    if backwards:
-        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
-    done = dict.fromkeys(waiting, 0)
-    on_sm, ticks = [None] * n_sms, []
-    while waiting or any(on_sm):
-        for sm in range(n_sms):
-            if on_sm[sm] is None and waiting:
-                on_sm[sm] = waiting.pop(0)
-        may = {
-            (head, tile)
-            for head, tile in filter(None, on_sm)
-            if tile == 0 or done[head, tile - 1] > done[head, tile]
-        }
-        if not may:
-            return None
-        ticks.append([p and (*p, p in may) for p in on_sm])
-        for head, tile in may:
-            done[head, tile] += 1
-        for sm, program in enumerate(on_sm):
-            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
-            if program and done[program] == steps_of:
-                on_sm[sm] = None
-    return ticks
-
-
-# %%
-
-
-# Drawing
-def at_work(ticks):
-    """The share of ticks in which an SM works."""
-    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
-    return worked / (len(ticks) * len(ticks[0]))
-
-
-SHOWN = {
-    "one head at once": simulate(8, 4, 8, True),
-    "four at once": simulate(8, 4, 8, True, at_once=4),
-}
-
-
-def schedules(*panels):
-    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
-    most = max(map(len, SHOWN.values()))
-    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
-        for at, tick in enumerate(ticks):
-            for sm, cell in enumerate(tick):
-                if cell:
-                    head, _, worked = cell
-                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
-                    shade = 0.85 if worked else 0.25
-                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
-        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
-        axes.spines["left"].set_visible(False)
-        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
-
-
-lab.sketch(
-    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
-    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
-    "programs end together, and those of the next head wait again, each a step longer than the one "
-    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
-    schedules,
-    panels=2,
-    height=3.2,
-)
-
-# %%
-# On the left the programs of a head end together as well, so the next head begins with the same
-# wait. On the right tiles of four heads alternate, so most find that their turn has come. On the
-# GPU, × 4 stands for four times as many heads as fill its SMs.
-
-# %%
 # What each change is worth
 # -------------------------
 #
@@ -992,7 +991,7 @@ def _one_sweep_kernel(
 # 3. **Overlap.** A consumer no longer waits for each matmul before it issues the next.
 # 4. **An adder,** in any order.
 # 5. **A fixed order.**
-# 6. **Heads apart,** × 4.
+# 6. **Heads apart,** × 4: tiles of four times as many heads alternate as fill the SMs.
 
 # Measuring
 LADDER = {
@@ -1442,13 +1441,12 @@ lab.read(
 )
 
 # %%
-# The call, and what it runs
-# --------------------------
+# The call: right, and how fast
+# -----------------------------
 #
-# The call is ``attention(q, k, v, is_causal=True)``, as always. On a Hopper GPU, in 16 bits, its
+# **The call** is ``attention(q, k, v, is_causal=True)``, as always. On Hopper, in 16 bits, its
 # backward pass runs the kernel in Gluon, or two sweeps for short sequences at head_dim 64 with a
-# causal mask or a :term:`window`. ``deterministic=False`` drops the order for some long sequences,
-# which the section on speed judges.
+# causal mask or a :term:`window`. ``deterministic=False`` drops the order for some long sequences.
 #
 # .. dropdown:: Other backends, and which Triton
 #
@@ -1542,12 +1540,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 #       :pyobject: attention_hopper_bwd_kernel
 
 # %%
-# Is it right?
-# ------------
-#
-# The check compares all gradients with float64, over odd lengths, grouped heads, causal masks and
-# windows, in a fixed order and in any. (Sizes are batch, heads, heads of keys, queries, keys and
-# head_dim.)
+# **Is it right?** All gradients are compared with float64, over odd lengths, grouped heads, causal
+# masks and windows, in a fixed order and in any:
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1583,7 +1577,7 @@ lab.check(
 )
 
 # %%
-# **They are the same bits in every run:** we launch one input again and again, while a second
+# **Are they the same bits in every run?** One input is launched again and again, while a second
 # stream keeps the GPU busy, so that programs start at other times.
 
 
@@ -1689,12 +1683,9 @@ again
 #    took an exchange that an mbarrier orders for one.
 
 # %%
-# How fast is it?
-# ---------------
-#
-# "Kernel Book" is what a caller gets who names no backend. Beside it stand cuDNN, called by
-# PyTorch, and FlashAttention 4, which takes one sweep in any order, except in its deterministic
-# mode. All points have 16,384 tokens, and only the backward pass is timed.
+# **How fast is it?** "Kernel Book" is what a caller gets who names no backend. FlashAttention 4
+# takes one sweep in any order, except in its deterministic mode. All points have 16,384 tokens, and
+# only the backward pass is timed.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
