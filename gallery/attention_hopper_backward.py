@@ -249,8 +249,8 @@ lab.sketch(
 )
 
 # %%
-# On the left the programs of a head end together as well, so the next head begins with the same
-# wait. On the right tiles of four heads alternate, so most find that their turn has come.
+# On the left the programs of a head end together, too, so the next head begins with the same wait.
+# On the right tiles of four heads alternate, so most find that their turn has come.
 
 # %%
 # Why roles
@@ -522,16 +522,14 @@ def halves_of_the_part(axes):
     edge = "#59636e"
     fills = ("#eaf2fb", "#fff4e5")  # of consumer 0, and of consumer 1
     boxes = [
-        (2.2 * half, 1.1, 2.2, 2.2, "#f6f8fa", f"dS of\nconsumer {half}")
-        for half in (0, 1)
+        (2.2 * half, 1.1, 2.2, 2.2, "#f6f8fa", f"half = {half}") for half in (0, 1)
     ]
     for me in (0, 1):
         boxes += [
             (5.4 + 2.2 * me, 2.2 * (1 - half), 2.2, 2.2, fills[me], f"half = {half}")
             for half in (0, 1)
         ]
-        text = f"computed\nby {me}"
-        boxes.append((10.8 + 2.2 * me, 1.1, 2.2, 2.2, fills[me], text))
+        boxes.append((10.8 + 2.2 * me, 1.1, 2.2, 2.2, fills[me], f"ME = {me}"))
     for left, low, width, height, fill, text in boxes:
         box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
         axes.add_patch(box)
@@ -542,7 +540,7 @@ def halves_of_the_part(axes):
         ((10.3, 2.2), "="),
         ((2.2, 4.65), "dS: 64 queries,\n128 keys"),
         ((7.6, 4.65), "K: 128 keys,\n128 columns"),
-        ((13.0, 4.65), "part of dQ: 64\nqueries, 128 columns"),
+        ((13.0, 4.65), "part: 64 queries,\n128 columns"),
     ):
         axes.text(*at, text, ha="center", va="bottom" if at[1] > 4 else "center")
     axes.set(xlim=(-0.1, 15.4), ylim=(-0.1, 6.1))
@@ -550,7 +548,7 @@ def halves_of_the_part(axes):
 
 
 lab.sketch(
-    "Each consumer computes half of the columns, for the keys of both",
+    "Wait 6: which consumer computes which half",
     "Three matrices. dS has 64 queries and 128 keys, of which each consumer wrote 64. K has 128 "
     "keys and 128 columns, in two times two blocks: half names its rows, and a consumer reads the "
     "two blocks of its own columns. Their product is the part of dQ, of which consumer 0 computes "
@@ -1264,9 +1262,8 @@ waited = lab.attempt(
 
 # %%
 # Timed is the whole backward pass at length 4,096, counting five matmuls. "Plain Triton, any order"
-# is one sweep by the package's plain kernel, not by the small one. Why it is slow is not known:
-# :doc:`/chapters/attention_backward` suspects that it waits, and has no room for a second program
-# meanwhile. "Kernel Book" is the package's Gluon kernel.
+# is one sweep by the package's plain kernel, not by the small one; why it is slow is not known.
+# "Kernel Book" is the package's Gluon kernel.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1323,8 +1320,7 @@ lab.read(
         if min(cost) >= -SCATTER
         else f". Heads apart {told('heads apart')}: **here the order still {verdict(min(cost))}.** "
     )
-    + f"(Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this page. The simulation of heads "
-    f"apart promised {100 * promised:.0f} %, because there an SM stands still whenever it waits.)"
+    + f"(Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this page.)"
 )
 
 # %%
@@ -1358,7 +1354,9 @@ lab.read(
     f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
     f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
     f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-    + (", and gives that away." if more > 1 + SCATTER else ".")
+    + (", and gives that away. " if more > 1 + SCATTER else ". ")
+    + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because there "
+    "an SM stands still whenever it waits."
 )
 
 # %%
@@ -1540,8 +1538,8 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 #       :pyobject: attention_hopper_bwd_kernel
 
 # %%
-# **Is it right?** All gradients are compared with float64, over odd lengths, grouped heads, causal
-# masks and windows, in a fixed order and in any:
+# **Is it right?** Its gradients pass the comparison with float64, over odd lengths, grouped heads,
+# causal masks and windows, in a fixed order and in any.
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1572,6 +1570,9 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
         yield from three_cases(what, ours, *inputs, is_causal, window)
 
 
+# %%
+
+# Folded: The package's kernel against float64
 lab.check(
     "The package's kernel", every_case(), stand_in="with PyTorch's sweep in its place"
 )
@@ -1843,11 +1844,6 @@ def points_of(rows):
     return points_in_all + (f" ({named(rows)})" if named(rows) else "")
 
 
-lab.table(
-    verdicts if speed.rows else [],
-    f"At how many of {len(at_points)} points, by {100 * SCATTER:.0f} % or more",
-)
-
 # %%
 
 # Reading
@@ -1855,7 +1851,9 @@ without = [row["no order"] / row["in order"] - 1 for row in at_points]
 dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 lab.read(
     f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
-    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64."
+    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
+    f"FlashAttention's fixed order alone is faster at {len(below_theirs)} points, and slower at "
+    f"{len(over_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -1876,11 +1874,18 @@ lab.read(
     f"**In any order** the same kernel is at most {100 * max(without):.0f} % faster, and slower at "
     f"{len(any_order_lost)} points. This does not isolate the order, because only in any order the "
     "sums must be set to zero first; the ladder does, because all its rungs with roles set them to "
-    "zero. The package's choice for `deterministic=False` is partly wrong in this record: of the "
-    f"{len(dropped)} points at which it drops the order, it gains at {len(won_by_it)} and loses at "
-    f"{len(lost_by_it)}."
+    f"zero. Of the {len(dropped)} points at which `deterministic=False` drops the order, it gains "
+    f"at {len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows and lost_by_it
     else f"{nan}"
+)
+
+# %%
+
+# Folded: At how many points
+lab.table(
+    verdicts if speed.rows else [],
+    f"At how many of {len(at_points)} points, by {100 * SCATTER:.0f} % or more",
 )
 
 # %%
@@ -1907,8 +1912,8 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# Each role waits for another. The roles of one program stamped the cycles of their SM, at head_dim
-# 128, in a fixed order, without a mask. At a dashed line a consumer has stored its part.
+# The roles of one program stamped the cycles of their SM, in a fixed order and without a mask. At a
+# dashed line a consumer has stored its part.
 
 
 # Measuring
@@ -2392,8 +2397,13 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 
 # %%
 
-# Folded: Where we are furthest behind: head_dim 64, and short sequences
+# Folded: Head_dim 64 with a causal mask, and what runs around the sweep
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
+behind_at_64 = [
+    100 * row["in order"] / row["its speed"]
+    for row in at_points
+    if (row["head_dim"], row["mask"]) == (64, "causal")
+]
 
 
 def share_around(seqlen):
@@ -2402,9 +2412,11 @@ def share_around(seqlen):
 
 
 lab.read(
-    "**Head_dim 64, causal.** The matmuls of a query and a key are half as long as at head_dim "
-    "128, and all else is as long. Tiles of 128 by 128 also compute more pairs at the diagonal "
-    "that nobody needs. Both weigh most at short lengths. **Short sequences.** A kernel before the "
+    f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
+    f"{max(behind_at_64):.0f} % of the fastest library's speed. The matmuls of a query and a key "
+    "are half as long as at head_dim 128, and all else is as long. Tiles of 128 by 128 also "
+    "compute more pairs at the diagonal that nobody needs, most of all at short lengths. What each "
+    "costs was not measured. **Around the sweep.** A kernel before the "
     "sweep computes `delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a "
     "mask, they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
