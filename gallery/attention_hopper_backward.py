@@ -154,9 +154,9 @@ lab.check("The small kernel", of_small_kernel())
 # Why nobody waits for ever
 # -------------------------
 #
-# Programs would stand still for ever, if those on the SMs waited for one that has not started.
-# Against this stands one assumption: **programs start in the order of their ids.** No manual
-# promises it. Program ids ascend with the keys of a head, so
+# Programs would stand still for ever, if those on the :term:`SMs <SM>` waited for one that has not
+# started. Against this stands one assumption: **programs start in the order of their ids.** No
+# manual promises it. Program ids ascend with the keys of a head, so
 #
 # 1. a program waits for one other, that of the keys before, whose id is smaller;
 # 2. by the assumption, that one has started;
@@ -258,7 +258,7 @@ lab.sketch(
 #
 # The small kernel was run on an H200, where its test passed, but not timed. By its code, two things
 # would hold it up. **Order:** while a program waits for its turn, none of its warps computes.
-# **Space:** a second program on the :term:`SM` could compute meanwhile, but of the kernel that we
+# **Space:** a second program on the SM could compute meanwhile, but of the kernel that we
 # shall build, with 128 keys a program, one fills most of an SM:
 
 # Measuring
@@ -514,7 +514,7 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 # ``MEETING``, a :term:`named barrier`, all 256 threads of both consumers meet.
 #
 # **Wait 6: the part of dQ.** A consumer computes half of its columns, ``PART`` = 64, for the keys
-# of both: ``half`` is 0 for the dS and the keys of consumer 0, and 1 for those of consumer 1.
+# of both: ``half`` says whose keys and dS.
 
 
 # Drawing
@@ -2327,8 +2327,8 @@ lab.table(
 )
 
 # %%
-# To test the limits, a kernel does nothing but the matmuls, and then the same stores beside them.
-# Another only adds parts and announces each, on all SMs at once:
+# One kernel does nothing but the matmuls, and then the same stores beside them. Another only adds
+# parts and announces each, on all SMs at once:
 
 # Measuring
 parts_of_a_step = {  # cycles: counted, and measured
@@ -2368,8 +2368,8 @@ lab.read(
         "units. "
     )
     + f"A step of the kernel takes {mean_step / needed:.2f} times as long as its matmuls and "
-    "stores alone. The rest may be additions, waits of the roles for each other, and the stamps "
-    "that timed it: no experiment tells them apart."
+    "stores alone. The rest may be additions, waits, and the stamps that timed it: no experiment "
+    "tells them apart."
 )
 
 # %%
