@@ -1193,8 +1193,8 @@ lab.read(
     )
     + "The code with a causal mask, in the last two columns, shows one reason: short of "
     "registers, the assembler waits after every matmul instruction, so no matmul is asynchronous. "
-    f"The code also has {compiled_to('equal registers', 'spills'):.0f} spills. Which of the two "
-    "costs more, we have not separated."
+    f"It also has {compiled_to('equal registers', 'spills'):.0f} spills; which of the two costs "
+    "more, we have not separated."
     if compiled_to("equal registers", "waits for them")
     == compiled_to("equal registers", "matmul instructions")
     else f"Without a mask, handing over makes the kernel {halved:.1f} times as fast."
@@ -1307,8 +1307,7 @@ lab.read(
     + "To take the branch out of the last rung again "
     f"{of_both('without the branch', 'turns')}"
     + (
-        ". **So** to force the order gains nothing. With two consumers, the matmuls of one can "
-        "keep the units at work while the other waits."
+        ". **So** to force the order gains nothing."
         + (
             " Why it costs time on this rung, we do not know."
             if gain("a branch", "full") <= -SCATTER
@@ -1399,12 +1398,11 @@ lab.read(
     "The two stops have become one: the sum is there when a consumer has weighed. At its matmuls, "
     f"to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, and on rung 1 it "
     f"spent {stops('two roles'):,.0f}. Why issuing takes so long (grey), we do not know; on rung 1 "
-    "it does, too, with one matmul. On rung 5 a wait for the values is part of it. In the white "
-    "gaps a consumer rescales `acc`."
+    "it does, too, with one matmul. (Here it includes a wait for the values.) In the white gaps a "
+    "consumer rescales `acc`."
 )
 
 # %%
-
 # Rung 6: turns
 # -------------
 #
@@ -1532,8 +1530,8 @@ lab.read(
     "**The matmul units still wait for the consumers.** "
     f"At the full rate the matmuls of a tile take {ideal:,.0f} cycles, and the last rung, as "
     f"traced, takes {by_version['turns']:,.0f}, so the units work for "
-    f"{100 * ideal / by_version['turns']:.0f} % of the time. For an unknown part of the rest the "
-    "stamps are to blame. The loader is not, because it asks for keys "
+    f"{100 * ideal / by_version['turns']:.0f} % of the time. The stamps may cost a part of the "
+    "rest. The loader does not, because it asks for keys "
     + (
         "more than a whole tile's time before a consumer needs them."
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
@@ -2033,7 +2031,7 @@ lab.table(rows, "Error of the whole, relative to its size")
 #   causal mask, one loop. Persistent programs mostly repay what the package's kernel had lost.
 # - **What does not:** roles alone, an order forced on the assembler, and turns.
 # - **Two open questions:** why the scores ahead pay, and why a consumer weighs a tile for longer
-#   than the six kinds of instruction counted account for.
+#   than the instructions that we counted take.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #

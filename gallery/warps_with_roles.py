@@ -17,7 +17,7 @@ You will learn
   :term:`wgmma` multiplies them;
 - how roles agree on whose turn it is, with an :term:`mbarrier` and its parity;
 - how to write a complete matmul with roles, and how a larger one compares with a loop without
-  roles, with ``tl.dot`` and with :term:`cuBLAS`;
+  roles and with :term:`cuBLAS`;
 - what a deadlock and a race look like, and how to find their cause.
 
 The kernels are written in :term:`Gluon`, the language below Triton's, in which we say what each
@@ -392,7 +392,7 @@ lab.source(small.consumer)
 #   other. ``[16, TILE, 16]`` is what one instruction does for a warp: 16 rows of 64 sums, over 16
 #   columns of ``a``.
 # - **Matmul.** ``warpgroup_mma`` adds ``a @ b`` of this slot to ``c``, and returns when the tensor
-#   cores have read both tiles and are done.
+#   cores are done.
 # - **Arrival.** ``mbarrier.arrive`` counts the role once, after all of its threads have come.
 # - **Fence.** The tile of ``c`` goes to the copy engine through shared memory, ``c_s``. Threads and
 #   engine reach it by different paths (:term:`proxies <proxy>`), so the engine may not see what a
@@ -425,7 +425,7 @@ def tried_here():
     if not HOPPER:
         return (
             "**This page has no record of this kernel on a GPU,** but its test against float64 has "
-            "passed on an H200. The larger `roles_kernel` below is in the record."
+            "passed on an H200."
         )
     left, right = torch.randn(2, 640, 640, device=runtime.DEVICE, dtype=torch.bfloat16)
     exact = left.double() @ right.double()
@@ -1086,8 +1086,7 @@ def roles_kernel(
 
 
 # %%
-# **Triton's** ``tl.dot``, for comparison. Here the compiler makes the ring and the waits, and there
-# are no roles.
+# **Triton's** ``tl.dot``, for comparison: the compiler makes the ring and the waits, without roles.
 
 
 # Whole: dot_kernel
@@ -1382,7 +1381,7 @@ lab.read(
     + f"**But each consumer waits for {' to '.join(waits)} % of the time**, at a barrier or for a "
     f"matmul, and the loop's warps wait for {share(LOOP, *BOTH):.0f} %, because asking for tiles "
     f"takes {share(LOOP, 'asks for tiles'):.0f} % of theirs. A plain matmul cannot use the "
-    "time that consumers have left. (Why the two divide it differently, we have not measured.)"
+    "time that consumers have left."
 )
 
 # %%
@@ -1664,15 +1663,15 @@ lab.read(
 )
 
 # %%
-# How to find such a mistake in a kernel of your own:
+# How to find such a mistake:
 #
 # - **It hangs.** Let every role write a number before and after each wait, into memory that the
 #   host can read. The first role that waits for what another should have done names the barrier.
 # - **It is wrong, and differently each time.** Make each role slow in turn, with a pause. A right
 #   kernel stays right.
 # - **It breaks in a later round.** A wait asks for the parity of an older phase. Test with more
-#   than twice as many tiles as slots, because a parity that flips, but never back, is wrong
-#   in the third round only.
+#   than twice as many tiles as slots, because a parity that never flips back is wrong in the third
+#   round only.
 #
 # In short
 # --------
