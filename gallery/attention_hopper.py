@@ -1276,8 +1276,8 @@ lab.read(
 #
 # **The change:** a branch before the wait for the sum, because the assembler moves no instruction
 # across a branch. There is one at hand: a wait for a barrier is a loop that tries and branches
-# back. So the wait for keys moves there from the top of the loop, and now waits for the *next*
-# keys, if there are any (``after`` is their slot):
+# back. So the wait at the top of the loop moves there, and waits for the *next* keys, if there are
+# any (``after`` is their slot):
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -1397,9 +1397,9 @@ def stops(version):
 lab.read(
     "The two stops have become one: the sum is there when a consumer has weighed. At its matmuls, "
     f"to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, and on rung 1 it "
-    f"spent {stops('two roles'):,.0f}. Why issuing takes so long (grey), we do not know; on rung 1 "
-    "it does, too, with one matmul. (Here it includes a wait for the values.) In the white gaps a "
-    "consumer rescales `acc`."
+    f"spent {stops('two roles'):,.0f}. Why issuing takes so long (grey; here with a "
+    "wait for the values), we do not know; it does on rung 1, too, with one matmul. In the white "
+    "gaps a consumer rescales `acc`."
 )
 
 # %%
