@@ -1599,7 +1599,7 @@ lab.read(
     + f"One consumer's share takes {others / 2:,.0f} cycles, if no two kinds overlap, but on the "
     f"timeline it weighs for {weighing:,.0f}, even without rescaling. For {100 * contended:.0f} % "
     "of that time the other weighs, too, which may delay it, and kinds such as shuffles are not "
-    "counted. What else does, is **an open question**."
+    "counted. What else does is **an open question**."
 )
 
 # %%
