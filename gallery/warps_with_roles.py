@@ -1467,7 +1467,7 @@ lab.read(
     f"{of_cublas['one in flight']:.0f} %"
     + (
         ", as `tl.dot` does."
-        if round(of_cublas["one in flight"]) == round(of_cublas["tl.dot"])
+        if f"{of_cublas['one in flight']:.0f}" == f"{of_cublas['tl.dot']:.0f}"
         else f". `tl.dot` reaches {of_cublas['tl.dot']:.0f} %."
     )
 )
