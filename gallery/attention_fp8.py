@@ -87,8 +87,8 @@ lab.table(rows, "A matmul of size 8,192")
 
 # Reading
 lab.read(
-    f"**So what is 2 on paper is {fast / slow:.2f} in practice**, and attention gains less, "
-    "because its exponentials and all other instructions get no faster."
+    f"**So what is 2 on paper is {fast / slow:.2f} in practice.** Attention gains less, "
+    "as a count below says."
 )
 
 # %%
@@ -1202,8 +1202,8 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# Attention gets only a part of what the matmul gains. The :term:`limit` is the matmul in bfloat16
-# of the beginning, which 8-bit kernels may exceed. Operands have 8 bits before the clock starts.
+# The :term:`limit` is the matmul in bfloat16 of the beginning, which 8-bit kernels may exceed.
+# Operands have 8 bits before the clock starts.
 #
 # - *All in FP8* and *V in FP8* are the kernel above; *plain Triton bf16* is the same in 16 bits.
 # - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone (*all
@@ -1416,8 +1416,8 @@ of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
 all_in_turns = (2 * of_two_matmuls + in_all_cycles) / (of_two_matmuls + in_all_cycles)
 lab.read(
     (
-        "If the other instructions take turns, too, as the fold above counts them in the loop of "
-        f"the kernel in Gluon, the same sum gives {all_in_turns:.2f} with head_dim 128. "
+        "If other instructions, as many as in the kernel in Gluon (the fold above), take turns, "
+        f"too, the same sum gives {all_in_turns:.2f} with head_dim 128. "
         + (
             "What we measure beside the plain kernel lies between the two counts. "
             if all_in_turns < in_8 / plain_16 < in_turns
@@ -1490,9 +1490,8 @@ lab.facts(
 )
 
 # %%
-# **Roles hardly pay in 8 bits.** *All in FP8, Gluon* gives its :term:`warps <warp>` *roles*, as the
-# fastest 16-bit kernel does: some only load tiles, others only compute
-# (:doc:`/chapters/attention_hopper` explains how, and the folds below need it).
+# **Roles hardly pay in 8 bits.** *All in FP8, Gluon* gives its :term:`warps <warp>` *roles*: some
+# only load tiles, others only compute. The folds below need :doc:`/chapters/attention_hopper`.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
