@@ -2202,7 +2202,7 @@ lab.table(
             ("V transposed", "time of a matmul, 8 bits", *layouts_ms),
             (
                 "promotion",
-                f"error, {key_count:,} keys",
+                f"error, {key_count:,} keys, values around 1",
                 f"{sum_error(1, key_count, 'not promoted'):.1f} %",
                 f"{sum_error(1, key_count, 'promoted'):.1f} %",
             ),
