@@ -191,7 +191,7 @@ CHAPTERS = {
         "ladder",
         {"mask": "causal"},
         {
-            "standard attention": "PyTorch, with the matrix",
+            "standard attention": "eager, with the matrix",
             "all tiles": "two sweeps, all tiles",
             "Kernel Book": "two sweeps, causal tiles",
         },
@@ -217,7 +217,7 @@ CHAPTERS = {
         "fp8",
         {"mask": "full", "head_dim": 128, "seqlen": 16384},
         {
-            "Kernel Book bf16": "all in 16 bits",
+            "Kernel Book bf16": "16 bits, for Hopper",
             "V in FP8": "values in 8 bits",
             "all in FP8": "all in 8 bits",
         },
