@@ -1375,7 +1375,8 @@ lab.read(
     + (
         " **Called again and again, PyTorch's two operations should therefore be faster than ours "
         f"with up to {behind[-1]:,} rows,** where its kernels take "
-        f"{on_gpu('PyTorch', behind[-1]):.0f} µs. We have computed this, not timed it."
+        f"{on_gpu('PyTorch', behind[-1]):.0f} µs. This is computed from the host's "
+        "time at 64 rows, not timed."
         if behind
         else ""
     )
