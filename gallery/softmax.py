@@ -422,8 +422,8 @@ lab.read(
 # .. animation:: online_softmax
 
 # %%
-# The two lines with a comment repair what ``blockwise_kernel`` did wrong. No result can be written
-# before maximum and sum are known, so a second loop reads the row again.
+# The two lines with a comment repair what ``blockwise_kernel`` did wrong. Results need the final
+# maximum and sum, so a second loop reads the row again.
 
 lab.source(online_kernel)
 
@@ -533,8 +533,8 @@ step("online", "From three reads to two", until=length_in_l2())
 until = length_in_l2()
 lab.read(
     (
-        "The dotted line stands between the last length whose rows in flight, with their results, "
-        f"fit into an L2 of {flight.provenance['l2_mib']:.0f} MiB, and the first that does not. "
+        "To the right of the dotted line the rows in flight, with their results, no longer fit "
+        f"into an L2 of {flight.provenance['l2_mib']:.0f} MiB. "
         if until
         else ""
     )
@@ -546,20 +546,18 @@ lab.read(
 
 # Folded: More: four rows per program, online_2d
 in_l2 = flight.provenance["l2_mib"] if flight.provenance else float("nan")
-leaves = next(  # four times as many rows in flight, where both kernels have eight warps
-    (
-        r["columns"]
-        for r in flight.rows
-        if r["columns"] >= 8192 and 4 * r["MiB in flight"] > in_l2
-    ),
-    0,
-)
+# four times as many rows in flight, where both kernels have eight warps
+leaves = next((n for n, mib in in_flight.items() if 4 * 2 * mib > in_l2), 0)
 first = next(
     (n for n in COLUMNS if share["online_2d", n] < 0.95 * share["online", n]), 0
 )
 lab.read(
     "From 8,192 columns on `online_2d` has four times as many rows in flight as `online`"
-    + (f", so they leave L2 at {leaves:,} columns already." if leaves else ".")
+    + (
+        f", if as many of its programs fit, and they leave L2 at {leaves:,} columns already."
+        if leaves
+        else "."
+    )
     + (
         f" It falls behind at {first:,} columns, where its rows still fit and it reaches "
         f"{share['online_2d', first]:.0f} % to {share['online', first]:.0f}: for that we have no "
@@ -622,14 +620,15 @@ lab.read(
     (
         "The read that is saved gains nothing here. "
         + (
-            "At 8,192 columns both kernels read the same bytes from memory (counters in the "
-            "chapter on measuring), so the second read of `online` comes from a cache. "
+            "At 8,192 columns both kernels read the same bytes from memory (chapter on "
+            "measuring), because the second read of `online` finds them in a cache. "
             if alike
             else ""
         )
         + (
-            f"`row` is even up to {share['online', widest] - share['one program', widest]:.0f} "
-            f"points slower, at {widest:,} columns, and we did not find out why.{kept} "
+            "`row` is even slower there, by "
+            f"{share['online', widest] - share['one program', widest]:.0f} points, and we did not "
+            f"find out why.{kept} "
             if ahead
             else ""
         )
@@ -719,7 +718,7 @@ lab.read(
     f"{share['Kernel Book', 32768]:.0f} %, and `row` {one:.0f}."
     + "".join(
         f" But on {gpu} `row` reaches {speed:.0f} % as well, and no experiment here separates the "
-        "number of programs from what else differs between the two kernels."
+        "number of programs from what else differs."
         for gpu, speed in unhurt[:1]
     )
 )
@@ -736,8 +735,9 @@ lab.read(
 # .. animation:: publish_and_collect
 
 # %%
-# Here is the smallest kernel that does this. First, the pair of one part, with its numerators:
+# The smallest kernel that does this calls ``pair_of`` for the pair of a part, with its numerators.
 
+# Folded: The pair of one part
 lab.source(pair_of)
 
 # %%
@@ -750,15 +750,13 @@ lab.source(shared_row_kernel, "def", "publish")
 # %%
 # **Collect.** The program asks for one slot after the other, again and again while it is empty. An
 # atomic *or* with 0 changes nothing and returns what the slot holds. The address is one number, so
-# Triton asks once and hands the answer to all threads of the program, and they agree. Last comes
-# the merge.
+# Triton asks once and hands the answer to all threads. Last comes the merge.
 
 lab.source(shared_row_kernel, "collect", "write")
 
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
-# time. Nothing promises that, so a program gives up after ``max_polls`` looks and computes the pair
-# that is late. The host makes the slots, and launches ``N_PARTS`` programs per row.
+# time. Nothing promises that, so after ``max_polls`` looks a program computes the late pair itself.
 
 # Folded: What the host does
 lab.source(shared_softmax)
@@ -1077,9 +1075,8 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can exceed 100 %, because a third of its "
-    "bytes are writes and of a copy's a half, and memory reads faster than it copies (chapter on "
-    "measuring)."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can exceed 100 %, because it reads twice "
+    "what it writes, and memory reads faster than it copies (chapter on measuring)."
 )
 
 # %%
@@ -1323,9 +1320,9 @@ ours, theirs = (
     for whose in ("Kernel Book", "PyTorch")
 )
 lab.read(
-    "No figure shows the host's time. On 64 rows of 1,024 columns it is "
-    f"{ours[0]:.0f} µs for our forward call and {theirs[0]:.0f} for PyTorch's; forward and "
-    f"backward together, {ours[1]:.0f} to {theirs[1]:.0f}."
+    "On 64 rows of 1,024 columns our forward call costs the host "
+    f"{ours[0]:.0f} µs and PyTorch's {theirs[0]:.0f}; forward and backward together, "
+    f"{ours[1]:.0f} to {theirs[1]:.0f}."
 )
 
 # %%
