@@ -487,7 +487,7 @@ def length_in_l2():
 
 # %%
 
-# Reading
+# Folded: The rows in flight as a table
 counted = (results.find("measuring") or {"tables": {}})["tables"].get(
     "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
 )
@@ -505,10 +505,6 @@ in_flight = {
     for n in COLUMNS
     if n >= 8192
 }
-
-# %%
-
-# Folded: The rows in flight as a table
 lab.table(
     [
         {
@@ -651,9 +647,9 @@ lab.read(
 # .. animation:: registers_of_an_sm
 #
 # The kernel ``packed`` keeps a 16-bit row as it is in memory. In ``raw`` each int32 holds two
-# numbers; ``widen`` turns such pairs into float32, each time they are used, and ``narrow`` turns
-# the results back. The compiler could widen once and keep the float32 row in registers. To prevent
-# that, each step adds ``zero``, an argument that is always 0, which the compiler does not know.
+# numbers; ``widen`` turns such pairs into float32, and ``narrow`` turns the results back. The
+# compiler could widen once and keep the float32 row in registers. To prevent that, each step adds
+# ``zero``, an argument that is always 0, which the compiler does not know.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -717,7 +713,7 @@ lab.read(
     f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
     f"{share['Kernel Book', 32768]:.0f} %, and `row` {one:.0f}."
     + "".join(
-        f" But on {gpu} `row` reaches {speed:.0f} % as well, and no experiment here separates the "
+        f" But on {gpu} `row` reaches {speed:.0f} % too, and no experiment here separates the "
         "number of programs from what else differs."
         for gpu, speed in unhurt[:1]
     )
@@ -769,7 +765,7 @@ torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = ((y - torch.softmax(x, dim=-1)) / torch.softmax(x, dim=-1)).abs().max()
 lab.read(
     "With four programs per row, run now, no result differs from PyTorch's by more than "
-    f"{off:.0e} of it. `split`, the kernel that we time, looks at all slots at once."
+    f"{off:.0e} of it. The timed kernel, `split`, looks at all slots at once."
 )
 
 # %%
@@ -1131,8 +1127,7 @@ apart = max(
 lab.read(
     "A library is ahead of ours "
     + (", and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
-    + " percentage points. At the widest rows quack exchanges through the shared memory of a "
-    "cluster of SMs, which none of our kernels does."
+    + " percentage points."
 )
 
 # %%
@@ -1296,7 +1291,9 @@ explains = "saving" in meaning and "evict_first" in text
 lab.read(
     f"At 8,192 columns {faster} {text} `torch.compile` leads our backward kernel by "
     f"{meaning}{same if explains else ''} Two sweeps of our own forward kernel differ by up to "
-    f"{apart:.1f} points, and less than 1 % is no difference.{elsewhere_in_words()}{unused}"
+    f"{apart:.1f} points, and less than 1 % is no difference.{elsewhere_in_words()}{unused} At the "
+    "widest rows quack exchanges through the shared memory of a cluster of SMs, which none of our "
+    "kernels does."
 )
 
 # %%
