@@ -104,8 +104,45 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # Adding a number to a row does not change :math:`\hat{x}`, and scaling the row hardly changes it.
 # So two parts of the gradient that arrives at :math:`\hat{x}` never reach :math:`x`: its mean and,
-# but for epsilon, its part along :math:`\hat{x}`. We derive this for a row :math:`x` with mean
-# :math:`m`, variance :math:`v` and :math:`r = 1 / \sqrt{v + \epsilon}`.
+# but for epsilon, its part along :math:`\hat{x}`.
+#
+# In numbers: (1, 0, 0, 0, 0) arrives at the row (1, 2, 3, 4, 5), with weights of 1 and no epsilon.
+# What is left, times ``rstd``, is ``dx``. It sums to 0, and so does its product with
+# :math:`\hat{x}`.
+
+
+# Measuring
+five = torch.arange(1.0, 6.0, dtype=torch.float64)[None]
+arrives = torch.eye(5, dtype=torch.float64)[0]
+hat = (five[0] - 3) * 0.5**0.5
+dx_of_five, _, _ = simple_backward(
+    five, torch.ones_like(five), 3, 0.5**0.5, arrives[None]
+)
+remains = dx_of_five[0] / 0.5**0.5
+lost_parts = arrives.mean().expand(5), (hat * arrives).mean() * hat
+torch.testing.assert_close(remains, arrives - sum(lost_parts))
+assert abs(remains.sum()) < 1e-15
+assert abs((remains * hat).sum()) < 1e-15
+
+# %%
+
+lab.table(
+    [
+        {"x": name}
+        | {str(at + 1): f"{number:.1f}" for at, number in enumerate(line + 0.0)}
+        for name, line in {
+            "arrives, wdy": arrives,
+            "less its mean, c2": lost_parts[0],
+            "less its part along xhat, xhat * c1": lost_parts[1],
+            "is left": remains.round(decimals=12),
+        }.items()
+    ],
+    "A gradient arrives at a row of five",
+)
+
+# %%
+# We derive this for a row :math:`x` with mean :math:`m`, variance :math:`v` and
+# :math:`r = 1 / \sqrt{v + \epsilon}`.
 #
 # *Step 1.* Weight and bias act on each element separately:
 #
@@ -169,10 +206,6 @@ def simple_backward(x, w, mean, rstd, dy):
 #    c_2 &= \tfrac{1}{N} \sum_j w_j\, dy_j \\
 #    dx_j &= \big( w_j\, dy_j - (\hat{x}_j\, c_1 + c_2) \big)\, r
 #    \end{aligned}
-#
-# In numbers: (1, 0, 0, 0, 0) arrives at the row (1, 2, 3, 4, 5), with weights of 1 and no epsilon.
-# What is left, times ``rstd``, is ``dx``. It sums to 0, and so does its product with
-# :math:`\hat{x}`.
 
 
 # Measuring
@@ -222,34 +255,6 @@ for step, (ours, true) in steps.items():
     off = (ours - true).abs().max().item()
     rows.append({"step": step, "off by": f"{off:.0e}", "right": off < 1e-14})
 assert all(row["right"] for row in rows)
-
-five = torch.arange(1.0, 6.0, dtype=torch.float64)[None]
-arrives = torch.eye(5, dtype=torch.float64)[0]
-hat = (five[0] - 3) * 0.5**0.5
-dx_of_five, _, _ = simple_backward(
-    five, torch.ones_like(five), 3, 0.5**0.5, arrives[None]
-)
-remains = dx_of_five[0] / 0.5**0.5
-lost_parts = arrives.mean().expand(5), (hat * arrives).mean() * hat
-torch.testing.assert_close(remains, arrives - sum(lost_parts))
-assert abs(remains.sum()) < 1e-15
-assert abs((remains * hat).sum()) < 1e-15
-
-# %%
-
-lab.table(
-    [
-        {"x": name}
-        | {str(at + 1): f"{number:.1f}" for at, number in enumerate(line + 0.0)}
-        for name, line in {
-            "arrives, wdy": arrives,
-            "less its mean, c2": lost_parts[0],
-            "less its part along xhat, xhat * c1": lost_parts[1],
-            "is left": remains.round(decimals=12),
-        }.items()
-    ],
-    "A gradient arrives at a row of five",
-)
 
 # %%
 
@@ -397,10 +402,12 @@ lab.source(gradient)
 # What each way costs
 # -------------------
 #
-# The figure times the two ways above, *lock per program* and *partial sums*, and both once more
-# *per tile*: a program then hands over the sums of every tile, which is two rows of 1,024 columns
-# or one longer row. Triton's own tutorial takes its lock for every row. The timed locks have up to
-# 64 buffers, each with a lock of its own.
+# The figure times both ways in the operator's kernel, *lock per program* and *partial sums*. Its
+# lock is milder than that of ``lock_kernel``: there are up to 64 buffers, each with a lock of its
+# own.
+#
+# Both are timed *per tile* as well, with a program for every tile, which is two rows of 1,024
+# columns or one longer row. Triton's own tutorial takes its lock for every row.
 
 
 # Measuring
@@ -473,7 +480,8 @@ lab.read(
     f"on {gpu}, a lock per tile reaches {race_share['lock per tile', 1024]:.0f} % of the speed of "
     f"a copy, a lock per program {race_share['lock per program', 1024]:.0f} %, and partial sums "
     f"{race_share['Kernel Book', 1024]:.0f} %. In the wider rows, partial sums are ahead of a lock "
-    f"per program by only {min(ahead_by):.0f} to {max(ahead_by):.0f} percentage points."
+    f"per program by only {' to '.join(dict.fromkeys(f'{by:.0f}' for by in sorted(ahead_by)))} "
+    "percentage points."
 )
 
 # %%
@@ -569,35 +577,49 @@ def buffer_sizes():
 
 
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
+of_sums = {row["columns"]: row for row in sizes.rows}
 share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
     100 * 16 * row["rows of sums"] / (6 * min(32768, 2**27 // row["columns"]))
     for row in sizes.rows
 ] or [nan]
 lab.read(
     "To write their buffers and read them again adds "
-    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` at "
-    "the sizes of the figures, and more where there are fewer rows."
+    f"{min(share_of_sums):.1f} to {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` in "
+    f"bfloat16, with the rows of the figures and up to {max(of_sums, default=0):,} columns, and "
+    "more where there are fewer rows."
 )
 
 # %%
 
 # Folded: The size of the partial sums
-sizes
+lab.table(
+    [
+        {
+            "columns": f"{columns:,}",
+            "buffers": row["rows of sums"],
+            "MiB": row["MiB"],
+            "written and read, % of x, dy, dx": f"{added:.1f}",
+            "fit in L2": row["fit in L2"],
+        }
+        for (columns, row), added in zip(of_sums.items(), share_of_sums, strict=False)
+    ],
+    f"The size of the partial sums, bfloat16, on {gpu}",
+)
 
 # %%
 # Wide rows
 # ---------
 #
-# When a row and its sums no longer fit in the registers of an SM, programs share the row. A *group*
+# This section may be skipped: no other builds on it, but for a fold. When a row and its sums no
+# longer fit in the registers of an SM, programs share the row. A *group*
 # of them takes every row, and each program one part of it. ``dw`` and ``db`` need no exchange, but
 # ``c1`` and ``c2`` are sums over all parts, which the programs tell each other through *slots* of
 # memory, as in :doc:`/chapters/softmax`. To wait less, they collect the slots of a row one
-# iteration after they have filled them. In each iteration, a program
+# iteration after they have filled them. In iteration 1, for example, a program
 #
-# 1. *publishes* in a slot what its part of this row adds to ``c1`` and ``c2``;
-# 2. loads its part of the next row *ahead*;
-# 3. *collects* the slots of the row before, which are usually full by now, and *finishes* that row;
-# 4. *shifts*: this row becomes the row before, and the next becomes this one.
+# 1. *publishes* in a slot what its part of row 1 adds to ``c1`` and ``c2``;
+# 2. *loads* its part of row 2 ahead;
+# 3. collects the slots of row 0, which have had a whole iteration to fill, and *finishes* row 0.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
@@ -1049,14 +1071,15 @@ elif wrong["barriers alone"]:
     why = "Without the barriers no run is wrong, but that does not show that a lock can do without"
     why += (
         ": the compiler puts the first one back, because it hands the result of the swap to all "
-        "threads."
+        "threads. The second is gone from the code, and these runs do not show its absence."
         if barriers_left == 1
         else "."
     )
 lab.read(
     f"Without `acquire` and `release` {wrong['barriers alone']:.0f} of 100 runs are wrong, because "
-    "barriers order the threads of one program and not what another program sees. With neither "
-    f"protection it is {wrong['neither']:.0f}. {why}"
+    "barriers order the threads of one program and not what another program sees. Which of the two "
+    "is missed, we did not separate. With neither protection it is "
+    f"{wrong['neither']:.0f}. {why}"
 )
 
 # %%
@@ -1113,8 +1136,9 @@ lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
 # In short
 # --------
 #
-# A gradient that sums over rows needs no lock. Few programs with many rows each, whose partial sums
-# a second kernel adds, are faster, and give the same bits in every run on one kind of GPU.
+# A gradient that sums over rows needs no lock. What makes it fast is few programs with many rows
+# each. Their partial sums, which a second kernel adds, give the same bits in every run on one GPU,
+# and are clearly faster than a lock in narrow rows alone.
 #
 # Exercises
 # ---------

@@ -226,7 +226,9 @@ lab.table(rows, "Pairs merged in a random order, float64")
 # -----------------------
 #
 # The straightforward kernel, ``three_pass``, has three loops where ``blockwise_kernel`` has one:
-# for the maximum of the row, for its sum, and for the result.
+# for the maximum of the row, for its sum, and for the result. This is the second:
+
+lab.source(three_pass_fwd_kernel, "sum")
 
 # %%
 
@@ -403,8 +405,10 @@ dips = [
 lab.read(
     f"{on_gpu} {long:,} columns `three_pass` reaches {share['three_pass', long]:.0f} %, where its "
     f"bytes, three reads and one write, would allow {100 * 2 / 4:.0f}. Shorter rows are faster, "
-    "because the second and the third read find them in a cache; why the line dips at "
-    f"{' and '.join(dips)} columns, we have not measured."
+    "presumably because the second and the third read find them in a cache. Why the line dips at "
+    f"{' and '.join(dips)} columns, and why `simple_softmax` reaches only "
+    f"{share['simple_softmax', long]:.0f} % where its eight passes would allow {100 * 2 / 8:.0f}, "
+    "we have not measured."
 )
 
 # %%
@@ -418,8 +422,8 @@ lab.read(
 # .. animation:: online_softmax
 
 # %%
-# The two lines with a comment repair what ``blockwise_kernel`` did wrong. No result can be written
-# before maximum and sum are known, so a second loop reads the row again.
+# The two lines with a comment repair what ``blockwise_kernel`` did wrong. Results need the final
+# maximum and sum, so a second loop reads the row again.
 
 lab.source(online_kernel)
 
@@ -447,7 +451,7 @@ lab.source(online_fwd_kernel)
 #    its place, by ``finite``. It also asks the cache to keep the row for the second loop, and has a
 #    variant of four rows per program, ``online_2d``.
 #
-# The second read is cheap where it finds the row in the :term:`L2` cache. It does if all rows *in
+# The second read is cheap where it finds the row in the :term:`L2` cache. It can if all rows *in
 # flight*, those that programs are working on, fit there together.
 
 
@@ -484,7 +488,35 @@ def length_in_l2():
 # %%
 
 # Folded: The rows in flight as a table
-flight
+counted = (results.find("measuring") or {"tables": {}})["tables"].get(
+    "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
+)
+counters = {
+    (row[0], name): value
+    for row in counted["rows"]
+    for name, value in zip(counted["columns"], row, strict=True)
+    if name in ("row", "online")
+}
+# eight warps; a thread is given registers by the eight
+held = -(-counters.get(("registers per thread", "online"), float("nan")) // 8) * 8
+at_once = min(8, 65536 // (256 * held))
+in_flight = {
+    n: (flight.provenance or {}).get("sm_count", 0) * at_once * n * 2 / 2**20
+    for n in COLUMNS
+    if n >= 8192
+}
+lab.table(
+    [
+        {
+            "columns": f"{n:,}",
+            "MiB of rows": f"{mib:.0f}",
+            "and of results": f"{2 * mib:.0f}",
+            "online": f"{100 * ladder.share('online', columns=n):.0f} %",
+        }
+        for n, mib in in_flight.items()
+    ],
+    f"In flight with {at_once:.0f} programs of online per SM, and its speed, {on_gpu[3:-4]}",
+)
 
 # %%
 
@@ -497,7 +529,7 @@ step("online", "From three reads to two", until=length_in_l2())
 until = length_in_l2()
 lab.read(
     (
-        f"The dotted line is predicted from that: up to {until:,} columns the rows in flight fit "
+        "To the right of the dotted line the rows in flight, with their results, no longer fit "
         f"into an L2 of {flight.provenance['l2_mib']:.0f} MiB. "
         if until
         else ""
@@ -510,20 +542,18 @@ lab.read(
 
 # Folded: More: four rows per program, online_2d
 in_l2 = flight.provenance["l2_mib"] if flight.provenance else float("nan")
-leaves = next(  # four times as many rows in flight, where both kernels have eight warps
-    (
-        r["columns"]
-        for r in flight.rows
-        if r["columns"] >= 8192 and 4 * r["MiB in flight"] > in_l2
-    ),
-    0,
-)
+# four times as many rows in flight, where both kernels have eight warps
+leaves = next((n for n, mib in in_flight.items() if 4 * 2 * mib > in_l2), 0)
 first = next(
     (n for n in COLUMNS if share["online_2d", n] < 0.95 * share["online", n]), 0
 )
 lab.read(
     "From 8,192 columns on `online_2d` has four times as many rows in flight as `online`"
-    + (f", so they leave L2 at {leaves:,} columns already." if leaves else ".")
+    + (
+        f", if as many of its programs fit, and they leave L2 at {leaves:,} columns already."
+        if leaves
+        else "."
+    )
     + (
         f" It falls behind at {first:,} columns, where its rows still fit and it reaches "
         f"{share['online_2d', first]:.0f} % to {share['online', first]:.0f}: for that we have no "
@@ -534,13 +564,15 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: How the rows in flight are counted
-#
-#    The prediction is rough, because the cache also holds what is being written.
-#
-#    A row is in flight while a program works on it, so we count programs: ``online`` has one warp
-#    for every 1,024 columns, and never more than 8, and an SM runs at most 64 warps and at most 32
-#    programs.
+
+# Folded: How the rows in flight are counted
+lab.read(
+    "A row is in flight while a program works on it, so we count programs. From 8,192 columns on "
+    f"`online` has 8 warps, and an SM runs at most 64. It takes {held:.0f} registers per thread "
+    f"(counters in the chapter on measuring), so {at_once:.0f} programs fit. The cache also holds "
+    "what is being written. Without that, rows of 32,768 columns would fit too, which the figure "
+    "contradicts: the count is no more than an estimate."
+)
 
 # %%
 # One read: row
@@ -559,15 +591,13 @@ lab.source(row_fwd_kernel)
 # Reading
 one, two = share["one program", 32768], share["online", 32768]
 ahead = share["online", short] > 1.01 * share["one program", short]
-counted = (results.find("measuring") or {"tables": {}})["tables"].get(
-    "Counters of two softmaxes, 16,384 × 8,192", {"columns": [], "rows": []}
-)
 written = {  # MB to memory, before the kernel ends
     name: value / 1e6
-    for row in counted["rows"]
-    for name, value in zip(counted["columns"], row, strict=True)
-    if row[0] == "written to HBM" and name in ("row", "online")
+    for (what, name), value in counters.items()
+    if what == "written to HBM"
 }
+fetched = [value for (what, _), value in counters.items() if what == "read from HBM"]
+alike = bool(fetched) and max(fetched) < 1.01 * min(fetched)
 left = written["row"] - written["online"] if written else 0  # that online leaves in L2
 level = [
     sweep.provenance["gpu"]
@@ -584,15 +614,26 @@ gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["onli
 widest = max(COLUMNS[:-1], key=lambda n: share["online", n] - share["one program", n])
 lab.read(
     (
-        "The read that is saved gains nothing by itself, because as long as rows are short the "
-        "second read of `online` comes from L2 and costs next to nothing. "
+        "The read that is saved gains nothing here. "
+        + (
+            "At 8,192 columns both kernels read the same bytes from memory (chapter on "
+            "measuring), because the second read of `online` finds them in a cache. "
+            if alike
+            else ""
+        )
+        + (
+            "`row` is even slower there, by "
+            f"{share['online', widest] - share['one program', widest]:.0f} points, and we did not "
+            f"find out why.{kept} "
+            if ahead
+            else ""
+        )
         if not gains
         else "`row` gains on `online` at "
         f"{' and '.join(f'{n:,}' for n in gains)} columns. "
     )
-    + "In longer rows `row` slows down (grey in the next figure): at 32,768 columns it falls to "
-    f"{one:.0f} %, with "
-    f"`online` at {two:.0f}, and a row of {long:,} does not fit into registers at all."
+    + f"At 32,768 columns `row` falls to {one:.0f} % (grey in the next figure), with `online` at "
+    f"{two:.0f}, and a row of {long:,} does not fit into registers at all."
 )
 
 # %%
@@ -601,14 +642,14 @@ lab.read(
 #
 # An SM has 65,536 registers of 4 bytes. A row of 32,768 numbers, widened to float32, takes half of
 # them, and the program needs some for other values too, so no second program fits beside it. A lone
-# program asks memory for nothing while it computes.
+# program asks memory for nothing while it computes, and we suspect that this slows ``row``.
 #
 # .. animation:: registers_of_an_sm
 #
 # The kernel ``packed`` keeps a 16-bit row as it is in memory. In ``raw`` each int32 holds two
-# numbers; ``widen`` turns such pairs into float32, each time they are used, and ``narrow`` turns
-# the results back. ``zero`` is an argument that is always 0, which the compiler does not know:
-# after ``raw += zero`` it has to widen anew, and cannot keep the wide row in registers.
+# numbers; ``widen`` turns such pairs into float32, and ``narrow`` turns the results back. The
+# compiler could widen once and keep the float32 row in registers. To prevent that, each step adds
+# ``zero``, an argument that is always 0, which the compiler does not know.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -659,10 +700,23 @@ nan = float("nan")
 registers, threads = made.get("registers", nan), 32 * made.get("warps", 0)
 # a thread is given registers by the eight
 fitting = int(65536 // (threads * -(-registers // 8) * 8)) if threads else nan
+unhurt = [
+    (
+        sweep.provenance["gpu"] + ", with an older kernel," * bool(sweep.mark),
+        100 * sweep.share("one program", columns=32768),
+    )
+    for sweep in ladder.elsewhere
+    if sweep.share("one program", columns=32768) > 0.98
+]
 lab.read(
     f"`packed` takes {registers:.0f} registers per thread, so {'two' if fitting == 2 else fitting} "
-    f"programs of {threads} threads fit on an SM. At 32,768 columns that is the difference between "
-    f"{one:.0f} % and {share['Kernel Book', 32768]:.0f}."
+    f"programs of {threads} threads fit on an SM. At 32,768 columns it reaches "
+    f"{share['Kernel Book', 32768]:.0f} %, and `row` {one:.0f}."
+    + "".join(
+        f" But on {gpu} `row` reaches {speed:.0f} % too, and no experiment here separates the "
+        "number of programs from what else differs."
+        for gpu, speed in unhurt[:1]
+    )
 )
 
 # %%
@@ -677,8 +731,9 @@ lab.read(
 # .. animation:: publish_and_collect
 
 # %%
-# Here is the smallest kernel that does this. First, the pair of one part, with its numerators:
+# The smallest kernel that does this calls ``pair_of`` for the pair of a part, with its numerators.
 
+# Folded: The pair of one part
 lab.source(pair_of)
 
 # %%
@@ -690,15 +745,14 @@ lab.source(shared_row_kernel, "def", "publish")
 
 # %%
 # **Collect.** The program asks for one slot after the other, again and again while it is empty. An
-# atomic *or* with 0 changes nothing and returns what the slot holds. One thread asks for all, so
-# that the threads of a program agree. Last comes the merge.
+# atomic *or* with 0 changes nothing and returns what the slot holds. The address is one number, so
+# Triton asks once and hands the answer to all threads. Last comes the merge.
 
 lab.source(shared_row_kernel, "collect", "write")
 
 # %%
 # GPUs start programs in the order of their numbers, so the parts of a row run at about the same
-# time. Nothing promises that, so a program gives up after ``max_polls`` looks and computes the pair
-# that is late. The host makes the slots, and launches ``N_PARTS`` programs per row.
+# time. Nothing promises that, so after ``max_polls`` looks a program computes the late pair itself.
 
 # Folded: What the host does
 lab.source(shared_softmax)
@@ -711,7 +765,7 @@ torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = ((y - torch.softmax(x, dim=-1)) / torch.softmax(x, dim=-1)).abs().max()
 lab.read(
     "With four programs per row, run now, no result differs from PyTorch's by more than "
-    f"{off:.0e} of it. `split`, the kernel that we time, looks at all slots at once."
+    f"{off:.0e} of it. The timed kernel, `split`, looks at all slots at once."
 )
 
 # %%
@@ -766,13 +820,21 @@ lab.read(
 # Is it right?
 # ------------
 #
-# We check each kernel against float64. An error may be at most twice PyTorch's own, or one unit in
-# the last place (:term:`ulp`), and twice as much in float32.
+# We check all six kernels against float64. An error may be at most twice PyTorch's own, or one unit
+# in the last place (:term:`ulp`), and twice as much in float32.
 #
 # .. dropdown:: Why twice as much in float32
 #
 #    Multiplying by the reciprocal rounds once more than a division, and the hardware's ``exp2``
 #    errs in its last two bits.
+
+
+def kernel_of(n_cols, dtype):
+    """The kernel that the public softmax runs forward."""
+    if n_cols * dtype.itemsize > tuned.WIDE_BYTES:
+        return "split"
+    pairs = dtype.itemsize == 2 and n_cols % 2 == 0
+    return "packed" if n_cols > tuned.TILE_COLS and pairs else "row"
 
 
 def cases():
@@ -788,7 +850,8 @@ def cases():
                 x.requires_grad_()
                 dy = torch.randn_like(x)
                 ours, theirs = softmax(x, algorithm=algorithm), torch.softmax(x, -1)
-                what = f"{algorithm} {shape}"
+                ran = kernel_of(shape[1], dtype) if algorithm == "row" else algorithm
+                what = f"{ran} {shape}"
                 factor = 4 if dtype == torch.float32 else 2
                 yield lab.Case(
                     what, "forward", ours, theirs, reference.softmax(x, -1), factor
@@ -887,13 +950,17 @@ forward = lab.bench(
     limit="copy",
     work=WORK,
 )
-lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
 lab.read(forward.summary(**in_dtypes[0]))
+
+# %%
+
+# Drawing
+lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
@@ -1004,8 +1071,8 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns; above 100 % because a third of its bytes are "
-    "writes, and of a copy's a half."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can exceed 100 %, because it reads twice "
+    "what it writes, and memory reads faster than it copies (chapter on measuring)."
 )
 
 # %%
@@ -1060,8 +1127,7 @@ apart = max(
 lab.read(
     "A library is ahead of ours "
     + (", and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
-    + " percentage points. At the widest rows quack exchanges through the shared memory of a "
-    "cluster of SMs, which none of our kernels does."
+    + " percentage points."
 )
 
 # %%
@@ -1208,10 +1274,8 @@ if written:
         "was read and keeps what was written. Whether a model would gain by that, we have not "
         "measured."
         if left > 2
-        else "Nor does `online` leave more of its result in L2, to be written later: by the "
-        "hardware's counters in the chapter on measuring, `row` has written "
-        f"{written['row']:.0f} of {16384 * 8192 * 2 / 1e6:.0f} MB when it ends, and `online` "
-        f"{written['online']:.0f}. We did not find the reason."
+        else "Nor does `online` leave more of its result in L2, to be written later, by the "
+        "counters in the chapter on measuring. We did not find the reason."
     )
 
 _, meaning = lead(gradients, "torch.compile", "Kernel Book")
@@ -1225,18 +1289,11 @@ explains = "saving" in meaning and "evict_first" in text
 
 # Folded: More: a lead of a few per cent
 lab.read(
-    (
-        f"At {widest:,} columns `online` is ahead of `row`, {share['online', widest]:.0f} % to "
-        f"{share['one program', widest]:.0f}.{kept} "
-        if ahead
-        else ""
-    )
-    + "`torch.compile` leads our backward kernel. Either may be a higher speed, or a saving once "
-    "per launch. We timed 32,768 rows of 8,192 columns and four times as many, where a "
-    "higher speed saves four times as much, and a saving per launch no more. "
-    f"{faster} {text} `torch.compile` leads our backward kernel by "
+    f"At 8,192 columns {faster} {text} `torch.compile` leads our backward kernel by "
     f"{meaning}{same if explains else ''} Two sweeps of our own forward kernel differ by up to "
-    f"{apart:.1f} points, and less than 1 % is no difference.{elsewhere_in_words()}{unused}"
+    f"{apart:.1f} points, and less than 1 % is no difference.{elsewhere_in_words()}{unused} At the "
+    "widest rows quack exchanges through the shared memory of a cluster of SMs, which none of our "
+    "kernels does."
 )
 
 # %%
@@ -1260,9 +1317,9 @@ ours, theirs = (
     for whose in ("Kernel Book", "PyTorch")
 )
 lab.read(
-    "No figure shows the host's time. On 64 rows of 1,024 columns it is "
-    f"{ours[0]:.0f} µs for our forward call and {theirs[0]:.0f} for PyTorch's; forward and "
-    f"backward together, {ours[1]:.0f} to {theirs[1]:.0f}."
+    "On 64 rows of 1,024 columns our forward call costs the host "
+    f"{ours[0]:.0f} µs and PyTorch's {theirs[0]:.0f}; forward and backward together, "
+    f"{ours[1]:.0f} to {theirs[1]:.0f}."
 )
 
 # %%
@@ -1405,6 +1462,10 @@ lab.check(
 # %%
 
 # Solution: log-softmax
+#
+# Where an element of the result underflows to 0, its logarithm is minus infinity, although the true
+# one is a number, about -200 for an element that is 200 below the maximum. The difference
+# x - m - log d contains no number that small, so it stays exact.
 
 
 @triton.jit
@@ -1425,6 +1486,8 @@ lab.check(
     "Log-softmax",
     [lab.Case("(5, 300)", "forward", y, torch.log_softmax(x, -1), truth, factor=4)],
 )
+assert torch.softmax(x, -1).log().isinf().any()
+assert y.isfinite().all()
 
 # %%
 # **2. Cross-entropy without probabilities.** For a row with target :math:`t`, the loss is
