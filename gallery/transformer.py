@@ -330,9 +330,10 @@ lab.read(
 
 # Folded: How far are single steps apart, and how much memory do they need?
 scatter = {
-    dtype: 100
-    * number(sizes, "forward, sd", largest, dtype)
-    / took[largest, dtype, "forward"]
+    (name, dtype): 100
+    * number(sizes, "forward, sd", name, dtype)
+    / took[name, dtype, "forward"]
+    for name in (smallest, largest)
     for dtype in DTYPES
 }
 lab.table(
@@ -347,20 +348,22 @@ lab.table(
         | {"peak, GiB": row["peak, GiB"]}
         for row in sizes.rows
     ],
-    "Mean and standard deviation of ten steps, after five. The spread shows who sets the pace: for "
-    f"the forward pass of {largest} it is {scatter['float32']:.1f} % of the mean in float32, where "
-    f"the GPU is always busy, and {scatter['bfloat16']:.1f} % under autocast, where it waits. In "
-    f"float32 its backward pass takes {backward_ratio:.2f} times as long, because each linear "
-    "layer does two matmuls in it for one in forward",
+    "Mean and standard deviation of ten steps, after five. For the forward pass of "
+    f"{largest} the spread is {scatter[largest, 'float32']:.1f} % of the mean in float32 and "
+    f"{scatter[largest, 'bfloat16']:.1f} % under autocast. A small spread alone does not show that "
+    f"the GPU is busy: {smallest} in float32 has {scatter[smallest, 'float32']:.1f} %, at a time "
+    f"per layer as short as under autocast. In float32 the backward pass of {largest} takes "
+    f"{backward_ratio:.2f} times as long as forward, because each linear layer does two matmuls in "
+    "it for one in forward",
 )
 
 # %%
 # What the time is spent on
 # -------------------------
 #
-# PyTorch's profiler tells which kernels take the time. It notes every kernel that the GPU runs,
-# when, and for which operation of the host. From here on the model is *large* at a context of
-# 1,024, unless a size is named, and the step in bfloat16 is the one that we make faster.
+# PyTorch's profiler tells which kernels take the time, and which operation launched them. From here
+# on the model is *large* at a context of 1,024, unless a size is named, and the step in bfloat16 is
+# the one that we make faster.
 
 
 def profiled(run):
@@ -1155,10 +1158,9 @@ lab.table(
 # ---------------------------
 #
 # :doc:`The book's attention </chapters/attention_forward>` never stores the table. Here it is by
-# itself, called ``ours``, beside the formula in PyTorch: a batch of 8 with one head of 64 numbers,
-# in bfloat16 and with a causal mask. What attention *holds* is what forward keeps for backward
-# beside q, k and v. SDPA, PyTorch's fused attention, keeps no table either, and follows in the
-# model.
+# itself, ``ours``, beside the formula in PyTorch: a batch of 8 with one head of 64 numbers, in
+# bfloat16 and with a causal mask. What attention *holds* is what forward keeps for backward beside
+# q, k and v. SDPA follows in the model.
 
 ours = partial(attention, is_causal=True)
 
@@ -1368,8 +1370,8 @@ grid
 #
 # We replace PyTorch's operators by the book's, one after the other. Each line of ``EAGER`` adds one
 # to the line before; ``Operators`` takes attention, layer norm and dropout, in this order, and what
-# it is not given is PyTorch's. *SDPA* is PyTorch with its own fused attention, in the backend that
-# is the fastest at this shape, flash or cuDNN.
+# it is not given is PyTorch's. *SDPA* is PyTorch with its own fused attention, in its fastest
+# backend.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -1415,9 +1417,8 @@ COMPILED = {
 # Is it the same model?
 # ---------------------
 #
-# The versions compute the same. We compare the gradient of every parameter of a small model in
-# float32 with a float64 model, with dropout on and the same masks. Eight times PyTorch's error is
-# allowed, because a gradient passes several operators that each round differently.
+# We compare the gradient of every parameter of a small model in float32 with a float64 model, with
+# dropout on and the same masks. Eight times PyTorch's error is allowed.
 
 
 # Measuring
@@ -1765,14 +1766,14 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A step takes the longer of two times: that of its kernels, and that in which the host launches
-#    them.
+#    A step takes at least the longer of two times: that of its kernels, and that in which the host
+#    launches them.
 #
-# In the figure, a bar is the median of eight steps, now without a wait between the passes. In its
-# solid part a kernel runs; in the faint part the GPU waits, for the milliseconds written there. The
-# thin line spans the middle 60 % of the steps, p20 to p80. **We call two times different if they
-# are at least 1 % apart and these ranges do not overlap.** The last two bars are CUDA graphs, of
-# the next section.
+# In the figure, a bar is the median of eight steps, now without a wait between the passes. Its
+# solid part is how long kernels ran in another step, under the profiler; in the faint rest the GPU
+# waits, for the milliseconds written there. The thin line spans the middle 60 % of the steps, p20
+# to p80. **We call two times different if they are at least 1 % apart and these ranges do not
+# overlap.**
 
 # Measuring
 from contextlib import suppress
@@ -2146,14 +2147,7 @@ lab.read(
     "The kernels gain what those of a layer gained: with the book's attention they shorten from "
     f"{step('busy, ms', '+ softmax'):.0f} ms to {step('busy, ms', '+ attention'):.0f}, and the "
     "peak of the memory falls to "
-    f"{100 * step('peak, GiB', '+ attention') / step('peak, GiB', '+ softmax'):.0f} %. **Yet "
-    f"compiled, the whole step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with "
-    "SDPA"
-    + (
-        ", although our kernels are no slower.**"
-        if our_ran <= sdpa_ran < our_took
-        else ".**"
-    )
+    f"{100 * step('peak, GiB', '+ attention') / step('peak, GiB', '+ softmax'):.0f} %."
 )
 
 # %%
@@ -2190,14 +2184,32 @@ more_eager = change("step, ms", "SDPA", "+ dropout")
 
 # %%
 
-# Folded: What does one call cost the host, and does that explain the loss?
+# Reading
+our_range = (
+    f"{step('p20, ms', 'Kernel Book'):.0f} to {step('p80, ms', 'Kernel Book'):.0f}"
+)
+lab.read(
+    f"**Yet compiled, the whole step takes {our_took:.0f} ms (p20 to p80: {our_range}) with our "
+    f"operators and {sdpa_took:.0f} with SDPA"
+    + (
+        ", although our kernels are no slower.** "
+        if our_ran <= sdpa_ran < our_took
+        else ".** "
+    )
+    + "Our operators' longer calls, timed alone, add up to "
+    f"{100 * more_of_host / more_eager:.0f} % of the eager loss against SDPA. If the host is the "
+    "whole cause, the loss must disappear without it."
+)
+
+# %%
+
+# Folded: What does one call cost the host?
 lab.table(
     host_rows,
     "Microseconds in which one call of an operator, forward and backward, keeps the host busy, as "
     f"the page on hardware lists them. In sum ours keep it busy for {more_of_host:.0f} ms more in "
-    f"an eager step, which takes {more_eager:.0f} ms more than that with SDPA. So the host is a "
-    "likely cause, and no proven one, because steps that wait for it scatter widely. If it is the "
-    "cause, the loss must disappear without the host",
+    f"an eager step, whose median is {more_eager:.0f} ms above that with SDPA; steps that wait for "
+    "the host scatter widely",
 )
 
 # %%
@@ -2224,9 +2236,8 @@ lab.table(
 # What is left without the host
 # -----------------------------
 #
-# Without the host, the loss disappears. A :term:`CUDA graph` records the launches of a step once
-# and hands all of them to the GPU in one call. ``training.whole()`` is a step, forward, backward
-# and optimiser, and we capture all of it.
+# A :term:`CUDA graph` records the launches of a step once and hands all of them to the GPU in one
+# call. ``training.whole()`` is a step, forward, backward and optimiser, and we capture all of it.
 #
 # .. code-block:: python
 #
@@ -2236,9 +2247,7 @@ lab.table(
 #        group["capturable"] = True   # AdamW counts its steps on the GPU
 #    with torch.cuda.graph(graph, stream=stream):
 #        training.whole()             # recorded, and not run
-#    graph.replay()                   # one step
-#
-# Dropout still draws new masks in each replay, because its seeds come from the GPU's generator.
+#    graph.replay()                   # one step, with new masks of dropout
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
@@ -2385,8 +2394,7 @@ lab.read(
 # %%
 # A profile of six replays of each graph shows which kernels differ. A bar shows by how much longer
 # a kind of kernels takes with the book's operators. *Between* are layer norm, dropout, GELU,
-# additions and casts. The linear layers are the same kernels in both, and so is AdamW, which is
-# left out.
+# additions and casts. AdamW, the same in both, is left out.
 
 
 # Reading
@@ -2453,10 +2461,14 @@ gained = {
     kind: [model for model in race if longer(model, f"{kind}, ms") < 0]
     for kind in ("attention", "between")
 }
+least = min(
+    gained["between"], key=lambda model: -longer(model, "between, ms"), default=""
+)
 lab.read(
     "**With the book's operators, what is between takes less time in "
     f"{len(gained['between'])} of {len(race)} models, and attention in "
-    f"{len(gained['attention'])}.** "
+    f"{len(gained['attention'])}.** Each graph was profiled once, so the "
+    f"{-longer(least, 'between, ms'):.1f} ms of {least} may be chance. "
     + (
         f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
         f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
@@ -2469,6 +2481,12 @@ lab.read(
 
 # Reading
 same = [longer(model, "linear layers, ms") for model in race]
+slowed = [
+    f"{model} ({100 * (1 - own / theirs):.1f} %)"
+    for model, rows in race.items()
+    for theirs, own in [[rows[name]["SM clock, MHz"] or nan for name in graphs]]
+    if own < theirs
+]
 lab.read(
     "".join(
         f"In {model} attention takes {longer(model, 'attention, ms'):.1f} ms longer{padded(model)}"
@@ -2484,7 +2502,13 @@ lab.read(
     )
     + (
         f"The linear layers take {min(same):.1f} to {max(same):.1f} ms longer beside our "
-        "operators, although they are the same kernels, which we cannot explain."
+        "operators, although they are the same kernels. "
+        + (
+            f"The GPU's clock was lower only in {listed(slowed)}, where it may be part of the "
+            "cause; the rest we cannot explain."
+            if slowed
+            else "We cannot explain this."
+        )
         if same and min(same) > 0
         else ""
     )
@@ -2551,8 +2575,8 @@ for dtype in (torch.float32, torch.bfloat16):
 finished = "Kernel Book, CUDA graph"
 lab.read(
     "Most of a step in bfloat16 went to operations that move bytes, and most of its memory to what "
-    "forward keeps for backward. Attention without a table removes most of the first and half of "
-    f"the second. **Compiled and as a CUDA graph, the step takes "
+    "forward keeps for backward. Attention without a table removes most of that time and halves "
+    f"the peak of the memory. **Compiled and as a CUDA graph, the step takes "
     f"{step('step, ms', finished):.0f} ms instead of {step('step, ms', 'PyTorch'):.0f}.** With "
     f"PyTorch's own fused attention it takes {step('step, ms', 'SDPA, CUDA graph'):.0f} ms in the "
     "same way"
@@ -2565,8 +2589,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"Launched by the host, the compiled step takes {step('step, ms', 'Kernel Book'):.0f} ms with "
-    f"our operators and {step('step, ms', 'SDPA, compiled'):.0f} with SDPA: **where the kernels of "
+    f"Launched by the host, the compiled step takes {our_took:.0f} ms (p20 to p80: {our_range}) "
+    f"with our operators and {sdpa_took:.0f} with SDPA: **where the kernels of "
     "a model are this short, take SDPA or capture a graph.**"
 )
 
@@ -2589,9 +2613,9 @@ for name, size in SIZES.items():
 lab.table(rows, "From here on attention does most of the work")
 
 # %%
-# **2. What fits?** By the count on paper, what is the longest context, in powers of two, at which
-# 2.7B trains in 140 GB with a batch of 4: in float32, under autocast, and under autocast without
-# the table of weights?
+# **2. What fits?** By the count, what is the longest context, in powers of two, at which 2.7B
+# trains in 140 GB with a batch of 4: in float32, under autocast, and under autocast without the
+# table of weights?
 
 # %%
 
