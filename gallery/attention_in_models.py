@@ -369,8 +369,8 @@ for window, is_causal, seqlen_q, seqlen_k in cases:
     assert torch.equal(loaded, some)
 lab.read(
     "**Values outside are never loaded.** We filled the values of one tile of keys after the other "
-    f"with NaN, in {len(cases)} cases in float32: in the forward result of plain Triton a tile of "
-    "queries became NaN where one of its queries sees one of those keys, and nowhere else."
+    f"with NaN, in {len(cases)} cases in float32: in plain Triton's output a tile of queries "
+    "became NaN where one of its queries sees one of those keys, and nowhere else."
 )
 
 # %%
@@ -463,10 +463,9 @@ lab.plot(
 
 # %%
 # **A short window is slow per visible score for at least two reasons.** A tile that a bound cuts is
-# computed whole. And some work is done once per program, such as loading its queries and writing
-# its output, which weighs more beside few tiles. The first line of the table is the first reason
-# alone: scores that plain Triton computes for each visible one. The others are times, in which 1.5
-# means half as long again.
+# computed whole. And what a program does once, such as loading its queries, weighs more beside few
+# tiles. The first line of the table is the first reason alone: scores that plain Triton computes
+# for each visible one. The others are times; 1.5 means half as long again.
 
 
 # Measuring
@@ -682,8 +681,7 @@ lab.read(
 #
 # *Padding* extends every text of a batch to the length of the longest, so the kernel computes
 # scores of tokens that do not exist. *Packing* puts the texts one after the other into one tensor,
-# beside the *offsets* at which the sequences begin and the last one ends (``cu_seqlens``, as the
-# field calls them).
+# beside the *offsets* at which the sequences begin and the last one ends (``cu_seqlens``).
 #
 # .. image:: /figures/attention-packed.svg
 #    :alt: Above, four sequences of 5, 2, 8 and 3 tokens padded to 8: 14 of 32 rows are padding.
@@ -725,7 +723,7 @@ for number, n_tokens in enumerate(drawn):
 lab.table(finds, "The rows of the packed tensor that each of eight programs finds")
 
 # %%
-# The program then moves all pointers by ``begin`` rows, and from there on it is a causal kernel of
+# The program moves all pointers by ``begin`` rows, and from there on is a causal kernel of
 # one text. Only one thing is new: a tile of keys may reach into the next sequence. The
 # causal mask gives those keys the weight zero, but zero times NaN is NaN, so they must read as
 # zeros:
@@ -1159,9 +1157,9 @@ lab.listing(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` chooses the number of parts. The limit is the bytes per second of a copy of the keys
-# and values, which reads and writes each, and *one part* is our kernel without a split. The last
-# column is a batch of 8, in which 32 query heads share 8 heads of keys.
+# ``attention`` chooses the number of parts; *one part* is our kernel without a split. The limit is
+# the bytes per second of a copy of the keys and values, which reads and writes. The last column is
+# a batch of 8, in which 32 query heads share 8 heads of keys.
 
 # %%
 
