@@ -111,8 +111,8 @@ lab.table(
 
 # Reading
 lab.read(
-    "The first two compute too much. The single query has the opposite problem: it wastes nothing, "
-    f"but {rows[-1]['programs']} programs cannot fill a GPU with more than a hundred SMs."
+    "The first two compute too much. The single query has the opposite problem: no score is "
+    f"masked, but {rows[-1]['programs']} programs cannot fill a GPU with more than a hundred SMs."
 )
 
 # %%
@@ -368,14 +368,14 @@ for window, is_causal, seqlen_q, seqlen_k in cases:
     loaded = poison(window, is_causal, seqlen_q, seqlen_k).cpu()
     assert torch.equal(loaded, some)
 lab.read(
-    "**What is outside is never loaded.** We filled the values of one tile of keys after the other "
-    f"with NaN, in {len(cases)} cases: in the operator's result a tile of queries became NaN where "
-    "one of its queries sees one of those keys, and nowhere else."
+    "**Values outside are never loaded.** We filled the values of one tile of keys after the other "
+    f"with NaN, in {len(cases)} cases in float32: in plain Triton's output a tile of queries "
+    "became NaN where one of its queries sees one of those keys, and nowhere else."
 )
 
 # %%
 
-# Folded: The tiles that one window loads, as NaN shows them
+# Folded: The tiles of values that one window loads, as NaN shows them
 length, left = 6 * TILE, 5 * TILE // 2
 loaded = poison((left, 0), False, length, length).cpu()
 some, every = kinds(sees(length, length, left, 0))
@@ -388,16 +388,18 @@ for number, row in enumerate(loaded.tolist()):
     ]
     rows.append({"queries": f"tile {number}"})
     rows[-1] |= {f"k {n}": word for n, word in enumerate(words)}
-lab.table(rows, f"Tiles that were loaded: {length} tokens, window ({left}, 0)")
+lab.table(
+    rows, f"Tiles of values that were loaded: {length} tokens, window ({left}, 0)"
+)
 
 # %%
 # How fast are windows?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# A window that leaves a tenth of the scores should take a tenth of the time, and it takes longer.
-# The figure shows the speed per visible score in percent of a yardstick, *full causal*: the
-# operator's kernel in plain Triton without a window, for 16,384 tokens and 16 heads of head_dim 128
-# in bfloat16. *Plain Triton* is the same kernel with the window. *Kernel Book* is what
+# A window that leaves a tenth of the scores should take a tenth of the time. In plain Triton it
+# takes longer. The figure shows the speed per visible score in percent of a yardstick, *full
+# causal*: the operator's kernel in plain Triton without a window, for 16,384 tokens and 16 heads of
+# head_dim 128 in bfloat16. *Plain Triton* is the same kernel with the window. *Kernel Book* is what
 # ``attention`` runs by default: here, on a Hopper GPU, a faster kernel, which
 # :doc:`a later chapter </chapters/attention_hopper>` explains.
 
@@ -460,10 +462,10 @@ lab.plot(
 )
 
 # %%
-# **A short window is slow per visible score for two reasons.** A tile that a bound cuts is computed
-# whole. And some work is done once per program, such as loading its queries and writing its output,
-# which weighs more beside few tiles. The first line of the table is the first reason alone: scores
-# computed for each visible one. The others are times, in which 1.5 means half as long again.
+# **A short window is slow per visible score for at least two reasons.** A tile that a bound cuts is
+# computed whole. And what a program does once, such as loading its queries, weighs more beside few
+# tiles. The first line of the table is the first reason alone: scores that plain Triton computes
+# for each visible one. The others are times; 1.5 means half as long again.
 
 
 # Measuring
@@ -504,7 +506,7 @@ for direction in PASSES:
             f"left {left:,}": said(slowdown(name, left, direction)) for left in LEFTS
         }
         rows[direction].append(row)
-counted = {"version": "scores computed, not time"}
+counted = {"version": "plain Triton's scores, not time"}
 for left in LEFTS:
     _, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
     counted[f"left {left:,}"] = said(computed)
@@ -656,16 +658,15 @@ lab.read(
 # Folded: What keeps the default kernel from the aim
 lab.read(
     (
-        f"The scores in its tiles alone make {tiles_alone:.2f}. The kernel masks only the edge "
-        "that is cut, and takes tiles of several heads in turn, so that all SMs end at about the "
-        "same time. What a program does once per tile of queries we estimate at the time of "
-        f"{beyond:.1f} tiles of keys, beside the {met:.0f} that it loads. "
+        f"The scores in its tiles alone make {tiles_alone:.2f}. What a program does once per tile "
+        f"of queries we estimate at the time of {beyond:.1f} tiles of keys, beside the {met:.0f} "
+        "that it loads. "
         if "forward" in over and "forward" in in_gluon
         else ""
     )
     + (
-        f"Beside `attention` itself without a window, the two reasons predict {foreseen:.2f} times "
-        f"as long per score, and we measure {by_itself:.2f}. "
+        "Beside `attention` itself without a window, timed in the chapter on FP8, the two reasons "
+        f"predict {foreseen:.2f} times as long per score, and we measure {by_itself:.2f}. "
         if "forward" in in_gluon and gained > 1.01
         else ""
     )
@@ -680,8 +681,7 @@ lab.read(
 #
 # *Padding* extends every text of a batch to the length of the longest, so the kernel computes
 # scores of tokens that do not exist. *Packing* puts the texts one after the other into one tensor,
-# beside the *offsets* at which the sequences begin and the last one ends (``cu_seqlens``, as the
-# field calls them).
+# beside the *offsets* at which the sequences begin and the last one ends (``cu_seqlens``).
 #
 # .. image:: /figures/attention-packed.svg
 #    :alt: Above, four sequences of 5, 2, 8 and 3 tokens padded to 8: 14 of 32 rows are padding.
@@ -723,7 +723,7 @@ for number, n_tokens in enumerate(drawn):
 lab.table(finds, "The rows of the packed tensor that each of eight programs finds")
 
 # %%
-# The program then moves all pointers by ``begin`` rows, and from there on it is a causal kernel of
+# The program moves all pointers by ``begin`` rows, and from there on is a causal kernel of
 # one text. Only one thing is new: a tile of keys may reach into the next sequence. The
 # causal mask gives those keys the weight zero, but zero times NaN is NaN, so they must read as
 # zeros:
@@ -1055,7 +1055,7 @@ best = max(PARTS, key=lambda n: rates[n])
 slowest = min(rates[n] for n in PARTS if n >= best) / rates[best]
 lab.read(
     f"With {best} parts the keys are read {rates[best] / rates[1]:.1f} times as fast as with one, "
-    f"at {100 * by_parts.share('Kernel Book', parts=best):.0f} % of the speed of a copy. "
+    f"at {100 * by_parts.share('Kernel Book', parts=best):.0f} % of a copy's bytes per second. "
     + (
         f"With more it is up to {100 * (1 - slowest):.0f} % slower."
         if best < PARTS[-1] and slowest < 0.99
@@ -1157,9 +1157,9 @@ lab.listing(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` chooses the number of parts. The limit is a copy of as many bytes, and *one part* is
-# our kernel without a split. The last column is a batch of 8, in which 32 query heads share 8 heads
-# of keys.
+# ``attention`` chooses the number of parts; *one part* is our kernel without a split. The limit is
+# the bytes per second of a copy of the keys and values, which reads and writes. The last column is
+# a batch of 8, in which 32 query heads share 8 heads of keys.
 
 # %%
 
@@ -1259,6 +1259,7 @@ def parts_of_time(where):
 
 of_ours = [steps.share("Kernel Book", **where) for where in (long, grouped, few)]
 empty = [row["µs"] for row in launched.rows] or [nan] * len(of_ours)
+left_over = [row["keys left"] for row in launched.rows] or [nan] * len(of_ours)
 names = (
     f"{KEYS:,} keys",
     "a batch of 8, 32 query heads on 8 and 8,192 keys",
@@ -1318,28 +1319,27 @@ lab.read(
     (names[2], nan, nan, nan)
 ]
 lab.read(
-    f"**With {KEY_LENGTHS[0]:,} keys our kernel reaches only {100 * of_ours[2]:.0f} % of a copy, "
-    f"because launches cost nearly the same however little there is to read.** Of its "
-    f"{short_took[1]:.1f} µs, {short_took[3]:.1f} pass even with one tile of keys in each part."
-    if short_took[3] > 0.5 * (short_took[1] - short_took[2])
+    f"**With {KEY_LENGTHS[0]:,} keys our kernel reaches only {100 * of_ours[2]:.0f} % of a copy.** "
+    f"With {left_over[2]} of them, in as many parts, it still takes {short_took[3]:.1f} of its "
+    f"{short_took[1]:.1f} µs. What its two launches cost beside the copy's one, we did not measure."
+    if short_took[3] > 0.6 * short_took[1]
     else f"With {KEY_LENGTHS[0]:,} keys our kernel reaches {100 * of_ours[2]:.0f} % of a copy."
 )
 
 # %%
 
-# Folded: Where our kernel loses against a copy, and what is in its time
+# Folded: Where our kernel loses against a copy, and its time with fewer keys
 lab.table(
     [
         {
             "decoding": name,
             "takes": f"{took:.1f} µs",
             "reading, at the speed of a long copy": f"{reading:.1f} µs",
-            "launches": f"{start:.1f} µs",
-            "rest": f"{took - reading - start:.1f} µs",
+            "with fewer keys": f"{start:.1f} µs with {left_over[names.index(name)]}",
         }
         for name, took, reading, start in losing
     ],
-    "Where our kernel loses against a copy: its time, and what is in it",
+    "Where our kernel loses against a copy: its time, and that with one tile of keys in each part",
 )
 
 # %%
@@ -1703,9 +1703,14 @@ ahead_of_us = [f"in {where}" for where, takes in ahead_of_us.items() if takes < 
 lab.read(
     f"**Reached:** decoding reads at {100 * of_ours[0]:.0f} % of the speed of a copy with "
     f"{KEYS:,} keys. **Not reached:** per score, a window of {middle + 1:,} keys takes "
-    f"{by_itself:.2f} times as long as `attention` without one, and a packed batch works at "
-    f"{100 * min(of_itself.values()):.0f} % of the speed of a full one, "
-    f"{min(of_itself, key=of_itself.get)}."
+    f"{by_attention['forward']:.2f} times as long as plain Triton without one"
+    + (
+        f" ({by_itself:.2f} beside `attention`, timed in the chapter on FP8)"
+        if gained > 1.01
+        else ""
+    )
+    + f", and a packed batch works at {100 * min(of_itself.values()):.0f} % of the speed of a full "
+    f"one, {min(of_itself, key=of_itself.get)}."
     + (
         f" FlashAttention is ahead {', '.join(ahead_of_us[:-1])} and {ahead_of_us[-1]}."
         if len(ahead_of_us) > 1
