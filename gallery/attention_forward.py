@@ -557,27 +557,7 @@ lab.check("Tiled PyTorch", tiled_cases())
 # In Triton the same loop is at first as simple as possible, with an address for every element and a
 # mask for every tile. The update of the triple comes first; above each line stands the one of
 # PyTorch that it replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a
-# mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN. Four more details are
-# new.
-#
-# - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
-#   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
-# - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
-#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
-#   :math:`\log_2 e = 1 / \ln 2 = 1.4427`. The factor joins the scale: ``scale_log2`` is their
-#   product.
-# - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
-#   because a :term:`matrix unit` takes both operands in one format.
-# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
-#   16-bit inputs.
-#
-# .. dropdown:: What the other choices do to float32
-#
-#    By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, the 19-bit format in which the
-#    matrix units take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
-#    operand may be off by a thousandth of its value, and a matmul in float32 would be about as
-#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the matrix units, which it
-#    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
+# mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN.
 
 import triton
 import triton.language as tl
@@ -600,6 +580,27 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
+# Four details are new, here and in the kernel below.
+#
+# - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
+#   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
+# - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
+#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
+#   :math:`\log_2 e = 1 / \ln 2 = 1.4427`. The factor joins the scale: ``scale_log2`` is their
+#   product.
+# - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
+#   because a :term:`matrix unit` takes both operands in one format.
+# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
+#   16-bit inputs.
+#
+# .. dropdown:: What the other choices do to float32
+#
+#    By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, the 19-bit format in which the
+#    matrix units take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
+#    operand may be off by a thousandth of its value, and a matmul in float32 would be about as
+#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the matrix units, which it
+#    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
+#
 # Each program loads its tile of queries once, and begins with the triple of the empty set.
 # ``exist`` marks the rows of the tile that exist, because the last tile may be only partly filled.
 
@@ -1074,16 +1075,18 @@ by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
 slowest = min(of_copy, key=of_copy.get, default="")
+whole = steps.milliseconds_at("PyTorch", mask="full")
+apart = 100 * (sum(row["ms"] for row in by_step.values()) / whole - 1)
 lab.read(
     f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul. "
     + (
         f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}`, timed by itself in "
         f"the fold above, moves them at {of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
+        f"(The steps timed so add up to {abs(apart):.0f} % {'more' if apart > 0 else 'less'} than "
+        f"the whole takes.)"
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ""
     )
-    + f"With the mask it reaches {percent('PyTorch', 'causal')}, because half of what it computes "
-    f"no longer counts, and `masked_fill_` reads and writes the table once more."
 )
 
 # %%
@@ -1092,6 +1095,8 @@ lab.read(
 ratio = at("torch.compile", "causal") / at("torch.compile", "full")
 as_long = 0.4 < ratio < 0.6  # half the FLOPs in about the same time
 lab.read(
+    f"With the mask, standard attention reaches {percent('PyTorch', 'causal')}, because half of "
+    f"what it computes no longer counts, and `masked_fill_` reads and writes the table once more. "
     f"Compiled, it reaches {percent('torch.compile', 'full')} without a mask and "
     f"{percent('torch.compile', 'causal')} with it"
     + (", where half the FLOPs count and take about as long" if as_long else "")
@@ -1108,13 +1113,22 @@ lab.read(
 # Reading
 longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
 under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
+
+
+def with_mask(name):
+    """How much more time a version takes with the mask than without, in per cent."""
+    full, causal = (steps.milliseconds_at(name, mask=m) for m in ("full", "causal"))
+    return 100 * (causal / full - 1)
+
+
 lab.read(
     f"Without a mask, tiles in plain PyTorch lose: they take {longer:.1f} times as long as "
     f"standard attention. Each of their tiles still goes through memory, and `acc` with it in each "
     f"iteration. "
     + (
-        f"With the mask they are {under_mask:.1f} times as fast, because they skip tiles that "
-        f"nobody sees."
+        f"With the mask they win, mainly because it makes standard attention take "
+        f"{with_mask('PyTorch'):.0f} % longer; skipping the tiles that nobody sees saves "
+        f"{-with_mask('tiled PyTorch'):.0f} % of their own time."
         if under_mask > 1
         else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
     )

@@ -258,9 +258,9 @@ lab.read(
     "For the small softmax nearly all of the time is the host's. Two events without a pause show "
     f"{small['events']:.0f} µs"
     + (
-        ", even more than the clock with its wait. Unlike the kernel in the drawing of timelines, "
-        "one so short ends before the host has queued the second event, and the GPU waits for that "
-        "too. "
+        ", even more than the clock with its wait. Probably a kernel so short, unlike that in the "
+        "drawing of timelines, ends before the host has queued the second event, and the GPU waits "
+        "for that too. "
         if small["events"] > 1.01 * small["clock and wait"]
         else ", because the GPU waits for the host between them. "
     )
@@ -291,15 +291,7 @@ def gpu_time(run, n=50):
 
 
 # %%
-
-# Reading
-lab.read(
-    f"Of its number about {nothing[best]:.1f} µs pass even with nothing between the events: little "
-    "beside a large kernel and much beside a small one."
-)
-
-# %%
-# The figures of this book time so, because they compare kernels. A user who waits for one answer
+# Most figures of this book time so, because they compare kernels. A user who waits for one answer
 # waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # One such number is not yet a claim, because other things move it, too.
@@ -642,8 +634,8 @@ if all(isinstance(found[names[0]], float) for found in (clock_at, watts)):
         else ""
     )
     clocked = (
-        f": it draws {watts[names[0]]:.0f} W{of_limit}, and its clock falls to "
-        f"{clock_at[names[0]]:,.0f} MHz"
+        f". It draws {watts[names[0]]:.0f} W{of_limit}, and its clock stands at "
+        f"{clock_at[names[0]]:,.0f} MHz (after a rest we did not read it)"
     )
 copies = (
     " The copies keep the highest clock of the four, and even gain a little when the GPU is busy."
@@ -665,9 +657,9 @@ lab.read(
 lab.read(
     f"The matmul of zeros does the same work in {zeros:,.0f} µs instead of {random:,.0f}"
     + (
-        f". It draws only {watts[names[1]]:.0f} W, and its clock falls less, to "
-        f"{clock_at[names[1]]:,.0f} MHz. We do not know why it falls at all, so far below the "
-        "power limit" + (", nor why the copies gain." if copies else ".")
+        f". It draws only {watts[names[1]]:.0f} W, and its clock stands at "
+        f"{clock_at[names[1]]:,.0f} MHz. We do not know why it is below that of the copies, so far "
+        "below the power limit" + (", nor why the copies gain." if copies else ".")
         if puzzle
         else "."
     )
@@ -742,9 +734,9 @@ lab.read(
 )
 
 # %%
-# A claim needs many runs. Suppose that we had made only five: we draw five of these runs at random,
-# a thousand times, and note how far their median strays from that of all runs. Guess: by more than
-# one per cent?
+# A claim needs many runs. Suppose that we had made only five: we draw five runs at random from
+# this curve, a thousand times, and note how far their median strays from that of all runs. Guess:
+# by more than one per cent?
 
 
 # Measuring
@@ -764,7 +756,7 @@ rows = [
     for n in SAMPLES
     if spread.rows
 ]
-lab.table(rows, "How far a sample of these runs strays, in 95 of 100 draws")
+lab.table(rows, "How far a sample from this curve strays, in 95 of 100 draws")
 
 # %%
 
@@ -777,8 +769,8 @@ lab.read(
 )
 
 # %%
-# Nor do they help if one kernel always runs after a matmul, which has lowered the clock. The loop
-# of this book therefore draws a new order in each of its rounds.
+# Nor would they help if one kernel always ran after a matmul that leaves it a low clock. We have
+# timed no such pair, but the loop of this book draws a new order in each of its rounds.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -1007,16 +999,17 @@ took = {
         "dropout, drawing a seed",
     )
 }
+saved = took["kernel[grid](...)"] - took["a cached launch"]
 drawing, recording = (
     took[name] - took["seeded_dropout"]
     for name in ("dropout, drawing a seed", "seeded_dropout, with autograd")
 )
 lab.read(
-    f"Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f} µs, because "
-    "it looks at every argument to find the compiled kernel. The book's operators remember the "
-    f"compiled kernel, and launch it in {took['a cached launch']:.1f} µs. A whole call takes "
-    f"{took['seeded_dropout']:.0f} µs; autograd adds {recording:.0f} to that, and drawing a seed "
-    f"{drawing:.0f}. PyTorch's `copy_`, whose host code is C++, takes "
+    f"Triton's own launch, `kernel[grid](...)`, looks at every argument to find the compiled "
+    f"kernel, and takes {took['kernel[grid](...)']:.1f} µs. The book's operators remember the "
+    f"compiled kernel, and their launch takes {saved:.1f} µs less. To a whole call, autograd adds "
+    f"{recording:.0f} µs, and drawing a seed {drawing:.0f}. PyTorch's `copy_`, whose host code is "
+    "C++, takes "
     f"{cell(host, 'copy_ of PyTorch', 'µs'):.0f} in all."
 )
 
@@ -1295,17 +1288,13 @@ def waits_for(points):
 
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 101]
-record = results.find("first_kernel")
-levels = (
-    record["tables"]["The levels of memory: size, speed, latency"] if record else {}
-)
-reads = {row[0]: 1e3 * row[2] for row in levels.get("rows", ())}.get("HBM", nan)
+highest_sum = max((share for _, share in placed.get("weighted sum", ())), default=nan)
 why = {
     "attention, in FP8": "attention in FP8, because the matrix units multiply FP8 at twice the "
     "rate of the bfloat16 matmul that is the roof here",
-    "softmax, back": "the backward pass of softmax, because it reads two numbers for each that it "
-    f"writes and a copy one, and memory reads at {reads:,.0f} GB/s but copies at {beta:,.0f}"
-    if reads > beta
+    "softmax, back": "the backward pass of softmax, for a cause that we did not find (it reads "
+    "more than it writes, unlike a copy, but so does the weighted sum, which stays below the roof)"
+    if highest_sum < 100
     else "the backward pass of softmax",
 }
 reasons = "; and ".join(why.get(name, name) for name in reversed(above))
@@ -1316,12 +1305,18 @@ lab.read(
     "can only become faster by moving fewer bytes. "
     "Attention lies right of it, because its FLOPs grow with the square of the length and its "
     "bytes with the length."
-    + (
-        f" Two kinds of points stand above the roof: {reasons}."
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
+        f"Two kinds of points stand above the roof: {reasons}. "
         if len(above) == 2
         else ""
     )
-    + " The table has the numbers. Its percentages can be lower than those of a chapter, because a "
+    + "The table has the numbers. Its percentages can be lower than those of a chapter, because a "
     "chapter divides by a copy as large as its own input, and this roof is a copy of 1 GiB."
 )
 
@@ -1668,7 +1663,7 @@ lab.table(
 
 # Reading
 again = (
-    "`online` reads no more from HBM, because the second time it finds the row in L2."
+    "`online` reads no more, because the second time it finds the row in a cache."
     if twice < 1.05 * paper
     else f"`online` reads {twice:.0f} MB, some bytes twice."
 )
@@ -1684,20 +1679,6 @@ def timed(name, columns=8192):
     return nan, nan
 
 
-(by_row, more), (by_online, _) = timed("one program"), timed("online")
-(wide, _), (wide_online, _) = timed("Kernel Book", 65536), timed("online", 65536)
-again += (
-    f" Nor does the second read cost time: on {more:,} rows of this length, in the chapter on "
-    f"softmax, `online` takes {by_online:.0f} µs and `row` {by_row:.0f}."
-    if by_online < 1.01 * by_row
-    else f" On {more:,} rows of this length, in the chapter on softmax, `online` takes "
-    f"{by_online:.0f} µs and `row` {by_row:.0f}."
-)
-again += (
-    f" With 65,536 columns it does: two reads take {wide_online:.0f} µs where one takes {wide:.0f}."
-    if wide_online > 1.01 * wide
-    else ""
-)
 found = (
     f"`row` reads from HBM what it must on paper. {again} While `row` runs, memory is busy at "
     f"{count('HBM, of its peak'):.0f} % of its peak, and the busiest part of the SMs at "
@@ -1711,6 +1692,34 @@ lab.read(found)
 
 # %%
 
+by_columns = [
+    {
+        "rows × columns": f"{timed('online', n)[1]:,} × {n:,}",
+        "row": f"{timed('one program', n)[0]:.0f}",
+        "online": f"{timed('online', n)[0]:.0f}",
+    }
+    for n in (8192, 65536)
+]
+lab.table(by_columns, "Microseconds of row and of online, from the chapter on softmax")
+
+# %%
+
+# Reading
+split = timed("Kernel Book", 65536)[0]
+wide = [timed(name, 65536)[0] for name in ("one program", "online")]
+is_slower = any(float(row["online"]) > 1.01 * float(row["row"]) for row in by_columns)
+lab.read(
+    f"Reading twice, `online` {'can be' if is_slower else 'is not'} slower than `row`."
+    + (
+        " With 65,536 columns both are slower than the last kernel of that chapter, `split`, which "
+        f"reads a row once, in several programs, and takes {split:.0f} µs."
+        if split < 0.99 * min(wide)
+        else ""
+    )
+)
+
+# %%
+
 # Reading
 left = (paper - written) * 1e6 / 2**20
 explained = (
@@ -1720,8 +1729,8 @@ explained = (
     else ""
 )
 lab.read(
-    f"Of what `row` writes, {left:.0f} MiB are still in L2 when it ends, and reach HBM later, when "
-    f"nobody measures.{explained}"
+    f"Of what `row` writes, {left:.0f} MiB have not reached HBM when the counting ends, so they "
+    f"are probably still in L2.{explained}"
     if "absent" not in counts
     else "So where the bytes went that were written cannot be said here."
 )
@@ -1779,7 +1788,8 @@ lab.read(text)
 # - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
 # - *Another time at every run:* take the median of more runs. If runs are independent, four times
 #   as many about halve its scatter.
-# - *Another time after another kernel:* that is the clock. Shuffle the order, and run an A/A test.
+# - *Another time after another kernel:* that may be the clock. Shuffle the order, and run an A/A
+#   test.
 # - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
 # - *Slow without a reason on paper:* look at registers and spills, then at the counters of ``ncu``.
 #
