@@ -76,7 +76,7 @@ lab.start(
 
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
 in_turn = [
-    {"": f"program {owner}"}
+    {"program": owner}
     | {
         f"tick {t + 1}": "CBA"[t - owner] if 0 <= t - owner < 3 else ""
         for t in range(5)
@@ -285,7 +285,7 @@ capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
 lab.table(
     [
         {
-            "": where,
+            "memory": where,
             "a program holds": f"{kib} KiB",
             "an SM has": f"{capacity[where]} KiB",
         }
