@@ -293,12 +293,12 @@ lab.read(
 #    \end{aligned}
 #
 # By induction the triple is right after every tile, from the empty set on, where
-# :math:`m = -\infty` and both sums are 0. So it does not matter how we split the keys.
+# :math:`m = -\infty` and both sums are 0, however we split the keys.
 
 # %% An animation
 # The animation shows the loop with 4 queries and 4 keys in a tile and head_dim 2. Where ``m_i``
-# rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled. (Its mask, and the two
-# stages, are the subject of a later section.)
+# rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled. (A later section explains
+# its mask and its two stages.)
 #
 # .. animation:: attention_loop
 
@@ -580,7 +580,7 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# Four details are new, here and in the kernel below.
+# Four details are new.
 #
 # - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
 #   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
@@ -1082,8 +1082,8 @@ lab.read(
     + (
         f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}`, timed by itself in "
         f"the fold above, moves them at {of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
-        f"(The steps timed so add up to {abs(apart):.0f} % {'more' if apart > 0 else 'less'} than "
-        f"the whole takes.)"
+        f"(Timed so, the steps add up to {abs(apart):.0f} % {'more' if apart > 0 else 'less'} "
+        f"than the whole.)"
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ""
     )
@@ -1101,8 +1101,7 @@ lab.read(
     f"{percent('torch.compile', 'causal')} with it"
     + (", where half the FLOPs count and take about as long" if as_long else "")
     + (
-        ". The compiler does not recognise attention in the formula, as the fold above shows, so "
-        "it puts no kernel without a table in its place."
+        ". The compiler does not recognise attention in the formula, as the fold above shows."
         if not any(row["patterns that match"] for row in matches.rows)
         else "."
     )
@@ -1127,8 +1126,8 @@ lab.read(
     f"iteration. "
     + (
         f"With the mask they win, mainly because it makes standard attention take "
-        f"{with_mask('PyTorch'):.0f} % longer; skipping the tiles that nobody sees saves "
-        f"{-with_mask('tiled PyTorch'):.0f} % of their own time."
+        f"{with_mask('PyTorch'):.0f} % longer; skipping unseen tiles saves them "
+        f"{-with_mask('tiled PyTorch'):.0f} %."
         if under_mask > 1
         else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
     )

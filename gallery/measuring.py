@@ -258,8 +258,8 @@ lab.read(
     "For the small softmax nearly all of the time is the host's. Two events without a pause show "
     f"{small['events']:.0f} µs"
     + (
-        ", even more than the clock with its wait. Probably a kernel so short, unlike that in the "
-        "drawing of timelines, ends before the host has queued the second event, and the GPU waits "
+        ", even more than the clock with its wait. Probably a kernel so short, unlike the one "
+        "drawn, ends before the host has queued the second event, and the GPU waits "
         "for that too. "
         if small["events"] > 1.01 * small["clock and wait"]
         else ", because the GPU waits for the host between them. "
@@ -1006,8 +1006,8 @@ drawing, recording = (
 )
 lab.read(
     f"Triton's own launch, `kernel[grid](...)`, looks at every argument to find the compiled "
-    f"kernel, and takes {took['kernel[grid](...)']:.1f} µs. The book's operators remember the "
-    f"compiled kernel, and their launch takes {saved:.1f} µs less. To a whole call, autograd adds "
+    f"kernel, and takes {took['kernel[grid](...)']:.1f} µs. The book's operators remember "
+    f"that kernel, and their launch takes {saved:.1f} µs less. To a whole call, autograd adds "
     f"{recording:.0f} µs, and drawing a seed {drawing:.0f}. PyTorch's `copy_`, whose host code is "
     "C++, takes "
     f"{cell(host, 'copy_ of PyTorch', 'µs'):.0f} in all."
