@@ -48,16 +48,16 @@ multiprocessor, about as many as run at once, because each leaves a row of parti
 of each pair is for aligned rows from BWD_LONG columns on. There, half as many programs, with twice
 as many loads under way in each, leave half as many sums: on an H200, 4,096 rows of 4,096 numbers in
 bfloat16 took 25.1 microseconds instead of 26.3. Rows of 64 numbers in float32 took longer with it,
-99 instead of 80, and so did rows of 100 in bfloat16, 290 instead of 105, because a thread that
-loads numbers one by one has no registers for so many."""
+99 instead of 80, and we did not ask why. So did rows of 100 in bfloat16, 290 instead of 105: a
+thread that loads unaligned numbers one by one spills registers."""
 
 BWD_LONG, ALIGNED = 1024, 16
 """Columns of such a row, and the multiple that its length and its stride have to be."""
 
 SUM_TILE, SUM_ROWS, SUM_COLS = 4096, 256, 256
 """Numbers in a block of the kernel that adds partial sums, and its rows and columns at most. Where
-it may be started early, it takes 2.4 microseconds less after the backward pass of 4,096 rows of
-4,096 numbers: the launch of a kernel that waits is over when that pass ends."""
+it may be started early, the backward pass of 4,096 rows of 4,096 numbers takes one to two
+microseconds less: the launch of a kernel that waits is over when the kernel before it ends."""
 
 
 # -- kernels --------------------------------------------------------------------------------------
