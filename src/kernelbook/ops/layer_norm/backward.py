@@ -406,6 +406,8 @@ def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_program
     at_once = runtime.multiprocessors(device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
     programs = min(n_programs or at_once, runtime.cdiv(n_rows, rows))
     waiting = (tuned.BWD_STAGES - 1) * rows * block * sum(itemsizes)
+    if itemsizes[0] != itemsizes[1]:  # each thread loads other elements of x than of dy
+        waiting += rows * block * min(itemsizes)  # exchanged in shared memory
     stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(device) else 1
     return programs, Launch(
         row_bwd_kernel, (programs,), *strides, n_rows, n_cols,

@@ -274,9 +274,7 @@ def layer_norm(
         out_dtype: the dtype of y, float32, float16 or bfloat16; or None for that of PyTorch's
             function, which is the dtype of ``x``, and float32 under autocast on a GPU. Where a
             matmul in bfloat16 follows, y in bfloat16 is what autocast would have made of it, and
-            neither y nor its gradient is written in float32 first. On GPUs with 100 KB of shared
-            memory for a program, rows of 4,097 to 8,192 numbers in float32 have no gradient then:
-            Triton raises ``OutOfResources``, so pass None there.
+            neither y nor its gradient is written in float32 first.
 
     Returns:
         y, contiguous, of the shape of ``x`` and the dtype ``out_dtype``. Gradients of any order
