@@ -1803,14 +1803,17 @@ def version_of(training, name, context, operators, compiled):
 
 
 def one_turn(step):
-    """Milliseconds from step to step, with the host free to run ahead."""
+    """Milliseconds from step to step, with the host free to run ahead, and those after which the
+    host has launched the first step, before which nothing was queued."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
+    begin, launched = time.perf_counter(), []
     for mark in marks:
         step()
+        launched.append(1e3 * (time.perf_counter() - begin))
         mark.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+    return [start.elapsed_time(end) for start, end in pairwise(marks)], launched[:1]
 
 
 def kind_of(operation, kernel):
@@ -1979,20 +1982,25 @@ def in_short(error):
 
 
 def times_in_turn(steps):
-    """Milliseconds of some rounds of steps, by the name of the version."""
-    times, draw = {label: [] for label in steps}, numpy.random.default_rng(0)
+    """Milliseconds of some rounds of steps, and of the host, by the name of the version."""
+    times, draw = {label: ([], []) for label in steps}, numpy.random.default_rng(0)
     for _ in range(ROUNDS):
         for label in draw.permutation(list(steps)):
-            times[label] += one_turn(steps[label])
+            for all_found, found in zip(
+                times[label], one_turn(steps[label]), strict=True
+            ):
+                all_found += found
     return times
 
 
 def timing_of(times):
-    """The median and the middle 60 % of some times, or nothing."""
+    """The median and the middle 60 % of the times of steps, and the median of the host's."""
     if not times:
-        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms"))
-    low, middle, high = numpy.quantile(times, (0.2, 0.5, 0.8)).round(2).tolist()
-    return {"step, ms": middle, "p20, ms": low, "p80, ms": high}
+        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms", "host, ms"))
+    took, launching = times
+    low, middle, high = numpy.quantile(took, (0.2, 0.5, 0.8)).round(2).tolist()
+    host = round(statistics.median(launching), 2)
+    return {"step, ms": middle, "p20, ms": low, "p80, ms": high, "host, ms": host}
 
 
 def versions_in_turn(name, batch, context, versions):
