@@ -163,12 +163,12 @@ lab.table(
 )
 
 # %%
-# What the time is spent on
-# -------------------------
+# Where the time goes
+# -------------------
 #
 # A step has three passes: forward computes the loss, backward the gradients, and the optimiser
-# changes the parameters. We follow it in float32 and in bfloat16, by which we mean under
-# ``torch.autocast``, which lets the matmuls run in bfloat16. The model is *large* at a context of
+# changes the parameters. We follow it in float32 and under ``torch.autocast``, which lets the
+# matmuls run in bfloat16 and is called *bfloat16* below. The model is *large* at a context of
 # 1,024, unless a size is named.
 
 # Folded: The clock of a step
@@ -526,7 +526,10 @@ def group_bars(axes, rows):
 
 
 lab.draw(
-    profile_of, "The kernels of a step, by what they do", groups_in_words, group_bars
+    profile_of,
+    "Autocast makes the matmuls fast, and adds casts",
+    groups_in_words,
+    group_bars,
 )
 
 # %%
@@ -814,8 +817,8 @@ lab.table(
 )
 
 # %%
-# What the memory is spent on
-# ---------------------------
+# Where the memory goes
+# ---------------------
 #
 # Most of a step's memory holds what forward keeps for backward. We count it per layer, for
 # :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of :math:`f`,
@@ -1614,7 +1617,7 @@ lab.read(
     f"{to_loss:.1f}, and ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} "
     f"{'above' if offset > 0 else 'below'} the mean of PyTorch's two runs"
     + (
-        f", with one seed {by_ours[odd]:+.2f} away. "
+        f"; one seed alone lies {by_ours[odd]:+.2f} off. "
         if len(learned.rows) and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
         else ". "
     )
@@ -1750,8 +1753,8 @@ lab.read(
 )
 
 # %%
-# What they change in a step
-# --------------------------
+# Why a step gains less than a layer
+# ----------------------------------
 #
 # In a whole step the :term:`host` has to launch every kernel, and an operator of ours, which runs
 # Python where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a
@@ -1772,7 +1775,8 @@ lab.read(
 #
 # The figure shows both times for a whole step. The narrow bar is the host's: how long it takes to
 # launch a step when nothing is queued. The wide bar is the GPU's: its kernels by kind, summed up,
-# and what the step takes beyond them. *Between* are layer norm, dropout, GELU, additions and casts.
+# and what the step takes beyond them. *Between* are layer norm, dropout, GELU, additions and casts,
+# and in the formula's attention the scale and the mask.
 
 # Measuring
 from contextlib import suppress
@@ -2089,8 +2093,8 @@ FOLLOWED = {  # the versions that are drawn, and what the figure calls them
     "PyTorch": "PyTorch",
     "SDPA": "SDPA",
     "+ dropout": "the book's",
-    "SDPA, compiled": "SDPA,\ncompiled",
-    "Kernel Book": "the book's,\ncompiled",
+    "SDPA, compiled": "SDPA, compiled",
+    "Kernel Book": "the book's, compiled",
 }
 INKS = {
     "linear layers": lab.colour("matmul"),
@@ -2166,15 +2170,20 @@ our_took, sdpa_took = (
 our_ran, sdpa_ran = (
     step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
 )
-our_host, sdpa_host = (
-    step("host, ms", name) for name in ("Kernel Book", "SDPA, compiled")
+our_host, sdpa_host, eager_host = (
+    step("host, ms", name) for name in ("Kernel Book", "SDPA, compiled", "+ dropout")
 )
 lab.read(
     "**Eager, the book's operators shorten the kernels from "
     f"{step('busy, ms', 'PyTorch'):.0f} ms to {step('busy, ms', '+ dropout'):.0f}**, and the peak "
     "of the memory falls to "
     f"{100 * step('peak, GiB', '+ dropout') / step('peak, GiB', 'PyTorch'):.0f} %. Yet the step "
-    f"takes {step('step, ms', '+ dropout'):.0f} ms."
+    f"takes {step('step, ms', '+ dropout'):.0f} ms"
+    + (
+        f", because the host needs {eager_host:.0f} to launch it."
+        if eager_host > step("busy, ms", "+ dropout")
+        else "."
+    )
 )
 
 # %%
@@ -2224,8 +2233,7 @@ lab.read(
         else ".** "
     )
     + (
-        f"To launch it alone, the host needs {our_host:.0f} ms with ours and {sdpa_host:.0f} with "
-        "SDPA. "
+        f"The host alone needs {our_host:.0f} ms with ours and {sdpa_host:.0f} with SDPA. "
         if our_host == our_host
         else ""
     )
@@ -2267,8 +2275,8 @@ lab.table(
 )
 
 # %%
-# What is left without the host
-# -----------------------------
+# A graph takes the host away
+# ---------------------------
 #
 # A :term:`CUDA graph` records the launches of a step once and hands all of them to the GPU in one
 # call. ``training.whole()`` is a step, forward, backward and optimiser, and we capture all of it.
