@@ -2110,6 +2110,7 @@ def step_bars(axes, rows):
     rows = {row["version"]: row for row in timed(rows)}
     rows = [rows[version] for version in FOLLOWED if version in rows]
     grey = lab.colour("copy")
+    rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
     for place, row in enumerate(rows):
         host, took, reached = row.get("host, ms"), row["step, ms"], 0
         if host is not None:
@@ -2117,7 +2118,6 @@ def step_bars(axes, rows):
         for kind, ink in INKS.items():
             axes.barh(place, row[f"{kind}, ms"], 0.44, left=reached, color=ink)
             reached += row[f"{kind}, ms"]
-        rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
         axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
         beside(axes, max(took, reached), place, f"{took:.0f}")
     axes.set_yticks(range(len(rows)), [FOLLOWED[row["version"]] for row in rows])
