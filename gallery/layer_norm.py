@@ -452,9 +452,9 @@ climb("One read of a row, bfloat16", "one program", 4096, 32768)
 
 # Reading
 lab.read(
-    f"At 4,096 columns {100 - share['one program', 4096]:.0f} points are missing to the speed of a "
-    f"copy, at 32,768 columns {100 - share['one program', 32768]:.0f}, most of which packed rows "
-    "win back below. Before speed come the digits."
+    f"One read is {100 - share['one program', 4096]:.0f} points short of a copy at 4,096 columns, "
+    f"and {100 - share['one program', 32768]:.0f} at 32,768, most of which packed rows win back "
+    "below."
 )
 
 # %%

@@ -86,7 +86,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
-# The obvious remedy is a *lock*, under which the programs add one at a time. There is a better one:
+# The obvious remedy is a *lock*, under which programs add one at a time. There is a better one:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -162,9 +162,9 @@ grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     "A nudge confirms the first number of `dx`: with 1.001 in place of the 1, four times the first "
-    f"output grows by {grown:.4f}, {grown / 0.001:.1f} times the nudge. To the first column of "
-    f"`dw` this row adds `dy * xhat`, {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` it adds "
-    f"{dy_of_eight[0, 0]:.0f}.".replace("-", "−")
+    f"output grows by {grown:.4f}. To the first column of `dw` this row adds `dy * xhat`, "
+    f"{(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` {dy_of_eight[0, 0]:.0f}."
+    "".replace("-", "−")
 )
 
 # %%
@@ -364,8 +364,7 @@ lab.source(partial_kernel)
 lab.source(add_kernel)
 
 # %%
-# The host launches both, without zeros and without a lock, and with as many buffers as programs. To
-# ``add_kernel``, a buffer is one row: ``dw`` and then ``db``.
+# To ``add_kernel``, a buffer is one row: ``dw`` and then ``db``.
 
 # Folded: What the host does, for either way
 lab.listing(
@@ -436,8 +435,8 @@ lab.source(gradient)
 # columns or one longer row. *Per program*, each program takes many rows before it hands over its
 # sums. Triton's own tutorial takes its lock for every row.
 #
-# The operator's lock is milder than that of ``lock_kernel``: there are up to 64 buffers, each with
-# a lock of its own.
+# The operator has up to 64 buffers, each with a lock of its own, so fewer programs share a lock
+# than in ``lock_kernel``.
 
 
 # Measuring
@@ -697,7 +696,7 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 lab.read(
     "Their price is small: writing the buffers and reading them again adds at most "
     f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` in bfloat16, with the rows of "
-    f"the figures and up to {max(of_sums, default=0):,} columns. With fewer rows it adds more."
+    f"the figures and up to {max(of_sums, default=0):,} columns, and more with fewer rows."
 )
 
 # %%
@@ -732,15 +731,12 @@ lab.table(
 #
 # 1. *publishes* in a slot what its part of row 1 adds to ``c1`` and ``c2``;
 # 2. *loads* its part of row 2 ahead;
-# 3. collects the slots of row 0, which have had a whole iteration to fill, and *finishes* row 0.
+# 3. collects the slots of row 0, and *finishes* row 0.
 #
 # .. image:: /figures/layer-norm-ahead.svg
 #    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
-#
-# One width has a kernel of its own: a row of 16,384 numbers of 16 bits fits in one program beside
-# its sums, if it stays *packed* in pairs, as in the forward pass.
 
 # Folded: Steps 1 and 3 in the kernel
 lab.source(split_bwd_kernel, "publish", "finish")
@@ -763,6 +759,9 @@ lab.source(split_bwd_kernel)
 #    ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that each thread has
 #    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
 #    itself, and all its ``THREADS`` have to agree on that.
+#
+#    One width has a kernel of its own: a row of 16,384 numbers of 16 bits fits in one program
+#    beside its sums, if it stays *packed* in pairs, as in the forward pass.
 
 # %%
 # Is it right?
@@ -980,28 +979,6 @@ ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
 
 # %%
 
-# Folded: What an SM has requested ahead, as a table
-CHANGES = [
-    ("whole, 8,192 columns", "as it is"),
-    ("whole, 8,192 columns", "no loads ahead"),
-    ("packed, 16,384 columns", "as it is"),
-    ("shared, 32,768 columns", "one program per SM"),
-    ("shared, 32,768 columns", "two programs per SM"),
-    ("shared, 32,768 columns", "as it is, four per SM"),
-    ("parts as rows, 2,048 columns", "as it is, four per SM"),
-]
-kept = ("KiB ahead", "% of a copy")
-lab.table(
-    [
-        {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
-        for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
-    ],
-    "KiB of x and dy, bfloat16, requested ahead on an SM, and the speed without the kernel that "
-    f"adds partial sums, on {gpu}",
-) if ahead.rows else ahead
-
-# %%
-
 
 # Folded: More: what wide rows lack
 def ahead_said():
@@ -1011,7 +988,7 @@ def ahead_said():
         "Memory is busy only while an SM has bytes requested ahead, for later rows. Whole rows "
         "have the next ones on the way. A packed row takes all registers of an SM, so nothing is "
         "loaded while its program computes. Shared rows have one part per program on the way, and "
-        "registers leave room for few programs. The table of the fold above changes these bytes. "
+        "registers leave room for few programs. The table in the next fold changes these bytes. "
     )
     if three - none >= 10 and packed < three:
         said = (
@@ -1042,6 +1019,28 @@ def ahead_said():
 
 
 lab.read(ahead_said())
+
+# %%
+
+# Folded: What an SM has requested ahead, as a table
+CHANGES = [
+    ("whole, 8,192 columns", "as it is"),
+    ("whole, 8,192 columns", "no loads ahead"),
+    ("packed, 16,384 columns", "as it is"),
+    ("shared, 32,768 columns", "one program per SM"),
+    ("shared, 32,768 columns", "two programs per SM"),
+    ("shared, 32,768 columns", "as it is, four per SM"),
+    ("parts as rows, 2,048 columns", "as it is, four per SM"),
+]
+kept = ("KiB ahead", "% of a copy")
+lab.table(
+    [
+        {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
+        for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
+    ],
+    "KiB of x and dy, bfloat16, requested ahead on an SM, and the speed without the kernel that "
+    f"adds partial sums, on {gpu}",
+) if ahead.rows else ahead
 
 # %%
 
