@@ -48,9 +48,8 @@ lab.start("layer_norm", "kernelbook.ops.layer_norm")
 # The problem in PyTorch
 # ----------------------
 #
-# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. The row (1, 2, 3,
-# 4, 5), for example, has mean 3 and variance 2, and becomes (−1.41, −0.71, 0, 0.71, 1.41). Each
-# element is then multiplied by a weight and shifted by a bias, one of each per column.
+# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. Each element is
+# then multiplied by a weight and shifted by a bias, one of each per column.
 
 
 def simple_layer_norm(x, w, b, eps=1e-5):
@@ -65,7 +64,7 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # PyTorch runs each operation as a :term:`kernel` of its own, which reads its input from the GPU's
 # main memory (:term:`HBM`) and writes its output back. The seven operations on whole rows read 7
 # times and write 5 times, which is six times the bytes of one read and one write. Bytes should set
-# the time, because seven additions and multiplications per element are few (:term:`roofline`).
+# the time, because an element costs only seven additions and multiplications (:term:`roofline`).
 #
 # The idea
 # --------
@@ -103,6 +102,35 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The code calls :math:`r` ``rstd``, the reciprocal of the standard deviation. The small number
 # :math:`\epsilon`, ``eps``, keeps a row of equal numbers from dividing by zero.
 #
+# Here is a row of eight on its way through the formulas, with weights of 2, biases of 1 and no
+# ``eps``. It returns below, shared by four programs, and in the next chapter with its gradient.
+
+row_of_eight = torch.tensor([1.0, 3, 2, 6, 5, 5, 0, 2])
+deviation_of_eight = row_of_eight - row_of_eight.mean()
+square_of_eight = deviation_of_eight.square()
+xhat_of_eight = deviation_of_eight * square_of_eight.mean().rsqrt()
+y_of_eight = 2 * xhat_of_eight + 1
+lab.table(
+    [
+        {"column": name}
+        | {str(j): f"{n:g}".replace("-", "−") for j, n in enumerate(numbers.tolist())}
+        | {"of the row": of_row}
+        for name, numbers, of_row in (
+            ("x", row_of_eight, f"mean m = {row_of_eight.mean():g}"),
+            ("x − m", deviation_of_eight, f"sum {deviation_of_eight.sum():g}"),
+            ("(x − m)²", square_of_eight, f"variance v = {square_of_eight.mean():g}"),
+            (
+                "(x − m) r",
+                xhat_of_eight,
+                f"r = {square_of_eight.mean().rsqrt():g}",
+            ),
+            ("y", y_of_eight, ""),
+        )
+    ],
+    "A row of eight, normalised",
+)
+
+# %%
 # The mean comes first, because the other common formula for the variance, the mean of the squares
 # minus the square of the mean, loses its digits where the mean is large:
 
@@ -316,7 +344,7 @@ def climb(title, newest, *lengths):
     lab.draw(ladder if missing else complete(ladder), title, in_words, bars)
 
 
-climb("Three reads of a row, bfloat16", "loop", 4096, 65536)
+climb("Three reads of a row, bfloat16", "loop", 4096, 32768)
 
 # %%
 
@@ -328,12 +356,12 @@ share = {
     for n in LADDER
 }
 gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
+tenfold = share["loop", 4096] / share["simple_layer_norm", 4096]
 lab.read(
-    f"On {gpu}, whose numbers the text gives, the loop reaches {share['loop', 4096]:.0f} % of a "
-    "copy at 4,096 columns. With every read from main memory, three reads and a write could reach "
-    "only half the speed of a copy's read and write, so caches serve part of these reads. At "
-    f"65,536 columns it reaches {share['loop', 65536]:.0f} %, less than half, which does not show "
-    "whether caches help."
+    f"On {gpu}, whose numbers the text gives, one kernel is {tenfold:.0f} times as fast as seven "
+    "operations at 4,096 columns. With every read from main memory, its three reads and a write "
+    "could reach only half the speed of a copy's read and write. It is faster, so caches serve "
+    "part of its reads. At 32,768 columns the loop is close to that half."
 )
 
 # %%
@@ -343,16 +371,26 @@ alone = {line["operation"]: line["% of a copy"] for line in single.rows or []}
 repeated = [
     alone.get(of, nan) for of in ("x - mean", "deviation * rstd", "… * w", "… + b")
 ]
+in_copies = {  # a copy moves N twice
+    name: line["N moved"] / 2 / (line["% of a copy"] / 100)
+    for name, line in ((line["operation"], line) for line in single.rows or [])
+}
+by_four = sum(1 / (of / 100) for of in repeated)
 lab.read(
-    f"PyTorch's seven operations reach {share['simple_layer_norm', 4096]:.0f} %, half of the sixth "
-    "that their bytes allow, because the four with an operand that is repeated, such as the mean, "
-    f"run at {max(repeated):.0f} % of a copy."
+    "PyTorch's seven operations move the bytes of six copies, but are slower than six copies. "
+    f"Timed one by one, they take as long as {sum(in_copies.values()) or nan:.0f} copies, and "
+    f"{by_four:.0f} of these go to the four with an operand that is repeated, such as the mean."
 )
 
 # %%
 
 # Folded: PyTorch's operations, one by one
 single
+
+# %%
+
+# Folded: Why the loop is slow at 1,024 columns
+fewer
 
 # %%
 # One read: whole rows
@@ -383,6 +421,12 @@ lab.source(norm_kernel, "write")
 lab.source(norm)
 
 # %%
+# The row of eight comes out as in the table, and longer rows as in PyTorch:
+
+w_of_eight, b_of_eight = torch.tensor([[2.0] * 8, [1.0] * 8], device=runtime.DEVICE)
+found = norm(row_of_eight[None].to(runtime.DEVICE), w_of_eight, b_of_eight, eps=0.0)
+torch.testing.assert_close(found[0].cpu(), y_of_eight)
+
 x = torch.randn(33, 1000, device=runtime.DEVICE)
 w, b = torch.randn(2, 1000, device=runtime.DEVICE)
 torch.testing.assert_close(norm(x, w, b), F.layer_norm(x, (1000,), w, b))
@@ -408,19 +452,21 @@ climb("One read of a row, bfloat16", "one program", 4096, 32768)
 
 # Reading
 lab.read(
-    f"At 4,096 columns one read reaches {share['one program', 4096]:.0f} % of a copy. At 32,768 it "
-    f"falls to {share['one program', 32768]:.0f} %, which the section on packed rows mends."
+    f"One read is {100 - share['one program', 4096]:.0f} points short of a copy at 4,096 columns, "
+    f"and {100 - share['one program', 32768]:.0f} at 32,768, most of which packed rows win back "
+    "below."
 )
 
 # %%
 # The last digits
 # ---------------
 #
-# A sum rounds, so the mean is slightly wrong, and where a row's numbers are nearly equal layer norm
-# makes this error large, because it divides the deviations by their own size. Suppose a machine
-# keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33, 6.66, 9.99, 13.3 and
-# 16.6, a fifth of which is 3.32. So every element deviates from the mean by 0.01, although all are
-# equal.
+# A sum rounds, so the mean is slightly wrong. Where a row's numbers are nearly equal, layer norm
+# makes this error large, because it divides the deviations by their own size.
+#
+# Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33,
+# 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. So every element deviates from the mean by
+# 0.01, although all are equal.
 
 # Reading
 import triton
@@ -609,8 +655,8 @@ lab.listing(
 # -------------------
 #
 # A row of 32,768 columns, widened to float32, takes half of the 65,536 registers of an :term:`SM`.
-# A program needs some for addresses, too, so no second one fits beside it, and we suspect that
-# nothing is loaded while it computes. The remedy is that of :doc:`softmax </chapters/softmax>`:
+# A program needs some for addresses, too, so no second one fits beside it, which could load its row
+# while the first computes. The remedy is that of :doc:`softmax </chapters/softmax>`:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -717,10 +763,9 @@ two, lone, long, shared = (
 )
 said = (
     "At 32,768 columns packing gains "
-    f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points. What counts is that "
-    "two programs fit on an SM: allowed more registers, so that only one fits, the same kernel "
-    f"loses {two[0] - lone[0]:.0f}. Of rows of 65,536 columns only one fits on an SM even when "
-    f"packed, and they reach {share['Kernel Book', 65536]:.0f} %."
+    f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points, because a second "
+    "program fits on the SM: the same kernel, allowed so many registers that only one fits, loses "
+    f"{two[0] - lone[0]:.0f}. Of rows of 65,536 columns only one fits even when packed."
 )
 for other in ladder.elsewhere:
     there = {
@@ -744,7 +789,7 @@ lines
 #
 # Rows that are longer still, and long rows of float32, which has no pairs to pack, are shared by
 # several programs. Each computes the *moments* of its own part, the mean and the sum of squared
-# deviations, and then merges those of all parts.
+# deviations, and then merges those of all parts. Of the row of eight:
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -752,7 +797,7 @@ lines
 #          Each reads all four slots, merges them to mean 3 and M 32, and writes its part of y.
 
 # Reading
-eight = torch.tensor([[1.0, 3], [2, 6], [5, 5], [0, 2]])
+eight = row_of_eight.reshape(4, 2)
 of_parts = eight.mean(1, keepdim=True)
 within = (eight - of_parts).square().sum()
 in_all = (eight - eight.mean()).square().sum()
@@ -760,8 +805,8 @@ between = 2 * (of_parts - eight.mean()).square().sum()
 assert within + between == in_all
 lab.read(
     f"The four M make {within:.0f}, and the row's is {in_all:.0f}, because each part also deviates "
-    f"as a whole. The four means are 1, 1, 2 and 2 away from the row's, {eight.mean():.0f}, and "
-    f"the squares of these distances, each twice, for a part's two numbers, add {between:.0f}."
+    "as a whole. The means of the parts lie 1, 1, 2 and 2 from the row's. These distances squared, "
+    f"and counted twice because a part has two numbers, add the missing {between:.0f}."
 )
 
 # %%
@@ -800,18 +845,8 @@ lab.source(merge_moments)
 lab.source(split_fwd_kernel)
 
 # %%
+# So ``layer_norm`` has a kernel for every length, and takes the first of the table that a row fits.
 
-# Reading
-lab.read(
-    "So `layer_norm` has a kernel for every length, and takes the first that a row fits: whole, "
-    "packed, split, and last the loop. Packed comes before split "
-    + ("because it is faster" if long[0] > shared[0] else "although it is slower")
-    + f": rows of 65,536 columns of bfloat16 reach {shared[0]:.0f} % of a copy if they are split."
-)
-
-# %%
-
-# Folded: Which lengths each kernel takes
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
     [
@@ -832,6 +867,15 @@ lab.table(
 
 # %%
 
+# Reading
+lab.read(
+    "Packed comes before split "
+    + ("because it is faster" if long[0] > shared[0] else "although it is slower")
+    + f": split, rows of 65,536 columns of bfloat16 lose {long[0] - shared[0]:.0f} points."
+)
+
+# %%
+
 # Folded: Every version at every length
 lab.plot(
     ladder,
@@ -839,11 +883,6 @@ lab.plot(
     share=True,
     names={"simple_layer_norm": "seven operations", "one program": "one read"},
 )
-
-# %%
-
-# Folded: Why the loop is slow at 1,024 columns
-fewer
 
 # %%
 # .. dropdown:: More: rows that cannot be packed
@@ -1041,12 +1080,11 @@ timed_again[32768].append(two[0])  # and in the table of the programs per SM
 spread = {n: max(shares) - min(shares) for n, shares in timed_again.items()}
 scatter = max(spread[n] for n in LADDER if n <= 16384)
 lab.read(
-    "Timed again on this page, our bfloat16 kernels differ by up to "
-    f"{scatter:.1f} points at up to 16,384 columns, and by {spread[32768]:.0f} at 32,768. Float32 "
-    "was timed once. If it scatters as much at the lengths of the table, a lead of less than "
-    f"{scatter:.1f} points may be chance"
+    "Our kernels in bfloat16 were timed twice on this page, and differ from themselves by up to "
+    f"{scatter:.1f} points at up to 16,384 columns, and by {spread[32768]:.0f} at 32,768. If "
+    "float32 scatters as much, a lead in the table that is not larger may be chance"
     + (
-        "; the larger ones are unexplained."
+        "; we have not explained the others."
         if max(row["its %"] - row["our %"] for row in losses) > scatter
         else "."
     )
@@ -1164,17 +1202,17 @@ def small_said(rows):
         )
     )
     said = (
-        f"With 16 rows our call takes {called[0] / theirs[0]:.1f} times as long as PyTorch's, "
-        f"although the GPU works only {alone[0]:.0f} of its {called[0]:.0f} µs, as the graph "
-        "shows."
+        f"With 16 rows our call takes about {called[0] / theirs[0]:.0f} times as long as "
+        f"PyTorch's, although the GPU works only {alone[0]:.0f} µs of it, as the graph shows."
     )
     lead, kept = theirs_alone[-1] - alone[-1], theirs[-1] - called[-1]
     if kept < lead / 2:
+        less = 20 * alone[-1] / theirs_alone[-1]  # in steps of 5 %
         said += (
-            f" With 32,768 rows our kernels need {100 * alone[-1] / theirs_alone[-1]:.0f} % of the "
-            "time of PyTorch's, but our call "
+            f" With 32,768 rows our kernels need about {5 * round(less):.0f} % of the time of "
+            "PyTorch's, but our call "
             + (
-                f"is the slower one, {called[-1]:.0f} µs against {theirs[-1]:.0f}"
+                "is the slower one"
                 if kept < 0
                 else f"keeps only {kept:.0f} µs of that lead"
             )
@@ -1379,6 +1417,6 @@ lab.check("One reduction", [lab.Case("100", "forward", out, theirs, truth, facto
 # Closing
 reached = [forward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]
 lab.finish(
-    f"{min(reached):.0%} to {max(reached):.0%} of the speed of a copy, from {COLUMNS[0]:,} to "
-    f"{COLUMNS[-1]:,} columns"
+    f"at least {100 * min(reached) - 0.5:.0f} % of the speed of a copy, up to {COLUMNS[-1]:,} "
+    "columns"
 )

@@ -153,8 +153,8 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
-            "lock per tile": "lock per tile",
-            "lock per program": "lock per program",
+            "lock per tile": "a lock for every two rows",
+            "lock per program": "a lock, once a program",
             "partial sums": "partial sums, no lock",
         },
     ),
