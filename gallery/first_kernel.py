@@ -63,8 +63,8 @@ def simple_weighted_sum(x, w):
 # :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only the 2
 # bytes of reading ``x`` are necessary, because the weights and the sums are small beside it.
 #
-# Three times the bytes alone would leave a third of the speed of a copy. The bars above show less,
-# and at the end of this page we find out why.
+# Three times the bytes would leave a third of the speed of a copy. The bars above show less; why,
+# we find out at the end.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -183,10 +183,9 @@ def neighbours():
 lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
-# The kernel without a mask has read 10 and 11, and written their doubles over the neighbours of
-# ``y``. No error is reported, because only an address outside all memory of the process makes a
-# launch fail. Where the mask of a load is false, what it gives is undefined, unless ``other=0.0``
-# names a value.
+# The kernel without a mask has written over the neighbours of ``y``. No error is reported, because
+# only an address outside all memory of the process makes a launch fail. Where the mask of a load is
+# false, what it gives is undefined, unless ``other=0.0`` names a value.
 #
 # What the compiler must know
 # ---------------------------
@@ -520,10 +519,10 @@ in_parts_took = of_way("partial sums", "µs")
 lab.read(
     f"Load, add, store loses up to {100 * lost:.0f} % of a sum"
     + (", and is not even faster than atomics" if racing > 0.99 * atomic else "")
-    + ". The two others only round. Atomics add in the order in which programs arrive, but with "
-    "partial sums the order is fixed, so that every run has the same bits. **We take partial sums**"
+    + ". Atomics add in the order in which programs arrive; with partial sums the order is fixed, "
+    "so every run has the same bits. **We take partial sums**"
     + (
-        ", which here are the fastest as well (in the operator's kernels, whose blocks are others)."
+        ", which are the fastest as well (timed in the operator, whose blocks are others)."
         if in_parts_took < 0.99 * min(racing, atomic)
         else "."
     )
@@ -598,8 +597,8 @@ dx, dw = rows_backward(torch.ones(5, device=runtime.DEVICE), x, w)
 print(dw.tolist())
 
 # %%
-# Each program has its own row of partial sums. The second launch needs no new kernel: ``parts.t()``
-# has a row for each column of ``x``, and ``rows_kernel`` sums that row with weights of 1.
+# The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
+# ``rows_kernel`` sums that row with weights of 1.
 #
 # Into PyTorch
 # ------------
@@ -621,8 +620,8 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# ``contiguous()`` copies a tensor whose elements do not lie one after the other. ``dy`` often has a
-# stride of 0, because the gradient of ``y.sum()`` is a single 1 that stands for all rows.
+# ``contiguous()`` makes a copy where a tensor has other strides. ``dy`` often has a stride of 0,
+# because the gradient of ``y.sum()`` is a single 1 for all rows.
 #
 # ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
 # the change of the results with what the backward pass claims. The step need not be tiny, because
@@ -636,8 +635,8 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 # %%
 # **What is left to the book's operator?** A row of partial sums for each two rows of ``x`` would be
 # as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
-# to further rows, with its sums in registers, before it stores them. It also takes long rows in
-# blocks of columns, and any strides, and is registered, so that ``torch.compile`` knows it.
+# to further rows before it stores its sums. It also takes long rows and any strides, and is
+# registered, so that ``torch.compile`` knows it.
 
 # %%
 
@@ -669,9 +668,8 @@ lab.listing(
 # ------------
 #
 # We compare three shapes in three dtypes with the truth in float64, and bfloat16 with a float32
-# weight. PyTorch's own error, but at least half a unit in the last place (:term:`ulp`), is the
-# measure: ours may be twice that, and in float32 eight times, because there the order of the
-# additions decides.
+# weight. Our error may be twice PyTorch's or half a unit in the last place (:term:`ulp`), whichever
+# is larger, and in float32 eight times, because there the order of the additions decides.
 
 
 def cases():
@@ -968,8 +966,7 @@ lab.read(
 )
 
 # %%
-# The weighted sum needs one, so it is :term:`memory-bound`: what counts is to read ``x`` from HBM
-# once.
+# The weighted sum needs one, so it is :term:`memory-bound`: it should read ``x`` from HBM once.
 
 # %%
 
@@ -1064,8 +1061,8 @@ of_product, of_sum = [
 ] or [nan] * 2
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    "Three times the bytes explain a factor of 3. The rest is that the multiplication reaches only "
-    f"{of_product:.0f} % of the speed of a copy of its own bytes; the sum reaches {of_sum:.0f} %."
+    "Three times the bytes explain a factor of 3. The rest is the multiplication, which reaches "
+    f"only {of_product:.0f} % of the speed of a copy of its own bytes (the sum {of_sum:.0f} %)."
 )
 
 # %%
@@ -1074,9 +1071,9 @@ lab.read(
 ours_of_copy = 100 * forward.share("Kernel Book", rows=2**16)
 of_copying = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, and HBM was measured above
 lab.read(
-    f"The operator reaches {ours_of_copy:.0f} % there."
+    f"The operator reaches {ours_of_copy:.0f} % of the copy's speed."
     + (
-        " More than 100 is possible, because a copy has to write as well: it moved "
+        " More than 100 is possible, because a copy also writes: it moved "
         f"{of_copying:.1f} TB/s, and reading alone {hbm:.1f} (the figure above)."
         if ours_of_copy > 100 and hbm > of_copying
         else ""
@@ -1184,7 +1181,7 @@ least = min(found, key=found.get)
 lab.read(
     f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %, the "
     f"least with {least:,} columns"
-    + (" (the fold explains a part; the rest is not measured)" if least == 2 else "")
+    + (" (a fold explains a part of it)" if least == 2 else "")
     + f". `torch.compile` is {ahead(shapes, 'torch.compile', 'columns')}."
 )
 
@@ -1192,14 +1189,12 @@ lab.read(
 # What earlier kernels leave behind
 # ---------------------------------
 #
-# With 16,384 rows the operator is clearly faster than our first kernel. One difference between them
-# is ``evict_first``, with which the operator loads ``x``: when L2 needs room, it gives up these
-# numbers first. Otherwise it gives up the line that has been there for longest; if that line was
-# written, it must first be copied to HBM.
+# With 16,384 rows the operator is clearly faster than our first kernel. It loads ``x`` with
+# ``evict_first``: when L2 needs room, it gives up these numbers first. Otherwise it gives up the
+# line that has been there for longest, and if that was written, it must first be copied to HBM.
 #
-# To see whether this copying is what costs, we time the operator with and without ``evict_first``
-# after a kernel that fills L2 with numbers that it writes, and again where a second kernel has then
-# filled L2 with numbers that it only reads:
+# Is it this copying that costs? We time the operator with and without ``evict_first``, once where
+# L2 is full of numbers that another kernel wrote, and once of numbers that were only read:
 
 
 # Measuring
@@ -1236,6 +1231,9 @@ def evictions():
     ]
 
 
+# %%
+
+# Folded: The four times
 evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 evicted
 
@@ -1247,14 +1245,13 @@ evicted
 ] or [(nan, nan)] * 2
 saved = 100 * (1 - dirty_first / dirty)
 lab.read(
-    f"After numbers that were written, `evict_first` saves {saved:.0f} % of the time. "
+    f"Where L2 was written, `evict_first` saves {saved:.0f} % of the time"
     + (
-        "After numbers that were only read, it saves nothing. So what it saves is the wait until "
-        "another kernel's numbers are in HBM, **a cost that a kernel leaves to the next one.**"
+        ", and where it was only read, nothing. So it saves the wait until another kernel's "
+        "numbers are in HBM, **a cost that a kernel leaves to the next one.**"
         if clean < 0.5 * (dirty + dirty_first) and abs(clean / clean_first - 1) < 0.02
-        else "After numbers that were only read, the kernel takes "
-        f"{clean_first:.0f} µs with it and {clean:.0f} without, so the writing is not all that it "
-        "waited for."
+        else f". Where it was only read, the kernel takes {clean_first:.0f} µs with it and "
+        f"{clean:.0f} without, so the writing is not all that it waited for."
     )
 )
 
@@ -1316,19 +1313,26 @@ shares_of_backward = {
 }
 slowest = min(shares_of_backward, key=shares_of_backward.get)
 lab.read(
-    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed, and "
-    f"`torch.compile`, which is {ahead(backward, 'torch.compile', 'rows')}, "
-    f"{large['torch.compile']:.0f} %. With {slowest:,} rows ours reaches only "
-    f"{shares_of_backward[slowest]:.0f} %, for a reason that we have not measured."
+    f"At 65,536 rows our backward pass reaches {large['Kernel Book']:.0f} % of a copy's speed; "
+    f"`torch.compile` reaches {large['torch.compile']:.0f} %, and is "
+    f"{ahead(backward, 'torch.compile', 'rows')}."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"PyTorch's operations take {theirs / ours:.1f} times as long as ours at 65,536 rows. They "
-    "move a matrix of this size four times (write `dx`, read `x`, write `dy * x`, read it), ours "
-    "twice, which explains a factor of 2. The rest is not measured."
+    f"PyTorch's operations take {theirs / ours:.1f} times as long as ours there. They move such a "
+    "matrix four times (write `dx`, read `x`, write `dy * x`, read it) and ours twice, which "
+    "explains a factor of 2. The rest is not measured."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"With {slowest:,} rows ours reaches only {shares_of_backward[slowest]:.0f} %, for a reason "
+    "that we have not measured."
 )
 
 # %%
@@ -1379,8 +1383,8 @@ lab.measure(
 # When the host decides
 # ---------------------
 #
-# The figures leave out the host, the CPU, which needs time for each call. Where calls follow each
-# other, the slower of host and GPU sets the pace, so a fast kernel can lose on small matrices.
+# The figures leave out the host, the CPU, which needs time for each call. The slower of host and
+# GPU sets the pace, so a fast kernel can lose on small matrices.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1453,10 +1457,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# Three mistakes are planted above: a forgotten mask, assumed strides, and numbers that programs
-# share. None of them raises an error, and neither does a fourth, **a sum in 16 bits**. From 2,048
-# on, float16 holds even integers only, so that adding 1 is rounded away. Each of this kernel's four
-# sums, one for each element of a block, stops there.
+# A forgotten mask, assumed strides and shared numbers are above, and none of them raised an error.
+# Neither does the last mistake, **a sum in 16 bits**: from 2,048 on, float16 holds even integers
+# only, so that adding 1 is rounded away. Each of this kernel's four sums stops there.
 
 
 @triton.jit
@@ -1478,9 +1481,7 @@ for dtype in (tl.float16, tl.float32):
 #
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
 # Sums that cross programs go through partial sums, because one program must not write what another
-# reads. A kernel that reads each number once can come close to the speed of a copy, and two
-# operations cannot, because they write a product and read it again. How the times above were taken:
-# see :doc:`measuring`.
+# reads. How the times above were taken: see :doc:`measuring`.
 #
 # Puzzles
 # -------
