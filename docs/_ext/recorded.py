@@ -544,14 +544,18 @@ def run_rows(app, docname):
     from kernelbook.lab import results
 
     headers = ("Chapter", "GPU", "Date", "Driver", "CUDA", "torch", "triton", "Commit", "State")
+    found = records()
+    gpus = list(dict.fromkeys(record["provenance"]["gpu"] for record in found))
+    found.sort(key=lambda r: (gpus.index(r["provenance"]["gpu"]), reading_order(r["chapter"])))
     rows = []
-    for record in records():
+    for record in found:
         made = record["provenance"]
+        name = record["chapter"].replace("_", " ")
         rows.append(
             (
-                link(docname, f"chapters/{record['chapter']}", record["chapter"]),
+                link(docname, f"chapters/{record['chapter']}", name),
                 made["gpu"],
-                made["date"][:10],
+                made["date"][:10].replace("-", "\N{NON-BREAKING HYPHEN}"),
                 *(made[key] for key in ("driver", "cuda", "torch", "triton")),
                 results.short_commit(made["commit"]),
                 state(app, record),

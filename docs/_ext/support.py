@@ -129,11 +129,10 @@ def summary(app):
 
 
 def counted(word, chapters):
-    """What went well as a number of chapters, "8 chapters, older code"; what did not by name."""
+    """What went well as a number of chapters, "8, older code"; what did not by name."""
     kind, _, age = word.partition(", ")
     if kind in ("measured", "tested", "compiled"):
-        number = f"{len(chapters)} chapter{'s' if len(chapters) > 1 else ''}"
-        return f"{number}, {age}" if age else number
+        return f"{len(chapters)}, {age}" if age else str(len(chapters))
     return f"{word.removeprefix('compiled ')}: {', '.join(chapters)}"
 
 
@@ -191,7 +190,7 @@ class Support(SphinxDirective):
 
     def summary(self):
         if rows := summary(self.env.app):
-            return [table(["GPU", "Triton", *COLUMNS], rows)]
+            return [table(["GPU", "Triton", *COLUMNS], rows, "How many chapters run where")]
         return [paragraph("Nothing was run or compiled yet.")]
 
     def table(self):
