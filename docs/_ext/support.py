@@ -190,7 +190,8 @@ class Support(SphinxDirective):
 
     def summary(self):
         if rows := summary(self.env.app):
-            return [table(["GPU", "Triton", *COLUMNS], rows, "How many chapters run where")]
+            number = len(chapter_scripts(self.env.app))
+            return [table(["GPU", "Triton", *COLUMNS], rows, f"How many of the {number} chapters")]
         return [paragraph("Nothing was run or compiled yet.")]
 
     def table(self):
