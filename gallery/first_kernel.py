@@ -634,8 +634,8 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# ``contiguous()`` makes a copy where a tensor has other strides. ``dy`` often has a stride of 0,
-# because the gradient of ``y.sum()`` is a single 1 for all rows.
+# Our backward kernel takes no strides, so ``contiguous()`` copies what has others than it assumes.
+# ``dy`` often has a stride of 0, because the gradient of ``y.sum()`` is a single 1 for all rows.
 #
 # ``torch.autograd.gradcheck`` changes one input element at a time by a step ``eps``, and compares
 # the change of the results with what the backward pass claims. The step need not be tiny, because
