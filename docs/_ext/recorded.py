@@ -175,12 +175,10 @@ class Chapters(SphinxDirective):
             for times in zip(*(reading_times(self.env, stem) for stem in stems), strict=True)
         )
         said = (
-            f"A picture shows the speed of a chapter’s versions on one input, which is named below "
-            f"it, in percent of a limit that was measured beside them, {measured_on(primary())}; "
-            f"in “Measuring a kernel” it shows times. "
-            f"The sentence after its question says what a chapter reaches, over its inputs or on "
-            f"the largest. All chapters together take about {short} hours to read ({whole} with "
-            "every fold open)"
+            f"A picture shows a chapter’s versions on one input, in percent of a limit that was "
+            f"measured beside them or in microseconds, {measured_on(primary())}. The line below "
+            f"the question says what the chapter reaches, over its inputs or on the largest. All "
+            f"chapters together take about {short} hours to read ({whole} with every fold open)"
         )
         if self.env.docname != "chapters":
             return f"{said}."
@@ -546,14 +544,18 @@ def run_rows(app, docname):
     from kernelbook.lab import results
 
     headers = ("Chapter", "GPU", "Date", "Driver", "CUDA", "torch", "triton", "Commit", "State")
+    found = records()
+    gpus = list(dict.fromkeys(record["provenance"]["gpu"] for record in found))
+    found.sort(key=lambda r: (gpus.index(r["provenance"]["gpu"]), reading_order(r["chapter"])))
     rows = []
-    for record in records():
+    for record in found:
         made = record["provenance"]
+        name = record["chapter"].replace("_", " ")
         rows.append(
             (
-                link(docname, f"chapters/{record['chapter']}", record["chapter"]),
+                link(docname, f"chapters/{record['chapter']}", name),
                 made["gpu"],
-                made["date"][:10],
+                made["date"][:10].replace("-", "\N{NON-BREAKING HYPHEN}"),
                 *(made[key] for key in ("driver", "cuda", "torch", "triton")),
                 results.short_commit(made["commit"]),
                 state(app, record),

@@ -5,6 +5,7 @@ what Triton made of all kernels for GPUs that are not there in ``tests/compiled.
 """
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,6 +30,12 @@ OPERATORS = {
 FORWARD_ONLY = ("layer_norm", "attention_forward", "attention_fast")
 
 REASONS = ("refused", "fails")
+COLUMNS = {
+    "Measured": r"measured",
+    "Tested": r"tested|\d+ tests fail",
+    "Compiled": r"compiled|refused|fails",
+}
+"""The columns of the table of GPUs, by how the words begin that it counts there."""
 
 
 def read(app, name):
@@ -101,6 +108,40 @@ def words(app):
     return cells
 
 
+def summary(app):
+    """A row for each GPU and Triton: of how many chapters what is known, and where something ends.
+
+    What is as it should be is counted, and what is not is named.
+    """
+    cells = words(app)
+    rows = []
+    for gpu, triton in in_order(cells):
+        found = defaultdict(list)
+        for chapter in sorted(cells[gpu, triton], key=reading_order):
+            for word in cells[gpu, triton][chapter]:
+                found[word].append(chapter.replace("_", " "))
+        columns = (
+            "; ".join(counted(word, found[word]) for word in found if re.match(begins, word))
+            for begins in COLUMNS.values()
+        )
+        rows.append((short(gpu), triton, *columns))
+    return rows
+
+
+def counted(word, chapters):
+    """What went well as a number of chapters, "8, older code"; what did not by name."""
+    kind, _, age = word.partition(", ")
+    if kind in ("measured", "tested", "compiled"):
+        return f"{len(chapters)}, {age}" if age else str(len(chapters))
+    return f"{word.removeprefix('compiled ')}: {', '.join(chapters)}"
+
+
+def in_order(cells):
+    """The (gpu, triton) of some cells, a GPU's together, in the order in which GPUs came."""
+    gpus = list(dict.fromkeys(gpu for gpu, _ in cells))
+    return sorted(cells, key=lambda cell: (gpus.index(cell[0]), cell[1]))
+
+
 def versions(app):
     """The versions of torch and Python with which something ran, by (gpu, triton)."""
     found = defaultdict(set)
@@ -138,26 +179,32 @@ def tested_with(app, chapter):
 
 
 class Support(SphinxDirective):
-    """The table of what runs where, or the reasons why something does not."""
+    """What runs where, by GPU or by chapter as well, or the reasons why something does not."""
 
     required_arguments = 1
 
     def run(self):
         self.env.note_reread()
-        return {"table": self.table, "reasons": self.reasons}[self.arguments[0]]()
+        shown = {"summary": self.summary, "table": self.table, "reasons": self.reasons}
+        return shown[self.arguments[0]]()
+
+    def summary(self):
+        if rows := summary(self.env.app):
+            number = len(chapter_scripts(self.env.app))
+            return [table(["GPU", "Triton", *COLUMNS], rows, f"How many of the {number} chapters")]
+        return [paragraph("Nothing was run or compiled yet.")]
 
     def table(self):
         app, cells = self.env.app, words(self.env.app)
         chapters = [path.stem for path in sorted(chapter_scripts(app), key=reading_order)]
         titles = (link(self.env.docname, f"chapters/{c}", c.replace("_", " ")) for c in chapters)
-        gpus = list(dict.fromkeys(gpu for gpu, _ in cells))  # in the order in which they came
         beside = versions(app)
         rows = [
             (
                 *(short(gpu), triton, ", ".join(sorted(beside[gpu, triton]))),
                 *("; ".join(cells[gpu, triton][c]) for c in chapters),
             )
-            for gpu, triton in sorted(cells, key=lambda cell: (gpus.index(cell[0]), cell[1]))
+            for gpu, triton in in_order(cells)
         ]
         if not rows:
             return [paragraph("Nothing was run or compiled yet.")]
@@ -181,6 +228,7 @@ class Support(SphinxDirective):
 
 def short(gpu):
     """A GPU's name without its maker's, as people say it; its spaces do not break."""
+    gpu = re.sub(r"^(\d+)x NVIDIA ", r"\1 × ", gpu)
     for word in ("NVIDIA ", "AMD ", "GeForce ", "Instinct ", "Tesla ", "Triton's "):
         gpu = gpu.removeprefix(word)
     return gpu.replace(" ", "\N{NO-BREAK SPACE}")

@@ -51,6 +51,19 @@ def test_a_cell_says_what_is_known(app):
     }
 
 
+def test_a_row_counts_what_is_well_and_names_what_is_not(app):
+    assert support.summary(app) == [
+        ("Test\xa0GPU", "3.6.0", "", "1", ""),
+        ("Test\xa0GPU", "3.7.1", "1", "", ""),
+        ("Test\xa0GPU", "3.9.0", "", "1; 2 tests fail: softmax", ""),
+        (
+            *("An\xa0old\xa0GPU", "3.7.1", "", ""),
+            "5; in part: attention backward; refused: attention fp8",
+        ),
+    ]
+    assert support.counted("measured, older code", ["tried"]) == "1, older code"
+
+
 def test_versions_stand_beside(app):
     found = support.versions(app)
     assert found == {("Test GPU", v): {"2.13.0, 3.12.3"} for v in ("3.6.0", "3.7.1", "3.9.0")}
