@@ -114,11 +114,11 @@ lab.table(
     [
         {"column": name}
         | {str(j): f"{n:g}".replace("-", "−") for j, n in enumerate(numbers.tolist())}
-        | {"of the row": of_row}
+        | {"of the row": of_row.replace(" ", "\N{NO-BREAK SPACE}")}
         for name, numbers, of_row in (
-            ("x", row_of_eight, f"mean m = {row_of_eight.mean():g}"),
+            ("x", row_of_eight, f"m = {row_of_eight.mean():g}"),
             ("x − m", deviation_of_eight, f"sum {deviation_of_eight.sum():g}"),
-            ("(x − m)²", square_of_eight, f"variance v = {square_of_eight.mean():g}"),
+            ("(x − m)²", square_of_eight, f"v = {square_of_eight.mean():g}"),
             (
                 "(x − m) r",
                 xhat_of_eight,

@@ -108,8 +108,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # therefore taken away: the mean of what arrives, ``c2``, and its part along :math:`\hat{x}`, which
 # is :math:`\hat{x}` times a number, ``c1``.
 #
-# Here is the forward chapter's row of eight, with weights of 2 and no epsilon. Only its first
-# output has a gradient, 4:
+# Here is the forward chapter's row of eight, with its mean m and ``rstd`` r, weights of 2 and no
+# epsilon. Only its first output has a gradient, 4:
 
 
 # Measuring
@@ -134,15 +134,15 @@ lab.table(
             str(j): f"{number + 0.0:g}".replace("-", "−")
             for j, number in enumerate(line.expand(1, 8)[0].tolist())
         }
-        | {"of the row": of_row}
+        | {"of the row": of_row.replace(" ", "\N{NO-BREAK SPACE}")}
         for name, line, of_row in (
-            ("x", eight, "mean 3, rstd 0.5"),
-            ("xhat", hat, ""),
-            ("wdy, which arrives", arrives, ""),
-            ("less its mean", c2_of_eight, f"c2 = {c2_of_eight:g}"),
+            ("x", eight, "m = 3"),
+            ("xhat", hat, "r = 0.5"),
+            ("wdy", arrives, "arrives"),
+            ("less c2", c2_of_eight, f"c2 = {c2_of_eight:g}"),
             ("less xhat * c1", hat * c1_of_eight, f"c1 = −{-c1_of_eight:g}"),
-            ("is left", remains, f"sum {remains.sum():g}"),
-            ("dx = left * rstd", dx_of_eight, f"sum {dx_of_eight.sum():g}"),
+            ("left", remains, f"sum {remains.sum():g}"),
+            ("dx", dx_of_eight, "left * r"),
         )
     ],
     "A gradient arrives at the row of eight",
@@ -162,8 +162,9 @@ grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     "A nudge confirms the first number of `dx`: with 1.001 in place of the 1, four times the first "
-    f"output grows by {grown:.4f}. To the first column of `dw` this row adds `dy * xhat`, "
-    f"{(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` {dy_of_eight[0, 0]:.0f}."
+    f"output grows by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. To the first column "
+    f"of `dw` this row adds `dy * xhat`, {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` "
+    f"{dy_of_eight[0, 0]:.0f}."
     "".replace("-", "−")
 )
 
