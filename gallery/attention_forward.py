@@ -88,7 +88,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# The one number ``lse`` per query, which the mathematics below defines, is for the backward pass.
+# (``lse``, defined below, is for the backward pass.)
 #
 # What the table costs
 # --------------------
@@ -106,7 +106,7 @@ def standard_attention(q, k, v, is_causal=False):
 # :math:`N D` numbers each, and make one trip each.
 #
 # To be limited by arithmetic and not by memory, we must do as many operations per byte as the GPU
-# can execute while it moves one. A :term:`cuBLAS` matmul measures its arithmetic, and a copy its
+# executes while it moves one. A matmul by :term:`cuBLAS` measures its arithmetic, and a copy its
 # memory.
 
 
@@ -523,9 +523,8 @@ assert torch.allclose(out, three_weights @ valued)
 #       :pyobject: key_tiles
 #
 # The package's version and both kernels below are checked against float64, to four times PyTorch's
-# error in the same dtype: at first in small tiles, in float32 and, of the kernels, float16. Beside
-# the speeds stands the same check of the very configuration that is timed. It must refuse a result
-# that lost a single tile of keys.
+# error: here in small tiles, in float32 and float16, and beside the speeds in the configuration
+# that is timed, where a result that lost a single tile of keys must fail.
 
 
 # Measuring
@@ -717,8 +716,8 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # *stages*, and stop after the cut tiles: only the second stage pays for a mask.
 #
 # Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
-# keys (in the code ``seen_by_all``), and its last one 64 (``seen_by_some``). So the first stage
-# ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
+# keys, and its last one 64, which the code calls ``seen_by_some``. So the first stage ends at key
+# ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
 # the two loops, and the loop over whole tiles has no mask.
@@ -726,7 +725,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # .. literalinclude:: attention_forward.py
 #    :language: python
 #    :pyobject: _staged_kernel
-#    :start-at: # -- stages
+#    :start-at: # -- loop
 #    :end-before: if visits_ptr is not None
 #    :dedent:
 
@@ -785,8 +784,6 @@ def _staged_kernel(
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# **The tiles beyond the diagonal are never computed.** For proof, an :term:`atomic` addition
-# records each tile that the kernel computes, and in which stage.
 
 
 # Measuring
@@ -806,9 +803,10 @@ counted = trace(128, 128, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"With 128 queries and 128 keys there are {counted.numel()} tiles. The kernel computed "
-    f"{in_stage[0]} in the first stage and {in_stage[1]} in the second, and left out "
-    f"{counted.numel() - sum(in_stage)}, just those beyond the diagonal."
+    f"**The tiles beyond the diagonal are never computed.** To verify this, an atomic addition "
+    f"records each tile that the kernel computes, and in which stage. Of {counted.numel()} tiles, "
+    f"it computed {in_stage[0]} in the first stage, {in_stage[1]} in the second, and none of the "
+    f"{counted.numel() - sum(in_stage)} beyond the diagonal."
 )
 
 # %%
@@ -860,7 +858,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
 # **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
-# more has 3 queries and 1,000 keys, and its last query should see all keys. So this book aligns the
+# more has 3 queries and 1,000 keys, and its last query should see all. So this book aligns the
 # diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
 # :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
 
@@ -1116,18 +1114,17 @@ by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
 slowest = min(of_copy, key=of_copy.get, default="")
-whole = steps.milliseconds_at("PyTorch", mask="full")
-apart = 100 * (sum(row["ms"] for row in by_step.values()) / whole - 1)
+of_steps = 100 * by_step.get(slowest, {}).get("ms", nan)
+of_steps /= sum(row["ms"] for row in by_step.values()) or nan
 lab.read(
     f"**Standard attention waits for its softmax.** Without a mask it reaches "
-    f"{percent('PyTorch', 'full')} of the matmul. "
+    f"{percent('PyTorch', 'full')} of the matmul"
     + (
-        f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}`, timed by itself in "
-        f"the fold above, moves them at {of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
-        f"(Timed so, the steps add up to {abs(apart):.0f} % {'more' if apart > 0 else 'less'} "
-        f"than the whole.)"
+        f", where its bytes would allow {100 * rate_of_table:.0f} %. Of its three steps, timed one "
+        f"by one in the fold above, `{slowest}` takes {of_steps:.0f} % of the time, and moves "
+        f"its bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy."
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
-        else ""
+        else "."
     )
 )
 
@@ -1209,10 +1206,10 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Each listing is a wrong line of the update, with the right one behind it. ``compare`` runs a small
-# kernel (in the fold) without and with the mistake, and shows three numbers of a query's result.
-# The kernel is that of this page for one tile of queries, with ``exp`` for ``exp2``, ``s`` for
-# ``qk``, weights in float32, and no guard for a query that sees no key.
+# Each listing is a wrong line of the update, with the right one behind it; ``s`` is ``qk``, and
+# ``exp`` stands for ``exp2``. ``compare`` runs a kernel of one tile of queries (in the fold), in
+# float32 and without the guard for a query that sees no key, without and with the mistake, and
+# shows three numbers of a query's result.
 
 
 # Whole
