@@ -1321,7 +1321,8 @@ lab.read(
 #
 #    A change may be worth little at one place of the ladder and much at another.
 #
-# So we also take each change back by itself, from the finished kernel:
+# So we also take each change back by itself, from the finished kernel. The last two columns count
+# the spills of what is left, and how often it waits for how many matmul instructions (causal):
 
 
 # Measuring
@@ -1337,19 +1338,15 @@ for name in list(LADDER)[1:]:
         what: "same" if abs(x) < 0.01 else f"{100 * x:+.0f} %".replace("-", "−")
         for what, x in changes.items()
     }
-    row["spills"] = compiled_to(version, "spills")
+    row["spills then"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
     )
-    row["waits for matmuls"] = f"{waits} for {matmuls}"
+    row["waits then"] = f"{waits} for {matmuls}"
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
-lab.table(
-    rows,
-    "Each change when made, and taken back from the finished kernel; the last two columns without "
-    "it, as compiled, causal",
-)
+lab.table(rows, "Each change when made, and taken back from the finished kernel")
 
 # %%
 
@@ -1623,7 +1620,7 @@ lab.table(
 # The best libraries are still faster than the kernel in plain Triton. Three of those timed come
 # with PyTorch: FlexAttention, which it compiles, and two kernels of
 # ``scaled_dot_product_attention``, FlashAttention-2 (*SDPA flash*) and NVIDIA's (*SDPA cuDNN*).
-# *FlashAttention* is version 4. Every point has 16,384 tokens in all.
+# The line *FlashAttention* is FlashAttention 4. Every point has 16,384 tokens in all.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
