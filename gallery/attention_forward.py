@@ -88,7 +88,7 @@ def standard_attention(q, k, v, is_causal=False):
 #
 # Three things pass from one iteration to the next: for each query the two numbers of online
 # softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
-# The one number ``lse`` per query, which the mathematics below defines, is for the backward pass.
+# (``lse``, defined below, is for the backward pass.)
 #
 # What the table costs
 # --------------------
@@ -106,7 +106,7 @@ def standard_attention(q, k, v, is_causal=False):
 # :math:`N D` numbers each, and make one trip each.
 #
 # To be limited by arithmetic and not by memory, we must do as many operations per byte as the GPU
-# can execute while it moves one. A :term:`cuBLAS` matmul measures its arithmetic, and a copy its
+# executes while it moves one. A matmul by :term:`cuBLAS` measures its arithmetic, and a copy its
 # memory.
 
 
@@ -349,15 +349,15 @@ for pieces in (2, 7, 100):
     m, l_i, acc = triples[0]
     off = (acc / l_i - truth).abs().max().item()
     assert off < 1e-13
-    rows.append({"pieces": pieces, "off by": f"{off:.0e}"})
+    rows.append({"pieces": pieces, "off by": off})
 
 # %%
 
 # Reading
 lab.read(
-    f"To verify that the split does not matter, we split 300 keys into up to "
-    f"{rows[-1]['pieces']} pieces, merge them in a random order, and find the output of a "
-    f"softmax, off by at most {max(row['off by'] for row in rows)}."
+    f"The triples of any two sets of keys merge in the same way (first fold). To verify this, we "
+    f"split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a random order, and "
+    f"find the output of a softmax, off by at most {max(row['off by'] for row in rows):.0e}."
 )
 
 # %%
@@ -523,10 +523,8 @@ assert torch.allclose(out, three_weights @ valued)
 #       :pyobject: key_tiles
 #
 # The package's version and both kernels below are checked against float64, to four times PyTorch's
-# error in the same dtype: in float32 and, of the kernels, float16, at head_dim 32 and in tiles of
-# 32 by 16. The speeds below are in bfloat16, at head_dim 128 and in tiles of 128 by 64. **Nothing
-# on this page is checked in that configuration.** (The next chapter checks the package's kernel in
-# bfloat16.)
+# error: here in small tiles, in float32 and float16, and beside the speeds in the configuration
+# that is timed, where a result that lost a single tile of keys must fail.
 
 
 # Measuring
@@ -554,10 +552,10 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# In Triton the same loop is at first as simple as possible, with an address for every element and a
-# mask for every tile. The update of the triple comes first; above each line stands the one of
-# PyTorch that it replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a
-# mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN.
+# Now the same loop in Triton, as simple as possible: with an address for every element and a mask
+# for every tile. First the update of the triple; above each line stands the one of PyTorch that it
+# replaces. ``m_exp`` has 0 in place of :math:`-\infty`, because where a mask leaves a query no key
+# yet, :math:`-\infty - (-\infty)` would be NaN.
 
 import triton
 import triton.language as tl
@@ -582,12 +580,11 @@ def _update(acc, l_i, m_i, qk, v):
 # %%
 # Four details are new.
 #
-# - **tl.dot.** ``tl.dot(a, b)`` multiplies two tiles as matrices, and a third operand is what it
-#   adds the product to: the last matmul computes ``acc * alpha + p @ v``. ``tl.trans`` transposes.
+# - **tl.dot** multiplies two tiles as matrices, and adds the product to a third operand: here it
+#   computes ``acc * alpha + p @ v``.
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
-#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, we multiply all scores by
-#   :math:`\log_2 e = 1 / \ln 2 = 1.4427`. The factor joins the scale: ``scale_log2`` is their
-#   product.
+#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, the scores are multiplied by
+#   :math:`\log_2 e = 1.4427`, which joins the scale in ``scale_log2``.
 # - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 #   because a :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
@@ -601,7 +598,8 @@ def _update(acc, l_i, m_i, qk, v):
 #    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the matrix units, which it
 #    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
 #
-# Each program loads its tile of queries once, and begins with the triple of the empty set.
+# A launch starts a *grid* of programs: along axis 0 one for each tile of queries, and along axis 1
+# one for each head. Each loads its tile once, and begins with the triple of the empty set.
 # ``exist`` marks the rows of the tile that exist, because the last tile may be only partly filled.
 
 
@@ -655,20 +653,6 @@ def _first_kernel(
     out = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     tl.store(out_ptr + offsets, out, mask=exist)
 
-
-# %%
-# A launch names its *grid*, the number of programs along each axis: here one program per tile of
-# queries and one row of programs per head.
-
-ramp = torch.linspace(-1, 1, 2 * 100 * 32, device=runtime.DEVICE).view(1, 2, 100, 32)
-of_ramp = torch.empty_like(ramp)
-two_heads = (triton.cdiv(100, 32), 2)
-log2_e = 1.4426950408889634
-_first_kernel[two_heads](
-    ramp, ramp, ramp, of_ramp, 100, 100, 32**-0.5 * log2_e,
-    HEAD_DIM=32, BLOCK_M=32, BLOCK_N=16, IS_CAUSAL=False,
-)  # fmt: skip
-assert torch.allclose(of_ramp, standard_attention(ramp, ramp, ramp), atol=1e-5)
 
 # %%
 
@@ -729,10 +713,11 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first and the cut ones next. So we split the loop into two
-# *stages*, and stop after the cut tiles: the first stage needs no mask, and only the second pays
-# for one. Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query
-# sees 33 keys, which the code calls ``seen_by_all``, and its last one 64, ``seen_by_some``. So the
-# first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
+# *stages*, and stop after the cut tiles: only the second stage pays for a mask.
+#
+# Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
+# keys, and its last one 64, which the code calls ``seen_by_some``. So the first stage ends at key
+# ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
 # the two loops, and the loop over whole tiles has no mask.
@@ -740,7 +725,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # .. literalinclude:: attention_forward.py
 #    :language: python
 #    :pyobject: _staged_kernel
-#    :start-at: # -- stages
+#    :start-at: # -- loop
 #    :end-before: if visits_ptr is not None
 #    :dedent:
 
@@ -795,13 +780,13 @@ def _staged_kernel(
 
 # %%
 
+# Folded: The kernel in stages, checked against float64
 lab.check("With stages", first_cases(_staged_kernel))
 
 # %%
-# **The tiles beyond the diagonal are never computed.** For proof, an :term:`atomic` addition
-# records each tile that the kernel computes, and in which stage.
 
 
+# Measuring
 def trace(seqlen_q, seqlen_k, is_causal):
     q = torch.randn(1, 1, seqlen_q, 16, device=runtime.DEVICE)
     k, v = torch.randn(2, 1, 1, seqlen_k, 16, device=runtime.DEVICE)
@@ -811,9 +796,25 @@ def trace(seqlen_q, seqlen_k, is_causal):
     return visits
 
 
+counted = trace(128, 128, True)
+
+# %%
+
+# Reading
+in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
+lab.read(
+    f"**The tiles beyond the diagonal are never computed.** To verify this, an atomic addition "
+    f"records each tile that the kernel computes, and in which stage. Of {counted.numel()} tiles, "
+    f"it computed {in_stage[0]} in the first stage, {in_stage[1]} in the second, and none of the "
+    f"{counted.numel() - sum(in_stage)} beyond the diagonal."
+)
+
+# %%
+
+# Folded: Which tiles the kernel computed
 marks = {0: "·", 1: "■", 2: "◪"}
 rows = []
-for number, line in enumerate(trace(128, 128, True).tolist()):
+for number, line in enumerate(counted.tolist()):
     row = {"queries": f"tile {number}"}
     rows.append(row | {f"k {n}": marks[visits] for n, visits in enumerate(line)})
 lab.table(rows, "128 queries, 128 keys: ■ whole, ◪ cut, · never computed")
@@ -857,7 +858,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
 # **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
-# more has 3 queries and 1,000 keys, and its last query should see all keys. So this book aligns the
+# more has 3 queries and 1,000 keys, and its last query should see all. So this book aligns the
 # diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
 # :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
 
@@ -1011,6 +1012,43 @@ lab.ladder(
 
 
 # Measuring
+def cases_as_timed(kernels):
+    """What the ladder times of ours, at its points and in its tiles."""
+    for point in POINTS:
+        sizes = [point[name] for name in ("batch", "heads", "seqlen", "head_dim")]
+        dtype, is_causal = point["dtype"], point["mask"] == "causal"
+        if runtime.INTERPRETED:  # too slow for more, and it does not round to bfloat16
+            sizes, dtype = [1, 2, 512, 128], torch.float16
+        q, k, v = torch.randn(3, *sizes, device=runtime.DEVICE).to(dtype)
+        theirs = standard_attention(q, k, v, is_causal)
+        of_each = zip(q.split(1), k.split(1), v.split(1), strict=True)  # less memory
+        truth = torch.cat([reference.attention(*x, is_causal)[0] for x in of_each])
+        blocks = {"block_m": 1024, "block_n": 1024}
+        tiled, _ = tiled_forward(q, k, v, is_causal=is_causal, **blocks)
+        found = {"tiled PyTorch": tiled}
+        for name, kernel in kernels.items():
+            found[name] = run(kernel, q, k, v, is_causal, **WIDE)
+        for name, ours in found.items():
+            what = f"{name}, {' × '.join(map(str, sizes))}, {point['mask']}"
+            yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
+        if not is_causal:  # a result without one of the tiles of keys must not pass
+            fewer = (x[:, :, WIDE["BLOCK_N"] :].contiguous() for x in (k, v))
+            lost = run(kernels["in stages"], q, *fewer, is_causal, **WIDE)
+            assert not lab.Case("", "", lost, theirs, truth, factor=4).row()["ok"]
+
+
+# %%
+
+# Folded: What is timed, checked against float64
+lab.check(
+    "As timed",
+    cases_as_timed({"first kernel": _first_kernel, "in stages": _staged_kernel}),
+)
+
+# %%
+
+
+# Measuring
 def kernel_of(run):
     """The kernel that takes the most time of a run, by the name that the profiler gives it."""
     from torch.autograd import DeviceType
@@ -1075,34 +1113,16 @@ by_step = {row["step"]: row for row in one_by_one.rows if row["step"] != "masked
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
 of_copy = {step: 100 * row["GB/s"] / copied for step, row in by_step.items()}
 slowest = min(of_copy, key=of_copy.get, default="")
-whole = steps.milliseconds_at("PyTorch", mask="full")
-apart = 100 * (sum(row["ms"] for row in by_step.values()) / whole - 1)
+of_steps = 100 * by_step.get(slowest, {}).get("ms", nan)
+of_steps /= sum(row["ms"] for row in by_step.values()) or nan
 lab.read(
-    f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the matmul. "
+    f"**Standard attention waits for its softmax.** Without a mask it reaches "
+    f"{percent('PyTorch', 'full')} of the matmul"
     + (
-        f"Its bytes would allow {100 * rate_of_table:.0f} %, but `{slowest}`, timed by itself in "
-        f"the fold above, moves them at {of_copy.get(slowest, nan):.0f} % of the speed of a copy. "
-        f"(Timed so, the steps add up to {abs(apart):.0f} % {'more' if apart > 0 else 'less'} "
-        f"than the whole.)"
+        f", where its bytes would allow {100 * rate_of_table:.0f} %. Of its three steps, timed one "
+        f"by one in the fold above, `{slowest}` takes {of_steps:.0f} % of the time, and moves "
+        f"its bytes at only {of_copy.get(slowest, nan):.0f} % of the speed of a copy."
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
-        else ""
-    )
-)
-
-# %%
-
-# Reading
-ratio = at("torch.compile", "causal") / at("torch.compile", "full")
-as_long = 0.4 < ratio < 0.6  # half the FLOPs in about the same time
-lab.read(
-    f"With the mask, standard attention reaches {percent('PyTorch', 'causal')}, because half of "
-    f"what it computes no longer counts, and `masked_fill_` reads and writes the table once more. "
-    f"Compiled, it reaches {percent('torch.compile', 'full')} without a mask and "
-    f"{percent('torch.compile', 'causal')} with it"
-    + (", where half the FLOPs count and take about as long" if as_long else "")
-    + (
-        ". The compiler does not recognise attention in the formula, as the fold above shows."
-        if not any(row["patterns that match"] for row in matches.rows)
         else "."
     )
 )
@@ -1110,8 +1130,6 @@ lab.read(
 # %%
 
 # Reading
-longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
-under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
 
 
 def with_mask(name):
@@ -1120,14 +1138,35 @@ def with_mask(name):
     return 100 * (causal / full - 1)
 
 
+compiled_too = abs(with_mask("torch.compile")) > 25
 lab.read(
-    f"Without a mask, tiles in plain PyTorch lose: they take {longer:.1f} times as long as "
-    f"standard attention. Each of their tiles still goes through memory, and `acc` with it in each "
-    f"iteration. "
+    f"**A mask makes it worse.** Only half of the operations count with it, and yet standard "
+    f"attention takes {with_mask('PyTorch'):.0f} % longer, mainly because `masked_fill_` reads and "
+    f"writes the table once more. "
     + (
-        f"With the mask they win, mainly because it makes standard attention take "
-        f"{with_mask('PyTorch'):.0f} % longer; skipping unseen tiles saves them "
-        f"{-with_mask('tiled PyTorch'):.0f} %."
+        ""
+        if compiled_too
+        else "Compiled, it takes about as long with the mask as without. "
+    )
+    + (
+        "The compiler does not recognise attention in the formula (fold)."
+        if not any(row["patterns that match"] for row in matches.rows)
+        else ""
+    )
+)
+
+# %%
+
+# Reading
+longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
+under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
+lab.read(
+    f"**Tiles alone do not help.** In plain PyTorch and without a mask they take {longer:.1f} "
+    f"times as long as standard attention: each tile of scores still goes through memory, and "
+    f"`acc` with it. "
+    + (
+        f"With the mask they win by {100 * (under_mask - 1):.0f} %, because they skip tiles and "
+        f"standard attention moves its table once more."
         if under_mask > 1
         else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
     )
@@ -1141,16 +1180,15 @@ lab.read(
 # Reading
 unmasked = at("in stages", "full") / at("first kernel", "full") - 1
 lab.read(
-    f"The first kernel, which keeps its tiles on the chip, reaches "
-    f"{percent('first kernel', 'full')} of the matmul, and with the causal mask "
+    f"**Tiles that stay on the chip do.** The first kernel reaches "
+    f"{percent('first kernel', 'full')} of the matmul, but with the mask only "
     f"{percent('first kernel', 'causal')}, because it computes nearly twice as many tiles as "
-    f"needed. Stages make it "
-    f"{percent('in stages', 'causal')}"
+    f"needed. Stages make this {percent('in stages', 'causal')}. "
     + (
-        f", and without a mask {percent('in stages', 'full')}: there the two kernels differ only "
-        f"in the code of the mask, which whole tiles skip."
+        f"Without a mask they gain {100 * unmasked:.0f} %, because whole tiles skip the code of "
+        f"the mask, which is all that differs there."
         if not unmasked <= 0.01
-        else "."
+        else ""
     )
 )
 
@@ -1160,18 +1198,17 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# So tiles save time as well as memory, once they stay on the chip. What still keeps the kernel from
-# the speed of a matmul is the question of :doc:`the next chapter </chapters/attention_fast>`, which
-# also compares it with the libraries.
+# What still keeps the kernel from the speed of a matmul is the question of :doc:`the next chapter
+# </chapters/attention_fast>`, which also compares it with the libraries.
 
 # %%
 # What breaks it
 # --------------
 #
-# Each listing is a wrong line of the update, and behind it the right one, in a kernel of one tile
-# of queries (in the fold). It differs from ``_update`` in this: ``s`` is ``qk``, ``exp`` stands for
-# ``exp2``, the weights stay in float32, and a query without a key has no guard. ``compare`` runs it
-# without and with the mistake, and shows three numbers of a query's result.
+# Each listing is a wrong line of the update, with the right one behind it; ``s`` is ``qk``, and
+# ``exp`` stands for ``exp2``. ``compare`` runs a kernel of one tile of queries (in the fold), in
+# float32 and without the guard for a query that sees no key, without and with the mistake, and
+# shows three numbers of a query's result.
 
 
 # Whole
