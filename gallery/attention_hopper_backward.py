@@ -1885,7 +1885,6 @@ lab.read(
 
 # %%
 
-# Reading
 lab.table(
     [
         {
