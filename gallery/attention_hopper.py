@@ -695,8 +695,8 @@ def _roles_kernel(
 
 
 # %%
-# Each rung is a section below. The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is
-# 4,096 and head_dim 128. "Kernel Book" is the package's own Gluon kernel.
+# The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is 4,096 and head_dim 128. "Kernel
+# Book" is the package's own Gluon kernel.
 
 # Measuring
 LADDER = {
@@ -979,9 +979,23 @@ lab.attempt(
 # %%
 
 # Reading
+large = {
+    mask: [
+        str(number)
+        for number, name in enumerate(LADDER, 1)
+        if gain(name, mask) > 1.5 * SCATTER
+    ]
+    for mask in ("full", "causal")
+}
 lab.read(
-    f'Below, "no difference" means less than {100 * SCATTER:.0f} %. Kernels of this ladder that '
-    "the page times twice come out closer (the section on speed)."
+    (
+        f"Without a mask, only rung {large['full'][0]} gains much, and with a causal one rungs "
+        f"{' and '.join(large['causal'])} do. "
+        if (len(large["full"]), len(large["causal"])) == (1, 2)
+        else ""
+    )
+    + f'Below, "no difference" means less than {100 * SCATTER:.0f} %, because kernels of this '
+    "ladder that the page times twice come out closer (the section on speed)."
 )
 
 # %%
@@ -1138,9 +1152,9 @@ lab.read(
     + f"{100 * together:.0f} % of the time for which one consumer weighs, the other weighs, too, "
     "and no matmul is under way. "
     + (
-        "**So** roles alone are worth that."
+        "So roles alone are worth that."
         if gain("two roles", "full") > SCATTER
-        else "**So** roles alone make nothing faster. What they give us is a say in who has the "
+        else "**So roles alone make nothing faster.** What they give us is a say in who has the "
         "registers, and in the order of a consumer's work."
     )
 )
@@ -1307,7 +1321,7 @@ lab.read(
     + "To take the branch out of the last rung again "
     f"{of_both('without the branch', 'turns')}"
     + (
-        ". **So** to force the order gains nothing."
+        ". **So to force the order gains nothing.**"
         + (
             " Why it costs time on this rung, we do not know."
             if gain("a branch", "full") <= -SCATTER
@@ -1347,18 +1361,18 @@ lab.read(
     + f"The code of two loops has {compiled_to('a branch', 'permutations')} instructions that "
     f"permute bytes (`PRMT`), and that of one loop has {compiled_to('one loop', 'permutations')}. "
     + (
-        "**So** the gain is where we expected it."
+        "So the gain is where we expected it."
         if gain("one loop", "causal") > SCATTER > abs(gain("one loop", "full"))
         else ""
     )
 )
 
 # %%
-# Rung 5: sums in threads
-# -----------------------
+# Rungs 5 and 6: sums in threads, and turns
+# -----------------------------------------
 #
-# **The change:** each thread adds up its own part of :math:`l_i`, because the four threads that
-# share a row of scores need its sum only at the end. **Expected:** a small gain, from fewer
+# **Rung 5:** each thread adds up its own part of :math:`l_i`, because the four threads that share a
+# row of scores need its sum only at the end. **Expected:** a small gain, from fewer
 # :term:`shuffles <shuffle>`.
 
 # Reading
@@ -1369,7 +1383,29 @@ lab.read(
 )
 
 # %%
-# Its timeline shows what rungs 2 to 5 have changed together:
+# **Rung 6:** the consumers take turns, which FlashAttention-3 calls :term:`ping-pong scheduling`.
+# Each waits at a :term:`named barrier` before it issues, until the other has issued both of its
+# matmuls. **Expected:** a gain, because two consumers that issue at the same time also compute
+# exponentials at the same time.
+
+# Reading
+at_issue = both_at(traced.rows, "no turns", "begins", "issued")
+without_effect = (
+    all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
+    and at_issue < 0.02
+)
+lab.read(
+    told("turns")
+    + (
+        "On the timeline of rung 5, which has no turns, the two almost never issue at the same "
+        "time anyway:"
+        if without_effect
+        else f"On the timeline of rung 5, the two issue at the same time for {100 * at_issue:.0f} "
+        "% of it:"
+    )
+)
+
+# %%
 
 # Drawing
 lab.draw(
@@ -1395,34 +1431,11 @@ def stops(version):
 
 
 lab.read(
-    "The two stops have become one: the sum is there when a consumer has weighed. At its matmuls, "
-    f"to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, and on rung 1 it "
-    f"spent {stops('two roles'):,.0f}. Why issuing takes so long (grey; here with a "
+    "Since rung 1, the two stops have become one: the sum is there when a consumer has weighed. At "
+    f"its matmuls, to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, and "
+    f"on rung 1 it spent {stops('two roles'):,.0f}. Why issuing takes so long (grey; here with a "
     "wait for the values), we do not know; it does on rung 1, too, with one matmul. In the white "
     "gaps a consumer rescales `acc`."
-)
-
-# %%
-# Rung 6: turns
-# -------------
-#
-# **The change:** the consumers take turns, which FlashAttention-3 calls :term:`ping-pong
-# scheduling`. Each waits at a :term:`named barrier` before it issues, until the other has issued
-# both of its matmuls. **Expected:** a gain, because two consumers that issue at the same time also
-# compute exponentials at the same time.
-
-# Reading
-at_issue = both_at(traced.rows, "no turns", "begins", "issued")
-lab.read(
-    told("turns")
-    + (
-        "**So** turns find nothing to mend: on the timeline of rung 5, without turns, the two "
-        "almost never issue at the same time."
-        if all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
-        and at_issue < 0.02
-        else f"On the timeline of rung 5, the two issue at the same time for {100 * at_issue:.0f} "
-        "% of it."
-    )
 )
 
 # %%
@@ -1491,7 +1504,7 @@ lab.read(
     f"causal mask it {verdict(gain('persistent', 'causal', 'a program per tile'))} as on the left, "
     f"and {verdict(gain('Kernel Book', 'causal', 'a program per tile'))} in pairs. "
     + (
-        "More than half of these gains repay what that kernel had lost against the last rung "
+        "More than half of each gain only makes up for what that kernel loses to the last rung "
         "(folded below)."
         if all(repaid)
         else ""
@@ -1505,9 +1518,10 @@ lab.read(
     "**Where we end:** the package's kernel reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
     f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the "
-    f"last rung it {of_both('Kernel Book', 'turns')}, but takes any length, and windows."
+    f"last rung it {of_both('Kernel Book', 'turns')}, but it takes any length, and windows."
     + (
-        " **Without a mask, rung 2 was all:** the package's kernel makes no difference to that."
+        " **Without a mask, rung 2 was all:** everything after it, taken together, makes no "
+        "difference."
         if abs(gain("Kernel Book", "full", "scores ahead")) < SCATTER
         else ""
     )
@@ -1531,7 +1545,7 @@ lab.read(
     f"At the full rate the matmuls of a tile take {ideal:,.0f} cycles, and the last rung, as "
     f"traced, takes {by_version['turns']:,.0f}, so the units work for "
     f"{100 * ideal / by_version['turns']:.0f} % of the time. The stamps may cost a part of the "
-    "rest. The loader does not, because it asks for keys "
+    "rest. The loader delays nobody, because it asks for keys "
     + (
         "more than a whole tile's time before a consumer needs them."
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
@@ -1595,11 +1609,11 @@ others = sum(busy.values())
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
 contended = both_at(traced.rows, "turns", "scores", "weighed")
 lab.read(
-    ("There is time for these beside the matmuls. " if others < ideal else "")
-    + f"One consumer's share takes {others / 2:,.0f} cycles, if no two kinds overlap, but on the "
+    ("These instructions have time beside the matmuls. " if others < ideal else "")
+    + f"Those of one consumer take {others / 2:,.0f} cycles, if no two kinds overlap, but on the "
     f"timeline it weighs for {weighing:,.0f}, even without rescaling. For {100 * contended:.0f} % "
     "of that time the other weighs, too, which may delay it, and kinds such as shuffles are not "
-    "counted. What else does is **an open question**."
+    "counted. What else makes it so long is **an open question**."
 )
 
 # %%

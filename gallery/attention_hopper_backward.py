@@ -558,8 +558,7 @@ lab.sketch(
 )
 
 # %%
-# The sum begins with zeros, ``no_part``. ``BLOCK_M``, the queries of a tile, is 64 at head_dim 128,
-# so the ``if`` always holds here.
+# The sum begins with zeros, ``no_part``. ``BLOCK_M`` is 64, the queries of a tile at head_dim 128.
 #
 # .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #    :pyobject: consume
@@ -1297,7 +1296,7 @@ in_triton, with_roles = (
 )
 lab.read(
     (
-        "One sweep in plain Triton is slower than two, and one with roles is not. "
+        "One sweep in plain Triton is slower than two sweeps; with roles it is not. "
         if max(in_triton) < -SCATTER < min(with_roles)
         else f"One sweep with roles {told('one sweep with roles')}. "
     )
@@ -1444,7 +1443,8 @@ lab.read(
 #
 # **The call** is ``attention(q, k, v, is_causal=True)``, as always. On Hopper, in 16 bits, its
 # backward pass runs the kernel in Gluon, or two sweeps for short sequences at head_dim 64 with a
-# causal mask or a :term:`window`. ``deterministic=False`` drops the order for some long sequences.
+# causal mask or a :term:`window`. ``deterministic=False`` allows any order, and the package takes
+# one for some long sequences (below).
 #
 # .. dropdown:: Other backends, and which Triton
 #
@@ -1770,6 +1770,7 @@ lab.table(
 # %%
 
 
+# Reading
 def shares(head_dim):
     rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
@@ -1844,9 +1845,6 @@ def points_of(rows):
     return points_in_all + (f" ({named(rows)})" if named(rows) else "")
 
 
-# %%
-
-# Reading
 without = [row["no order"] / row["in order"] - 1 for row in at_points]
 dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 lab.read(
@@ -1867,17 +1865,41 @@ dropped = [
     if chosen(row["head_dim"], row["mask"], row["length"], deterministic=False)
     == "no order"
 ]
-won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
+
+
+def default_of(row):
+    return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
+
+
 lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
 any_order_lost = [row for row in at_points if counts(row["in order"], row["no order"])]
 lab.read(
     f"**In any order** the same kernel is at most {100 * max(without):.0f} % faster, and slower at "
     f"{len(any_order_lost)} points. This does not isolate the order, because only in any order the "
     "sums must be set to zero first; the ladder does, because all its rungs with roles set them to "
-    f"zero. Of the {len(dropped)} points at which `deterministic=False` drops the order, it gains "
-    f"at {len(won_by_it)} and loses at {len(lost_by_it)}."
+    f"zero. So `deterministic=False` gives the order up at {len(dropped)} points only, and by this "
+    f"run at {len(lost_by_it)} too many:"
     if speed.rows and lost_by_it
     else f"{nan}"
+)
+
+# %%
+
+lab.table(
+    [
+        {
+            "head_dim": row["head_dim"],
+            "mask": row["mask"],
+            "length": f"{row['length']:,}",
+            "by default": f"{row['by default']:.0f}"
+            + ", two sweeps" * (default_of(row) == "two sweeps"),
+            "in any order": f"{row['no order']:.0f}",
+            "the change": verdict(row["no order"] / row["by default"] - 1),
+        }
+        for row in dropped
+        if speed.rows
+    ],
+    "Where deterministic=False drops the order: TFLOP/s",
 )
 
 # %%
@@ -1897,10 +1919,8 @@ lab.read(
     f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
     f"{points_of(over_theirs)}. An order costs most at {named([dearest])}; in any order the kernel "
     f"is slower by up to {-100 * min(without):.0f} %. No program knows there that it is the first "
-    "to add, so the sums must be set to zero before. `deterministic=False` drops the order at "
-    f"{points_of(dropped)}, gains at {points_of(won_by_it)}, and loses at {points_of(lost_by_it)}. "
-    "Less than "
-    f"{100 * SCATTER:.0f} % makes no difference, because the default is timed under two names, and "
+    f"to add, so the sums must be set to zero before. Less than {100 * SCATTER:.0f} % makes no "
+    "difference, because the default is timed under two names, and "
     f"at {close} of {len(twice)} points the two times are nearer than that. The same kernel in two "
     f"figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
     + (f"Absent from this run: {', '.join(absent)}." if absent else "")
@@ -2040,10 +2060,10 @@ if not traced.rows:
 lab.read(
     "Over programs from all tiles, a consumer spends "
     f"{of_waits('consumer hands over, %', 1, 'full'):.0f} % of its time on handing parts over, "
-    "the wait until the engine has read the part before included, and the adder waits for its turn "
-    f"for {of_waits('adder waits, %', 1, 'full'):.0f} %. In the program drawn, the adder waits for "
-    f"parts for {100 * for_parts / a_step:.0f} % of a step, so the consumers wait for it "
-    "rather than it for them."
+    "which includes the wait until the engine has read the part before. The adder waits for its "
+    f"turn for {of_waits('adder waits, %', 1, 'full'):.0f} %. In the program drawn it waits for "
+    f"parts for only {100 * for_parts / a_step:.0f} % of a step, so consumers wait for the adder, "
+    "and the adder hardly for consumers."
 )
 
 # %%
