@@ -381,7 +381,7 @@ lab.source(seeded_dropout_kernel)
 # %%
 # Here is the whole ladder. ``one a call`` and ``four a call`` run ten rounds, and ``seven rounds``
 # is the third kernel with seven. ``Kernel Book`` is the public ``dropout``, which draws its seed
-# itself, ``PyTorch`` is ``F.dropout``, and ``torch.compile`` what PyTorch's compiler makes of it.
+# itself; the last two bars are of PyTorch's ``F.dropout``.
 
 # Drawing
 lab.ladder(
@@ -468,8 +468,8 @@ slower = [
 ]
 lab.read(
     (
-        "Seven rounds are as fast as a copy, because nearly all of their arithmetic hides behind "
-        f"the bytes: they take {longer:.1f} % longer than four rounds. "
+        "In float16 seven rounds are as fast as a copy, because nearly all of their arithmetic "
+        f"hides behind the bytes: they take {longer:.1f} % longer than four rounds. "
         if hidden
         else f"Seven rounds reach {100 * cost.share('four a call', rounds=7):.0f} % of a copy. "
     )
@@ -687,8 +687,7 @@ nan = float("nan")
 lab.read(
     "The eye is content with four rounds and the tests are not: |z| is "
     f"{worst.get(4, nan):,.0f}. From {fewest} rounds on none of our tests can tell the mask from "
-    "fair coins. But they are few, so the kernel runs 7, with which every test of BigCrush "
-    "passes."
+    "fair coins. But they are few, so the kernel goes by BigCrush and runs 7."
 )
 
 # %%

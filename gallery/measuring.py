@@ -237,7 +237,7 @@ lab.draw(
 
 # %%
 
-# Folded: The numbers of the figure, and of a call that does nothing
+# Folded: The numbers, also of a call that does nothing
 five_ways
 
 # %%
@@ -459,12 +459,12 @@ lab.read(
 # The first calls
 # ---------------
 #
-# From here on we time the kernel alone. A single time is not yet a claim, because other things move
-# it too. The first is compilation: ``gpu_time`` throws five calls away, because the first ones take
-# far longer. We time four functions from their first call to their tenth: a Triton kernel, one that
-# also chooses among nine configurations (:term:`autotuning`), a softmax under ``torch.compile``,
-# and a matmul of :term:`cuBLAS`. Guess before you look: which first call takes longest, and how
-# many times as long as the tenth?
+# A single time is not yet a claim, because other things move it too. The first is compilation:
+# ``gpu_time`` throws five calls away, because the first ones take far longer. We time four
+# functions from their first call to their tenth: a Triton kernel, one that also chooses among nine
+# configurations (:term:`autotuning`), a softmax under ``torch.compile``, and a matmul of
+# :term:`cuBLAS`. Guess before you look: which first call takes longest, and how many times as long
+# as the tenth?
 
 CALLS = (1, 2, 3, 10)
 
@@ -986,8 +986,8 @@ lab.source(_time_in_turn)
 #
 # Triton and PyTorch bring loops of their own, which differ in what they keep out.
 #
-# - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, by the GPU's clock
-#   and by the host's. They keep neither the host nor the cache out.
+# - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, the first by the
+#   GPU's clock, the second by the host's. They keep neither the host nor the cache out.
 # - ``triton.testing.do_bench`` flushes L2 before each run, and meanwhile the host queues what
 #   follows.
 # - ``do_bench_cudagraph`` takes the host out, and does not flush.
@@ -1057,8 +1057,8 @@ lab.read(
 # ------------
 #
 # A kernel that does half of the work is fast, so the result comes before the time. We compare the
-# operators that are timed here with float64. An error may be twice the larger of PyTorch's own in
-# the same dtype and half a unit in the last place (:term:`ulp`).
+# operators that are timed here with float64. Our error may be at most twice PyTorch's, or one unit
+# in the last place (:term:`ulp`).
 
 
 def cases():
@@ -1278,10 +1278,9 @@ why = {
     "attention, in FP8": "attention in FP8, because the matrix units multiply FP8 at twice the "
     "rate of the bfloat16 matmul that is the roof here",
     "softmax, back": "the backward pass of softmax, presumably because it reads more than it "
-    f"writes, and memory can be read faster than copied, with up to {1e3 * read_alone:,.0f} GB/s "
-    "in the first chapter"
+    f"writes: reading alone, the first chapter reached {1e3 * read_alone:,.0f} GB/s"
     + (
-        " (the weighted sum reads even more, and stays below the roof)"
+        " (but the weighted sum hardly writes, and stays below the roof)"
         if highest_sum < 100
         else ""
     )

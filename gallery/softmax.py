@@ -630,9 +630,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"Nor does it help long rows, as the next figure shows: at 32,768 columns `row` falls to "
-    f"{one:.0f} %, with `online` at {two:.0f}, and a row of {long:,} does not fit into registers "
-    "at all. So the next two kernels keep the row in another way."
+    f"Nor does it help long rows: at 32,768 columns `row` falls to {one:.0f} % and `online` to "
+    f"{two:.0f} (next figure), and a row of {long:,} does not fit into registers at all."
 )
 
 # %%
@@ -1092,7 +1091,7 @@ lost = {
 
 def in_words(name, rows):
     most = max(row["its %"] - row["our %"] for row in rows)
-    return f"{name} in {len(rows)} of {2 * len(COLUMNS)} measurements, by up to {most}"
+    return f"{name} at {len(rows)}, by up to {most}"
 
 
 def elsewhere_in_words():
@@ -1131,7 +1130,7 @@ apart = max(
     for n in COLUMNS
 )
 lab.read(
-    "A library is ahead of ours "
+    f"Of the {2 * len(COLUMNS)} pairs of width and dtype, a library is ahead of ours "
     + (
         f"{', and '.join(in_words(*one) for one in lost.items() if one[1])} percentage points."
         if any(lost.values())
@@ -1459,8 +1458,8 @@ lab.check(
 # --------
 #
 # A pair of maximum and sum, corrected by one factor, tells all about the blocks before, so
-# ``online`` reads a row twice and not three times. A row that stays on chip is read once, and pairs
-# can be merged in any grouping, so even programs that share a row need only exchange their pairs.
+# ``online`` reads a row twice and not three times. A row that stays on chip is read once, even when
+# programs share it, because they need only exchange their pairs.
 #
 # Exercises
 # ---------
