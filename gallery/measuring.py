@@ -744,7 +744,7 @@ def load_bars(axes, rows):
         else row["work"]
         for row in rows
     ]
-    axes.figure.set_size_inches(5.4, 3.2)
+    axes.figure.set_size_inches(4.9, 3.2)
     axes.set_yticks(range(len(rows)), names, ha="left", multialignment="left")
     axes.tick_params(axis="y", pad=165)
     axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
@@ -1653,8 +1653,8 @@ lab.table(
 
 # Reading
 again = (
-    "`online` asks for every row twice and reads no more from HBM, because the second time it "
-    "finds the row in a cache. "
+    "`online` reads no more from HBM than `row`, because the second time it finds the row in a "
+    "cache. "
     if twice < 1.05 * paper
     else f"`online` reads {twice:.0f} MB, some bytes twice. "
 )

@@ -646,8 +646,8 @@ lab.read(
 #
 # The kernel ``packed`` keeps a 16-bit row as it is in memory. In ``raw`` each int32 holds two
 # numbers; ``widen`` turns such pairs into float32, and ``narrow`` turns the results back. So that
-# the compiler cannot widen once and keep the float32 row in registers, each step first adds
-# ``zero``: an argument that is always 0, which the compiler does not know.
+# the compiler cannot widen once and keep the float32 row in registers, we add ``zero`` between the
+# steps: an argument that is always 0, which the compiler does not know.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
