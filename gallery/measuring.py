@@ -15,7 +15,7 @@ You will learn
 The measurements of this chapter need an NVIDIA GPU; without one they are those of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 5
 import csv
 import os
 import re
@@ -96,9 +96,7 @@ def events(run, before=lambda: None):
 # %%
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
-# something else to do before the first event, for long enough that the host can queue everything.
-# ``pause`` lets it count about a millisecond of its clock cycles. The figure shows the clock,
-# two events, and two events after a pause.
+# something else to do before the first event, a *pause*, while the host queues what follows.
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for three ways of timing. The clock stops when the host
@@ -107,8 +105,30 @@ def events(run, before=lambda: None):
 #          are queued before the GPU comes to them, and the events enclose the kernel alone.
 #
 # The previous run leaves one more effect: its input is still in the :term:`L2` cache, where the
-# next run finds it, although in a model other kernels would have replaced it by then. ``cold``
-# therefore overwrites the cache first, with more zeros than any L2 holds.
+# next run finds it, although in a model other kernels would have replaced it by then. So overwrite
+# the cache first, with more zeros than any L2 holds. This is the fifth way and the best, here as
+# one function, to copy. Its pause counts two million clock cycles, which takes about a millisecond:
+
+
+def gpu_time(run, n=50):
+    """Median microseconds that the GPU takes for a call, from a cold cache."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(n + 5):  # the first five compile and warm up
+        torch.cuda.synchronize()
+        torch.zeros(2**28, dtype=torch.int8, device="cuda")  # flush L2
+        torch.cuda._sleep(2_000_000)  # while the host queues what follows
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+# %%
+# We try all five ways on two calls: a large softmax of 16,384 rows of 8,192 numbers, and a small
+# one of 64 rows of 1,024.
 
 
 def pause():
@@ -127,10 +147,6 @@ def median(way, run, n=50):
         times.append(way(run))
     return statistics.median(times[5:])
 
-
-# %%
-# We try all five ways on two calls: a large softmax of 16,384 rows of 8,192 numbers, and a small
-# one of 64 rows of 1,024.
 
 WAYS = {
     "clock": clock,
@@ -221,7 +237,7 @@ lab.draw(
 
 # %%
 
-# Folded: The numbers of the figure, and of a call that does nothing
+# Folded: The numbers, also of a call that does nothing
 five_ways
 
 # %%
@@ -246,66 +262,209 @@ best = "events, pause and flush"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 lab.read(
-    f"The large softmax takes {large[best]:.0f} µs, and the clock shows {large['clock']:.0f}, as "
-    f"if the kernel were {large[best] / large['clock']:.1f} times as fast as it is. With a wait, "
-    f"the clock shows {added:.0f} µs too many."
+    f"The large softmax takes {large[best]:.0f} µs. The clock shows {large['clock']:.1f}, because "
+    f"it stops when the kernel is queued; with a wait it shows {added:.0f} µs too many."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "For the small softmax nearly all of the time is the host's. Two events without a pause show "
-    f"{small['events']:.0f} µs"
+    "For the small softmax nearly all of the time is the host's: after a pause and from a cold "
+    f"cache only {small[best]:.1f} µs are left, of which {nothing[best]:.1f} pass even with "
+    "nothing between the events."
     + (
-        ", even more than the clock with its wait. Probably a kernel so short, unlike the one "
-        "drawn, ends before the host has queued the second event, and the GPU waits "
-        "for that too. "
+        f" Two events without a pause show {small['events']:.0f}, even more than the clock with "
+        "its wait. Probably so short a kernel, unlike the one drawn, ends before the host has "
+        "queued the second event, and the GPU waits for that too."
         if small["events"] > 1.01 * small["clock and wait"]
-        else ", because the GPU waits for the host between them. "
+        else ""
     )
-    + f"After a pause and from a cold cache {small[best]:.1f} µs are left, of which "
-    f"{nothing[best]:.1f} pass even with nothing between the events."
 )
 
 # %%
-# So the best way is two events, after a pause and from a cold cache. Here it is in one function, to
-# copy. It takes the steps of the last bar, which ``median(partial(events, before=cold), run)`` put
-# together:
+# Most figures of this book are timed in the last way, because they compare kernels. A user who
+# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
+#
+# What a launch costs the host
+# ----------------------------
+#
+# What keeps the host busy for tens of microseconds? We take :doc:`dropout </chapters/dropout>` on a
+# small input, and time what a call consists of: making the output, launching the kernel, and the
+# whole of ``seeded_dropout``, which also checks its arguments. ``dropout`` draws a random seed
+# before. We show the fastest round and not the median, because other work of the host can only add
+# to what the code itself needs.
+
+# Measuring
+import triton
 
 
-def gpu_time(run, n=50):
-    """Median microseconds that the GPU takes for a call, from a cold cache."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(n + 5):  # the first five compile and warm up
-        torch.cuda.synchronize()
-        torch.zeros(2**28, dtype=torch.int8, device="cuda")  # flush L2
-        torch.cuda._sleep(2_000_000)  # while the host queues what follows
-        start.record()
+def host_time(run, calls=20):
+    torch.cuda.synchronize()
+    return clock(lambda: [run() for _ in range(calls)]) / calls
+
+
+def layers():
+    x = matrix(64, 1024)
+    y, n = torch.empty_like(x), x.numel()
+    leaf = x.clone().requires_grad_()
+    launch = _plan(seeded_dropout_kernel, n, 2**31, 2.0, N_ROUNDS=7)
+    grid = (triton.cdiv(n, 1024),)
+    ways = {
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "copy_ of PyTorch": lambda: y.copy_(x),
+        "a cached launch": lambda: launch(x, y, 7),
+        "kernel[grid](...)": lambda: seeded_dropout_kernel[grid](
+            x, y, 7, n, 2**31, 2.0, BLOCK_SIZE=1024, N_ROUNDS=7
+        ),
+        "seeded_dropout": lambda: seeded_dropout(x, 0.5, 7),
+        "seeded_dropout, with autograd": lambda: seeded_dropout(leaf, 0.5, 7),
+        "dropout, drawing a seed": lambda: dropout(x, 0.5),
+    }
+    fastest = dict.fromkeys(ways, float("inf"))
+    for _ in range(60):
+        for name, run in ways.items():
+            fastest[name] = min(fastest[name], host_time(run))
+    return [{"call": name, "µs": round(took, 2)} for name, took in fastest.items()]
+
+
+host = lab.measure("What one call of dropout costs the host", layers)
+lab.draw(
+    host,
+    "What one call of dropout costs the host",
+    bars_in_words({"µs": ""}, "µs until the call returns"),
+    bars({"µs": ""}, "µs until the call returns, fastest of 60 rounds"),
+)
+
+# %%
+
+# Reading
+took = {
+    name: cell(host, name, "µs")
+    for name in (
+        "a cached launch",
+        "kernel[grid](...)",
+        "seeded_dropout",
+        "seeded_dropout, with autograd",
+        "dropout, drawing a seed",
+    )
+}
+saved = took["kernel[grid](...)"] - took["a cached launch"]
+drawing, recording = (
+    took[name] - took["seeded_dropout"]
+    for name in ("dropout, drawing a seed", "seeded_dropout, with autograd")
+)
+lab.read(
+    "Triton's own launch, `kernel[grid](...)`, looks at every argument to find the compiled "
+    f"kernel. The book's operators remember that kernel, a cached launch, and save {saved:.1f} µs. "
+    + (
+        f"Autograd and drawing a seed each add about {drawing:.0f} µs to a whole call. "
+        if abs(recording - drawing) < 1
+        else f"To a whole call, autograd adds {recording:.0f} µs, and drawing a seed "
+        f"{drawing:.0f}. "
+    )
+    + "All of PyTorch's `copy_`, whose host code is C++, takes "
+    f"{cell(host, 'copy_ of PyTorch', 'µs'):.0f}."
+)
+
+# %%
+# **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
+# piece of work and replays them with one call. We time ten softmaxes, called one by one and
+# replayed, beside ten times what the kernel takes alone.
+
+
+def recorded_graph(run):
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times[5:])
+    return graph.replay
 
 
 # %%
-# Most figures of this book time so, because they compare kernels. A user who waits for one answer
-# waits for the host too, and ``clock_and_wait`` is then the honest way.
-#
-# One such number is not yet a claim, because other things move it, too.
-#
+
+
+def graphs():
+    rows = []
+    for height in (16, 256, 4096, 65536):
+        x = matrix(height, 1024)
+
+        def ten(x=x):
+            for _ in range(10):
+                softmax(x)
+
+        rows.append(
+            {
+                "rows": height,
+                "one by one, µs": round(median(clock_and_wait, ten), 1),
+                "as a graph, µs": round(median(clock_and_wait, recorded_graph(ten)), 1),
+                "kernels alone, µs": round(
+                    10 * median(WAYS[best], partial(softmax, x)), 1
+                ),
+            }
+        )
+    return rows
+
+
+graph = lab.measure("Ten softmaxes in a row", graphs)
+
+# %%
+
+
+# Drawing
+PACES = {"one by one": "PyTorch", "as a graph": "Kernel Book", "kernels alone": "copy"}
+
+
+def paces_in_words(rows):
+    found = (
+        f"{row['rows']:,} rows "
+        + ", ".join(f"{way} {row[f'{way}, µs']:.0f}" for way in PACES)
+        for row in rows
+    )
+    return f"Lines over rows, µs of ten softmaxes: {'; '.join(found)}."
+
+
+def paces(axes, rows):
+    for way, ink in PACES.items():
+        style = "--" if ink == "copy" else "o-"
+        at, took = ([row[column] for row in rows] for column in ("rows", f"{way}, µs"))
+        axes.loglog(at, took, style, color=lab.colour(ink), label=way)
+    axes.set_xticks([row["rows"] for row in rows], [f"{row['rows']:,}" for row in rows])
+    axes.set_yticks([20, 50, 100, 200, 500], [20, 50, 100, 200, 500])
+    axes.minorticks_off()
+    axes.set(xlabel="rows of 1,024", ylabel="µs, logarithmic")
+
+
+lab.draw(graph, "Ten softmaxes in a row", paces_in_words, paces)
+
+# %%
+
+# Reading
+heights = [row["rows"] for row in graph.rows] or [16, 65536]
+as_graph, singly = (
+    {row["rows"]: row[f"{way}, µs"] for row in graph.rows}
+    or dict.fromkeys(heights, nan)
+    for way in ("as a graph", "one by one")
+)
+few, *_, many = heights
+marks = 10 * nothing[best]
+lab.read(
+    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
+    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The dashed "
+    "line, ten times one kernel timed alone, lies above the graph, because each of the ten begins "
+    f"with a cold cache and has two events of its own, {marks:.0f} µs in all."
+)
+
+# %%
 # The first calls
 # ---------------
 #
-# ``median`` throws five calls away, because the first ones take far longer. We time four functions
-# from their first call to their tenth: a Triton kernel, one that also chooses among nine
+# A single time is not yet a claim, because other things move it too. The first is compilation:
+# ``gpu_time`` throws five calls away, because the first ones take far longer. We time four
+# functions from their first call to their tenth: a Triton kernel, one that also chooses among nine
 # configurations (:term:`autotuning`), a softmax under ``torch.compile``, and a matmul of
 # :term:`cuBLAS`. Guess before you look: which first call takes longest, and how many times as long
 # as the tenth?
-
-import triton
 
 CALLS = (1, 2, 3, 10)
 
@@ -381,17 +540,12 @@ ratio_of_first = times[slowest_first][0] / times[slowest_first][-1]
 lab.read(
     f"The longest first call is that of “{slowest_first}”: it takes "
     f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times as "
-    "long as the tenth. "
+    "long as the tenth"
     + (
-        "It compiles nine kernels, and for a single one the plain Triton kernel takes "
+        ", because it compiles nine kernels, where the plain Triton kernel compiles one in "
         f"{times['Triton'][0] / 1e3:.1f} seconds. "
         if slowest_first == "Triton, autotuned"
-        else f"Autotuning takes {times['Triton, autotuned'][0] / 1e3:.1f} seconds. "
-    )
-    + (
-        f"`torch.compile` is second, with {times['torch.compile'][0] / 1e3:.1f} seconds. "
-        if sorted(NAMES, key=lambda name: times[name][0])[-2] == "torch.compile"
-        else ""
+        else f". Autotuning takes {times['Triton, autotuned'][0] / 1e3:.1f} seconds. "
     )
     + "Even the matmul, which comes compiled, is slow at first."
 )
@@ -484,7 +638,8 @@ lab.read(
     f"{last:,} MiB, which no cache holds. So a benchmark without a flush is right for large inputs "
     "and flatters small ones."
     + (
-        " The warm curve falls before the L2 is full; the section on counters has a guess why."
+        " Why the warm curve falls before the L2 is full, a fold in the section on counters "
+        "guesses."
         if beyond < l2
         else ""
     )
@@ -495,10 +650,9 @@ lab.read(
 # ----------------
 #
 # The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
-# would otherwise exceed its *power limit*. We let the GPU rest, time ten runs, keep
-# it busy for a second and a half, and then time more runs while ``nvidia-smi`` reads the clocks and
-# the power. Guess which suffers most: a matmul of random numbers, one of zeros, or a copy? The
-# labels give time, power and clock of the busy GPU.
+# would otherwise exceed its *power limit*. We time ten runs after a rest, keep the GPU busy for a
+# second and a half, and time more runs while ``nvidia-smi`` reads clock and power, which the labels
+# give. Guess which suffers most: a matmul of random numbers, one of zeros, or a copy?
 
 
 # Measuring
@@ -590,7 +744,7 @@ def load_bars(axes, rows):
         else row["work"]
         for row in rows
     ]
-    axes.figure.set_size_inches(5.4, 3.2)
+    axes.figure.set_size_inches(4.9, 3.2)
     axes.set_yticks(range(len(rows)), names, ha="left", multialignment="left")
     axes.tick_params(axis="y", pad=165)
     axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
@@ -634,21 +788,17 @@ if all(isinstance(found[names[0]], float) for found in (clock_at, watts)):
         else ""
     )
     clocked = (
-        f". It draws {watts[names[0]]:.0f} W{of_limit}, and its clock stands at "
-        f"{clock_at[names[0]]:,.0f} MHz (after a rest we did not read it)"
+        f". It draws {watts[names[0]]:.0f} W{of_limit}, and its clock is the lowest of the four "
+        "(after a rest we did not read it)"
+        if clock_at[names[0]] == min(clock_at.values())
+        else f". It draws {watts[names[0]]:.0f} W{of_limit}"
     )
-copies = (
-    " The copies keep the highest clock of the four, and even gain a little when the GPU is busy."
-    if max(slower[name] for name in names[2:]) < -1
-    else ""
-)
 # the clock falls on zeros too, although a copy draws more power at a higher clock
 puzzle = clocked and (
     watts[names[1]] < watts[names[2]] and clock_at[names[1]] < clock_at[names[2]]
 )
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer{clocked}."
-    f"{copies}"
 )
 
 # %%
@@ -656,14 +806,18 @@ lab.read(
 # Reading
 lab.read(
     f"The matmul of zeros does the same work in {zeros:,.0f} µs instead of {random:,.0f}"
+    + (f", and draws only {watts[names[1]]:.0f} W. " if puzzle else ". ")
+    + "So **never time a matmul on zeros**, or on memory that nobody has filled."
     + (
-        f". It draws only {watts[names[1]]:.0f} W, and its clock stands at "
-        f"{clock_at[names[1]]:,.0f} MHz. We do not know why it is below that of the copies, so far "
-        "below the power limit" + (", nor why the copies gain." if copies else ".")
+        " Its clock is below that of the copies, although it draws less power"
+        + (
+            ", and the copies gain when the GPU is busy: for neither do we know the cause."
+            if max(slower[name] for name in names[2:]) < -1
+            else ": we do not know why."
+        )
         if puzzle
-        else "."
+        else ""
     )
-    + " **Never time a matmul on zeros**, or on memory that nobody has filled."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter."
@@ -765,13 +919,11 @@ by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SA
 lab.read(
     f"So five runs may stray by {by_median[0]:.1f} %. This book makes {ROUNDS} rounds of "
     f"{MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} milliseconds. More runs do not help "
-    "against a disturbance that outlasts all of them, such as a lower clock."
+    "against what outlasts them all, such as a low clock after another kernel. So each round runs "
+    "the kernels in a new order."
 )
 
 # %%
-# Nor would they help if one kernel always ran after a matmul that leaves it a low clock. We have
-# timed no such pair, but the loop of this book draws a new order in each of its rounds.
-#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
@@ -818,8 +970,8 @@ counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 lab.read(
     "We gave each of three kernels two names, and timed both beside a large matmul. So in this "
     f"book less than {counts_as_none:g} % is no difference, although only three kernels were "
-    "tried, on one GPU. That holds within one run of the loop, and other measurements can differ "
-    f"by more: the small softmax took {small[best]:.1f} µs in the first figure, and "
+    "tried, on one GPU. That holds within one run of the loop: the small softmax took "
+    f"{small[best]:.1f} µs in the first figure, and "
     f"{cell(in_the_loop, 'softmax of 64 × 1,024', 'A, µs'):.1f} here."
 )
 
@@ -832,10 +984,10 @@ lab.source(_time_in_turn)
 # Ready-made loops
 # ----------------
 #
-# Triton and PyTorch bring such loops, and they differ in what they keep out.
+# Triton and PyTorch bring loops of their own, which differ in what they keep out.
 #
-# - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, by the GPU's clock
-#   and by the host's. They keep neither the host nor the cache out.
+# - *Events around a loop* and ``torch.utils.benchmark`` time many calls at once, the first by the
+#   GPU's clock, the second by the host's. They keep neither the host nor the cache out.
 # - ``triton.testing.do_bench`` flushes L2 before each run, and meanwhile the host queues what
 #   follows.
 # - ``do_bench_cudagraph`` takes the host out, and does not flush.
@@ -882,30 +1034,22 @@ lab.table(
 # Reading
 sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
 all_large = [row[sizes[2]] for row in suites.rows] or [nan]
-in_a_row, by_timer, flushed, graphed, by_book = (
+flushed, graphed, by_book = (
     cell(suites, name, sizes[0])
-    for name in (
-        "events around a loop",
-        "torch.utils.benchmark",
-        "do_bench",
-        "do_bench_cudagraph",
-        "this book's",
-    )
+    for name in ("do_bench", "do_bench_cudagraph", "this book's")
 )
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    f"the small one the first two measure the host, and find {in_a_row:.0f} and {by_timer:.0f} µs; "
-    f"the clock found {small['clock']:.0f} for one call after a wait. What in the host makes the "
-    "difference we did not find. `do_bench` "
+    f"the small one the first two measure the host. `do_bench` "
     + (
-        f"finds {flushed:.0f} µs there, more than for the middle input: it measures the host too, "
-        "as if its flush were over before the kernel is queued."
+        "finds more there than on the middle input, so it measures the host too, as if its flush "
+        "were over before the kernel is queued."
         if flushed > cell(suites, "do_bench", sizes[1])
         else "comes near our best way, because its flush lasts until the kernel is queued."
     )
-    + f" `do_bench_cudagraph` finds {graphed:.1f} µs where our best way finds {by_book:.1f}, "
-    "because its input is in the cache and no event stands between two runs. Each loop answers "
-    "another question, so a figure must say which one it used."
+    + f" `do_bench_cudagraph` finds {graphed:.1f} µs where our best way finds {by_book:.1f}: its "
+    "input is in the cache, and no event stands between two runs. So a figure must say which loop "
+    "it used."
 )
 
 # %%
@@ -913,8 +1057,8 @@ lab.read(
 # ------------
 #
 # A kernel that does half of the work is fast, so the result comes before the time. We compare the
-# operators that are timed here with float64. An error may be twice the larger of PyTorch's own in
-# the same dtype and half a unit in the last place (:term:`ulp`).
+# operators that are timed here with float64. Our error may be at most twice PyTorch's, or one unit
+# in the last place (:term:`ulp`).
 
 
 def cases():
@@ -937,169 +1081,6 @@ lab.check("What is timed", cases(), title="softmax and dropout")
 # %%
 # A sum is the most common way to be wrong: :doc:`/chapters/first_kernel` showed one in float16 that
 # stops growing, and exercise 2 mends it.
-#
-# What a launch costs the host
-# ----------------------------
-#
-# A small kernel waits for the host. We take :doc:`dropout </chapters/dropout>` on a small input,
-# and time what a call consists of: making the output, launching the kernel, and the whole of
-# ``seeded_dropout``, which also checks its arguments. ``dropout`` draws a random seed before. We
-# show the fastest round and not the median, because other work of the host can only add to what the
-# code itself needs.
-
-
-# Measuring
-def host_time(run, calls=20):
-    torch.cuda.synchronize()
-    return clock(lambda: [run() for _ in range(calls)]) / calls
-
-
-def layers():
-    x = matrix(64, 1024)
-    y, n = torch.empty_like(x), x.numel()
-    leaf = x.clone().requires_grad_()
-    launch = _plan(seeded_dropout_kernel, n, 2**31, 2.0, N_ROUNDS=7)
-    grid = (triton.cdiv(n, 1024),)
-    ways = {
-        "torch.empty_like": lambda: torch.empty_like(x),
-        "copy_ of PyTorch": lambda: y.copy_(x),
-        "a cached launch": lambda: launch(x, y, 7),
-        "kernel[grid](...)": lambda: seeded_dropout_kernel[grid](
-            x, y, 7, n, 2**31, 2.0, BLOCK_SIZE=1024, N_ROUNDS=7
-        ),
-        "seeded_dropout": lambda: seeded_dropout(x, 0.5, 7),
-        "seeded_dropout, with autograd": lambda: seeded_dropout(leaf, 0.5, 7),
-        "dropout, drawing a seed": lambda: dropout(x, 0.5),
-    }
-    fastest = dict.fromkeys(ways, float("inf"))
-    for _ in range(60):
-        for name, run in ways.items():
-            fastest[name] = min(fastest[name], host_time(run))
-    return [{"call": name, "µs": round(took, 2)} for name, took in fastest.items()]
-
-
-host = lab.measure("What one call of dropout costs the host", layers)
-lab.draw(
-    host,
-    "What one call of dropout costs the host",
-    bars_in_words({"µs": ""}, "µs until the call returns"),
-    bars({"µs": ""}, "µs until the call returns, fastest of 60 rounds"),
-)
-
-# %%
-
-# Reading
-took = {
-    name: cell(host, name, "µs")
-    for name in (
-        "a cached launch",
-        "kernel[grid](...)",
-        "seeded_dropout",
-        "seeded_dropout, with autograd",
-        "dropout, drawing a seed",
-    )
-}
-saved = took["kernel[grid](...)"] - took["a cached launch"]
-drawing, recording = (
-    took[name] - took["seeded_dropout"]
-    for name in ("dropout, drawing a seed", "seeded_dropout, with autograd")
-)
-lab.read(
-    f"Triton's own launch, `kernel[grid](...)`, looks at every argument to find the compiled "
-    f"kernel, and takes {took['kernel[grid](...)']:.1f} µs. The book's operators remember "
-    f"that kernel, and their launch takes {saved:.1f} µs less. To a whole call, autograd adds "
-    f"{recording:.0f} µs, and drawing a seed {drawing:.0f}. PyTorch's `copy_`, whose host code is "
-    "C++, takes "
-    f"{cell(host, 'copy_ of PyTorch', 'µs'):.0f} in all."
-)
-
-# %%
-# **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
-# piece of work and replays them with one call. We time ten softmaxes, called one by one and
-# replayed, beside ten times what the kernel takes alone.
-
-
-def recorded_graph(run):
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-# %%
-
-
-def graphs():
-    rows = []
-    for height in (16, 256, 4096, 65536):
-        x = matrix(height, 1024)
-
-        def ten(x=x):
-            for _ in range(10):
-                softmax(x)
-
-        rows.append(
-            {
-                "rows": height,
-                "one by one, µs": round(median(clock_and_wait, ten), 1),
-                "as a graph, µs": round(median(clock_and_wait, recorded_graph(ten)), 1),
-                "kernels alone, µs": round(
-                    10 * median(WAYS[best], partial(softmax, x)), 1
-                ),
-            }
-        )
-    return rows
-
-
-graph = lab.measure("Ten softmaxes in a row", graphs)
-
-# %%
-
-
-# Drawing
-PACES = {"one by one": "PyTorch", "as a graph": "Kernel Book", "kernels alone": "copy"}
-
-
-def paces_in_words(rows):
-    found = (
-        f"{row['rows']:,} rows "
-        + ", ".join(f"{way} {row[f'{way}, µs']:.0f}" for way in PACES)
-        for row in rows
-    )
-    return f"Lines over rows, µs of ten softmaxes: {'; '.join(found)}."
-
-
-def paces(axes, rows):
-    for way, ink in PACES.items():
-        style = "--" if ink == "copy" else "o-"
-        at, took = ([row[column] for row in rows] for column in ("rows", f"{way}, µs"))
-        axes.loglog(at, took, style, color=lab.colour(ink), label=way)
-    axes.set_xticks([row["rows"] for row in rows], [f"{row['rows']:,}" for row in rows])
-    axes.set_yticks([20, 50, 100, 200, 500], [20, 50, 100, 200, 500])
-    axes.minorticks_off()
-    axes.set(xlabel="rows of 1,024", ylabel="µs, logarithmic")
-
-
-lab.draw(graph, "Ten softmaxes in a row", paces_in_words, paces)
-
-# %%
-
-# Reading
-heights = [row["rows"] for row in graph.rows] or [16, 65536]
-as_graph, singly = (
-    {row["rows"]: row[f"{way}, µs"] for row in graph.rows}
-    or dict.fromkeys(heights, nan)
-    for way in ("as a graph", "one by one")
-)
-few, *_, many = heights
-marks = 10 * nothing[best]
-lab.read(
-    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
-    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The "
-    "kernels alone, the dashed line, seem slower than the graph that contains them, because each "
-    f"is timed from a cold cache and with two events of its own, {marks:.0f} µs for all ten."
-)
 
 # %%
 # The roofline
@@ -1289,20 +1270,29 @@ def waits_for(points):
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 above = [name for name, points in placed.items() if max(points, key=share_of)[1] > 101]
 highest_sum = max((share for _, share in placed.get("weighted sum", ())), default=nan)
+levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
+    "The levels of memory: size, speed, latency", {"columns": [], "rows": []}
+)
+read_alone = next((row[2] for row in levels["rows"] if row[0] == "HBM"), nan)  # TB/s
 why = {
     "attention, in FP8": "attention in FP8, because the matrix units multiply FP8 at twice the "
     "rate of the bfloat16 matmul that is the roof here",
-    "softmax, back": "the backward pass of softmax, for a cause that we did not find (it reads "
-    "more than it writes, unlike a copy, but so does the weighted sum, which stays below the roof)"
-    if highest_sum < 100
-    else "the backward pass of softmax",
+    "softmax, back": "the backward pass of softmax, presumably because it reads more than it "
+    f"writes: reading alone, the first chapter reached {1e3 * read_alone:,.0f} GB/s"
+    + (
+        " (but the weighted sum hardly writes, and stays below the roof)"
+        if highest_sum < 100
+        else ""
+    )
+    if 1e3 * read_alone > 1.05 * beta
+    else "the backward pass of softmax, for a cause that we did not find",
 }
 reasons = "; and ".join(why.get(name, name) for name in reversed(above))
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"The ridge is at {pi:,.0f} TFLOP/s by {beta:,.0f} GB/s, {ridge:,.0f} FLOPs per byte. Of the "
-    f"operators, {', '.join(others)} and {last_one} lie left of it. There, what runs near the roof "
-    "can only become faster by moving fewer bytes. "
+    f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s, so the ridge is at "
+    f"{ridge:,.0f} FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it. "
+    "There, what runs near the roof can only become faster by moving fewer bytes. "
     "Attention lies right of it, because its FLOPs grow with the square of the length and its "
     "bytes with the length."
 )
@@ -1311,13 +1301,11 @@ lab.read(
 
 # Reading
 lab.read(
-    (
-        f"Two kinds of points stand above the roof: {reasons}. "
-        if len(above) == 2
-        else ""
-    )
-    + "The table has the numbers. Its percentages can be lower than those of a chapter, because a "
-    "chapter divides by a copy as large as its own input, and this roof is a copy of 1 GiB."
+    f"Two kinds of points stand above the roof: {reasons}."
+    if len(above) == 2
+    else f"Above the roof stand: {reasons}."
+    if above
+    else "No point stands above the roof."
 )
 
 # %%
@@ -1327,13 +1315,16 @@ lab.read(
     "FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are "
     "none) and bytes as inputs that are read once and outputs that are written once. Times below "
     "20 µs are left out, because the launch is a large part of them. A range in the table covers "
-    f"all shapes that the chapter timed. The matmul of the limit, with {pi:,.0f} TFLOP/s, rests "
+    "all shapes that the chapter timed. Its percentages can be lower than those of a chapter, "
+    "because a chapter divides by a copy as large as its own input, and this roof is a copy of "
+    f"1 GiB. The matmul of the limit, with {pi:,.0f} TFLOP/s, rests "
     "before each run, as every operator of this book does when it is timed; without a rest the "
     f"matmul above did {hot:,.0f} TFLOP/s."
 )
 
 # %%
 
+# Folded: Every operator in numbers
 lab.table(
     [
         {
@@ -1351,11 +1342,10 @@ lab.table(
 # What the compiler made of it
 # ----------------------------
 #
-# If a kernel is far below its roof, look first at its :term:`registers <register>`.
-# If a thread needs more of them than it gets, the compiler must :term:`spill` values to memory and
-# read them back. Its last stage, ``ptxas``, reports both counts. To see what a spill does, we take
-# registers away from the softmax's kernel, called ``row``: ``maxnreg`` is the most that a thread
-# may have.
+# If a kernel is far below its roof, look first at its :term:`registers <register>`. If a thread
+# needs more of them than it gets, the compiler must :term:`spill` values to memory and read them
+# back. Its last stage, ``ptxas``, reports both counts. To see what spills cost, we take registers
+# away from the softmax's kernel, called ``row``, by an option of the launch, ``maxnreg``.
 
 
 # Measuring
@@ -1546,9 +1536,9 @@ lab.read(
 # -----------------------
 #
 # So far we counted bytes on paper; the hardware counts what really moves. Nsight Compute, ``ncu``,
-# runs one kernel several times and reads the hardware's counters, which tell the bytes and how busy
-# each part of the GPU was. We ask for those of a softmax of 16,384 × 8,192, whose input and output
-# are 268 MB each, from two kernels: ``row``, and ``online``, which asks for every row twice.
+# reads its counters. We ask for those of a softmax of 16,384 × 8,192, whose input and output are
+# 268 MB each, from two kernels: ``row``, and ``online``, which asks for every row twice. Guess: how
+# many bytes does ``online`` read?
 
 # Measuring
 COUNTERS = {
@@ -1663,28 +1653,17 @@ lab.table(
 
 # Reading
 again = (
-    "`online` reads no more, because the second time it finds the row in a cache."
+    "`online` reads no more from HBM than `row`, because the second time it finds the row in a "
+    "cache. "
     if twice < 1.05 * paper
-    else f"`online` reads {twice:.0f} MB, some bytes twice."
+    else f"`online` reads {twice:.0f} MB, some bytes twice. "
 )
-
-
-def timed(name, columns=8192):
-    """Microseconds and rows of a kernel of softmax, from the sweep of its chapter."""
-    record = results.find("softmax")
-    ladder = record["sweeps"]["ladder"] if record else {"points": ()}
-    for i, point in enumerate(ladder["points"]):
-        if point["columns"] == columns:
-            return 1e3 * ladder["milliseconds"][name][i][1], point["rows"]
-    return nan, nan
-
-
 found = (
-    f"`row` reads from HBM what it must on paper. {again} While `row` runs, memory is busy at "
-    f"{count('HBM, of its peak'):.0f} % of its peak, and the busiest part of the SMs at "
+    f"{again}`row` reads what it must on paper, keeps memory busy at "
+    f"{count('HBM, of its peak'):.0f} % of its peak, and the busiest part of the SMs at only "
     f"{count('SMs, of their peak'):.0f} %: it waits for memory."
     if read < 1.02 * paper
-    else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do. {again}"
+    else f"{again}`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do."
 )
 if "absent" in counts:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -1692,39 +1671,11 @@ lab.read(found)
 
 # %%
 
-by_columns = [
-    {
-        "rows × columns": f"{timed('online', n)[1]:,} × {n:,}",
-        "row": f"{timed('one program', n)[0]:.0f}",
-        "online": f"{timed('online', n)[0]:.0f}",
-    }
-    for n in (8192, 65536)
-]
-lab.table(by_columns, "Microseconds of row and of online, from the chapter on softmax")
-
-# %%
-
-# Reading
-split = timed("Kernel Book", 65536)[0]
-wide = [timed(name, 65536)[0] for name in ("one program", "online")]
-is_slower = any(float(row["online"]) > 1.01 * float(row["row"]) for row in by_columns)
-lab.read(
-    f"Reading twice, `online` {'can be' if is_slower else 'is not'} slower than `row`."
-    + (
-        " With 65,536 columns both are slower than the last kernel of that chapter, `split`, which "
-        f"reads a row once, in several programs, and takes {split:.0f} µs."
-        if split < 0.99 * min(wide)
-        else ""
-    )
-)
-
-# %%
-
-# Reading
+# Folded: More: what is written later
 left = (paper - written) * 1e6 / 2**20
 explained = (
-    f" That may be why the warm copy, above, slows down before the L2 is full: if as much of what "
-    f"was read is there too, the L2 keeps only the last {2 * left:.0f} MiB that passed."
+    " That may be why the warm copy slows down before the L2 is full: if as much of what was read "
+    f"is there too, the L2 keeps only the last {2 * left:.0f} MiB that passed."
     if beyond < l2
     else ""
 )
@@ -1786,8 +1737,7 @@ lab.read(text)
 #   event, or measure with the host on purpose.
 # - *Faster than the memory:* the input was in the cache. Flush the L2 before each run.
 # - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
-# - *Another time at every run:* take the median of more runs. If runs are independent, four times
-#   as many about halve its scatter.
+# - *Another time at every run:* take the median of more runs.
 # - *Another time after another kernel:* that may be the clock. Shuffle the order, and run an A/A
 #   test.
 # - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.

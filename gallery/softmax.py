@@ -70,7 +70,7 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online and online_2d: two reads and one write.
 #          row, packed and split: one read and one write.
 #
-# A single :term:`kernel` can do all five steps, and this page builds six of them.
+# A single :term:`kernel` can do all five steps. The figure names the six that this page builds.
 #
 # Blocks, done wrong
 # ------------------
@@ -600,40 +600,38 @@ fetched = [value for (what, _), value in counters.items() if what == "read from 
 alike = bool(fetched) and max(fetched) < 1.01 * min(fetched)
 left = written["row"] - written["online"] if written else 0  # that online leaves in L2
 level = [
-    sweep.provenance["gpu"]
+    sweep.provenance["gpu"] + ", with an older kernel," * bool(sweep.mark)
     for sweep in ladder.elsewhere
     if sweep.share("online", columns=short)
     < 1.01 * sweep.share("one program", columns=short)
 ]
-kept = (
-    f" The public `softmax` runs `row` all the same: on {level[0]} `online` gains less than 1 %."
-    if ahead and level
-    else ""
-)
 gains = [n for n in COLUMNS[:-1] if share["one program", n] > 1.01 * share["online", n]]
 widest = max(COLUMNS[:-1], key=lambda n: share["online", n] - share["one program", n])
 lab.read(
-    (
-        "The read that is saved gains nothing here. "
-        + (
-            "At 8,192 columns both kernels read the same bytes from memory (chapter on "
-            "measuring), because the second read of `online` finds them in a cache. "
-            if alike
-            else ""
-        )
-        + (
-            "`row` is even slower there, by "
-            f"{share['online', widest] - share['one program', widest]:.0f} points, and we did not "
-            f"find out why.{kept} "
-            if ahead
-            else ""
-        )
-        if not gains
-        else "`row` gains on `online` at "
-        f"{' and '.join(f'{n:,}' for n in gains)} columns. "
+    "The read that is saved gains nothing. "
+    + (
+        "At 8,192 columns both kernels read the same bytes from memory (chapter on measuring), "
+        "because the second read of `online` finds them in a cache. "
+        if alike
+        else ""
     )
-    + f"At 32,768 columns `row` falls to {one:.0f} % (grey in the next figure), with `online` at "
-    f"{two:.0f}, and a row of {long:,} does not fit into registers at all."
+    + (
+        "`row` is even slower there, by "
+        f"{share['online', widest] - share['one program', widest]:.0f} points, and we did not "
+        "find out why."
+        if ahead
+        else ""
+    )
+    if not gains
+    else f"`row` gains on `online` at {' and '.join(f'{n:,}' for n in gains)} columns."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Nor does it help long rows: at 32,768 columns `row` falls to {one:.0f} % and `online` to "
+    f"{two:.0f} (next figure), and a row of {long:,} does not fit into registers at all."
 )
 
 # %%
@@ -647,9 +645,9 @@ lab.read(
 # .. animation:: registers_of_an_sm
 #
 # The kernel ``packed`` keeps a 16-bit row as it is in memory. In ``raw`` each int32 holds two
-# numbers; ``widen`` turns such pairs into float32, and ``narrow`` turns the results back. The
-# compiler could widen once and keep the float32 row in registers. To prevent that, each step adds
-# ``zero``, an argument that is always 0, which the compiler does not know.
+# numbers; ``widen`` turns such pairs into float32, and ``narrow`` turns the results back. So that
+# the compiler cannot widen once and keep the float32 row in registers, we add ``zero`` between the
+# steps: an argument that is always 0, which the compiler does not know.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -900,6 +898,12 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 lab.read(
     f"In 16 bits the public `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
     f"{SPLIT:,} and `split` beyond. Float32 cannot be packed: it runs `row` up to {SPLIT // 2:,}."
+    + (
+        f" It does not run `online`, which is faster than `row` at {short:,} columns here, because "
+        f"on {level[0]} that gains less than 1 %."
+        if ahead and level
+        else ""
+    )
 )
 
 # %%
@@ -1071,8 +1075,9 @@ ours = [
 ]
 lab.read(
     f"Backward reaches {min(ours):.0f} to {max(ours):.0f} %, the least at "
-    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can exceed 100 %, because it reads twice "
-    "what it writes, and memory reads faster than it copies (chapter on measuring)."
+    f"{COLUMNS[ours.index(min(ours))]:,} columns. It can exceed 100 %, presumably because it reads "
+    "twice what it writes, and memory can be read faster than copied (“The roofline” in the "
+    "chapter on measuring)."
 )
 
 # %%
@@ -1086,7 +1091,7 @@ lost = {
 
 def in_words(name, rows):
     most = max(row["its %"] - row["our %"] for row in rows)
-    return f"{name} at {len(rows)} of {2 * len(COLUMNS)} points, by up to {most}"
+    return f"{name} at {len(rows)}, by up to {most}"
 
 
 def elsewhere_in_words():
@@ -1125,9 +1130,12 @@ apart = max(
     for n in COLUMNS
 )
 lab.read(
-    "A library is ahead of ours "
-    + (", and ".join(in_words(*one) for one in lost.items() if one[1]) or "nowhere")
-    + " percentage points."
+    f"Of the {2 * len(COLUMNS)} pairs of width and dtype, a library is ahead of ours "
+    + (
+        f"{', and '.join(in_words(*one) for one in lost.items() if one[1])} percentage points."
+        if any(lost.values())
+        else "nowhere."
+    )
 )
 
 # %%
@@ -1317,9 +1325,8 @@ ours, theirs = (
     for whose in ("Kernel Book", "PyTorch")
 )
 lab.read(
-    "On 64 rows of 1,024 columns our forward call costs the host "
-    f"{ours[0]:.0f} µs and PyTorch's {theirs[0]:.0f}; forward and backward together, "
-    f"{ours[1]:.0f} to {theirs[1]:.0f}."
+    "On inputs so small that the host sets the time, PyTorch is ahead: on 64 rows of 1,024 columns "
+    f"our forward call costs the host {ours[0]:.0f} µs and PyTorch's {theirs[0]:.0f}."
 )
 
 # %%
@@ -1451,7 +1458,8 @@ lab.check(
 # --------
 #
 # A pair of maximum and sum, corrected by one factor, tells all about the blocks before, so
-# ``online`` reads a row twice and not three times. A row that stays on chip is read once.
+# ``online`` reads a row twice and not three times. A row that stays on chip is read once, even when
+# programs share it, because they need only exchange their pairs.
 #
 # Exercises
 # ---------
