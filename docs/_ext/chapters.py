@@ -153,6 +153,7 @@ CHAPTERS = {
         "race",
         {"columns": 1024},
         {
+            "simple_backward": "PyTorch's operations",
             "lock per tile": "a lock for every two rows",
             "lock per program": "a lock, once a program",
             "partial sums": "partial sums, no lock",
