@@ -872,9 +872,10 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The truth is float64. In 16 bits we allow twice PyTorch's error, because both results are rounded,
-# at different moments, or one unit in the last place; in float32 eight times, because tiles are
-# summed in another order and the exponent is rounded once more.
+# The truth is computed in float64. In 16 bits the error may be twice PyTorch's, because both
+# results are rounded, at different moments, or one unit in the last place. In float32 it may be
+# eight times PyTorch's, because tiles are summed in another order and the exponent is rounded once
+# more.
 
 
 # Measuring
@@ -993,7 +994,7 @@ lab.check(
 # %%
 # **No tile is visited in vain.** Both sweeps visit only the tiles in which a query sees a key. NaN
 # shows it like a dye, because it spreads through every matmul, even times zero: if one tile of
-# ``do`` is NaN, each program that has read it, masked or not, writes NaN to ``dv``.
+# ``do`` is NaN, each program that has read it writes NaN to ``dv``, even if it has masked it.
 
 
 # Measuring
@@ -1050,6 +1051,15 @@ for is_causal in (False, True):
 
 # %%
 
+# Reading
+found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
+assert all(row["as needed"] for row in rows)
+lab.read(
+    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
+)
+
+# %%
+
 # Folded: The tiles that the causal sweep for dk and dv visits
 stained, config = maps["dk and dv"]
 lab.table(
@@ -1059,15 +1069,6 @@ lab.table(
         for i, row in enumerate(stained)
     ],
     "Causal, dk and dv: visited tiles, by the first key of the tile",
-)
-
-# %%
-
-# Reading
-found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
-assert all(row["as needed"] for row in rows)
-lab.read(
-    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
 )
 
 # %%
@@ -1099,11 +1100,6 @@ repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_
 
 # %%
 
-# Folded: In how many of 99 causal runs a gradient differs
-repeated
-
-# %%
-
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
@@ -1115,12 +1111,17 @@ lab.read(
 )
 
 # %%
+
+# Folded: In how many of 99 causal runs a gradient differs
+repeated
+
+# %%
 # How fast is it?
 # ---------------
 #
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. Work is counted as the field
 # does: five matmuls, half of that if causal, whatever a kernel *really* executes. Two sweeps
-# execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
+# execute seven, so they can reach :math:`5/7`, which is 71 percent of the limit, at best.
 #
 # - *standard attention* is the PyTorch code of the first section, run eagerly;
 # - *tiled PyTorch* is our loop over tiles;
@@ -1343,8 +1344,7 @@ lab.read(
 
 # %%
 
-# Folded: What a call costs the host
-
+# Measuring
 hosted = lab.host_times(
     {
         "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
@@ -1354,7 +1354,6 @@ hosted = lab.host_times(
     },
     *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
 )
-hosted
 
 # %%
 
@@ -1365,6 +1364,11 @@ lab.read(
     f"On short inputs the GPU waits for the host. There a call of `attention` and its backward "
     f"pass take {of_us:.0f} µs of the host's time, and those of PyTorch {of_them:.0f}."
 )
+
+# %%
+
+# Folded: What a call costs the host
+hosted
 
 # %%
 # Why one sweep loses here
@@ -1489,10 +1493,11 @@ saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 warps = {(row["computes"], row["tuned for"]): row["warps"] for row in parts.rows}
 lab.read(
-    f"One sweep loses twice. In its tiles, and with its {warps.get(('dk, dv', 'all'), nan)} warps "
-    f"instead of {warps.get(('dk, dv', 'dkdv'), nan)}, `dk` and `dv` alone take {one:.1f} ms "
-    f"instead of {two:.1f}. The rest, the fifth matmul and the additions to `dq`, with the kernels "
-    f"that set `dq` to zero and scale it, takes longer than the whole sweep that it saves."
+    "**One sweep loses twice.** In its tiles, and with its "
+    f"{warps.get(('dk, dv', 'all'), nan)} warps instead of {warps.get(('dk, dv', 'dkdv'), nan)}, "
+    f"`dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. The rest, the fifth matmul and "
+    f"the additions to `dq`, with the kernels that set `dq` to zero and scale it, takes longer "
+    f"than the whole sweep that it saves."
     if adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
     f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1736,9 +1741,9 @@ lab.read(
 
 # %%
 # **Our guess is waiting**, together with little room. :math:`dS^\top` and ``dq`` may pass through
-# shared memory, which we have not counted here. While all warps wait for that, no matrix unit
-# works, and at head_dim 128 no second program on the SM fills the gap.
-# :doc:`/chapters/attention_hopper_backward` lets groups of warps load, multiply and add at the same
+# shared memory, which we have not counted here. While all warps waited for that, no matrix unit
+# would work, and at head_dim 128 no second program on the SM would fill the gap. In
+# :doc:`/chapters/attention_hopper_backward`, groups of warps load, multiply and add at the same
 # time.
 
 # Reading
@@ -1765,10 +1770,12 @@ lab.read(
 )
 
 # %%
-# **Which version does a call run?** In plain Triton (``backend="triton"``) it is two sweeps,
-# because one sweep was slower at all points above. These are in bfloat16; the other dtypes follow
-# without a time of their own. ``deterministic=False`` asks for one sweep. Without a ``backend``,
-# 16-bit inputs on Hopper run the one sweep of the later chapter, where a table there says so.
+# .. dropdown:: Which version a call runs
+#
+#    In plain Triton (``backend="triton"``) it is two sweeps, because one sweep was slower at all
+#    points above. These are in bfloat16; the other dtypes follow without a time of their own.
+#    ``deterministic=False`` asks for one sweep. Without a ``backend``, 16-bit inputs on Hopper run
+#    the one sweep of the later chapter, where a table there says so.
 
 # %%
 # What breaks it

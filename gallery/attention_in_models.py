@@ -401,11 +401,13 @@ lab.table(
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # A window that leaves a tenth of the scores should take a tenth of the time. It takes longer, and
-# the shorter the window, the more so. The figure shows the speed per visible score. 100 % is *full
-# causal*, the operator's kernel in plain Triton without a window, for 16,384 tokens and 16 heads of
-# head_dim 128 in bfloat16. *Plain Triton* is the same kernel with the window. *Kernel Book* is what
-# ``attention`` runs by default: here, on a Hopper GPU, a faster kernel, which :doc:`a later chapter
-# </chapters/attention_hopper>` explains.
+# the shorter the window, the more so. The figure shows the speed per visible score, for 16,384
+# tokens and 16 heads of head_dim 128 in bfloat16:
+#
+# - *full causal*, 100 %, is the operator's kernel in plain Triton without a window;
+# - *plain Triton* is the same kernel with the window;
+# - *Kernel Book* is what ``attention`` runs by default: here, on a Hopper GPU, a faster kernel,
+#   which :doc:`a later chapter </chapters/attention_hopper>` explains.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -467,7 +469,7 @@ lab.plot(
 
 # %%
 # **Why is a short window slow?** A tile that a bound cuts is computed whole. The first line of the
-# table shows what this costs, by counting scores: the speed if nothing else were lost.
+# table counts what this costs: it is the speed if nothing else were lost.
 
 
 # Measuring
@@ -505,7 +507,7 @@ def in_percent(value):
 
 
 # %%
-counted = {"plain Triton, forward": "if only whole tiles cost speed"}
+counted = {"plain Triton, forward": "if only cut tiles cost speed"}
 measured = {"plain Triton, forward": "measured"}
 for left in LEFTS:
     _, computed = tiles_of(left, CONFIG.block_m, CONFIG.block_n)
@@ -667,7 +669,7 @@ lab.read(
 # Folded: What keeps the default kernel from full speed
 lab.read(
     (
-        f"Whole tiles alone would leave {100 / tiles_alone:.0f} % forward with `left` = "
+        f"Cut tiles alone would leave {100 / tiles_alone:.0f} % forward with `left` = "
         f"{middle:,}. What a program does once per tile of queries we estimate at the time of "
         f"{beyond:.1f} tiles of keys, beside the {met:.0f} that it loads. "
         if "forward" in in_gluon
@@ -819,10 +821,13 @@ lab.read(
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# 100 % is the kernel in plain Triton on a *full batch*, in which every sequence is as long as the
-# longest. Only needed scores count as work. *Kernel Book* is the packed kernel, which is in plain
-# Triton on every GPU, and *padded* is ``attention`` on the padded batch. ``varlen_attn`` is
-# PyTorch's own function for packed sequences.
+# The figure counts only scores that are needed as work:
+#
+# - *full batch*, 100 %, is the kernel in plain Triton on sequences that are all as long as the
+#   longest;
+# - *padded* is ``attention`` on the padded batch;
+# - ``varlen_attn`` is PyTorch's own function for packed sequences;
+# - *Kernel Book* is the packed kernel, which is in plain Triton on every GPU.
 
 # Measuring
 OFFSETS = torch.tensor([0, *LENGTHS], device=runtime.DEVICE).cumsum(0).int()
@@ -1277,7 +1282,7 @@ beside = {
     for name in READERS[:-1]
 }
 beaten = [
-    f"{name} by {100 * (by - 1):.0f} % with {what}"
+    f"{name} is ahead by {100 * (by - 1):.0f} % with {what}"
     for name, shares in beside.items()
     for what, by in zip(("", "the batch", names[2]), shares, strict=True)
     if what and by > 1.01
@@ -1291,15 +1296,19 @@ lab.read(
         if min(of_ours[0], steps.share("SDPA cuDNN", **long)) > 0.98
         else f"With {names[0]} our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed. "
     )
-    + (f"Ahead of us is {' and '.join(beaten)}. " if beaten else "")
-    + (
-        f"With so few, nobody comes near a copy. Reading them takes {short_took[2]:.1f} of our "
-        f"kernel's {short_took[1]:.1f} µs, if at the speed of the longest copy, and with half of "
-        f"them, in as many parts, it still takes {short_took[3]:.1f}. What the two launches cost, "
-        "we did not measure."
-        if short_took[3] > 0.6 * short_took[1] and 2 * left_over[2] == KEY_LENGTHS[0]
-        else ""
-    )
+    + (f"{' and '.join(beaten)}." if beaten else "")
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**With {KEY_LENGTHS[0]:,} keys nobody comes near a copy.** At the speed of the longest copy, "
+    f"reading takes {short_took[2]:.1f} of our kernel's {short_took[1]:.1f} µs. With half of the "
+    f"keys, in as many parts, it still takes {short_took[3]:.1f}. What the two launches cost, we "
+    "did not measure."
+    if short_took[3] > 0.6 * short_took[1] and 2 * left_over[2] == KEY_LENGTHS[0]
+    else f"With {KEY_LENGTHS[0]:,} keys our kernel reaches {100 * of_ours[2]:.0f} % of a copy."
 )
 
 # %%
@@ -1455,8 +1464,9 @@ lab.read(
 # ------------
 #
 # Output and gradients are compared with the formula in float64, packed batches sequence by
-# sequence. The error may be eight times PyTorch's in float32, and in 16 bits twice, for gradients
-# four times. PyTorch's error counts as at least half a unit in the last place.
+# sequence. In float32 the error may be eight times PyTorch's. In 16 bits that of the output may be
+# twice PyTorch's, and that of a gradient four times. PyTorch's error counts as at least half a unit
+# in the last place.
 
 # Measuring
 NAMES = ("out", "dq", "dk", "dv")
@@ -1663,64 +1673,34 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 
 # Reading
 assert (AIM, LEFTS[1]) == (1.15, 1024)
-goals = [
-    (
-        f"window, {passes}",
-        "full causal",
-        1 / AIM,
-        {
-            name: windows.share(name, left=middle, passes=passes)
-            for name in ("FlexAttention", "FlashAttention", "Kernel Book")
-        },
-    )
-    for passes in PASSES
-]
-goals += [
-    (
-        f"packed, {passes}",
-        "attention, full batch",
-        OF_FULL,
-        {
-            name: batches.share(name, passes=passes) / own_full[passes]
-            for name in (*PACKERS, "Kernel Book")
-        },
-    )
-    for passes in PASSES
-]
-goals += [
-    (
-        what,
-        "a copy",
-        aim,
-        {name: steps.share(name, **where) for name in READERS},
-    )
-    for what, (where, aim) in zip(
-        ("one query, 131,072 keys", "8 × 8,192 keys, grouped"),
-        AIMS.values(),
-        strict=True,
-    )
-]
-board, met_goals = [], []
-for what, of, aim, shares in goals:
-    libraries_of = {
-        name: share
-        for name, share in shares.items()
-        if name != "Kernel Book" and share == share
+goals = {}
+for passes in PASSES:
+    at, others = {"left": middle, "passes": passes}, ("FlexAttention", "FlashAttention")
+    shares = {name: windows.share(name, **at) for name in (*others, "Kernel Book")}
+    goals[f"window, {passes}"] = ("full causal", 1 / AIM, shares)
+for passes in PASSES:
+    shares = {
+        name: batches.share(name, passes=passes) / own_full[passes]
+        for name in (*PACKERS, "Kernel Book")
     }
-    first = max(libraries_of, key=libraries_of.get, default="")
-    met_goals.append(shares["Kernel Book"] >= aim)
-    board.append(
-        {
-            "use": what,
-            "100 % is": of,
-            "aim": in_percent(aim),
-            "reached": in_percent(shares["Kernel Book"])
-            + ("" if met_goals[-1] else ": missed"),
-            "fastest library": f"{in_percent(libraries_of[first])}, {first}"
-            if first
-            else "—",
-        }
+    goals[f"packed, {passes}"] = ("attention, full batch", OF_FULL, shares)
+for what, (where, aim) in zip(
+    (names[0], "8 × 8,192 keys, grouped"), AIMS.values(), strict=True
+):
+    shares = {name: steps.share(name, **where) for name in READERS}
+    goals[f"decoding, {what}"] = ("a copy", aim, shares)
+board, missed = [], 0
+for what, (of, aim, shares) in goals.items():
+    own_share = shares.pop("Kernel Book")
+    shares = {name: share for name, share in shares.items() if share == share}
+    fastest = max(shares, key=shares.get, default="")
+    missed += own_share < aim
+    row = {"use": what, "100 % is": of, "aim": in_percent(aim)}
+    row["reached"] = in_percent(own_share) + (": missed" if own_share < aim else "")
+    row["fastest library"] = (
+        f"{in_percent(shares[fastest])}, {fastest}" if fastest else "—"
     )
+    board.append(row)
 lab.table(board, "The aims of this chapter, and what was reached")
 
 # %%
@@ -1728,7 +1708,7 @@ lab.table(board, "The aims of this chapter, and what was reached")
 # Reading
 test_behind = 1 - times.get("FlashAttention", nan) / times.get("Kernel Book", nan)
 lab.read(
-    f"**{met_goals.count(False)} of {len(met_goals)} aims are missed**. "
+    f"**{missed} of {len(board)} aims are missed**. "
     + (
         "And the windows are compared with plain Triton: beside `attention` itself without a "
         "window, timed in later chapters, they reach "
