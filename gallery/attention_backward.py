@@ -1292,6 +1292,19 @@ for point in measured_at(16384, head_dims=(128, 64)):
 
 # %%
 
+# Measuring
+hosted = lab.host_times(
+    {
+        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
+        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
+    },
+    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
+)
+
+# %%
+
 # Folded: Two sweeps, one sweep and the fastest library at 16,384 tokens
 lab.table(speeds, "TFLOP/s at 16,384 tokens")
 
@@ -1340,19 +1353,6 @@ lab.read(
         if "FlashAttention" in backward.skipped
         else ""
     )
-)
-
-# %%
-
-# Measuring
-hosted = lab.host_times(
-    {
-        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
-        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        ),
-    },
-    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
 )
 
 # %%
@@ -1516,8 +1516,6 @@ lab.read(
 )
 
 # %%
-# Atomic addition and little room on an SM come to mind as reasons. Neither explains this alone.
-
 
 # Measuring
 FIXED = "FlashAttention, deterministic"
@@ -1545,6 +1543,9 @@ def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
 
 # Measuring
 others = lab.measure("dq in 20 runs, 4,096 tokens, head_dim 128, causal", peers_differ)
+
+# %%
+# Atomic addition and little room on an SM come to mind as reasons. Neither explains this alone.
 
 # %%
 

@@ -1669,7 +1669,8 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 # programs that share the keys of a query are merged by the logsumexp of their scores.
 #
 # The table has every aim, beside what was reached. The window has 1,025 keys. Its aim was to take
-# at most 1.15 times as long per visible score as *full causal*, which is 87 % of the speed.
+# at most 1.15 times as long per visible score as *full causal*, which is :math:`87\,\%` of the
+# speed.
 
 # Reading
 assert (AIM, LEFTS[1]) == (1.15, 1024)
@@ -1684,9 +1685,7 @@ for passes in PASSES:
         for name in (*PACKERS, "Kernel Book")
     }
     goals[f"packed, {passes}"] = ("attention, full batch", OF_FULL, shares)
-for what, (where, aim) in zip(
-    (names[0], "8 × 8,192 keys, grouped"), AIMS.values(), strict=True
-):
+for what, (where, aim) in zip((names[0], "grouped batch"), AIMS.values(), strict=True):
     shares = {name: steps.share(name, **where) for name in READERS}
     goals[f"decoding, {what}"] = ("a copy", aim, shares)
 board, missed = [], 0
@@ -1696,7 +1695,9 @@ for what, (of, aim, shares) in goals.items():
     fastest = max(shares, key=shares.get, default="")
     missed += own_share < aim
     row = {"use": what, "100 % is": of, "aim": in_percent(aim)}
-    row["reached"] = in_percent(own_share) + (": missed" if own_share < aim else "")
+    row["reached"] = in_percent(own_share) + (
+        ":\N{NO-BREAK SPACE}missed" if own_share < aim else ""
+    )
     row["fastest library"] = (
         f"{in_percent(shares[fastest])}, {fastest}" if fastest else "—"
     )
