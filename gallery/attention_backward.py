@@ -9,12 +9,12 @@ stored?*
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- how programs divide the three gradients, that it is faster here to compute two matmuls twice
-  than to share a sum, and what we suspect as the reason;
+- how programs divide the three gradients, and that it is faster here to compute two matmuls twice
+  than to share a sum;
 - which tiles a causal gradient may skip, and what happens if it forgets its mask.
 
-:doc:`/chapters/attention_forward` explains tiles and causal stages, :doc:`/chapters/attention_fast`
-descriptors.
+:doc:`/chapters/attention_forward` explains tiles and causal stages, and
+:doc:`/chapters/attention_fast` explains descriptors.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -158,7 +158,8 @@ lab.read(
     f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
     f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients. The "
-    f"kernels of this chapter keep {kept(16384, 'two sweeps'):.0f} MiB:"
+    f"kernels of this chapter, which we call **two sweeps**, need "
+    f"{kept(16384, 'two sweeps') + peak(16384, 'two sweeps'):.0f} MiB in all:"
 )
 
 # %%
@@ -447,8 +448,8 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 # Dividing the work among programs
 # --------------------------------
 #
-# Each pair of tiles is *added* to three gradients, and programs that add to the same tile get in
-# each other's way.
+# Each pair of tiles *adds* to three gradients. Programs run at the same time, so the question is
+# which of them adds to what.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -569,28 +570,6 @@ lab.listing(
         "The program that owns a tile of keys": smallest.dkdv_kernel,
         "What it does with one tile of queries": smallest.add_queries,
     }
-)
-
-# %%
-
-# Reading
-q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
-s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
-lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
-inputs = (q, k, v, do, lse, delta)
-# tiles that fit on older GPUs, too
-dk, dv = smallest.keys_backward(*inputs, block_m=32, block_n=64)
-dq = smallest.queries_backward(*inputs, block_m=64, block_n=32)
-four = [x[None, None] for x in (q, k, v, do)]
-truths = reference.attention_backward(*four, True)
-far = [
-    (x - y[0, 0]).abs().max() / y.abs().max()
-    for x, y in zip((dq, dk, dv), truths, strict=True)
-]
-assert max(far) < 1e-5
-lab.read(
-    f"On 384 tokens, `dk` and `dv`, and `dq` of the second sweep below, differ from float64 by at "
-    f"most {max(far):.0e} of their largest element."
 )
 
 # %%
@@ -809,6 +788,28 @@ lab.listing(
 )
 
 # %%
+
+# Reading
+q, k, v, do = torch.randn(4, 384, 32, device=runtime.DEVICE)
+s = (q @ k.T * 32**-0.5).masked_fill(~visible(384, 384), -torch.inf)
+lse, delta = s.logsumexp(-1), (do * (s.softmax(-1) @ v)).sum(-1)
+inputs = (q, k, v, do, lse, delta)
+# tiles that fit on older GPUs, too
+dk, dv = smallest.keys_backward(*inputs, block_m=32, block_n=64)
+dq = smallest.queries_backward(*inputs, block_m=64, block_n=32)
+four = [x[None, None] for x in (q, k, v, do)]
+truths = reference.attention_backward(*four, True)
+far = [
+    (x - y[0, 0]).abs().max() / y.abs().max()
+    for x, y in zip((dq, dk, dv), truths, strict=True)
+]
+assert max(far) < 1e-5
+lab.read(
+    f"On 384 tokens, the three gradients of both small kernels differ from float64 by at most "
+    f"{max(far):.0e} of their largest element."
+)
+
+# %%
 # **One sweep** is the first sweep with a fifth matmul at its end. This takes :math:`dS`, too, so a
 # matrix has to be transposed. With a :term:`descriptor`, one instruction then adds a whole tile to
 # the sums of ``dq`` in memory.
@@ -868,95 +869,13 @@ lab.listing(
 #       :language: python
 #       :pyobject: gradient
 #
-# Which tiles the sweeps visit
-# ----------------------------
-#
-# Both sweeps visit only the tiles in which a query sees a key. NaN shows it like a dye, because it
-# spreads through every matmul, even times zero: if one tile of ``do`` is NaN, each program that has
-# read it, masked or not, writes NaN to ``dv``.
-
-
-# Measuring
-def stains(x, block):
-    return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
-
-
-def visited(is_causal):
-    q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
-    first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
-    sides = first.block_m, first.block_n, second.block_m, second.block_n
-    n = max(192, 3 * max(sides))
-    q, k, v, do = torch.randn(4, 1, 1, n, 16, device=q.device, dtype=q.dtype).unbind()
-    out, lse = attention_forward(q, k, v, is_causal, 0.25)
-    rest = (*kernels._preprocess(out, lse, do, None), is_causal, 0.25)
-    by_keys, by_queries = [], []
-    for start in range(0, n, first.block_m):
-        dyed = do.clone()
-        dyed[:, :, start : start + first.block_m] = nan
-        _, dv = kernels._keys_backward(q, k, v, dyed, *rest)
-        by_keys.append(stains(dv, first.block_n))
-    for start in range(0, n, second.block_n):
-        dyed = v.clone()
-        dyed[:, :, start : start + second.block_n] = nan
-        dq = kernels._queries_backward(q, k, dyed, do, *rest)
-        by_queries.append(stains(dq, second.block_m))
-    by_queries = [list(row) for row in zip(*by_queries, strict=True)]
-    return {"dk and dv": (by_keys, first), "dq": (by_queries, second)}
-
-
-# %%
-
-# Measuring
-rows = []
-for is_causal in (False, True):
-    with runtime.launching_on(q):
-        maps = visited(is_causal)
-    for sweep, (stained, config) in maps.items():
-        n = len(stained) * config.block_m
-        pairs = visible(n, n) if is_causal else torch.ones(n, n)
-        blocks = pairs.view(len(stained), config.block_m, -1, config.block_n)
-        needed = blocks.bool().any(3).any(1).tolist()
-        assert stained == needed
-        rows.append(
-            {
-                "sweep": sweep,
-                "mask": "causal" if is_causal else "full",
-                "tile": f"{config.block_m} × {config.block_n}",
-                "tiles": len(stained) * len(stained[0]),
-                "visited": sum(map(sum, stained)),
-                "as needed": stained == needed,
-            }
-        )
-
-# %%
-
-# Folded: The tiles that the causal sweep for dk and dv visits
-stained, config = maps["dk and dv"]
-lab.table(
-    [
-        {"queries from": i * config.block_m}
-        | {f"{j * config.block_n}": "yes" if hit else "–" for j, hit in enumerate(row)}
-        for i, row in enumerate(stained)
-    ],
-    "Causal, dk and dv: visited tiles, by the first key of the tile",
-)
-
-# %%
-
-# Reading
-found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
-assert all(row["as needed"] for row in rows)
-lab.read(
-    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
-)
-
-# %%
 # Is it right?
 # ------------
 #
-# The truth is float64. In 16 bits we allow twice PyTorch's error, because both results are rounded,
-# at different moments, or one unit in the last place; in float32 eight times, because tiles are
-# summed in another order and the exponent is rounded once more.
+# The truth is computed in float64. In 16 bits the error may be twice PyTorch's, because both
+# results are rounded, at different moments, or one unit in the last place. In float32 it may be
+# eight times PyTorch's, because tiles are summed in another order and the exponent is rounded once
+# more.
 
 
 # Measuring
@@ -1073,11 +992,88 @@ lab.check(
 )
 
 # %%
-# The same bits in every run
-# --------------------------
-#
-# Two sweeps give the same gradients in every run, because each sum belongs to one program, which
-# adds its tiles in order. In one sweep, programs share ``dq``.
+# **No tile is visited in vain.** Both sweeps visit only the tiles in which a query sees a key. NaN
+# shows it like a dye, because it spreads through every matmul, even times zero: if one tile of
+# ``do`` is NaN, each program that has read it writes NaN to ``dv``, even if it has masked it.
+
+
+# Measuring
+def stains(x, block):
+    return x.isnan().any(-1)[0, 0].view(-1, block).any(-1).tolist()
+
+
+def visited(is_causal):
+    q = torch.randn(1, 1, 16, 16, device=runtime.DEVICE, dtype=torch.float16)
+    first, second = (tuned.backward_config(sweep, q) for sweep in ("dkdv", "dq"))
+    sides = first.block_m, first.block_n, second.block_m, second.block_n
+    n = max(192, 3 * max(sides))
+    q, k, v, do = torch.randn(4, 1, 1, n, 16, device=q.device, dtype=q.dtype).unbind()
+    out, lse = attention_forward(q, k, v, is_causal, 0.25)
+    rest = (*kernels._preprocess(out, lse, do, None), is_causal, 0.25)
+    by_keys, by_queries = [], []
+    for start in range(0, n, first.block_m):
+        dyed = do.clone()
+        dyed[:, :, start : start + first.block_m] = nan
+        _, dv = kernels._keys_backward(q, k, v, dyed, *rest)
+        by_keys.append(stains(dv, first.block_n))
+    for start in range(0, n, second.block_n):
+        dyed = v.clone()
+        dyed[:, :, start : start + second.block_n] = nan
+        dq = kernels._queries_backward(q, k, dyed, do, *rest)
+        by_queries.append(stains(dq, second.block_m))
+    by_queries = [list(row) for row in zip(*by_queries, strict=True)]
+    return {"dk and dv": (by_keys, first), "dq": (by_queries, second)}
+
+
+# %%
+
+# Measuring
+rows = []
+for is_causal in (False, True):
+    with runtime.launching_on(q):
+        maps = visited(is_causal)
+    for sweep, (stained, config) in maps.items():
+        n = len(stained) * config.block_m
+        pairs = visible(n, n) if is_causal else torch.ones(n, n)
+        blocks = pairs.view(len(stained), config.block_m, -1, config.block_n)
+        needed = blocks.bool().any(3).any(1).tolist()
+        assert stained == needed
+        rows.append(
+            {
+                "sweep": sweep,
+                "mask": "causal" if is_causal else "full",
+                "tile": f"{config.block_m} × {config.block_n}",
+                "tiles": len(stained) * len(stained[0]),
+                "visited": sum(map(sum, stained)),
+                "as needed": stained == needed,
+            }
+        )
+
+# %%
+
+# Reading
+found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
+assert all(row["as needed"] for row in rows)
+lab.read(
+    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
+)
+
+# %%
+
+# Folded: The tiles that the causal sweep for dk and dv visits
+stained, config = maps["dk and dv"]
+lab.table(
+    [
+        {"queries from": i * config.block_m}
+        | {f"{j * config.block_n}": "yes" if hit else "–" for j, hit in enumerate(row)}
+        for i, row in enumerate(stained)
+    ],
+    "Causal, dk and dv: visited tiles, by the first key of the tile",
+)
+
+# %%
+# **The same bits in every run.** Two sweeps give the same gradients in every run, because each sum
+# belongs to one program, which adds its tiles in order. In one sweep, programs share ``dq``.
 
 
 # Measuring
@@ -1104,11 +1100,6 @@ repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_
 
 # %%
 
-# Folded: In how many of 99 causal runs a gradient differs
-repeated
-
-# %%
-
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
@@ -1120,16 +1111,22 @@ lab.read(
 )
 
 # %%
+
+# Folded: In how many of 99 causal runs a gradient differs
+repeated
+
+# %%
 # How fast is it?
 # ---------------
 #
 # The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. Work is counted as the field
 # does: five matmuls, half of that if causal, whatever a kernel *really* executes. Two sweeps
-# execute seven, so they can reach :math:`5/7` of the limit, or 71 %, at best.
+# execute seven, so they can reach :math:`5/7`, which is 71 percent of the limit, at best.
 #
-# *standard attention* is the PyTorch code of the first section, run eagerly, *tiled PyTorch* our
-# loop over tiles, *all tiles* two sweeps that ignore the causal flag, and *Kernel Book* two sweeps
-# that skip tiles:
+# - *standard attention* is the PyTorch code of the first section, run eagerly;
+# - *tiled PyTorch* is our loop over tiles;
+# - *all tiles* is two sweeps that ignore the causal flag;
+# - *Kernel Book* is two sweeps that skip tiles.
 #
 # .. dropdown:: What is timed
 #
@@ -1214,8 +1211,8 @@ full, causal = (
 lab.read(
     f"Without a mask, two sweeps reach {full[1]:.0f} % of a matmul, and one sweep {one:.0f} %. "
     + (
-        f"`torch.compile` beats both, with {full[0]:.0f} %, presumably because it has kept `P`, so "
-        f"that four matmuls are enough."
+        f"`torch.compile` beats both, with {full[0]:.0f} %. It may keep `P`, as autograd does, and "
+        f"would then need only four matmuls; we did not look."
         if full[0] > 1.01 * full[1]
         else f"`torch.compile` reaches {full[0]:.0f} %."
     )
@@ -1295,6 +1292,19 @@ for point in measured_at(16384, head_dims=(128, 64)):
 
 # %%
 
+# Measuring
+hosted = lab.host_times(
+    {
+        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
+        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
+    },
+    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
+)
+
+# %%
+
 # Folded: Two sweeps, one sweep and the fastest library at 16,384 tokens
 lab.table(speeds, "TFLOP/s at 16,384 tokens")
 
@@ -1332,8 +1342,8 @@ slower_ones = [*beaten, "one sweep"] if points_where(*MODES) == len(rates) else 
 listed = " and ".join(filter(None, [", ".join(slower_ones[:-1]), *slower_ones[-1:]]))
 lab.read(
     (
-        f"Two sweeps are behind {losses}, and the fastest library is up to {max(ratios):.2f} times "
-        f"as fast. "
+        f"**Two sweeps are behind** {losses}, and the fastest library is up to {max(ratios):.2f} "
+        f"times as fast. "
         if losses
         else ""
     )
@@ -1348,51 +1358,24 @@ lab.read(
 # %%
 
 # Reading
-first = speeds[0]
-lead = first["library"] / first["two sweeps"]
-if lead <= 1:
-    meaning = "so two sweeps are ahead all the same"
-elif lead < 1.05 * 7 / 5:
-    meaning = "about what seven matmuls cost instead of five (7/5)"
-else:
-    meaning = "more than seven matmuls cost instead of five (7/5)"
+host = hosted.rows[-1] if hosted.rows else {}
+of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"At 16,384 tokens, head_dim {first['head_dim']}, "
-    f"{'no mask' if first['mask'] == 'full' else 'causal'}, {first['fastest library']} is "
-    f"{lead:.2f} times as fast as two sweeps, {meaning}."
+    f"On short inputs the GPU waits for the host. There a call of `attention` and its backward "
+    f"pass take {of_us:.0f} µs of the host's time, and those of PyTorch {of_them:.0f}."
 )
 
 # %%
 
 # Folded: What a call costs the host
-
-hosted = lab.host_times(
-    {
-        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
-        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        ),
-    },
-    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
-)
 hosted
-
-# %%
-
-# Reading
-host = hosted.rows[-1] if hosted.rows else {}
-of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
-lab.read(
-    f"On short inputs, where the GPU waits for the host, both passes cost it {of_us:.0f} µs with "
-    f"`attention`, and {of_them:.0f} with PyTorch."
-)
 
 # %%
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes five matmuls where two sweeps execute seven, and yet it takes longer. We time
-# its parts alone, the first sweep also with tiles of the size that one sweep has.
+# One sweep executes five matmuls where two sweeps execute seven, and yet it takes longer. To see
+# where the time goes, we time its parts alone, the first sweep also with the tiles of one sweep.
 
 
 # Measuring
@@ -1510,10 +1493,11 @@ saved = took.get(("dq", "dq"), nan)
 whole = took.get(("dk, dv, dq", "all"), nan)
 warps = {(row["computes"], row["tuned for"]): row["warps"] for row in parts.rows}
 lab.read(
-    f"One sweep loses twice. In its tiles, and with its {warps.get(('dk, dv', 'all'), nan)} warps "
-    f"instead of {warps.get(('dk, dv', 'dkdv'), nan)}, `dk` and `dv` alone take {one:.1f} ms "
-    f"instead of {two:.1f}. The rest, the fifth matmul and the additions to `dq`, with the kernels "
-    f"that set `dq` to zero and scale it, takes longer than the whole sweep that it saves."
+    "**One sweep loses twice.** In its tiles, and with its "
+    f"{warps.get(('dk, dv', 'all'), nan)} warps instead of {warps.get(('dk, dv', 'dkdv'), nan)}, "
+    f"`dk` and `dv` alone take {one:.1f} ms instead of {two:.1f}. The rest, the fifth matmul and "
+    f"the additions to `dq`, with the kernels that set `dq` to zero and scale it, takes longer "
+    f"than the whole sweep that it saves."
     if adding > saved and one > two
     else f"One sweep takes {whole:.1f} ms, and the parts of two sweeps {two + saved:.1f}. In "
     f"the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1532,9 +1516,6 @@ lab.read(
 )
 
 # %%
-# **Two suspects do not explain this alone**: atomic addition, and little room on an SM. The
-# evidence is in these folds:
-
 
 # Measuring
 FIXED = "FlashAttention, deterministic"
@@ -1564,17 +1545,11 @@ def peers_differ(seqlen=4096, batch=4, heads=16, head_dim=128):
 others = lab.measure("dq in 20 runs, 4,096 tokens, head_dim 128, causal", peers_differ)
 
 # %%
-
-# Folded: Whose dq differs between runs
-bits = [(row["version"], row["runs that differ, of 19"]) for row in others.rows]
-lab.table(
-    [{"version": name, "runs that differ, of 19": n} for name, n in bits],
-    "dq in 20 runs, 4,096 tokens, head_dim 128, causal",
-)
+# Atomic addition and little room on an SM come to mind as reasons. Neither explains this alone.
 
 # %%
 
-# Folded: Not atomic addition alone
+# Reading
 unlike = {row["version"]: row["runs that differ, of 19"] for row in others.rows}
 speed = {row["version"]: row["TFLOP/s"] for row in others.rows}
 peer = max((name for name in LIBRARIES if name in speed), key=speed.get, default="none")
@@ -1589,29 +1564,46 @@ for head_dim in (64, 128):
     added[head_dim] = gigabytes / backward.milliseconds_at(
         "Kernel Book, one sweep", **point
     )
-said = (
-    f"If the additions were the limit, one sweep would add at the same rate at every head_dim. At "
-    f"16,384 tokens without a mask it adds {added[64]:.1f} TB/s to `dq` at head_dim 64, and "
-    f"{added[128]:.1f} TB/s at 128"
-    + (
-        ", so the GPU can add faster than it does at 128. "
+lab.read(
+    (
+        "**Atomic addition.** If the additions were the limit, one sweep would add at the same "
+        "rate at every head_dim. At 16,384 tokens without a mask it adds "
+        f"{added[64]:.1f} TB/s to `dq` at head_dim 64, and only {added[128]:.1f} at 128."
         if added[64] > 1.1 * added[128]
-        else ", so the additions may be the limit at both. "
+        else "**Atomic addition** may be the limit: at 16,384 tokens without a mask one sweep adds "
+        f"{added[64]:.1f} TB/s to `dq` at head_dim 64, and {added[128]:.1f} at 128."
     )
-    + f"And {peer}, the fastest library here, gives another `dq` in {unlike.get(peer, nan)} of 19 "
-    f"runs, so it adds in "
-    + ("no fixed order, too. " if unlike.get(peer) else "a fixed order. ")
+    + (
+        f" And {peer}, the fastest library here, adds in no fixed order, too, as the fold shows."
+        if unlike.get(peer)
+        else ""
+    )
 )
-if FIXED in speed and "FlashAttention" in speed:
-    whose = "Its" if peer == "FlashAttention" else "FlashAttention's"
-    fixed_bits = (
-        f"gives another in {unlike[FIXED]}"
+
+# %%
+
+# Folded: Whose dq differs between runs
+bits = [(row["version"], row["runs that differ, of 19"]) for row in others.rows]
+lab.table(
+    [{"version": name, "runs that differ, of 19": n} for name, n in bits],
+    "dq in 20 runs, 4,096 tokens, head_dim 128, causal",
+)
+
+# %%
+
+# Folded: A library that adds in a fixed order
+lab.read(
+    "FlashAttention's deterministic mode "
+    + (
+        f"gives another `dq` in {unlike[FIXED]} of these runs"
         if unlike[FIXED]
         else "repeats the same bits"
     )
-    still = "still" if speed[FIXED] > 1.01 * speed["Kernel Book"] else "not"
-    said += f"{whose} deterministic mode {fixed_bits}, and is {still} faster than our two sweeps."
-lab.read(said)
+    + f", and is {'still' if speed[FIXED] > 1.01 * speed['Kernel Book'] else 'not'} faster than "
+    "our two sweeps."
+    if FIXED in speed and "FlashAttention" in speed
+    else "FlashAttention has no time here."
+)
 
 # %%
 
@@ -1629,7 +1621,7 @@ def launch(head_dim, deterministic):
 
 # %%
 
-# Folded: What the compiler made of the kernels
+# Measuring
 facts = lab.facts(
     "What the compiler made of the kernels",
     {
@@ -1640,7 +1632,6 @@ facts = lab.facts(
         for deterministic in (True, False)
     },
 )
-facts
 
 # %%
 
@@ -1704,8 +1695,7 @@ def boxes(axes, rows):
 
 # %%
 
-# Folded: Not room on an SM alone
-lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
+# Reading
 fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
 once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
@@ -1720,28 +1710,41 @@ spilled = spills.pop(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 others_spill = any(spills.values())
 tempo = (3 / saved) / (4 / two)  # of the second sweep's matmuls to the first's
 lab.read(
-    f"A bar is as long as one program's share of an SM, and repeats for each program that fits. At "
-    f"head_dim 64, {small:.0f} programs of one sweep fit on an SM, and at 16,384 tokens without a "
-    f"mask it reaches {relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128, "
+    f"**Little room.** At head_dim 64, {small:.0f} programs of one sweep fit on an SM, and it "
+    f"reaches {relative_speed[64]:.0f} % of the speed of two sweeps. At head_dim 128 only "
     f"{once:.0f} fits, and it reaches {relative_speed[128]:.0f} %. "
     + (
-        "There some values spill to memory as well, because a thread has at most 255 registers. "
-        if spilled and not others_spill
+        f"But the second of two sweeps has only {beside:.0f} on an SM, too, and its matmuls are "
+        f"{'faster than' if tempo > 1.05 else 'as fast as'} those of the first. "
+        if beside <= once and tempo > 0.95
         else ""
     )
     + (
-        f"But the second of two sweeps has only {beside:.0f} on an SM, too, and its matmuls are "
-        f"{'faster than' if tempo > 1.05 else 'as fast as'} those of the first."
-        if beside <= once and tempo > 0.95
+        "One sweep is also the only kernel that spills registers to memory there; what that costs, "
+        "we did not measure."
+        if spilled and not others_spill
         else ""
     )
 )
 
 # %%
-# So we suspect little room *together with waiting*. We think that :math:`dS^\top` and ``dq`` pass
-# through shared memory, which we have not counted here. While all warps wait for that, no matrix
-# unit works, and at head_dim 128 no second program fits on the SM to fill the gap.
-# :doc:`/chapters/attention_hopper_backward` lets groups of warps load, multiply and add at the same
+
+# Folded: What the compiler made of the kernels
+facts
+
+# %%
+
+# Folded: The programs that fit on an SM
+lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
+lab.read(
+    "A bar is as long as one program's share of an SM, and repeats for each program that fits."
+)
+
+# %%
+# **Our guess is waiting**, together with little room. :math:`dS^\top` and ``dq`` may pass through
+# shared memory, which we have not counted here. While all warps waited for that, no matrix unit
+# would work, and at head_dim 128 no second program on the SM would fill the gap. In
+# :doc:`/chapters/attention_hopper_backward`, groups of warps load, multiply and add at the same
 # time.
 
 # Reading
@@ -1758,20 +1761,22 @@ at_work = {
     if unmasked and rungs["milliseconds"].get(name)
 }
 lab.read(
-    f"**There**, at 4,096 tokens without a mask, one sweep takes "
-    f"{at_work['one sweep, plain Triton']:.1f} ms in plain Triton, and "
-    f"{at_work['one sweep with roles']:.1f} with such groups. Two sweeps take "
-    f"{at_work['two sweeps']:.1f}. This fits, but proves nothing, because that kernel differs in "
-    f"more than this."
+    f"There, at 4,096 tokens without a mask, one sweep takes "
+    f"{at_work['one sweep with roles']:.1f} ms instead of "
+    f"{at_work['one sweep, plain Triton']:.1f}, and two sweeps take "
+    f"{at_work['two sweeps']:.1f}. This fits the guess and does not prove it, because that kernel "
+    f"differs in more than this."
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
 
 # %%
-# **Which version does a call run?** In plain Triton (``backend="triton"``) two sweeps, because one
-# was slower at all points above, in bfloat16; the other dtypes follow untimed. In 16 bits on
-# Hopper, ``attention`` runs the one sweep of that chapter, in a fixed order, where a table there
-# says so. ``deterministic=False`` asks plain Triton for its one sweep.
+# .. dropdown:: Which version a call runs
+#
+#    In plain Triton (``backend="triton"``) it is two sweeps, because one sweep was slower at all
+#    points above. These are in bfloat16; the other dtypes follow without a time of their own.
+#    ``deterministic=False`` asks for one sweep. Without a ``backend``, 16-bit inputs on Hopper run
+#    the one sweep of the later chapter, where a table there says so.
 
 # %%
 # What breaks it
@@ -1902,7 +1907,21 @@ lab.table(rows, f"A gradient with strides {tuple(expanded.stride())}, relative e
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
 # own, and the same bits in every run, for seven matmuls instead of five. One sweep needs only five,
 # and in plain Triton it is slower all the same.
-#
+
+# Reading
+always = [name for name, n in ahead.items() if n == len(rates)]
+mostly = [name for name, n in ahead.items() if len(rates) / 2 < n < len(rates)]
+lab.read(
+    (
+        f"Two sweeps beat {' and '.join(beaten)} at all {len(rates)} points. "
+        if beaten
+        else ""
+    )
+    + (f"**They lose to {' and '.join(always)} at all of them**" if always else "")
+    + (f", and to {' and '.join(mostly)} at most." if always and mostly else "")
+)
+
+# %%
 # :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
 #
 # Exercises
