@@ -1108,8 +1108,8 @@ lab.table(
 # Reading
 either = min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
 lab.read(
-    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times "
-    "do not tell them apart."
+    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times, "
+    "which overlap in the ring, do not tell them apart."
     if either
     else "No one of the two is slow enough to explain the loss alone."
 )
@@ -1118,9 +1118,9 @@ lab.read(
 # Memory
 # ------
 #
-# The beginning asked for memory. Sharing divides what a model keeps by the number of GPUs, but not
-# the peak of a single layer. One GPU and then all together compute 131,072 tokens, and each notes
-# the most that its allocator held.
+# Memory is why the GPUs share a sequence. Sharing divides what a model keeps by the number of GPUs,
+# but not the peak of a single layer. One GPU and then all together compute 131,072 tokens, and each
+# notes the most that its allocator held.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
