@@ -151,8 +151,8 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 # ----------------------
 #
 # Under a causal mask the layout of the tokens decides who must work, because late tokens see more
-# keys than early ones: token :math:`t`, counted from 0, sees :math:`t + 1`. Let four ranks share
-# eight tokens, first in order and then with one token from either end:
+# keys than early ones: token :math:`t`, counted from 0, sees :math:`t + 1` keys. Let four ranks
+# share eight tokens, first in order and then with one token from either end:
 
 layouts = {
     "contiguous": [(0, 1), (2, 3), (4, 5), (6, 7)],
@@ -171,7 +171,7 @@ for layout, held in layouts.items():
 #    and :math:`2W - 1 - r`.
 #
 # The work is equal in every step, too, which matters because the ranks wait for each other: the
-# next keys come from a neighbour. In the figure a shade is a step, and a dotted line its end.
+# next keys come from a neighbour. The figure numbers the steps; a dotted line ends each:
 
 # %%
 
@@ -189,14 +189,25 @@ def scores_of(rank, step, layout):
     return (n_rows * (n_rows + 1) / 2 if causal else n_rows * n_keys) / PART**2
 
 
+def look_of(step):
+    return {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.25 * step}
+
+
+def number_step(axes, x, y, step, fontsize=11):
+    ink = "#ffffff" if step < 2 else "#1f2328"
+    look = {"ha": "center", "va": "center", "fontsize": fontsize, "color": ink}
+    axes.text(x, y, str(step + 1), **look)
+
+
 def steps_of(axes, layout):
     """A row for each rank, with a bar for each step that begins when the slowest is done."""
     begin = 0.0
     for step in range(WORLD_DRAWN):
         shares = [scores_of(rank, step, layout) for rank in range(WORLD_DRAWN)]
         for rank, share in enumerate(shares):
-            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
-            axes.barh(rank, share, left=begin, height=0.6, **look)
+            axes.barh(rank, share, left=begin, height=0.6, **look_of(step))
+            if share:
+                number_step(axes, begin + share / 2, rank, step)
         begin += max(shares)
         axes.axvline(begin, color="#59636e", linestyle=":", linewidth=1)
     axes.set_yticks(range(WORLD_DRAWN), [f"rank {r}" for r in range(WORLD_DRAWN)])
@@ -223,23 +234,23 @@ spans = {
 }
 lab.sketch(
     "Four ranks under a causal mask",
-    f"Bars for the work of four ranks in four steps. Contiguous: rank 0 works in one step and rank "
-    f"3 in all four, which takes {spans['contiguous']:.1f} units. Zig-zag: all ranks work equally "
-    f"in all steps, which takes {spans['zigzag']:.1f}.",
+    f"Bars for the work of four ranks, with the numbers of its four steps. Contiguous: rank 0 "
+    f"works in one step and rank 3 in all four, which takes {spans['contiguous']:.1f} units. "
+    f"Zig-zag: all ranks work equally in all steps, which takes {spans['zigzag']:.1f}.",
     both_layouts,
     panels=2,
     height=2.6,
 )
 
 # %%
-# By this count zig-zag would be 1.5 times as fast with two ranks, and nearly twice as fast with
-# many. Let a unit of time be what all scores of one part with another take. Zig-zag takes half a
-# unit for each step, or :math:`W / 2`. Contiguous parts take half a unit for the first step and a
-# whole one for each of the others, or :math:`W - 1/2`.
+# Let one unit of time compute the scores of all queries of one rank with all keys of another.
+# Zig-zag takes half a unit for each step, or :math:`W / 2`. Contiguous parts take half a unit for
+# the first step and a whole one for each of the others, or :math:`W - 1/2`. **So by this count
+# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
 
 # %%
 
-# Folded: Which queries meet which keys: a row is a piece of queries, a shade a step
+# Folded: Which queries meet which keys, by step: a row is a piece of queries
 
 
 def pieces_of(axes, layout):
@@ -254,10 +265,11 @@ def pieces_of(axes, layout):
     for row in pieces:
         for column in range(row + 1):
             step = (holder[row] - holder[column]) % WORLD_DRAWN
-            look = {"color": lab.colour("Kernel Book"), "alpha": 1 - 0.2 * step}
             corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
             corners += [(column + 1, row)] if row > column else []
-            axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
+            axes.fill(*zip(*corners, strict=True), linewidth=0, **look_of(step))
+            left = 0.5 if row > column else 0.32
+            number_step(axes, column + left, row + 1.02 - left, step, 7)
     axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
     axes.set_xticks([piece + 0.5 for piece in pieces], holder)
     axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
@@ -393,8 +405,8 @@ lab.listing(
 # would, and they exchange back. The number of ranks must divide the number of heads, and nothing is
 # computed while they exchange.
 #
-# Every rank calls either way with its own part of the sequence (``all_to_all_attention`` is the
-# other):
+# Every rank calls ``ring_attention``, or ``all_to_all_attention``, with its own part of the
+# sequence:
 #
 # .. code-block:: python
 #
@@ -597,6 +609,9 @@ speed = lab.bench(
 # %%
 
 # Drawing
+# In this order, because the first and the third colour are much like the blue of Kernel Book.
+for reserved in ("-", "zig-zag", "--", "all to all", "contiguous", "---", "cuDNN CP"):
+    lab.colour(reserved)
 RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
 of_record = speed.provenance or {}
 WORLD = of_record.get("world", ranks.world)
@@ -993,7 +1008,6 @@ steps
 
 # %%
 
-# Reading
 bandwidth = max((row["GB/s"] for row in sent.rows), default=nan) * 1e9
 
 
@@ -1033,12 +1047,9 @@ lab.table(
 )
 
 # %%
-# Where short sequences lose
-# --------------------------
-#
-# Besides the transfers at both ends, the loss has two suspects: the *kernels*, which are less
-# efficient on small parts and merge in every step, and the *host*, which launches them. We time the
-# kernels one at a time, and the host by a call of 128 tokens per rank.
+# **Short sequences lose more than transfers.** Their *kernels* are less efficient, and merge in
+# every step; the *host* has to launch them. We time kernels one at a time, and the host by a call
+# of 128 tokens per rank.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1068,7 +1079,6 @@ costs
 
 # %%
 
-# Reading
 of_part = LENGTHS[0] // WORLD
 by_kernels = sum(
     measured_step(of_part, f"own, {which}")
@@ -1081,13 +1091,15 @@ ideal_ms, ring_ms = (
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 suspects = [
-    ("the time of one GPU, divided among all", ideal_ms),
+    ("linear scaling", ideal_ms),
     ("the ring", ring_ms),
-    ("its kernels, one at a time", by_kernels),
-    ("its host, in a short call", ring_cost),
+    ("the kernels of the ring, one at a time", by_kernels),
+    ("the host of the ring, in a short call", ring_cost),
 ]
 lab.table(
-    [{"what": name, "ms": f"{ms:.1f}"} for name, ms in suspects] if steps.rows else [],
+    [{"time of": name, "ms": f"{ms:.1f}"} for name, ms in suspects]
+    if steps.rows
+    else [],
     f"Where the time goes at {LENGTHS[0]:,} tokens",
 )
 
@@ -1096,8 +1108,8 @@ lab.table(
 # Reading
 either = min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
 lab.read(
-    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times "
-    "do not tell them apart."
+    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times, "
+    "which overlap in the ring, do not tell them apart."
     if either
     else "No one of the two is slow enough to explain the loss alone."
 )
@@ -1106,8 +1118,9 @@ lab.read(
 # Memory
 # ------
 #
-# Sharing divides what a model keeps by the number of GPUs, but not the peak of a single layer. One
-# GPU and then all together compute 131,072 tokens, and each notes the most that its allocator held.
+# Memory is why the GPUs share a sequence. Sharing divides what a model keeps by the number of GPUs,
+# but not the peak of a single layer. One GPU and then all together compute 131,072 tokens, and each
+# notes the most that its allocator held.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1166,7 +1179,6 @@ memory
 
 # %%
 
-# Reading
 gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
 most = max(gib, default=1)
 together = gib.get(most, nan)
@@ -1183,7 +1195,7 @@ lab.table(
         {
             "GPUs": size,
             "peak of a layer, GiB": f"{peak:.1f}",
-            "as tensors like q": f"{tensors(peak, size):.0f}",
+            "the same in tensors like the rank's q": f"{tensors(peak, size):.0f}",
             f"kept for {LAYERS} layers, on paper, GiB": f"{kept / size:.0f}",
         }
         for size, peak in gib.items()
@@ -1344,6 +1356,18 @@ lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
 
 # %%
 
+# Folded: Two sweeps differ
+shares_of_ours = [
+    sweep.share("Kernel Book", seqlen=PEER_LENGTHS[-1]) for sweep in (beside, speed)
+]
+lab.read(
+    f"Ours reaches {100 * shares_of_ours[0]:.0f} % of linear scaling at the longer length here, "
+    f"and {100 * shares_of_ours[1]:.0f} % in “How fast is it?”: two sweeps of three rounds differ "
+    "by that much."
+)
+
+# %%
+
 
 # Reading
 timed_peers = {
@@ -1376,19 +1400,12 @@ def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph."""
     return (
         f"PyTorch's ring around {name.removesuffix(' CP')} takes {compared(found)} tokens than "
-        "ours. How much of this is the ring's and how much the kernel's we cannot say, because we "
-        "did not time its kernel on one GPU."
+        "ours. How much of this its kernel takes we cannot say, because we did not time it alone."
     )
 
 
-shares_of_ours = [
-    sweep.share("Kernel Book", seqlen=PEER_LENGTHS[-1]) for sweep in (beside, speed)
-]
 lab.read(
     " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
-    + f" Ours reaches {100 * shares_of_ours[0]:.0f} % of linear scaling at the longer length here, "
-    f"and {100 * shares_of_ours[1]:.0f} % in “How fast is it?”: two sweeps of three rounds differ "
-    "by that much."
     if any(timed_peers.values())
     else "PyTorch's context parallelism did not run here; the figure names the reason."
 )
@@ -1397,9 +1414,9 @@ lab.read(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# How far a ring goes we simulate from the pieces that we measured. A step takes as long as the
-# longest of three: its scores, the transfer beside them, and the host's time to launch it. The last
-# gradients, which nothing hides, are added.
+# For more GPUs than our two we simulate a ring from the pieces that we measured. A step takes as
+# long as the longest of three: its scores, the transfer beside them, and the host's time to launch
+# it. The last gradients, which nothing hides, are added.
 
 
 # Measuring
@@ -1700,10 +1717,10 @@ lab.read(
 # In short
 # --------
 #
-# Parts of the keys can be merged by one number per query, so queries stay and keys travel round a
-# ring while the ranks compute. Under a causal mask, two pieces from both ends give every rank the
-# same work. The tokens per rank decide whether the connection keeps up, so a ring suits few ranks
-# with long parts.
+# Outputs over parts of the keys can be merged by one number per query, so queries stay and keys
+# travel round a ring. Under a causal mask, a piece from either end gives every rank the same work,
+# which gains most. How much of the speed is left depends on the tokens per rank, so a ring suits
+# few ranks with long parts.
 #
 # Exercises
 # ---------

@@ -88,7 +88,7 @@ lab.table(rows, "A matmul of size 8,192")
 # Reading
 lab.read(
     f"**So what is 2 on paper is {fast / slow:.2f} in practice.** Attention gains less, "
-    "as a count below says."
+    "because exponentials get no faster, as a count in “How fast is it?” shows."
 )
 
 # %%
@@ -426,17 +426,16 @@ emitted
 lab.table(
     [
         {
-            "format": row["dtype"],
-            "contiguous": "contracted: fits"
+            "operands": "16 bits" if row["dtype"] == "float16" else "8 bits, e4m3",
+            "contiguous dimension": "the contracted one"
             if row["contiguous in b"] == "contracted"
-            else "other: fits, too"
-            if row["dtype"] == "float16"
-            else "other: does not fit",
+            else "the other one",
+            "is rearranged": "yes" if row["1-byte stores"] else "no",
             "ms": f"{row['ms']:.3f}",
         }
         for row in emitted.rows
     ],
-    "The same matmul of size 4,096, by the contiguous dimension of its second operand",
+    "The same matmul of size 4,096, by the layout of its second operand",
 )
 
 # %%
@@ -452,8 +451,9 @@ lab.read(
     "With 16 bits, the two layouts "
     + (f"differ by {100 * longer:.0f} %" if longer >= 0.01 else "take the same time")
     + ". With 8 bits and the wrong layout, **the matmul takes "
-    f"{turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long**, because each thread "
-    "transposes its part of every tile byte by byte."
+    f"{turned.get('ms', nan) / straight.get('ms', nan):.1f} times as long**: each thread now "
+    f"stores its part of a tile byte by byte, in {turned.get('1-byte stores', nan)} instructions, "
+    "as the fold counts."
 )
 
 # %%
@@ -473,9 +473,11 @@ lab.read(
 # :math:`2^8\, 2^{x} = 2^{x + 8}`. But :math:`2^9` is too much: the largest weights would become 512
 # and be stored as 448.
 #
-# **It matters where one key is far ahead of the others**, in language models often the very first
-# (Xiao and others, 2023). All other weights are then small, and matter only together. We compute
-# such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others by 6.
+# **The factor matters where one key is far ahead of the others**, in language models often the very
+# first (Xiao and others, 2023). All other weights are then small, and matter only together. We
+# compute such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others
+# by 6. In the figure the orange ticks are the numbers of e4m3, and what lies left of the dashed
+# line becomes zero:
 
 
 # Measuring
@@ -548,9 +550,6 @@ lab.sketch(
     panels=2,
     height=2.9,
 )
-
-# %%
-# The orange ticks are the numbers of e4m3. What lies left of the dashed line becomes zero.
 
 # %%
 
@@ -744,9 +743,9 @@ lab.read(
 )
 
 # %%
-# Second, a model of the matrix unit in float64 predicts the error of a whole attention. It keeps 13
-# places and adds 32 products at a time, a number that we assume. All values of V are around 1. The
-# weights differ, so unlike the equal terms of the figure, the largest still reach a large sum.
+# Second, a model of the matrix unit in float64 predicts the error of a whole attention, with values
+# of V around 1. The model keeps 13 places, and adds 32 products at a time, which we assume. Its
+# largest weights still count in sums where the equal terms of the figure no longer would.
 
 
 # Measuring
@@ -903,16 +902,16 @@ lab.read(
 # A kernel that is meant to round is compared with a *yardstick* that rounds the same. The truth is
 # attention in float64 of the *stored* values. The yardstick is float64 with only the weights
 # rounded as in the kernel, and the output may err twice as much. Each head is compared on its own,
-# because a wrong head could hide behind a larger one.
+# because a wrong head could hide behind a larger one. The name of an input lists batch, heads,
+# heads of keys, queries, keys and head_dim:
 #
-# .. dropdown:: What the name of an input lists, and more on tolerances
+# .. dropdown:: More on tolerances
 #
-#    The name lists batch, heads, heads of keys, queries, keys and head_dim. The output may err
-#    twice as much as the yardstick because it is rounded to 16 bits, too, and because a weight may
-#    fall on the other side of a boundary. Rounding the weights does not affect lse, so its
-#    yardstick is one rounding to float32, and with q and k in 16 bits it may err eight times as
-#    much. With 8-bit q and k, the matrix unit cuts the terms of a score 13 places below the
-#    largest, so we allow lse twice that, :math:`2^{-12}` of itself (2.4e-04).
+#    The output may err twice as much as the yardstick because it is rounded to 16 bits, too, and
+#    because a weight may fall on the other side of a boundary. Rounding the weights does not affect
+#    lse, so its yardstick is one rounding to float32, and with q and k in 16 bits it may err eight
+#    times as much. With 8-bit q and k, the matrix unit cuts the terms of a score 13 places below
+#    the largest, so we allow lse twice that, :math:`2^{-12}` of itself (2.4e-04).
 
 
 # Measuring
@@ -1206,9 +1205,9 @@ lab.read(
 # Operands have 8 bits before the clock starts.
 #
 # - *All in FP8* and *V in FP8* are the kernel above; *plain Triton bf16* is the same in 16 bits.
-# - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone (*all
-#   in 16 bits* at the top of this page). *All in FP8, Gluon* is such a kernel in 8 bits, written in
-#   :term:`Gluon`, Triton's lower language.
+# - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone (*16
+#   bits, for Hopper* at the top of this page). *All in FP8, Gluon* is such a kernel in 8 bits,
+#   written in :term:`Gluon`, Triton's lower language.
 # - *SDPA cuDNN* is PyTorch's in 16 bits. No library's attention in 8 bits was timed.
 
 
@@ -1318,10 +1317,29 @@ lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384
 # %%
 # **FP8 is not twice as fast, because only the matmuls get faster.** In a cycle an SM does 4,096
 # operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. With
-# head_dim 128, the two matmuls of a score take 512 operations: 2/16 of a cycle in 16 bits and 1/16
-# in 8. The exponential takes 1/16 in either. So if they take turns and nothing else takes time, FP8
-# needs 2/16 instead of 3/16 of a cycle, and is 1.5 times as fast. The table has this count for
-# head_dim 64, too, and what we measure at length 16,384 with a full mask:
+# head_dim 128, a score takes 512 operations of matmuls, and one exponential:
+
+# %%
+sixteenths = {
+    bits_of: [round(16 * cycles_of) for cycles_of in (128 * each, EXPONENTIAL)]
+    for bits_of, each in (("16 bits", IN_16), ("8 bits", IN_8))
+}
+lab.table(
+    [
+        {
+            "operands": bits_of,
+            "matmuls": f"{of_matmuls}/16",
+            "exponential": f"{of_exponential}/16",
+            "in turns": f"{of_matmuls + of_exponential}/16",
+        }
+        for bits_of, (of_matmuls, of_exponential) in sixteenths.items()
+    ],
+    "Cycles of an SM for one score, counted",
+)
+
+# %%
+# So if both take turns and nothing else takes time, FP8 is 1.5 times as fast. We compare this count
+# with what we measure at length 16,384 with a full mask:
 
 # %%
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
@@ -1341,8 +1359,8 @@ lab.table(
         {
             "head_dim": head_dim,
             "counted": f"{gain_if(sum, head_dim):.2f} ×",
-            "beside plain bf16": f"{over_plain:.2f} ×",
-            "beside default bf16": f"{over_default:.2f} ×",
+            "measured beside plain bf16": f"{over_plain:.2f} ×",
+            "measured beside default bf16": f"{over_default:.2f} ×",
         }
         for head_dim, over_plain, over_default in (
             (128, in_8 / plain_16, in_8 / in_16),
@@ -1416,8 +1434,8 @@ of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
 all_in_turns = (2 * of_two_matmuls + in_all_cycles) / (of_two_matmuls + in_all_cycles)
 lab.read(
     (
-        "If other instructions, as many as in the kernel in Gluon (the fold above), take turns, "
-        f"too, the same sum gives {all_in_turns:.2f} with head_dim 128. "
+        "Other instructions take time, too. If they are as many as the fold above counts in the "
+        f"kernel in Gluon, and take turns as well, {all_in_turns:.2f} remains with head_dim 128. "
         + (
             "What we measure beside the plain kernel lies between the two counts. "
             if all_in_turns < in_8 / plain_16 < in_turns
@@ -1764,8 +1782,8 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # What quantising costs
 # ---------------------
 #
-# FP8 pays for its own preparation only from some length on, because in a model q, k and v come in
-# bfloat16. No element can be rounded before the largest, the :term:`amax`, is known. So
+# FP8 saves more than its preparation costs only from some length on, because in a model q, k and v
+# come in bfloat16. No element can be rounded before the largest, the :term:`amax`, is known. So
 # ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte. We time it on 4 × 16
 # heads, beside a copy of as many bytes.
 #
@@ -1882,9 +1900,10 @@ lab.read(
     f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed of "
     "the copy. "
     + (
-        "At every length here the batch holds as many tokens in all, so quantising should cost the "
-        "same, while what FP8 saves grows. So FP8 should begin to pay at about "
-        f"{round(begin, -2):,.0f} keys, and at twice that with a causal mask."
+        "We keep the number of all tokens the same, with fewer sequences where they are longer. So "
+        "quantising should cost the same at each length, while what FP8 saves grows with it, and "
+        f"FP8 should begin to pay at about {round(begin, -2):,.0f} keys. Under a causal mask half "
+        "is saved, so it should take twice as many."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
@@ -2014,8 +2033,8 @@ in_operations = max(
 )
 lab.read(
     f"**FP8 with `quantize` begins to pay {in_words('full')} keys with a full mask, and "
-    f"{in_words('causal')} with a causal one**, which the times of the parts "
-    f"{'allow' if met else 'do not explain'}. With uncompiled PyTorch operations it "
+    f"{in_words('causal')} with a causal one**, "
+    f"{'as' if met else 'not as'} predicted from the parts. With uncompiled PyTorch operations it "
     + (
         "never pays here. "
         if in_operations < 1
@@ -2144,7 +2163,13 @@ assert [row["every head right"] for row in rows] == ["False", "False", "True"]
 # %%
 
 # Measuring
-lab.table(rows, "32 heads, head_dim 16, 64 keys")
+lab.table(
+    [
+        {column: {"True": "yes", "False": "no"}.get(x, x) for column, x in row.items()}
+        for row in rows
+    ],
+    "32 heads, head_dim 16, 64 keys",
+)
 
 # %%
 # Two habits catch the mistake: compare each head's error with its own truth, and make sure that
@@ -2180,9 +2205,10 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # In short
 # --------
 #
-# Eight bits in all operands pay in long sequences. They do not double the speed, because only the
-# matmuls get faster. V alone loses the least accuracy, but gains little or no speed over the
-# package's kernel in bfloat16. Eight bits need four changes to the kernel:
+# Eight bits in all operands pay in long sequences, but do not double the speed, because only the
+# matmuls get faster. Rounding makes an error of a few percent on normal data, and more with
+# outliers. V alone loses the least, but gains little or no speed over the package's kernel in
+# bfloat16. To be no worse than that, in accuracy or in speed, the kernel needs four changes:
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")

@@ -170,7 +170,7 @@ def tested_with(app, chapter):
     ran = "; ".join(
         f"{gpu} with triton {' and '.join(sorted(where[gpu]))}" for gpu in sorted(where)
     )
-    text = f"Run and checked on {ran}." if ran else "Not run on any GPU since its code changed."
+    text = f"Kernels checked on {ran}." if ran else "Not run on any GPU since its code changed."
     found = ((gpu, what) for gpu, _, name, _, what in compiled(app) if name == chapter)
     others = {gpu for gpu, what in found if not reason_of(what, chapter)} - where.keys()
     if others:

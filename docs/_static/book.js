@@ -30,8 +30,8 @@ function markWide() {
 window.addEventListener("load", markWide);
 window.addEventListener("resize", markWide);
 
-// On a phone most lines of code are too long. There each line becomes an element of its own, so that
-// what does not fit goes on below, further in than the line begins. It breaks at spaces, and within
+// On a phone most lines of code are too long, and some in a fold. There each line becomes an element
+// of its own, so that what does not fit goes on below, further in than the line begins. It breaks at spaces, and within
 // what has none for long, behind a bracket or comma, or else at a dot: never within a name. What is
 // copied does not change.
 
@@ -111,16 +111,20 @@ function keepTogether(line, end) {
   line.prepend(begin);
 }
 
-function breakLines() {
-  if (!PHONE.matches) return;
-  for (const pre of document.querySelectorAll(".bd-article div.highlight pre")) {
+function breakLines(within) {
+  for (const pre of within.querySelectorAll(".bd-article div.highlight pre")) {
     const code = pre.querySelector(":scope > code") ?? pre;
     if (!code.querySelector(".kb-line")) code.replaceChildren(...linesOf(code));
   }
 }
 
-document.addEventListener("DOMContentLoaded", breakLines);
-PHONE.addEventListener("change", breakLines);
+function breakOnPhone() {
+  if (PHONE.matches) breakLines(document);
+}
+
+document.addEventListener("DOMContentLoaded", breakOnPhone);
+PHONE.addEventListener("change", breakOnPhone);
+document.addEventListener("toggle", (event) => event.target.open && breakLines(event.target), true);
 
 // A figure is as wide as a phone, and its labels are small there. A tap on it, or on the button below
 // it, shows it larger, in a window that scrolls; the next tap closes that.

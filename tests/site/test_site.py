@@ -336,6 +336,28 @@ def test_code_on_a_phone_breaks_between_names(stem, visit):
     assert phone.evaluate_all(copied) == wide.evaluate_all(copied)
 
 
+@pytest.mark.parametrize("path", CHAPTERS[:1] + [p for p in CHAPTERS if "fp8" in p])
+def test_code_in_a_fold_keeps_to_the_column(path, visit):
+    page = visit().open(path)
+    code = page.locator("main details div.highlight pre")
+    texts = "all => all.map(pre => pre.textContent)"
+    before = code.evaluate_all(texts)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    page.wait_for_selector("main details .kb-line")
+    edge = page.locator(".kb-learn").evaluate("box => box.getBoundingClientRect().right")
+    ends = code.evaluate_all(
+        "all => all.filter(pre => pre.checkVisibility())"
+        ".map(pre => [pre.getBoundingClientRect().right, pre.textContent])"
+    )
+    assert ends
+    assert [text for right, text in ends if right > edge + 1] == []
+    assert code.evaluate_all(texts) == before
+    shown = [pre for pre in code.all() if pre.is_visible()]
+    assert [name for pre in shown for name in pre.evaluate(BROKEN_NAMES)] == []
+    narrower = page.locator("main :not(details *) > div.highlight pre .kb-line")
+    assert narrower.count() == 0
+
+
 def test_a_table_that_is_too_wide_says_so(visit):
     for width, said in ((390, True), (1280, False)):
         page = visit(width=width).open("index.html")

@@ -78,7 +78,7 @@ def test_older_code_is_not_passed_for_tested(app, module):
 
 
 def test_a_chapter_says_with_what_it_was_tested(app):
-    where = "Run and checked on Test GPU with triton"
+    where = "Kernels checked on Test GPU with triton"
     assert support.tested_with(app, "dropout") == f"{where} 3.6.0 and 3.9.0."
     assert support.tested_with(app, "tried") == f"{where} 3.7.1."
     assert "3.9.0" not in support.tested_with(app, "softmax")  # two of its tests fail

@@ -94,14 +94,15 @@ def start(name: str, *modules: str, on_ranks: bool = False, here: bool = True) -
     if _running.live:
         return note(f"This page was run on {describe(_running.provenance())}.")
     where = _running.here()
-    checks, now = (f"Checks {verb} {where}." for verb in ("were run", "run"))
-    if not here:
-        checks = now = "The kernels of this chapter cannot run here."
     if _running.past is None:
+        now = f"Checks run {where}." if here else "The kernels of this chapter cannot run here."
         needs = "two GPUs" if on_ranks else "a GPU"
         return note(f"{now} No speed has been recorded yet: that needs {needs}.")
-    recorded = "Speed was" if here else "Checks and speed were"
-    text = f"{checks} {recorded} recorded on {describe(_running.past['provenance'])}."
+    text = f"This page replays a run recorded on {describe(_running.past['provenance'])}. " + (
+        f"Its checks were run again, {where}."
+        if here
+        else "The kernels of this chapter cannot run here."
+    )
     if marked := mark(_running.past):
         return note(f"{marked} {text}", stale=True)
     return note(text)
