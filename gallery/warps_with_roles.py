@@ -203,7 +203,7 @@ def copy_kernel(x_desc, y_desc):
 #   engine has read every tile that it is to store.
 #
 # ``tma_load`` and ``tma_store`` are the book's names, because Gluon's own differ from version to
-# version. All others are Gluon's.
+# version. All other names in this kernel are Gluon's.
 #
 # A barrier and its phases
 # ------------------------
@@ -364,8 +364,9 @@ assert [row["loader"] for row in rows] == ["ends", stuck, stuck, "ends", stuck]
 lab.table(rows, "Six tiles, two slots, in the model")
 
 # %%
-# All three mistakes are deadlocks. In the last, the second consumer's arrival ends another phase,
-# so the loader comes a phase late.
+# The second, third and fifth line have a mistake each, and all three are deadlocks. In the last,
+# two consumers arrive where ``empty`` counts one, so each tile ends two of its phases, and the
+# loader waits for one that has passed.
 #
 # The smallest matmul with roles
 # ------------------------------
@@ -920,7 +921,7 @@ lab.read(
 #    :lines: 22-23,25,27-28,30-34
 #    :dedent:
 #
-# ``acc`` are the sums. ``ended`` is the last step whose matmul has ended, and ``after`` the step
+# ``acc`` holds the sums. ``ended`` is the last step whose matmul has ended, and ``after`` the step
 # whose tiles go into its slot. No ``empty`` barrier is needed, because the same warps read a slot
 # and refill it.
 
@@ -1454,10 +1455,10 @@ def beside_the_loop():
             f"**{least:.1f} to {most:.1f} %**. Why, we have not measured."
         )
     return (
-        f"By size, roles are {least:.1f} to {most:.1f} % slower than one matmul in flight. We call "
-        "this no difference, because two timings of one kernel differ as much (exercise 2). If "
-        "there is one, we suspect the start or the end of a program, because in the trace a step "
-        "takes equally long."
+        f"Roles are {least:.1f} to {most:.1f} % slower than one matmul in flight. Two timings of "
+        "one kernel differ as much (exercise 2), but roles are slower at every size, so we count a "
+        "small loss. We suspect that its cause is the start or the end of a program, because in "
+        "the trace a step takes equally long."
     )
 
 
@@ -1520,8 +1521,8 @@ lab.read(
 # --------------
 #
 # A role that waits for what never comes does not fail; it runs for ever. So each mistake runs in a
-# process that is killed after two seconds, and its roles write into memory of the host how far they
-# are.
+# process that is killed if it has not ended after two seconds, and its roles write into memory of
+# the host how far they are.
 #
 # The kernel, ``sum_kernel``, has a loader, two slots, and a consumer that adds up six tiles. Tile
 # ``i`` is full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: it
@@ -1700,8 +1701,8 @@ lab.read(
 # - **It is wrong, and differently each time.** Make each role slow in turn, with a pause. A right
 #   kernel stays right.
 # - **It breaks in a later round.** A wait asks for the parity of an older phase. Test with more
-#   than twice as many tiles as slots, because a parity that never flips back is wrong in the third
-#   round only.
+#   than twice as many tiles as slots, because a parity that flips once and never back first
+#   goes wrong in the third round.
 #
 # In short
 # --------
