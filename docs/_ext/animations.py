@@ -373,7 +373,7 @@ def registers_of_an_sm():
             there += rect(x, y + 22, unit * numbers, 30, KEPT_PALE, KEPT)
             add(there, shown(second))
             second += 0.9 if fit < 4 else 0.3
-        outcome = "while it computes, nothing loads" if fit == 1 else "some compute, others load"
+        outcome = "no other can load meanwhile" if fit == 1 else "others can load meanwhile"
         add(text(4, y + 70, f"{words}: {outcome}", anchor="start", size=13), shown(second))
         drawing.tell(f"{name.capitalize()}, {row}: {words}, {outcome}.")
         second += 1.4

@@ -128,7 +128,7 @@ CHAPTERS = {
             "simple_softmax": "five PyTorch operations",
             "three_pass": "one kernel, three reads",
             "online": "one kernel, two reads",
-            "Kernel Book": "one kernel, one read",
+            "Kernel Book": "one read, several programs",
         },
     ),
     "layer_norm": Facts(
