@@ -158,7 +158,7 @@ lab.read(
     f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
     f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
     f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more, beside the gradients. The "
-    f"kernels of this chapter, which we call **two sweeps**, need "
+    f"faster of this chapter's two versions, **two sweeps**, needs "
     f"{kept(16384, 'two sweeps') + peak(16384, 'two sweeps'):.0f} MiB in all:"
 )
 
@@ -344,15 +344,9 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 # Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``:
 
-# Measuring
-from torch.autograd.functional import jacobian
-
-q = torch.randn(4, 3, dtype=torch.float64)
+q = torch.randn(4, 3, dtype=torch.float64)  # 4 queries, 6 keys, head_dim 3
 k, v = torch.randn(2, 6, 3, dtype=torch.float64)
-do, dlse = torch.randn_like(q), torch.randn(4, dtype=torch.float64)
-sigma = 3**-0.5
-
-# %%
+do, sigma = torch.randn_like(q), 3**-0.5
 
 s = sigma * q @ k.T
 p = s.softmax(-1)
@@ -367,6 +361,11 @@ dq, dk = sigma * ds @ k, sigma * ds.T @ q  # step 5
 
 
 # Measuring
+from torch.autograd.functional import jacobian
+
+dlse = torch.randn(4, dtype=torch.float64)
+
+
 def true(output, x):
     return jacobian(lambda x: (output(x) * do).sum(), x)
 
@@ -772,8 +771,9 @@ lab.read(
 
 # %%
 # **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
-# and ``add_keys`` loads a tile ``k`` and ``v``. Nothing is transposed, because :math:`dQ = dS\, K`
-# takes :math:`dS` with queries as rows. After ``p`` come three lines:
+# and ``add_keys`` loads a tile of ``k``, times the scale, and of ``v``. So ``dq``, which sums over
+# ``k``, has its scale already. Nothing is transposed, because :math:`dQ = dS\, K` takes :math:`dS`
+# with queries as rows. After ``p`` come three lines:
 
 lab.source(smallest.add_keys, "gradient")
 
@@ -872,10 +872,9 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The truth is computed in float64. In 16 bits the error may be twice PyTorch's, because both
-# results are rounded, at different moments, or one unit in the last place. In float32 it may be
-# eight times PyTorch's, because tiles are summed in another order and the exponent is rounded once
-# more.
+# The truth is computed in float64. In 16 bits the error may be twice PyTorch's, or one unit in the
+# last place, because both results are rounded, at different moments. In float32 it may be eight
+# times PyTorch's, because tiles are summed in another order and the exponent is rounded once more.
 
 
 # Measuring
@@ -1052,10 +1051,14 @@ for is_causal in (False, True):
 # %%
 
 # Reading
-found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}["dk and dv"]
+found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}
 assert all(row["as needed"] for row in rows)
+in_first, in_second = (
+    f"{found[sweep]['visited']} of {found[sweep]['tiles']}"
+    for sweep in ("dk and dv", "dq")
+)
 lab.read(
-    f"Under a causal mask, the first sweep visits {found['visited']} of {found['tiles']} tiles."
+    f"Under a causal mask, the first sweep visits {in_first} tiles, and the second {in_second}."
 )
 
 # %%
@@ -1761,7 +1764,7 @@ at_work = {
     if unmasked and rungs["milliseconds"].get(name)
 }
 lab.read(
-    f"There, at 4,096 tokens without a mask, one sweep takes "
+    f"In the run of that chapter, at 4,096 tokens without a mask, one sweep takes "
     f"{at_work['one sweep with roles']:.1f} ms instead of "
     f"{at_work['one sweep, plain Triton']:.1f}, and two sweeps take "
     f"{at_work['two sweeps']:.1f}. This fits the guess and does not prove it, because that kernel "
@@ -1833,8 +1836,9 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # the last.
 
 # %%
-# **A forgotten mask** does not crash, either. A widely copied kernel was always causal in its
-# backward pass, and its test, always causal, too, did not notice:
+# **A forgotten mask** does not crash, either. The kernel of Triton's tutorial was always causal in
+# its backward pass (`issue 4541 <https://github.com/triton-lang/triton/issues/4541>`__), and its
+# test, always causal, too, did not notice:
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()

@@ -38,7 +38,7 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # What eight bits gain
 # --------------------
 #
-# Attention can gain at most what its matmuls gain, because the rest of its work gets no faster. The
+# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. The
 # matmuls run on the :term:`matrix units <matrix unit>` of each :term:`SM`. On Hopper, a matrix unit
 # takes 32 bytes of every row in each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On
 # paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
@@ -230,8 +230,8 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 shared, own = (row["head 2"] for row in rows)
 lab.read(
     f"With one descale for the whole tensor, the smallest head has an error of {shared}, because "
-    f"all of it becomes zero. With one per head its error is {own}, as in the other heads. The "
-    "package's `quantize` does this, and returns a pair, `Quantized(stored, descale)`."
+    f"all of it becomes zero. With one per head its error is {own}, about as in the other heads. "
+    "The package's `quantize` does this, and returns a pair, `Quantized(stored, descale)`."
 )
 
 # %%
@@ -572,7 +572,8 @@ lab.read(
 #
 # The kernel is that of :doc:`/chapters/attention_fast` with four changes: the descales, the factor
 # :math:`2^8`, a transposed V, and sums of single tiles. An iteration weighs one tile of keys, adds
-# its values, and computes the dot products ``qk`` of the next. For each tile, from ``start_n`` on:
+# its values, and computes the dot products ``qk`` of the next. In the loop over tiles, each
+# from ``start_n`` on:
 
 lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 
@@ -622,8 +623,8 @@ lab.source(fp8.add_values)
 #
 # In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
 # that are all about 1. The sum has grown to :math:`2^{12}` and keeps bits down to :math:`2^{-1}`
-# (grey). The next term has 8 bits, from :math:`2^0` to :math:`2^{-7}`, and only the first two
-# count.
+# (grey). The next term, a product of two numbers of 4 bits, has 8, from :math:`2^0` to
+# :math:`2^{-7}`, and only the first two count.
 
 
 # Drawing
@@ -744,8 +745,8 @@ lab.read(
 
 # %%
 # Second, a model of the matrix unit in float64 predicts the error of a whole attention, with values
-# of V around 1. The model keeps 13 places, and adds 32 products at a time, which we assume. Its
-# largest weights still count in sums where the equal terms of the figure no longer would.
+# of V around 1. The model keeps 13 places, and adds 32 products at a time, which we assume. The
+# terms of attention are unequal, so the largest still count where those of the figure no longer do.
 
 
 # Measuring
@@ -901,9 +902,10 @@ lab.read(
 #
 # A kernel that is meant to round is compared with a *yardstick* that rounds the same. The truth is
 # attention in float64 of the *stored* values. The yardstick is float64 with only the weights
-# rounded as in the kernel, and the output may err twice as much. Each head is compared on its own,
-# because a wrong head could hide behind a larger one. The name of an input lists batch, heads,
-# heads of keys, queries, keys and head_dim:
+# rounded as in the kernel, and the output may err twice as much. (lse may err more, because an
+# 8-bit matmul cuts off bits of the scores.) Each head is compared on its own, because a wrong head
+# could hide behind a larger one. The name of an input lists batch, heads, heads of keys, queries,
+# keys and head_dim:
 #
 # .. dropdown:: More on tolerances
 #
@@ -2115,8 +2117,8 @@ def _average_kernel(
 
 
 # %%
-# Its test cannot see the mistake, because it accepts an absolute error of 3 (``atol = 3`` in `its
-# code
+# The tutorial's test cannot see the mistake, because it accepts an absolute error of 3
+# (``atol = 3`` in `its code
 # <https://github.com/triton-lang/triton/blob/main/python/tutorials/06-fused-attention.py>`__),
 # more than an average of normal numbers. Even a result of zeros passes:
 
@@ -2207,8 +2209,8 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 #
 # Eight bits in all operands pay in long sequences, but do not double the speed, because only the
 # matmuls get faster. Rounding makes an error of a few percent on normal data, and more with
-# outliers. V alone loses the least, but gains little or no speed over the package's kernel in
-# bfloat16. To be no worse than that, in accuracy or in speed, the kernel needs four changes:
+# outliers. V alone errs least, but gains little or no speed over the package's kernel in
+# bfloat16, and in short sequences with head_dim 128 it is slower. The kernel needs four changes:
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")
@@ -2290,7 +2292,7 @@ lab.table(rows, "Error with all operands in e4m3, against the original")
 # Solution: one descale for each column of K
 #
 # Not in e4m3, because a floating-point number carries its own exponent: a factor does not change
-# the relative error of an element, unless it was below the range. With int8, which has no exponent,
+# the bound of its relative error, unless it was below the range. With int8, which has no exponent,
 # it does.
 
 q, k, v = torch.randn(3, 1, 4, 128, 64, device=runtime.DEVICE)
