@@ -9,7 +9,7 @@ and what is each of them worth?*
 You will learn
 
 - what each of six changes gains when it is made, and what the finished kernel loses without it;
-- why two programs on an :term:`SM` can beat one, and how a loop hides loads behind exponentials;
+- why two programs on an :term:`SM` can beat one, and how a loop may hide loads behind exponentials;
 - what we suspect keeps the finished kernel below the libraries and a matmul.
 
 The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
@@ -139,8 +139,8 @@ lab.read(
 # ----------
 #
 # We start from a variant of the staged kernel of :doc:`the chapter before
-# </chapters/attention_forward>`, which is a little faster than that kernel (by how much, tells a
-# fold below). To it we make six changes, one after the other: the *rungs* of a ladder. The
+# </chapters/attention_forward>`, which is a little faster than that kernel (a fold below says by
+# how much). To it we make six changes, one after the other: the *rungs* of a ladder. The
 # staircase is read from top to bottom. A step to the right is a faster kernel, in percent of a
 # :term:`cuBLAS` matmul timed in the same run. Under the name of each rung stands its aim.
 
@@ -1069,9 +1069,10 @@ budget(list(LADDER)[:5])
 # Reading
 lab.read(
     f"Two lists of `acc` and the scores would take 160 registers, and a thread has 128, yet only "
-    f"{compiled_to('one iteration ahead', 'spills')} values spill. The assembler reports that it "
-    f"waits for each matmul because other instructions touch the registers of one that is under "
-    f"way. We suspect that the two lists share registers."
+    f"{compiled_to('one iteration ahead', 'spills')} values spill. In a message that this page "
+    f"does not record (fold), the assembler says that it waits for each matmul because other "
+    f"instructions touch the registers of one that is under way. We suspect that the two "
+    f"lists share registers."
 )
 
 # %%
@@ -2027,10 +2028,10 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # In short
 # --------
 #
-# Four of the six changes are worth most once all are there: a second program on the SM, tiles that
-# the copy engine brings, scores computed one iteration ahead, and a maximum in two steps. The code
-# then waits for few of its matmul instructions. What still keeps it below a matmul we suspect to be
-# exponentials, which nothing keeps in step with the matmuls.
+# Four of the six changes cost the finished kernel most when they are taken back: a second program
+# on the SM, tiles that the copy engine brings, scores computed one iteration ahead, and a maximum
+# in two steps. With all six, the code waits for few of its matmul instructions. We suspect that
+# exponentials still keep it below a matmul, because nothing keeps them in step with the matmuls.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
 # :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.

@@ -139,7 +139,7 @@ lab.read(
     f"In this run the machine needed {needed:.0f} operations per byte. Standard attention does at "
     f"most {most} at head_dim 128, because each score takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"So it waits for memory at any length, and at 4,096 it can reach no more than "
+        f"So memory alone holds it back at any length: at 4,096 it can reach no more than "
         f"{100 * rate_of_table:.0f} % of the speed of a matmul. "
         if most < needed
         else "So memory does not have to slow it. "
@@ -159,7 +159,7 @@ machine
 # %%
 # **Memory.** Standard attention holds the scores and the weights at the same time. The figure shows
 # what it allocates beyond inputs and output, for 16 heads. *Kernel Book* is the package's Triton
-# kernel, which the next chapter builds; those of this page write their output and nothing else.
+# kernel, which the next chapter builds; the kernels of this page write nothing but their output.
 
 package = partial(attention, backend="triton")
 
@@ -355,7 +355,7 @@ for pieces in (2, 7, 100):
 
 # Reading
 lab.read(
-    f"The triples of any two sets of keys merge in the same way (first fold). To verify this, we "
+    f"The triples of two disjoint sets merge in the same way (first fold). To verify this, we "
     f"split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a random order, and "
     f"find the output of a softmax, off by at most {max(row['off by'] for row in rows):.0e}."
 )
@@ -523,8 +523,8 @@ assert torch.allclose(out, three_weights @ valued)
 #       :pyobject: key_tiles
 #
 # The package's version and both kernels below are checked against float64, to four times PyTorch's
-# error: here in small tiles, in float32 and float16, and beside the speeds in the configuration
-# that is timed, where a result that lost a single tile of keys must fail.
+# error: here in small tiles, in float32 and float16, and beside the speeds in tiles of the sizes
+# that are timed, where a result that lost a single tile of keys must fail.
 
 
 # Measuring
@@ -1039,9 +1039,9 @@ def cases_as_timed(kernels):
 
 # %%
 
-# Folded: What is timed, checked against float64
+# Folded: In the tiles that are timed, checked against float64
 lab.check(
-    "As timed",
+    "In the tiles that are timed",
     cases_as_timed({"first kernel": _first_kernel, "in stages": _staged_kernel}),
 )
 
@@ -1116,7 +1116,7 @@ slowest = min(of_copy, key=of_copy.get, default="")
 of_steps = 100 * by_step.get(slowest, {}).get("ms", nan)
 of_steps /= sum(row["ms"] for row in by_step.values()) or nan
 lab.read(
-    f"**Standard attention waits for its softmax.** Without a mask it reaches "
+    f"**Standard attention spends most of its time in softmax.** Without a mask it reaches "
     f"{percent('PyTorch', 'full')} of the matmul"
     + (
         f", where its bytes would allow {100 * rate_of_table:.0f} %. Of its three steps, timed one "
@@ -1180,7 +1180,7 @@ lab.read(
 # Reading
 unmasked = at("in stages", "full") / at("first kernel", "full") - 1
 lab.read(
-    f"**Tiles that stay on the chip do.** The first kernel reaches "
+    f"**Tiles that stay on the chip help.** The first kernel reaches "
     f"{percent('first kernel', 'full')} of the matmul, but with the mask only "
     f"{percent('first kernel', 'causal')}, because it computes nearly twice as many tiles as "
     f"needed. Stages make this {percent('in stages', 'causal')}. "
@@ -1205,7 +1205,7 @@ lab.read(
 # What breaks it
 # --------------
 #
-# Each listing is a wrong line of the update, with the right one behind it; ``s`` is ``qk``, and
+# Each listing is a wrong line of the loop, with the right one behind it; ``s`` is ``qk``, and
 # ``exp`` stands for ``exp2``. ``compare`` runs a kernel of one tile of queries (in the fold), in
 # float32 and without the guard for a query that sees no key, without and with the mistake, and
 # shows three numbers of a query's result.
