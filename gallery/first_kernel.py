@@ -9,7 +9,7 @@ number once, and another for its gradient?*
 You will learn
 
 - how a kernel divides work among its programs: blocks, offsets, masks, strides;
-- how to write its backward pass, make an operation of PyTorch of the two, and check it against
+- how to write its backward pass, turn the two into a PyTorch operation, and check it against
   float64;
 - which thread holds which element, and how fast each level of memory delivers it.
 
@@ -63,8 +63,8 @@ def simple_weighted_sum(x, w):
 # :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only the 2
 # bytes of reading ``x`` are necessary, because the weights and the sums are small beside it.
 #
-# Three times the bytes would leave a third of the speed of a copy. The bars above show less; why,
-# we find out at the end.
+# Three times the bytes would leave a third of the speed of a copy. The bars above show less; which
+# operation loses the rest is measured below.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -428,7 +428,8 @@ lab.read(
 #    Within one launch, what one program writes no other program may read or write, unless both use
 #    :term:`atomic` operations, which no other access can interrupt.
 #
-# So write to another tensor, or launch a second kernel, which begins when the first has ended.
+# So write to another tensor, or launch a second kernel, which by default begins when the first has
+# ended.
 #
 # How can programs add to one sum, as the gradient below needs? There are three ways:
 #
@@ -536,7 +537,7 @@ lab.read(
     + ". Atomics add in the order in which programs arrive; with partial sums the order is fixed, "
     "so every run has the same bits. **We take partial sums**"
     + (
-        ", which are the fastest as well (timed in the operator, whose blocks are others)."
+        ", which are the fastest as well (timed in the operator, which has other blocks)."
         if in_parts_took < 0.99 * min(racing, atomic)
         else "."
     )
@@ -647,7 +648,7 @@ steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# **What is left to the book's operator?** A row of partial sums for each two rows of ``x`` would be
+# **What does the book's operator add?** A row of partial sums for each two rows of ``x`` would be
 # as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
 # to further rows before it stores its sums. It also takes long rows and any strides, and is
 # registered, so that ``torch.compile`` knows it.
@@ -682,8 +683,9 @@ lab.listing(
 # ------------
 #
 # We compare three shapes in three dtypes with the truth in float64, and bfloat16 with a float32
-# weight. Our error may be twice PyTorch's or half a unit in the last place (:term:`ulp`), whichever
-# is larger, and in float32 eight times, because there the order of the additions decides.
+# weight. We take PyTorch's error or half a unit in the last place (:term:`ulp`), whichever is
+# larger. Ours may be twice that, and in float32 eight times, because there the order of the
+# additions decides.
 
 
 def cases():
@@ -995,8 +997,9 @@ lab.read(
 # ---------------
 #
 # The yardstick is a copy, which does nothing but move bytes. Our kernel reads ``x``; to read half
-# of ``x`` and write it moves as many bytes. On large matrices the operator and our first kernel,
-# "one row a program", come close to the copy, and PyTorch's two operations fall far behind:
+# of ``x`` and write it moves as many bytes. On the largest matrix the operator and our first
+# kernel, "one row a program", come close to the copy. PyTorch's two operations fall far behind
+# everywhere:
 
 
 def providers(rows, columns, dtype):
@@ -1203,12 +1206,12 @@ lab.read(
 # What earlier kernels leave behind
 # ---------------------------------
 #
-# With 16,384 rows the operator is clearly faster than our first kernel. It loads ``x`` with
-# ``evict_first``: when L2 needs room, it gives up these numbers first. Otherwise it gives up the
-# line that has been there for longest, and if that was written, it must first be copied to HBM.
+# With 16,384 rows the operator is clearly faster than our first kernel. The operator loads ``x``
+# with ``evict_first``: when L2 needs room, it gives up these numbers first. Otherwise it may give
+# up numbers that an earlier kernel wrote, which must first be copied to HBM.
 #
 # Is it this copying that costs? We time the operator with and without ``evict_first``, once where
-# L2 is full of numbers that another kernel wrote, and once of numbers that were only read:
+# L2 is full of numbers that another kernel wrote, and once of numbers that were only read.
 
 
 # Measuring
