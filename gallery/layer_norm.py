@@ -574,7 +574,9 @@ assert abs(corrected - 1) < 1e-6
 lab.read(
     "The deviations from the rounded mean are 0 and 2. Their sum, 2, gives a correction of 1, and "
     "4 − 2 · 1² is the right `m2`. The small kernel agrees: the variance of its output should be "
-    f"1, and is {plain:.1f} without the correction and {corrected:.1f} with it."
+    f"1, and is {plain:.1f} without the correction and {corrected:.1f} with it. But the output is "
+    f"{' and '.join(f'{one:.0f}' for one in found[1][0].tolist())} instead of −1 and 1, because "
+    "the corrected mean is rounded again."
 )
 
 # %%
@@ -655,8 +657,8 @@ lab.listing(
 # -------------------
 #
 # A row of 32,768 columns, widened to float32, takes half of the 65,536 registers of an :term:`SM`.
-# A program needs some for addresses, too, so no second one fits beside it, which could load its row
-# while the first computes. The remedy is that of :doc:`softmax </chapters/softmax>`:
+# A program needs some for addresses, too, so no second program fits that could load its row while
+# the first computes. The remedy is that of :doc:`softmax </chapters/softmax>`:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -765,7 +767,13 @@ said = (
     "At 32,768 columns packing gains "
     f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points, because a second "
     "program fits on the SM: the same kernel, allowed so many registers that only one fits, loses "
-    f"{two[0] - lone[0]:.0f}. Of rows of 65,536 columns only one fits even when packed."
+    f"{two[0] - lone[0]:.0f}"
+    + (
+        ", and is then slower than one read without packing."
+        if lone[0] < share["one program", 32768] - 5
+        else "."
+    )
+    + " Of rows of 65,536 columns only one fits even when packed."
 )
 for other in ladder.elsewhere:
     there = {
@@ -811,8 +819,8 @@ lab.read(
 
 # %%
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
-# This is the formula that corrected ``m2``, with :math:`c = m_i - m`; the merge is Chan, Golub and
-# LeVeque's. ``merge_moments`` adds the contributions:
+# This is the formula that corrected ``m2``, which the picture calls M, with :math:`c = m_i - m`.
+# The merge is Chan, Golub and LeVeque's. ``merge_moments`` adds the contributions:
 
 lab.source(merge_moments)
 
@@ -1069,7 +1077,7 @@ lab.table(
 # %%
 
 # Reading
-timed_again = {  # our kernels in bfloat16, in the two sweeps
+timed_again = {  # our kernels in bfloat16, in both sweeps
     n: [
         100 * forward.share("Kernel Book", dtype="bfloat16", columns=n),
         share["Kernel Book", n],
@@ -1077,14 +1085,16 @@ timed_again = {  # our kernels in bfloat16, in the two sweeps
     for n in LADDER
 }
 timed_again[32768].append(two[0])  # and in the table of the programs per SM
+timed_again[65536].append(long[0])
 spread = {n: max(shares) - min(shares) for n, shares in timed_again.items()}
 scatter = max(spread[n] for n in LADDER if n <= 16384)
 lab.read(
-    "Our kernels in bfloat16 were timed twice on this page, and differ from themselves by up to "
-    f"{scatter:.1f} points at up to 16,384 columns, and by {spread[32768]:.0f} at 32,768. If "
-    "float32 scatters as much, a lead in the table that is not larger may be chance"
+    "Our kernels in bfloat16 were timed more than once on this page, and their results differ by "
+    f"up to {scatter:.1f} points at up to 16,384 columns, and by up to "
+    f"{max(spread[32768], spread[65536]):.0f} in longer rows. If float32 scatters as much, a lead "
+    "in the table that is not larger may be chance"
     + (
-        "; we have not explained the others."
+        "; the larger ones we have not explained."
         if max(row["its %"] - row["our %"] for row in losses) > scatter
         else "."
     )
@@ -1217,8 +1227,9 @@ def small_said(rows):
                 else f"keeps only {kept:.0f} µs of that lead"
             )
             + (
-                ": it is about as long as with 16 rows, because the host sets its time."
-                if max(called) < 1.3 * min(called)
+                f": it takes {called[-1] / alone[-1]:.0f} times as long as the kernels alone, "
+                "because the host sets its time."
+                if called[-1] > 1.5 * alone[-1]
                 else "."
             )
         )
@@ -1230,8 +1241,9 @@ lab.read(small_said(small.rows))
 # %%
 # .. dropdown:: More: the host's time at its best
 #
-#    The table above averages 200 calls, with whatever slowed down the host in between, so its times
-#    scatter. The next one takes the fastest of 60 rounds, as :doc:`/hardware` explains.
+#    The table above averages 200 calls, until the GPU has finished them. The next one takes the
+#    fastest of 60 rounds, until the host has queued them, as :doc:`/hardware` explains. On NVIDIA
+#    H200 it nevertheless gives PyTorch more time than the table above; we have not measured why.
 
 # Folded: How long the host is busy with one call
 x = torch.randn(64, 1024, device=runtime.DEVICE)

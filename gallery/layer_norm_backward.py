@@ -194,6 +194,19 @@ lab.read(
 # *Step 3.* By the chain rule, the derivative of :math:`r = (d^\top d / N + \epsilon)^{-1/2}` with
 # respect to :math:`d` is :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
 #
+# .. dropdown:: Step 3: the derivative of ``rstd``
+#
+#    .. math::
+#
+#       \begin{aligned}
+#       \frac{\partial r}{\partial d}
+#       &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
+#          \cdot \tfrac{2}{N} d^\top \\
+#       &= -\tfrac{1}{N}\, r^3\, d^\top
+#       \end{aligned}
+#
+#    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
+#
 # *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms, and
 # :math:`r\, d` is :math:`\hat{x}` again:
 #
@@ -209,19 +222,6 @@ lab.read(
 #
 #    J = r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #                - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
-#
-# .. dropdown:: Step 3: the derivative of ``rstd``
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       \frac{\partial r}{\partial d}
-#       &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
-#          \cdot \tfrac{2}{N} d^\top \\
-#       &= -\tfrac{1}{N}\, r^3\, d^\top
-#       \end{aligned}
-#
-#    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
 # *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built:
 # :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector is its mean, and
@@ -436,8 +436,8 @@ lab.source(gradient)
 # columns or one longer row. *Per program*, each program takes many rows before it hands over its
 # sums. Triton's own tutorial takes its lock for every row.
 #
-# The operator has up to 64 buffers, each with a lock of its own, so fewer programs share a lock
-# than in ``lock_kernel``.
+# With a lock, the operator has up to 64 buffers, each with a lock of its own, so fewer programs
+# share one than in ``lock_kernel``.
 
 
 # Measuring
@@ -575,7 +575,8 @@ lab.read(
     )
     + f". How many rows a program sums counts more: on {gpu} at 1,024 columns, many rows make the "
     f"lock {of_lock:.0f} times as fast, and partial sums {of_sums_alone:.0f} times. Partial sums "
-    f"are then {ahead_by[0]:.0f} points ahead of the lock, and {ahead_by[1]:.0f} in rows of 8,192."
+    f"are then {ahead_by[0]:.0f} points ahead of the lock, and in rows of 8,192 "
+    f"less than {max(ahead_by[1], 0) // 1 + 1:.0f}."
 )
 
 # %%
@@ -588,11 +589,12 @@ in_torch = (
     else 100 * race.share("simple_backward", columns=1024)
 )
 lab.read(
-    f"PyTorch's operations could reach {allowed:.0f} % by their bytes, and reach {in_torch:.0f} %"
+    f"By their bytes, PyTorch's operations could reach {allowed:.0f} %, but they reach "
+    f"{in_torch:.0f} %; we have not timed them one by one."
     + (
-        ": the operator's kernel is faster even per tile."
+        " Even a lock per tile is faster."
         if race_share["lock per tile", 1024] > in_torch
-        else "."
+        else ""
     )
 ) if in_torch == in_torch else None
 
@@ -721,11 +723,11 @@ lab.table(
 # Wide rows
 # ---------
 #
-# This section may be skipped. When a row and its sums no longer fit in the registers of an SM,
-# programs share the row: a *group* of them takes every row, and each program one part of it. ``dw``
-# and ``db`` need no exchange, because each column belongs to one program. But ``c1`` and ``c2`` are
-# sums over all parts, which the programs tell each other through *slots* of memory, as in
-# :doc:`/chapters/softmax`.
+# This section may be skipped. Above 8,192 columns a row and its sums no longer fit in the registers
+# of an SM, but for one width in the last fold. So programs share the row: a *group* of them takes
+# every row, and each program one part of it. ``dw`` and ``db`` need no exchange, because each
+# column belongs to one program. But ``c1`` and ``c2`` are sums over all parts, which the programs
+# tell each other through *slots* of memory, as in :doc:`/chapters/softmax`.
 #
 # To wait less, they collect the slots of a row one iteration after they have filled them. In
 # iteration 1, for example, a program
@@ -776,7 +778,7 @@ lab.source(split_bwd_kernel)
 #    For ``dx`` twice as much, because the hardware's reciprocal square root may be wrong by two
 #    units in the last place. For ``dw`` and ``db`` four times, because the error of a sum over many
 #    rows depends on its order. The lock is not part of the public function, so its check calls the
-#    layer below.
+#    layer below; it allows ``dx`` as much as ``dw`` and ``db``.
 
 
 # Measuring
@@ -986,9 +988,10 @@ def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, packed, one, two, four, alone = speeds
     asked = (
-        "Memory is busy only while an SM has bytes requested ahead, for later rows. Whole rows "
-        "have the next ones on the way. A packed row takes all registers of an SM, so nothing is "
-        "loaded while its program computes. Shared rows have one part per program on the way, and "
+        "While a program computes, memory is busy only with bytes requested ahead, for later rows, "
+        "or by other programs. Whole rows have the next ones on the way. A packed row takes all "
+        "registers of an SM, so nothing is loaded while its program computes. Shared rows have one "
+        "part per program on the way, and "
         "registers leave room for few programs. The table in the next fold changes these bytes. "
     )
     if three - none >= 10 and packed < three:
