@@ -2245,14 +2245,14 @@ lab.read(
         else ".** "
     )
     + (
-        f"The host alone needs {our_host:.0f} ms and {sdpa_host:.0f}. "
-        if our_host == our_host
+        "With SDPA compiling even makes the step slower than eager. "
+        if change("step, ms", "SDPA", "SDPA, compiled") > 0
+        and differs(step_row("SDPA"), step_row("SDPA, compiled"))
         else ""
     )
     + (
-        "SDPA's step, too, is slower compiled than eager. "
-        if change("step, ms", "SDPA", "SDPA, compiled") > 0
-        and differs(step_row("SDPA"), step_row("SDPA, compiled"))
+        f"The host alone needs {our_host:.0f} ms and {sdpa_host:.0f}. "
+        if our_host == our_host
         else ""
     )
     + "If the host is the cause, the loss must disappear without it."
@@ -2550,7 +2550,7 @@ lab.read(
         ". "
         + (
             "In the profile, though, all kernels of our step together take no longer than SDPA's, "
-            "so it does not explain why the step does. "
+            "so it does not explain the slower step. "
             if model in behind and longer(model, "busy, ms") <= 0
             else ""
         )
