@@ -341,11 +341,12 @@ lab.source(ring._Ring.forward, "attend")
 #    With the lse of all keys, the weights of each part are already those of the whole, so the
 #    gradients of the parts are terms of a sum, and nothing has to be merged.
 #
-# In PyTorch, these are the terms of one part, by the steps of :doc:`/chapters/attention_backward`:
+# In PyTorch, these are the terms of one part, by the steps of :doc:`/chapters/attention_backward`.
+# ``out`` and ``lse`` are of all keys:
 
 
 def terms_of_part(q, k, v, out, lse, do):
-    """What a part of the keys adds to dq, and its dk and dv; out and lse are of all keys."""
+    """What a part of the keys adds to dq, and its dk and dv."""
     scale = q.shape[-1] ** -0.5
     p = torch.exp(scale * q @ k.mT - lse[..., None])
     delta = (do * out).sum(-1, keepdim=True)
@@ -400,10 +401,10 @@ lab.listing(
 # All to all
 # ----------
 #
-# All to all is the simpler way, and uses that heads are independent. The ranks exchange parts of
+# All to all uses that heads are independent. The ranks exchange parts of
 # the sequence for heads, each rank computes the whole sequence of a few heads as a single GPU
-# would, and they exchange back. The number of ranks must divide the number of heads, and nothing is
-# computed while they exchange.
+# would, and they exchange back. The number of ranks must divide the number of heads, also of those
+# for keys, and nothing is computed while they exchange.
 #
 # Every rank calls ``ring_attention``, or ``all_to_all_attention``, with its own part of the
 # sequence:
@@ -1047,9 +1048,9 @@ lab.table(
 )
 
 # %%
-# **Short sequences lose more than transfers.** Their *kernels* are less efficient, and merge in
-# every step; the *host* has to launch them. We time kernels one at a time, and the host by a call
-# of 128 tokens per rank.
+# **Short sequences lose by more than transfers.** Their *kernels* are less efficient, and each step
+# but the first merges; the *host* has to launch them. We time kernels one at a time, and the host
+# by a call of 128 tokens per rank.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1543,13 +1544,14 @@ def short(tokens):
 
 
 lab.read(
-    f"**A ring is for few ranks with long parts.** To keep {GOOD} % of linear scaling, "
+    "**A ring is for long parts, so at a given length for few ranks.** "
+    f"To keep {GOOD} % of linear scaling, "
     + " and ".join(
         f"{world:,} GPUs need about {short(from_tokens[world])} tokens"
         for world in (min(CLUSTERS), max(CLUSTERS))
         if from_tokens[world]
     )
-    + " by the simulation, whose errors we know for two ranks only. Larger machines share heads "
+    + " by the simulation, whose errors we know for two ranks only. Larger clusters share heads "
     "within a host, and pass parts round a ring of hosts (USP, in the references)."
 )
 
@@ -1720,7 +1722,7 @@ lab.read(
 # Outputs over parts of the keys can be merged by one number per query, so queries stay and keys
 # travel round a ring. Under a causal mask, a piece from either end gives every rank the same work,
 # which gains most. How much of the speed is left depends on the tokens per rank, so a ring suits
-# few ranks with long parts.
+# long parts.
 #
 # Exercises
 # ---------

@@ -9,7 +9,7 @@ that worth?*
 Picture a cook with one oven. While she watches a dish bake, the next is not prepared; and while she
 prepares it, the oven stands empty. Here the matmul units are the oven, and the exponentials are
 what is to be prepared. This chapter climbs to a faster kernel in six rungs, one change each. Not
-every change pays, and two questions stay open.
+every change pays, and some questions stay open.
 
 You will learn
 
@@ -314,11 +314,11 @@ lab.check(
 #   one is under way, waits for the scores.
 # - ``_weigh`` computes :math:`p_i`, :math:`\alpha`, :math:`l_i` and :math:`m_i` like PyTorch, in
 #   powers of 2, so ``scale_log2`` is the scale times :math:`\log_2 e`. ``IN_THREAD`` is the switch
-#   of rung 5. Before, with a causal mask, the scores of later keys become -inf.
+#   of rung 5. With a causal mask, the scores of later keys become -inf before it is called.
 # - ``convert_layout`` says anew which thread holds what: ``row`` is the layout of one number per
 #   query, and that of ``p`` is for the left factor of a matmul.
 #
-# Before the loop a consumer weighs its first tile. After it, it computes the last sum, divides
+# Before the loop a consumer weighs its first tile. After the loop it computes the last sum, divides
 # ``acc`` by :math:`l_i`, and stores it.
 
 # %%
@@ -920,8 +920,7 @@ def changed_by(name, before):
     row = {"change": name}
     for mask in ("full", "causal"):
         percent = 100 * gain(name, mask, before)
-        signed = f"{percent:+.0f}".replace("-", "−")
-        row[f"{mask}, %"] = "0" if signed in ("+0", "−0") else signed
+        row[f"{mask}, %"] = f"{percent:+.1f}".replace("-", "−")
     return row
 
 
@@ -1205,10 +1204,10 @@ lab.read(
         if round(halved, 1) in (2, 2.1)
         else f"Without a mask, handing over makes the kernel {halved:.1f} times as fast. "
     )
-    + "The code with a causal mask, in the last two columns, shows one reason: short of "
-    "registers, the assembler waits after every matmul instruction, so no matmul is asynchronous. "
-    f"It also has {compiled_to('equal registers', 'spills'):.0f} spills; which of the two costs "
-    "more, we have not separated."
+    + "The code with a causal mask, in the last two columns, shows two possible reasons: "
+    "short of registers, the assembler waits after every matmul instruction, so no matmul is "
+    f"asynchronous, and it makes {compiled_to('equal registers', 'spills'):.0f} spills. Which of "
+    "the two costs more, we have not separated."
     if compiled_to("equal registers", "waits for them")
     == compiled_to("equal registers", "matmul instructions")
     else f"Without a mask, handing over makes the kernel {halved:.1f} times as fast."
@@ -1431,10 +1430,10 @@ def stops(version):
 
 
 lab.read(
-    "Since rung 1, the two stops have become one: the sum is there when a consumer has weighed. At "
-    f"its matmuls, to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, and "
-    f"on rung 1 it spent {stops('two roles'):,.0f}. Why issuing takes so long (grey; here with a "
-    "wait for the values), we do not know; it does on rung 1, too, with one matmul. In the white "
+    "Since rung 1, the waits for scores and sum have almost gone, and a consumer stops to issue. "
+    f"At its matmuls, to issue and to wait, it spends {stops('no turns'):,.0f} cycles of a tile, "
+    f"and on rung 1 it spent {stops('two roles'):,.0f}. Why issuing takes so long (grey; here with "
+    "a wait for the values), we do not know; it does on rung 1, too, with one matmul. In the white "
     "gaps a consumer rescales `acc`."
 )
 
@@ -2044,8 +2043,8 @@ lab.table(rows, "Error of the whole, relative to its size")
 # - **What pays:** registers handed to the consumers; scores one tile ahead of the sums; with a
 #   causal mask, one loop. Persistent programs mostly repay what the package's kernel had lost.
 # - **What does not:** roles alone, an order forced on the assembler, and turns.
-# - **Two open questions:** why the scores ahead pay, and why a consumer weighs a tile for longer
-#   than the instructions that we counted take.
+# - **The main open questions:** why the scores ahead pay, and why a consumer weighs a tile for
+#   longer than the instructions that we counted take.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #
