@@ -68,7 +68,7 @@ lab.start(
 # ------------------------
 #
 # If matmuls and exponentials took turns, the matmul units would stand idle for a third of the time
-# or more. For each score they do :math:`4 D` operations at head_dim :math:`D`, and other units
+# or more. For each score matmuls do :math:`4 D` operations at head_dim :math:`D`, and other units
 # compute one exponential. In 16 bits a Hopper SM does 4,096 of the former per cycle, and 16 of the
 # latter:
 
@@ -128,7 +128,7 @@ lab.sketch(
 #    :class: kb-key
 #
 #    Give each warp a role, and let every consumer issue the scores of a tile together with the sum
-#    of the tile before. Then it stops for its matmuls once per tile, and not twice.
+#    of the tile before. Then the sum can be computed while it weighs the scores.
 #
 # The roles are those of :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills a ring of
 # tiles of keys and a ring of tiles of values. Two *consumers*, each a :term:`warpgroup` with 64
@@ -1163,7 +1163,7 @@ lab.read(
 # ---------------------------
 #
 # The largest effect on this page has no bar in the ladder, because all rungs have it: the loader
-# hands registers to the consumers. A launch says so:
+# hands registers to the consumers. The kernel says so:
 #
 # .. code-block:: python
 #

@@ -257,9 +257,9 @@ lab.sketch(
 # ---------
 #
 # The small kernel passed its test on an H200, outside this record, and was not timed. By its code,
-# two things would hold it up. **Order:** while a program waits for its turn, none of its warps
-# computes. **Space:** a second program on the SM could compute meanwhile, but of the kernel that we
-# shall build, with 128 keys a program, one fills most of an SM:
+# while a program waits for its turn, none of its warps computes. A second program on the SM could
+# compute meanwhile, but of the kernel that we shall build, with 128 keys a program, one fills most
+# of an SM:
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -566,8 +566,8 @@ lab.sketch(
 #    :lines: 1-6, 9-15
 #    :dedent:
 #
-# dK is issued last, so at wait 6 it alone is still under way. As dV has ended, nobody reads this
-# slot of dO any more, and the loader gets it back.
+# dK is issued last, so at wait 6 it alone is still under way. As dV has ended, this consumer no
+# longer reads this slot of dO, and releases it.
 #
 # **Waits 7 and 8: hand it over.** ``parts`` is a buffer of two halves, one for each consumer.
 # ``part_empty`` says that the copy engine has read a half, and ``part_full`` that it is filled
@@ -1880,7 +1880,7 @@ lab.read(
     f"points, and slower at {len(any_order_lost)}. This does not isolate the order, because only "
     "in any order the sums must be set to zero first; the ladder does, because all its rungs with "
     f"roles set them to zero. So `deterministic=False` gives the order up at {len(dropped)} points "
-    f"only, and by this run at {len(lost_by_it)} too many:"
+    f"only, and by this run loses at {len(lost_by_it)} of them:"
     if speed.rows and lost_by_it
     else f"{nan}"
 )
