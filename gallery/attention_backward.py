@@ -1364,7 +1364,7 @@ lab.read(
 host = hosted.rows[-1] if hosted.rows else {}
 of_us, of_them = (host.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch"))
 lab.read(
-    f"On short inputs the GPU waits for the host. There a call of `attention` and its backward "
+    f"A call of `attention` and its backward "
     f"pass take {of_us:.0f} µs of the host's time, and those of PyTorch {of_them:.0f}."
 )
 
@@ -1860,7 +1860,7 @@ lab.table(rows, "Relative error, when the two passes do not have the same mask")
 
 # %%
 # The errors are largest where backward sees more keys than forward did: ``lse`` lacks these keys,
-# so a row of :math:`e^{s - \mathrm{lse}}` does not sum to 1.
+# so every row of :math:`e^{s - \mathrm{lse}}` but the last sums to more than 1.
 
 # %%
 

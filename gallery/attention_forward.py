@@ -1141,7 +1141,7 @@ def with_mask(name):
 compiled_too = abs(with_mask("torch.compile")) > 25
 lab.read(
     f"**A mask makes it worse.** Only half of the operations count with it, and yet standard "
-    f"attention takes {with_mask('PyTorch'):.0f} % longer, mainly because `masked_fill_` reads and "
+    f"attention takes {with_mask('PyTorch'):.0f} % longer, and `masked_fill_` reads and "
     f"writes the table once more. "
     + (
         ""

@@ -328,7 +328,7 @@ lab.read(
 #          both are keys, it fits.
 #
 # **With the wrong layout** the compiler rearranges every tile before the instruction can read it. A
-# small matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16.
+# single matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16.
 
 # Measuring
 import triton
