@@ -1497,8 +1497,8 @@ for dtype in (tl.float16, tl.float32):
 # --------
 #
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
-# Sums that cross programs go through partial sums, because one program must not write what another
-# reads. How the times above were taken: see :doc:`measuring`.
+# Sums that cross programs go through partial sums, because these are added in a fixed order.
+# How the times above were taken: see :doc:`measuring`.
 #
 # Puzzles
 # -------
