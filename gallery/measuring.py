@@ -104,7 +104,7 @@ def events(run, before=lambda: None):
 #          the time in which the GPU waits for the host. After a pause, both events and the kernel
 #          are queued before the GPU comes to them, and the events enclose the kernel alone.
 #
-# The previous run leaves one more effect: its input is still in the :term:`L2` cache, where the
+# The previous run leaves one more effect: a small input is still in the :term:`L2` cache, where the
 # next run finds it, although in a model other kernels would have replaced it by then. So overwrite
 # the cache first, with more zeros than any L2 holds. This is the fifth way and the best, here as
 # one function, to copy. Its pause counts two million clock cycles, which takes about a millisecond:
@@ -930,8 +930,8 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Time the same thing under two names, and believe no smaller difference. This is called an
-#    :term:`A/A test`.
+#    Time the same thing under two names, and believe no difference smaller than theirs. This is
+#    called an :term:`A/A test`.
 
 
 # Measuring

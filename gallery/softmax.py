@@ -892,8 +892,8 @@ lab.table(rows, "Rows that break things: first and last element of the result")
 # How fast is it?
 # ---------------
 #
-# We compare with PyTorch, Liger, LinkedIn's library of Triton kernels, and quack, which an author
-# of FlashAttention has written in NVIDIA's CuTe DSL.
+# We compare with PyTorch, ``torch.compile``, Liger (LinkedIn's library of Triton kernels) and
+# quack, which an author of FlashAttention has written in NVIDIA's CuTe DSL.
 
 # Folded: Which kernel the public softmax runs
 tried = {

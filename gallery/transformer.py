@@ -1773,11 +1773,12 @@ lab.read(
 #    A step takes at least the longer of two times: that of its kernels, and that in which the host
 #    launches them.
 #
-# The figure shows both times for a whole step. The narrow bar is the host's: how long it takes to
-# launch a step when nothing is queued. For the formula, first in the figure, it is only an upper
-# bound, because a host that is far ahead has to wait for the GPU. The wide bar is the GPU's: its
-# kernels by kind, summed up, and what the step takes beyond them. *Between* are layer norm,
-# dropout, GELU, additions and casts, and in the formula's attention the scale and the mask.
+# The figure shows both times for a whole step, each measured by itself. The narrow bar is the
+# host's: how long it takes to launch a step when nothing is queued. For the formula, first in the
+# figure, it is only an upper bound, because a host that is far ahead has to wait for the GPU. The
+# wide bar is the GPU's: its kernels by kind, summed up, and what the step takes beyond them.
+# *Between* are layer norm, dropout, GELU, additions and casts, and in the formula's attention the
+# scale and the mask.
 
 # Measuring
 from contextlib import suppress
@@ -2625,7 +2626,7 @@ for dtype in (torch.float32, torch.bfloat16):
 #    graph.replay()
 #
 #    training.tokens = batch       # a name for other memory, which the graph does not know
-#    graph.replay()                # trains on the old batch again, without an error
+#    graph.replay()                # reads the old memory
 #
 # In short
 # --------
