@@ -293,55 +293,18 @@ def complete(sweep):
 def climb(title, newest, *lengths):
     """Draw a bar for each version up to the newest, which is lit, at some lengths of rows."""
     rungs = list(RUNGS)[: list(RUNGS).index(newest) + 1]
-
-    def reached(rows):
-        shares = {(row["columns"], row["provider"]): row["share"] for row in rows}
-        for n in lengths:
-            yield (
-                n,
-                {name: 100 * shares[n, name] for name in rungs if (n, name) in shares},
-            )
-
-    def in_words(rows):
-        found = [
-            f"{RUNGS[name]} {value:.0f} at {n:,} columns"
-            for n, values in reached(rows)
-            for name, value in values.items()
-        ]
-        return f"Bars, % of the speed of a copy: {', '.join(found)}."
-
-    def bars(axes, rows):
-        places, names = [], []
-        place = 0
-        for n, values in reached(rows):
-            axes.text(0, place, f"{n:,} columns", va="center", fontweight="bold")
-            for name, value in values.items():
-                place += 1
-                lit = name == newest
-                ink = lab.colour("Kernel Book" if lit else "copy")
-                axes.barh(place, value, color=ink, height=0.72)
-                axes.text(
-                    101 if 92 < value < 100 else value + 1,
-                    place,
-                    f"{value:.0f}",
-                    va="center",
-                    fontweight="bold" if lit else "normal",
-                )
-                places.append(place)
-                names.append(RUNGS[name])
-            place += 1
-        axes.figure.set_size_inches(5.4, 1.2 + 0.3 * place)
-        axes.axvline(100, color=lab.colour("copy"), linestyle="--", linewidth=1)
-        axes.set_yticks(places, names)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False)
-        axes.invert_yaxis()
-        axes.set(xlabel="% of the speed of a copy", xlim=(0, 112))
-
     missing = any(
         (ladder.at(provider=name, columns=n)).empty for n in lengths for name in rungs
     )
-    lab.draw(ladder if missing else complete(ladder), title, in_words, bars)
+    lab.ladder(
+        ladder if missing else complete(ladder),
+        title,
+        rungs,
+        by="columns",
+        where={"columns": lengths},
+        names=RUNGS,
+        lit=newest,
+    )
 
 
 climb("Three reads of a row, bfloat16", "loop", 4096, 32768)

@@ -493,53 +493,14 @@ WAYS = {
     "Kernel Book": "partial sums per program",
 }
 WIDTHS = (1024, 8192)
-
-
-def ways_at(rows):
-    found = {
-        (row["columns"], row["provider"]): 100 * row["share"]
-        for row in rows
-        if row["columns"] in WIDTHS and row["provider"] in WAYS
-    }
-    return {
-        n: {name: found[n, name] for name in WAYS if (n, name) in found} for n in WIDTHS
-    }
-
-
-def ways_in_words(rows):
-    found = [
-        f"{WAYS[name]} {value:.0f} at {n:,} columns"
-        for n, values in ways_at(rows).items()
-        for name, value in values.items()
-    ]
-    return f"Bars, % of the speed of a copy: {', '.join(found)}."
-
-
-def ways_as_bars(axes, rows):
-    places, labels, place = [], [], 0
-    for n, values in ways_at(rows).items():
-        axes.text(0, place, f"{n:,} columns", va="center", fontweight="bold")
-        for name, value in values.items():
-            place += 1
-            lit = name == "Kernel Book"
-            ink = lab.colour("Kernel Book" if lit else "copy")
-            axes.barh(place, value, color=ink, height=0.72)
-            beside = 101 if 92 < value < 100 else value + 1
-            weight = "bold" if lit else "normal"
-            axes.text(beside, place, f"{value:.0f}", va="center", fontweight=weight)
-            places.append(place)
-            labels.append(WAYS[name])
-        place += 1
-    axes.figure.set_size_inches(5.4, 1.2 + 0.3 * place)
-    axes.axvline(100, color=lab.colour("copy"), linestyle="--", linewidth=1)
-    axes.set_yticks(places, labels)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False)
-    axes.invert_yaxis()
-    axes.set(xlabel="% of the speed of a copy", xlim=(0, 112))
-
-
-lab.draw(race, "With a lock and without, bfloat16", ways_in_words, ways_as_bars)
+lab.ladder(
+    race,
+    "With a lock and without, bfloat16",
+    list(WAYS),
+    by="columns",
+    where={"columns": WIDTHS},
+    names=WAYS,
+)
 
 # %%
 

@@ -31,9 +31,9 @@ window.addEventListener("load", markWide);
 window.addEventListener("resize", markWide);
 
 // On a phone most lines of code are too long, and some in a fold. There each line becomes an element
-// of its own, so that what does not fit goes on below, further in than the line begins. It breaks at spaces, and within
-// what has none for long, behind a bracket or comma, or else at a dot: never within a name. What is
-// copied does not change.
+// of its own, so that what does not fit goes on below, further in than the line begins. It breaks at
+// spaces, and within what has none for long, behind a bracket or comma, or else at a dot: never within
+// a name. What is copied does not change.
 
 const PHONE = window.matchMedia("(max-width: 40rem)");
 const LONG = 22; // letters in a row that may have to be broken, if they hold a bracket or comma

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import same_color
 from records import POINTS, SWEEP
 
 from kernelbook import lab
@@ -117,6 +118,13 @@ def test_figures_say_where_they_come_from_in_both_themes(replayed):
     assert light == figures.to_svg(plt.gcf())
     lab.ladder(sweep, "Steps", ["ours"], by="dtype", where={"elements": 1000})
     assert "ours in float16 50" in plt.gcf().get_label()
+    names = {"ours": "one read"}
+    where = {"elements": (1000,)}
+    lab.ladder(sweep, "Steps", ["ours"], by="elements", where=where, names=names, lit="ours")
+    axes = plt.gcf().axes[0]
+    assert "one read in elements = 1,000 50" in plt.gcf().get_label()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one read"]
+    assert same_color(axes.patches[0].get_facecolor(), figures.colour("Kernel Book"))
 
 
 def test_a_sketch_is_described_and_names_no_gpu():

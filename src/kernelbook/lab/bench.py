@@ -192,10 +192,11 @@ class Sweep:
         return self.frame.to_dict("records")
 
     def at(self, **where) -> pandas.DataFrame:
-        """Return the rows where every named column has the given value."""
+        """Return the rows where every named column has the given value, or one of a tuple."""
         frame = self.frame
         for column, value in where.items():
-            frame = frame[frame[column] == plain(value)]
+            values = value if isinstance(value, tuple) else (value,)
+            frame = frame[frame[column].isin([plain(value) for value in values])]
         return frame
 
     def _one(self, column: str, provider: str, where: dict) -> float:

@@ -196,11 +196,22 @@ def plot(
     return _draw(one, sweep, [s for s in beside(sweep.elsewhere) if not s.at(**where).empty])
 
 
-def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) -> Shown | None:
+def ladder(
+    sweep: Sweep,
+    title: str,
+    rungs: list[str],
+    *,
+    by: str,
+    where: dict,
+    names: dict[str, str] | None = None,
+    lit: str = "Kernel Book",
+) -> Shown | None:
     """Draw a bar a rung, as a percentage of the limit, in one group for each value of ``by``.
 
-    The first rung is at the top. The dashed line is the limit. Other GPUs: see :func:`plot`.
+    The first rung is at the top, and ``lit`` has the book's colour. The dashed line is the limit.
+    ``names`` and other GPUs: see :func:`plot`.
     """
+    names = names or {}
 
     # An ideal is a speed itself.
     of_limit = f"% of {'' if sweep.limit == 'ideal' else 'the speed of '}{sweep.limit}"
@@ -224,25 +235,33 @@ def ladder(sweep: Sweep, title: str, rungs: list[str], *, by: str, where: dict) 
                         axes.text(1, place, "absent", va="center", fontsize=10, color=MUTED)
                         continue
                     value = 100 * sweep.share(rung, **{**where, by: group})
-                    ink = colour(rung if rung == "Kernel Book" else sweep.limit)
+                    ink = colour("Kernel Book" if rung == lit else sweep.limit)
                     axes.barh(place, value, color=ink, height=0.72)
                     beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
                     axes.text(beside_it, place, f"{value:.0f}", va="center", fontsize=10)
                 axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
-                axes.set_yticks(range(len(rungs)), rungs)
+                axes.set_yticks(range(len(rungs)), [names.get(rung, rung) for rung in rungs])
                 axes.invert_yaxis()
                 axes.tick_params(axis="y", length=0)
                 axes.grid(axis="y", visible=False)
-                axes.set_title(group, loc="left", fontsize=11, color=MUTED)
+                axes.set_title(_group(by, group), loc="left", fontsize=11, color=MUTED)
             panels[-1, 0].set_xlabel(of_limit)
             axes.set_xlim(0, max(112, axes.get_xlim()[1]))
-        found = [f"{r.provider} in {getattr(r, by)} {100 * r.share:.0f}" for r in rows.itertuples()]
+        found = [
+            f"{names.get(r.provider, r.provider)} in {_group(by, r[by])} {100 * r.share:.0f}"
+            for _, r in rows.iterrows()
+        ]
         alt = f"Bars, {of_limit}: {', '.join(found)}."
         return _finish(figure, sweep, title, alt)
 
     if rows_of(sweep).empty:
         return table([], f"{title}. {NOT_RECORDED}")
     return _draw(one, sweep, [s for s in beside(sweep.elsewhere) if not rows_of(s).empty])
+
+
+def _group(by: str, value: object) -> str:
+    """Return what a group of bars is called: a name as it stands, a number by what it counts."""
+    return value if isinstance(value, str) else f"{by} = {value:,}"
 
 
 def _draw(one: Callable, own: Sweep | Table, others: list) -> None:
