@@ -131,10 +131,11 @@ def weighted_sum_bwd_kernel(
         if dw_ptr is not None:
             x_ptrs = x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
             x = tl.load(x_ptrs, mask=inside, other=0.0)
-            dw += dy[:, None] * x.to(tl.float32)
-        if dx_ptr is not None:
+        if dx_ptr is not None:  # stored while x is on its way
             dx_ptrs = dx_ptr + rows[:, None] * n_cols + cols[None, :]
             tl.store(dx_ptrs, dy[:, None] * w[None, :], mask=inside)
+        if dw_ptr is not None:
+            dw += dy[:, None] * x.to(tl.float32)
 
     # -- end: one row of sums for the whole program
     if dw_ptr is not None:
