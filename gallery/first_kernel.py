@@ -18,6 +18,7 @@ is replayed from a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
+import re
 import statistics
 import warnings
 from unittest import mock
@@ -35,6 +36,7 @@ from kernelbook.ops.weighted_sum import (
     weighted_sum_bwd_kernel,
     weighted_sum_fwd_kernel,
 )
+from kernelbook.small.first_kernel import row_sums
 
 warnings.filterwarnings(
     "ignore", message=r"Input #\d requires gradient and is not a double"
@@ -1157,6 +1159,51 @@ lab.read(
 
 
 # Measuring
+def reading_alone(rows=4096, columns=4096):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    sums = torch.empty(rows, device=runtime.DEVICE)
+    half = x.view(-1)[: x.numel() // 2]
+    target = torch.empty_like(half)
+    others = torch.zeros(2**26, device=runtime.DEVICE, dtype=torch.int32)
+    runs = {
+        "copy half of x": lambda: target.copy_(half),
+        "read x and add it up, without weights": lambda: row_sums(x, sums),
+        "the operator": lambda: weighted_sum(x, w),
+    }
+    times = {name: [] for name in runs}
+    for _ in range(5):  # in turn, because they differ by little
+        for name, run in runs.items():
+            times[name] += lab.event_times(run, before=others.zero_)
+    return [
+        {"4,096 rows": name, "µs": round(1e3 * statistics.median(found), 2)}
+        for name, found in times.items()
+    ]
+
+
+# %%
+
+# Folded: How long does reading x alone take?
+alone = lab.measure("Reading alone, 4,096 rows of 4,096 in bfloat16", reading_alone)
+alone
+
+# %%
+
+# Reading
+weighing_share = forward.share("Kernel Book", rows=4096)
+copying, adding, weighing = [row["µs"] for row in alone.rows] or [nan] * 3
+lab.read(
+    f"With 4,096 rows the operator reaches {100 * weighing_share:.0f} % of the copy's speed. A "
+    "kernel that only reads `x` and adds it up reaches "
+    f"{100 * copying / adding:.0f} %, and the operator beside it {100 * copying / weighing:.0f} %. "
+    "So nearly all of the difference is reading: the copy reads half as many bytes, and what it "
+    "writes may still be in L2 when it ends."
+)
+
+# %%
+
+
+# Measuring
 def shape_providers(columns, rows, dtype):
     found = providers(rows, columns, dtype)
     del found["one row a program"]  # its block would be the whole row
@@ -1167,7 +1214,7 @@ shapes = lab.bench(
     "shapes",
     [
         {"columns": columns, "rows": 2**26 // columns, "dtype": torch.bfloat16}
-        for columns in (2, 16, 256, 1024, 2**14, 2**18, 2**22)
+        for columns in (2, 8, 64, 100, 256, 1024, 2**14, 2**18, 2**22)
     ],
     shape_providers,
     limit="copy",
@@ -1200,6 +1247,86 @@ lab.read(
     f"least with {least:,} columns"
     + (" (a fold explains a part of it)" if least == 2 else "")
     + f". `torch.compile` is {ahead(shapes, 'torch.compile', 'columns')}."
+)
+
+# %%
+# Rows of 8, and of 100
+# ---------------------
+#
+# A thread reads memory fastest in loads of 16 bytes. Such a load must begin at a multiple of 16
+# bytes, and the compiler may use it only where it can prove that. Of an integer argument, such as
+# the stride of rows, Triton finds out at the launch whether 16 divides it, and nothing else. It
+# does not divide 100, so the compiler assumes the worst: one number at a time.
+#
+# The operator therefore passes a ``constexpr`` named ``UNIT``, the greatest power of two, up to 16,
+# that divides both the length and the stride of rows: 4 for rows of 100. The kernel begins with
+# ``n_cols // UNIT * UNIT``, which changes no number but proves that the result is a multiple of 4.
+#
+# For short contiguous rows whose length is a power of two it does more, by the branch ``FLAT``: it
+# loads all rows of its block as one line, and ``tl.reshape`` cuts the line into rows.
+
+
+# Measuring
+def loads(columns, block_rows, told):
+    rows = 2**26 // columns
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    w = torch.randn(columns, device=runtime.DEVICE, dtype=torch.bfloat16)
+    y = torch.empty(rows, device=runtime.DEVICE, dtype=torch.bfloat16)
+    others = torch.zeros(2**26, device=runtime.DEVICE, dtype=torch.int32)
+    block = runtime.next_power_of_2(columns)
+    grid = runtime.cdiv(rows, block_rows), 1
+    sizes = columns, 1, rows, columns, block, block_rows, block
+
+    def run(options):
+        return weighted_sum_fwd_kernel[grid](
+            x, w, y, *sizes, "evict_first", **options, num_warps=4
+        )
+
+    found = []
+    for name, options in told.items():
+        ptx = run(options).asm["ptx"]
+        wide = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+) ", ptx)
+        times = lab.event_times(lambda of=options: run(of), before=others.zero_)
+        found.append(
+            {
+                "columns": columns,
+                "the compiler is told": name,
+                "widest load (bytes)": max(
+                    int(n or 1) * int(bits) // 8 for n, bits in wide
+                ),
+                "µs": round(1e3 * statistics.median(times), 1),
+            }
+        )
+    return found
+
+
+def all_loads():
+    of_100 = {"nothing": {}, "that 4 divides both": {"UNIT": 4}}
+    of_8 = {
+        "nothing": {},
+        "that 8 divides both": {"UNIT": 8},
+        "that x is one line": {"UNIT": 8, "FLAT": True},
+    }
+    return loads(100, 64, of_100) + loads(8, 256, of_8)
+
+
+# %%
+
+loaded = lab.measure(
+    "What a thread may load at once, 2²⁶ numbers in bfloat16", all_loads
+)
+loaded
+
+# %%
+
+# Reading
+(blind, blind_width), (known, known_width), (eight, _), _, (in_line, _) = [
+    (row["µs"], row["widest load (bytes)"]) for row in loaded.rows
+] or [(nan, nan)] * 5
+lab.read(
+    f"Rows of 100 take {blind:.0f} µs with loads of {blind_width} bytes, and {known:.0f} with "
+    f"loads of {known_width}: **one proven divisor makes the same kernel {blind / known:.1f} times as "
+    f"fast.** Rows of 8 take {eight:.0f} µs, and {in_line:.0f} as one line."
 )
 
 # %%

@@ -173,7 +173,14 @@ ATTENTION_PATHS = {
 }
 WEIGHTED_SUM_PATHS = {
     "as it is": {},
-    "small": {"FWD_TILE": 64, "BWD_TILE": (64, 128), "BWD_LONG": 64, "SQUARE": 16, "SUM_ROWS": 2},
+    "small": {
+        "FWD_TILE": 64,
+        "BWD_TILE": 128,
+        "SHORT_BYTES": 512,
+        "BWD_LONG": 64,
+        "SQUARE": 16,
+        "SUM_ROWS": 2,
+    },
 }
 
 

@@ -63,6 +63,27 @@ def test_x_and_weight_of_two_dtypes(other):
     check(draw(70, 50, dtype=other), draw(50, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_cols", [1, 2, 4, 8, 16, 32, 64, 65, 12, 100])
+@pytest.mark.parametrize("n_rows", [1, 3, 31, 33, 1025])
+def test_short_rows_around_their_blocks(n_rows, n_cols, dtype):
+    check(*(draw(*shape, dtype=dtype).abs() for shape in ((n_rows, n_cols), (n_cols,), (n_rows,))))
+
+
+@pytest.mark.parametrize("n_cols", [4096, 4097, 8200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_in_one_block_and_in_several(n_cols, dtype):
+    check(draw(5, n_cols, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_cols", "stride"), [(100, 102), (100, 101), (12, 16), (8, 9), (64, 66)])
+def test_rows_whose_length_and_stride_have_other_divisors(n_cols, stride, dtype):
+    x = draw(41, stride, dtype=dtype)
+    check(x[:, :n_cols])
+    check(x[:, stride - n_cols :])  # not aligned as the whole is
+
+
 LAYOUTS = {
     "one row": lambda: draw(333),
     "four dimensions": lambda: draw(2, 3, 4, 65),
@@ -132,7 +153,14 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch, needs):
 @pytest.mark.parametrize("shape", [(1, 3000), (3, 500), (70, 320), (2000, 3), (40, 40)])
 def test_small_blocks_meet_every_path(monkeypatch, shape, dtype):
     """Rows in parts, sums in parts, and several iterations of each loop."""
-    small = {"FWD_TILE": 64, "BWD_TILE": (64, 128), "BWD_LONG": 64, "SQUARE": 16, "SUM_ROWS": 2}
+    small = {
+        "FWD_TILE": 64,
+        "BWD_TILE": 128,
+        "SHORT_BYTES": 512,
+        "BWD_LONG": 64,
+        "SQUARE": 16,
+        "SUM_ROWS": 2,
+    }
     for name, value in small.items():
         monkeypatch.setattr(operator, name, value)
     check(draw(*shape, dtype=dtype))

@@ -9,6 +9,7 @@ that it has into a row of its own, and a second kernel adds these rows up, alway
 so that results are equal bit by bit from run to run. Products and sums are float32.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,31 +26,41 @@ bytes under way, so that a program waits for memory once: on an H200, 4,096 rows
 bfloat16 took 16.6 microseconds in blocks of two whole rows, and 22.5 in four blocks for each four
 rows. Of numbers of four bytes it has as many loads, and half of the numbers."""
 
-FWD_ROWS, MOST_ROWS = 2, 512
-"""Forward takes blocks of two long rows, whose weights it reads once. No block has more than 512
-short ones, because with 2,048 rows of two numbers forward took 126 microseconds instead of 76."""
-
-STREAMED = 16
-"""Columns from which on forward says ``evict_first`` of x, so that L2 gives up first what is not
-read again, and writes less of what others left there to memory. On an H200, 16,384 rows of 4,096
-numbers in bfloat16 took 37 microseconds instead of 43. Rows of two, whose results take as much
-room, took 84 instead of 76."""
+FWD_ROWS, FWD_LONG, MOST_ROWS = 2, 4096, 512
+"""Forward takes blocks of two long rows, whose weights it reads once. Rows of more than 4,096
+numbers of two bytes need several blocks, and these are half as large and have half of the warps: on
+an H200, 13,107 rows of 5,120 then took 41 microseconds instead of 47. No block has more than 512
+short rows, because with 2,048 rows of two numbers forward took 126 microseconds instead of 76."""
 
 SQUARE = 64
 """Rows and columns of a block where x is transposed, so that what is contiguous in x and what is
 contiguous in dx both have lines of 128 bytes."""
 
+FLAT_COLS, SHORT_BYTES = 64, 4096
+"""Forward reads rows of up to 64 numbers as one line, if they are contiguous and their length is a
+power of two, in blocks of 4,096 bytes: on an H200, 2**26 numbers in bfloat16 took 37 microseconds
+instead of 45 in rows of 64, and 41 instead of 129 in rows of 8. Backward has blocks of as many
+bytes of short rows: 2**25 numbers in float32 took 76 microseconds instead of 84 in rows of 32."""
+
+UNIT = 16
+"""What else a kernel is told about a row's length: the greatest power of two up to 16 that divides
+it. Triton asks only whether 16 does, and otherwise loads one number at a time, but of rows of 100
+numbers in bfloat16 a thread can load four: 2**26 of them took 46 microseconds instead of 114."""
+
+EVICT = "evict_first"
+"""What forward says of x, so that L2 gives up first what is not read again, and writes less of what
+others left there to memory: on an H200, 16,384 rows of 4,096 numbers in bfloat16 took 37
+microseconds instead of 43."""
+
 FWD_PROGRAMS = 4
 """Programs for each multiprocessor. Where there are fewer, forward splits the rows."""
 
-BWD_TILE, BWD_ROWS, BWD_PROGRAMS = (2048, 4096), (2, 4), (8, 4)
-"""Backward: numbers in a block, rows of a block if they are long, and programs for each
-multiprocessor, about as many as run at once, because each leaves a row of partial sums. The second
-of each pair is for aligned rows from BWD_LONG columns on. There, half as many programs, with twice
-as many loads under way in each, leave half as many sums: on an H200, 4,096 rows of 4,096 numbers in
-bfloat16 took 25.1 microseconds instead of 26.3. Rows of 64 numbers in float32 took longer with it,
-99 instead of 80, and we did not ask why. So did rows of 100 in bfloat16, 290 instead of 105: a
-thread that loads unaligned numbers one by one spills registers."""
+BWD_TILE, BWD_ROWS, BWD_PROGRAMS = 4096, (2, 4), (8, 4)
+"""Backward: numbers in a block of long rows, rows of a block if they are long, and programs for
+each multiprocessor, about as many as run at once, because each leaves a row of partial sums. The
+second of each pair is for aligned rows from BWD_LONG columns on. There, half as many programs, with
+twice as many loads under way in each, leave half as many sums: on an H200, 4,096 rows of 4,096
+numbers in bfloat16 took 25.1 microseconds instead of 26.3."""
 
 BWD_LONG, ALIGNED = 1024, 16
 """Columns of such a row, and the multiple that its length and its stride have to be."""
@@ -76,23 +87,36 @@ def weighted_sum_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     EVICT: tl.constexpr = "",  # what L2 gives up first: x, by "evict_first", or what is oldest
+    UNIT: tl.constexpr = 1,  # what n_cols and stride_row are multiples of
+    FLAT: tl.constexpr = False,  # whether x is contiguous, with rows of BLOCK_COLS numbers
 ):
     # -- place: my rows, and my part of their columns
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1).to(tl.int64)
     first = part * part_cols
     last = tl.minimum(first + part_cols, n_cols)
-    x_ptrs = x_ptr + rows[:, None] * stride_row
 
-    # -- loop: products stay where they were computed until the last block
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    for start in range(first, last, BLOCK_COLS):
-        cols = start + tl.arange(0, BLOCK_COLS)
-        inside = (rows < n_rows)[:, None] & (cols < last)[None, :]
-        x_cols = x_ptrs + cols[None, :] * stride_col
-        x = tl.load(x_cols, mask=inside, other=0.0, eviction_policy=EVICT)
-        w = tl.load(w_ptr + cols, mask=cols < last, other=0.0)
-        total += x.to(tl.float32) * w.to(tl.float32)[None, :]
+    if FLAT:
+        # -- once: my rows are one line of numbers, cut into rows when they have arrived
+        line = tl.arange(0, BLOCK_ROWS * BLOCK_COLS)
+        inside = line < tl.minimum(n_rows - first_row, BLOCK_ROWS) * BLOCK_COLS
+        x_line = x_ptr + first_row * BLOCK_COLS + line
+        x = tl.load(x_line, mask=inside, other=0.0, eviction_policy=EVICT)
+        w = tl.load(w_ptr + tl.arange(0, BLOCK_COLS)).to(tl.float32)
+        total = tl.reshape(x, (BLOCK_ROWS, BLOCK_COLS)).to(tl.float32) * w[None, :]
+    else:
+        # -- loop: products stay where they were computed until the last block
+        total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        x_ptrs = x_ptr + rows[:, None] * stride_row
+        for start in range(first, last, BLOCK_COLS):
+            cols = start + tl.arange(0, BLOCK_COLS)
+            inside = (rows < n_rows)[:, None] & (cols < last)[None, :]
+            x_cols = x_ptrs + cols[None, :] * stride_col
+            x = tl.load(x_cols, mask=inside, other=0.0, eviction_policy=EVICT)
+            w = tl.load(w_ptr + cols, mask=cols < last, other=0.0)
+            total += x.to(tl.float32) * w.to(tl.float32)[None, :]
 
     # -- end: one reduction
     tl.store(y_ptr + part * n_rows + rows, tl.sum(total, axis=1), mask=rows < n_rows)
@@ -113,10 +137,12 @@ def weighted_sum_bwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     EARLY: tl.constexpr = False,  # whether the kernel that adds the sums may be started meanwhile
+    UNIT: tl.constexpr = 1,  # what n_cols and stride_row are multiples of
 ):
     # -- place: my columns; my rows come in the loop
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
     cols = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     part = tl.program_id(1).to(tl.int64)
     w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
@@ -169,6 +195,11 @@ def part_sum_kernel(
 # -- launches -------------------------------------------------------------------------------------
 
 
+def _unit(n_cols: int, stride_row: int) -> int:
+    """Return the greatest power of two, up to 16, that divides a row's length and their stride."""
+    return math.gcd(n_cols, stride_row, UNIT)
+
+
 def _block(
     n_rows: int, n_cols: int, transposed: bool, tile: int, long_rows: int
 ) -> tuple[int, int]:
@@ -185,8 +216,14 @@ def _fwd_launch(
     n_rows: int, n_cols: int, itemsize: int, stride: tuple[int, int], device: torch.device
 ) -> tuple[Launch, int]:
     """Return the launch of forward, and into how many parts it splits a row."""
-    tile = 2 * FWD_TILE // itemsize
-    rows, cols = _block(n_rows, n_cols, stride[0] < stride[1], tile, FWD_ROWS)
+    tile, warps, transposed = 2 * FWD_TILE // itemsize, WARPS, stride[0] < stride[1]
+    if itemsize == 2 and n_cols > FWD_LONG:
+        tile, warps = tile // 2, warps // 2
+    short = n_cols <= FLAT_COLS and n_cols == runtime.next_power_of_2(n_cols)
+    flat = short and stride == (n_cols, 1)
+    if flat:
+        tile = SHORT_BYTES // itemsize
+    rows, cols = _block(n_rows, n_cols, transposed, tile, FWD_ROWS)
     programs, blocks = runtime.cdiv(n_rows, rows), runtime.cdiv(n_cols, cols)
     most = FWD_PROGRAMS * runtime.multiprocessors(device)
     parts = min(blocks, runtime.cdiv(2 * most, programs)) if programs < most else 1
@@ -194,26 +231,32 @@ def _fwd_launch(
     parts = runtime.cdiv(n_cols, part_cols)
     launch = Launch(
         weighted_sum_fwd_kernel, (programs, parts), *stride, n_rows, n_cols, part_cols, rows, cols,
-        EVICT="evict_first" if n_cols >= STREAMED else "", num_warps=WARPS,
+        EVICT=EVICT, UNIT=_unit(n_cols, stride[0]), FLAT=flat, num_warps=warps,
     )  # fmt: skip
     return launch, parts
 
 
 @planned
 def _bwd_launch(
-    n_rows: int, n_cols: int, strides: tuple[int, int, int], sums: bool, device: torch.device
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    strides: tuple[int, int, int],
+    sums: bool,
+    device: torch.device,
 ) -> tuple[Launch, int]:
     """Return the launch of backward, and how many rows of partial sums it leaves."""
     transposed = sums and strides[1] < strides[2]
     aligned = not transposed and n_cols % ALIGNED == 0 and strides[1] % ALIGNED == 0
     long = aligned and n_cols >= BWD_LONG
-    rows, cols = _block(n_rows, n_cols, transposed, BWD_TILE[long], BWD_ROWS[long])
+    tile = BWD_TILE if long else SHORT_BYTES // itemsize
+    rows, cols = _block(n_rows, n_cols, transposed, tile, BWD_ROWS[long])
     blocks = runtime.cdiv(n_cols, cols)
     most = runtime.cdiv(BWD_PROGRAMS[long] * runtime.multiprocessors(device), blocks)
     parts = min(most, runtime.cdiv(n_rows, rows))
     launch = Launch(
         weighted_sum_bwd_kernel, (blocks, parts), *strides, n_rows, n_cols, rows, cols,
-        EARLY=runtime.early_start(device), num_warps=WARPS,
+        EARLY=runtime.early_start(device), UNIT=_unit(n_cols, strides[1]), num_warps=WARPS,
     )  # fmt: skip
     return launch, parts
 
@@ -254,7 +297,7 @@ def _backward(
     """Write the gradients of a matrix and of the weight, those that are not None."""
     # I/O: read dy + read x + read weight + write dx + write dw
     strides = dy.stride(0), *x.stride()
-    launch, n_parts = _bwd_launch(*x.shape, strides, dw is not None, x.device)
+    launch, n_parts = _bwd_launch(*x.shape, x.itemsize, strides, dw is not None, x.device)
     parts = None if dw is None else _in_parts(n_parts, dw)
     launch(dy, x, weight, dx, parts)
     if parts is not dw:
