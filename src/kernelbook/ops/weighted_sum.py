@@ -92,6 +92,7 @@ def weighted_sum_fwd_kernel(
 ):
     # -- place: my rows, and my part of their columns
     n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
+    part_cols = part_cols // UNIT * UNIT  # whole blocks, so whole units
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1).to(tl.int64)
