@@ -352,7 +352,7 @@ def cases() -> dict:
     for dtype in (f32, bf16, f16):
         add(f"dropout {spell(dtype)}", dropout, dtype)
     for dtype in (f32, bf16):
-        for n in (1, 64, 1001, 1024, 32768):
+        for n in (1, 64, 100, 1001, 1024, 32768):
             add(f"weighted sum {spell(dtype)} {n}", weighted_sum, dtype, n)
         add(f"weighted sum {spell(dtype)} 1024 transposed", weighted_sum, dtype, 1024, True)
         for n in (1001, 1024, 8192, 16384, 32768, 65536, 131072):
