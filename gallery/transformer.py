@@ -19,7 +19,7 @@ CS336. The measurements need an NVIDIA GPU with 141 GB; without one they are tho
 run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 6
 import gc
 import json
 import linecache
@@ -644,7 +644,7 @@ def trips(axes):
     axes.invert_yaxis()
     axes.set_xlim(-5, 5)
     axes.set_xticks([])
-    axes.set(xlabel="← bytes read per score     bytes written →")
+    axes.set(xlabel="← bytes read per score   |   bytes written →")
     inks = INK_OF_RANGE.items()
     handles = [axes.barh(0, 0, color=ink, label=what) for what, ink in inks]
     axes.figure.legend(
@@ -1060,8 +1060,8 @@ lab.sketch(
 )
 
 # %%
-# **The tables of attention alone grow with the square of the context, and at 1,024 they already
-# are about half of what a layer keeps.** The count has to be checked by a run.
+# **The tables of attention alone grow with the square of the context, and at 1,024 they are
+# already about half of what a layer keeps.** A run has to confirm the count.
 
 
 # Reading
@@ -1907,9 +1907,9 @@ lab.read(
 # ----------------------------------
 #
 # In a layer on the GPU alone, the book's operators are ahead of SDPA. In a whole step they are
-# behind, because the host has to launch every kernel, and an operator of ours, which runs Python
-# where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a layer,
-# not to scale.
+# behind. We suspect the host: it has to launch every kernel, and an operator of ours, which runs
+# Python where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a
+# layer, not to scale.
 #
 # .. image:: /figures/transformer-launches.svg
 #    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
@@ -1926,12 +1926,12 @@ lab.read(
 #
 # The figure shows both times for five versions, where *the book's* is *+ dropout*:
 #
-# - the narrow bar is how long the host launches a step, if nothing is queued before;
-# - the wide bar is the step. Its colours are the kernels, by kind, and its dotted end is the time
-#   in which the GPU waits. *Between* are all kernels between linear layers, attention and AdamW:
-#   layer norm, dropout, GELU, additions and casts, and the scale and mask of the formula.
+# - the narrow bar is how long the host takes to launch a step when nothing is queued;
+# - the wide bar is the step: in colours its kernels by kind, and dotted what it takes beyond them.
+#   *Between* are layer norm, dropout, GELU, additions and casts, and the formula's scale and mask.
 #
-# **Where the dotted part is long, the host sets the pace.**
+# If the host sets the pace, the wide bar ends where the narrow one does, and its dotted part is
+# long.
 
 # Measuring
 from contextlib import suppress
@@ -2393,25 +2393,6 @@ more_eager = change("step, ms", "SDPA", "+ dropout")
 # %%
 
 # Reading
-lab.read(
-    f"**Compiled, the step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with SDPA"
-    + (
-        ", although our kernels are no slower.** "
-        if our_ran <= sdpa_ran < our_took
-        else ".** "
-    )
-    + (
-        "With SDPA compiling even makes the step slower than eager. "
-        if change("step, ms", "SDPA", "SDPA, compiled") > 0
-        and differs(step_row("SDPA"), step_row("SDPA, compiled"))
-        else ""
-    )
-    + "If the host is the cause, the loss must disappear without it."
-)
-
-# %%
-
-# Reading
 launched_ms = [
     (100 * (row["host, ms"] / row["step, ms"] - 1), row["version"])
     for row in timed(steps.rows)
@@ -2430,6 +2411,25 @@ lab.read(
     )
     + "For PyTorch the host's bar is only an upper bound, because a host that is far ahead has to "
     "wait for the GPU."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**Compiled, the step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with SDPA"
+    + (
+        ", although our kernels are no slower.** "
+        if our_ran <= sdpa_ran < our_took
+        else ".** "
+    )
+    + (
+        "With SDPA compiling even makes the step slower than eager. "
+        if change("step, ms", "SDPA", "SDPA, compiled") > 0
+        and differs(step_row("SDPA"), step_row("SDPA, compiled"))
+        else ""
+    )
+    + "If the host is the cause, the loss must disappear without it."
 )
 
 # %%
@@ -2488,9 +2488,10 @@ lab.table(
 lab.source(decoder.captured)
 
 # %%
-# To see whether what we find holds beyond *large*, we race SDPA and the book's operators, both
-# compiled, in five models. At 16,384 the batch is a single sequence. **We call two times different
-# if they are at least 1 % apart and the middle 60 % of the steps, p20 to p80, do not overlap.**
+# We race SDPA and the book's operators, both compiled, in *large* and in four more models, to see
+# whether the result holds beyond one. At 16,384 the batch is a single sequence. **We call two times
+# different if they are at least 1 % apart and the middle 60 % of the steps, p20 to p80, do not
+# overlap.**
 
 # Measuring
 RACES = (
@@ -2807,10 +2808,11 @@ for dtype in (torch.float32, torch.bfloat16):
 # **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
 # captured. So ``training.tokens.copy_(batch)`` gives it the next batch, and ``training.tokens =
 # batch`` does not, because this only names other memory: the next replay would train on the old
-# batch again, without an error. A function that keeps its tensor shows the same on any machine:
+# batch again, without an error. Only a GPU can capture a graph, so a function that keeps its tensor
+# stands in for one:
 
 captured_batch, next_batch = torch.zeros(4), torch.ones(4)
-replay = partial(torch.sum, captured_batch)  # stands in for a graph
+replay = partial(torch.sum, captured_batch)  # keeps this tensor
 new_name = next_batch
 print(f"a new name for the batch:  {replay():.0f}, the old sum")
 captured_batch.copy_(next_batch)
