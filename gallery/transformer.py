@@ -1931,7 +1931,7 @@ lab.read(
 #   *Between* are layer norm, dropout, GELU, additions and casts, and the formula's scale and mask.
 #
 # If the host sets the pace, the wide bar ends where the narrow one does, and its dotted part is
-# long.
+# what waiting for the host costs.
 
 # Measuring
 from contextlib import suppress
