@@ -16,7 +16,7 @@ On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and 
 its kernels.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 8
 import math
 import re
 import statistics
@@ -93,9 +93,8 @@ lab.read(
 )
 
 # %%
-# **Eight bits enter attention in four places**, and in each of them the kernel has to change. In
-# the figure, blue boxes hold 8 bits, grey ones 32. After a look at the formats, the next four
-# sections take the changes (orange) in this order, and a fifth puts them together.
+# **Eight bits enter attention in four places**, each of which changes the kernel (orange). Blue
+# boxes hold 8 bits, grey ones 32. After the formats, the page takes the changes in this order.
 
 
 # Drawing
@@ -187,8 +186,8 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding makes a relative error of at most about 6 % in e4m3, from :math:`2^{-6}` to 448, and of
-# at most about 11 % in e5m2, from :math:`2^{-14}` to 57,344. Smaller numbers lose more.
+# Rounding makes a relative error of at most about 6 % in e4m3 and 11 % in e5m2. Numbers near the
+# lower end of a format lose more.
 
 # Folded: The error of every size of number
 
@@ -263,8 +262,8 @@ def round_to_8_bits(x, dtype, dims):
 
 # %%
 # **Each head has its own descale**, because heads may differ in size. We try three, each a thousand
-# times smaller than the one before. The figure shows where their elements come to lie in the
-# format. The orange ticks are its numbers, and what is left of the dashed line becomes zero:
+# times smaller than the one before. The orange ticks are the numbers of e4m3, and what is left of
+# the dashed line becomes zero:
 
 # Folded: The error of each head, both ways
 
@@ -416,12 +415,11 @@ lab.read(
 # The layout of V
 # ---------------
 #
-# Where an element lies in memory now matters, too: V has to be stored transposed, because an 8-bit
-# matmul takes its operands in one layout only. A matmul sums over one dimension of both operands,
-# the *contracted* dimension: in :math:`QK^\top` over head_dim, in :math:`PV` over the keys. Hopper
-# reads the second operand from :term:`shared memory`, where the elements of one dimension are
-# neighbours, called *contiguous*. With 16 bits either dimension may be contiguous. With 8 bits it
-# has to be the contracted one.
+# V has to be stored transposed, because an 8-bit matmul takes its operands in one layout only. A
+# matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
+# over head_dim, in :math:`PV` over the keys. Hopper reads the second operand from :term:`shared
+# memory`, where the elements of one dimension are neighbours, called *contiguous*. With 16 bits
+# either dimension may be contiguous. With 8 bits it has to be the contracted one.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -577,9 +575,8 @@ lab.read(
 # :math:`2^8\, 2^{x} = 2^{x + 8}`. But :math:`2^9` is too much: the largest weights would become 512
 # and be stored as 448.
 #
-# In language models, too, one key is often far ahead of the others, usually the very first (Xiao
-# and others, 2023). We compute such a case in float64: 4,096 normal scores of deviation 0.5, and
-# one ahead of all others by 6. Ticks and dashed line are as before:
+# In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
+# such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others by 6.
 
 
 # Measuring
@@ -800,9 +797,8 @@ lab.read(
 )
 
 # %%
-# Second, a model of the matrix unit in float64 predicts the error of a whole attention, with values
-# of V around 1. The model keeps 12, 13 or 14 places, and adds 32 products at a time, which we
-# assume. If the matrix unit keeps 13, what we measure lies on the middle dashed line:
+# Second, a model of the matrix unit in float64, with 12, 13 or 14 places, predicts the error of a
+# whole attention with values of V around 1. We assume that it adds 32 products at a time.
 
 
 # Measuring
@@ -918,13 +914,11 @@ def draw_sums(axes, rows):
         axes.plot(keys, errors, "-o", color=lab.colour(ink), label=label)
     axes.plot([], [], "--", color=lab.colour("matmul"), label="model")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(KEYS, [f"{n:,}" for n in KEYS])
-    axes.set_yticks((0.1, 1, 10, 100), ("0.1", "1", "10", "100"))
     axes.set(
-        xlim=(None, KEYS[-1] * 3.2), xlabel="keys", ylabel="error of the output, %"
+        xlim=(None, KEYS[-1] * 2.6), xlabel="keys", ylabel="error of the output, %"
     )
-    axes.legend(loc="center left", bbox_to_anchor=(0, 0.42), fontsize=9)
+    axes.legend(loc="upper left", fontsize=9)
 
 
 def describe_sums(rows):
@@ -985,23 +979,24 @@ lab.read(
 # The kernel
 # ----------
 #
-# The four changes meet in the kernel of :doc:`/chapters/attention_fast`. In PyTorch and for one
-# head, with the names of the kernel and the numbers of the first figure (the layout, 2, does not
-# show in PyTorch):
+# The four changes meet in the kernel of :doc:`/chapters/attention_fast`. In PyTorch, for one head
+# and numbered as in the first figure (a layout, change 2, does not show in PyTorch):
 
 
 def attend(q, k, v, scale_log2, block_n):
-    """Attend with stored q, k and v; the result still lacks the descale of v."""
+    """Return the output for stored q, k, v, but for the descale of v."""
     m_i, l_i, acc = torch.tensor(-torch.inf), 0, 0
-    for k_tile, v_tile in zip(
-        k.float().split(block_n), v.float().split(block_n), strict=True
-    ):
+    tiles = (x.float().split(block_n) for x in (k, v))
+    for k_tile, v_tile in zip(*tiles, strict=True):
         qk = q.float() @ k_tile.T
-        m_new = torch.maximum(m_i, qk.amax(1) * scale_log2)  # 1: with both descales
+        # 1: scale_log2 holds the descales of q and k
+        m_new = torch.maximum(m_i, qk.amax(1) * scale_log2)
         alpha = torch.exp2(m_i - m_new)
-        p = torch.exp2(qk * scale_log2 - (m_new - 8)[:, None])  # 3: times 2^8
+        # 3: + 8 in the exponent is times 256
+        p = torch.exp2(qk * scale_log2 - m_new[:, None] + 8)
         l_i = l_i * alpha + p.sum(1)
-        tile_sum = p.to(E4M3).float() @ v_tile  # 3: rounded; 4: of one tile
+        # 4: the matmul sums one tile only
+        tile_sum = p.to(E4M3).float() @ v_tile
         acc = acc * alpha[:, None] + tile_sum
         m_i = m_new
     return acc / l_i[:, None]
@@ -1072,8 +1067,7 @@ lab.source(fp8.add_values)
 #
 # - The *truth* is attention in float64 of the *stored* values.
 # - The *yardstick* is float64, too, with only the weights rounded as in the kernel.
-# - The output may err twice as much as the yardstick. lse may err more, because an 8-bit matmul
-#   cuts off bits of the scores.
+# - The output may err twice as much, and lse more, because an 8-bit matmul cuts off bits of scores.
 #
 # Each head is compared on its own, because a wrong head could hide behind a larger one. The name of
 # an input lists batch, heads, heads of keys, queries, keys and head_dim:
@@ -1520,11 +1514,10 @@ lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384
 
 # %%
 # **FP8 is not twice as fast, because only the matmuls get faster.** In a cycle an :term:`SM` does
-# 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. So for
-# a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take 1,024 cycles or 512, and
-# the exponentials 512 in either. The grey part is all else that the loop does with a score, such as
-# maximum and sum, counted in the machine code of our other FP8 kernel, the one in Gluon. We assume
-# that a kernel in 16 bits would need as many:
+# 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. We
+# count the cycles of a tile of 64 queries and 128 keys, with head_dim 128. The grey part is the
+# rest of the loop, such as maximum and sum, counted in the machine code of the kernel in Gluon. We
+# assume as much for 16 bits:
 
 # %%
 
@@ -1641,7 +1634,7 @@ lab.read(
 )
 
 # %%
-# We compare the first count with what we measure at length 16,384 with a full mask:
+# Measured at length 16,384 with a full mask, beside the first count:
 
 # %%
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
@@ -1677,8 +1670,7 @@ lab.table(
 # Reading
 lab.read(
     (
-        "Beside the plain kernel, which is the same in 16 bits, we measure a gain between the two "
-        "counts with head_dim 128. "
+        "With head_dim 128, the gain beside the plain kernel lies between the two counts. "
         if work.rows and all_in_turns < in_8 / plain_16 < in_turns
         else ""
     )
@@ -1790,12 +1782,12 @@ runs = [
 ]
 lab.read(
     f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
-    "plain kernel, and with head_dim 64 it is "
+    "plain kernel, with head_dim 64 it is "
     + ("slower everywhere. " if max(narrow) < 1 else "faster in places. ")
     + "So `attention` runs it only for short sequences with a causal mask. "
-    + f"Before we wrote it, we aimed at {AIMS['full']} TFLOP/s without a mask and at "
-    f"{AIMS['causal']} with a causal one. "
-    + ("Both kernels fall short of both aims." if not met else "That is met in part.")
+    + ("Neither kernel reaches" if not met else "The kernels reach only in part")
+    + f" the {AIMS['full']} TFLOP/s without a mask, and {AIMS['causal']} with a causal one, that "
+    "we aimed at."
 )
 
 # %%
@@ -2418,13 +2410,13 @@ lab.table(
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **A forgotten descale, and one power of two too many.** Neither raises an error. The one halves
-# what is stored of V and keeps the descale. The other multiplies the weights by :math:`2^9`:
+# **A forgotten descale, and one power of two too many.** Neither raises an error. In the second,
+# the weights are multiplied by :math:`2^9`; in the first, what is stored of V is halved:
 
 
-def halved(pair, factor):
-    """What is stored is halved; the descale is multiplied by a factor, which should be 2."""
-    return Quantized((pair.stored.float() / 2).to(E4M3), pair.descale * factor)
+def halved(pair, factor):  # the factor has to be 2
+    half = (pair.stored.float() / 2).to(E4M3)
+    return Quantized(half, pair.descale * factor)
 
 
 # %%
@@ -2438,33 +2430,30 @@ one_ahead = 0.5 * torch.randn(64, 4096, generator=dice, dtype=torch.float64)
 one_ahead[:, 0] = one_ahead.amax(-1) + 6
 averaged = torch.randn(4096, 32, generator=dice, dtype=torch.float64)
 average_of_all = torch.softmax(one_ahead, -1) @ averaged
-mistakes = []
-for what, good, bad in (
-    (
-        "V",
-        *(worst_head(plain(q_8, k_8, halved(v_8, by)), exactly) for by in (2, 1)),
-    ),
-    (
-        "weights, one key ahead by 6",
-        *(
-            off_by(with_rounded_weights(one_ahead, averaged, by)[0], average_of_all)
-            for by in (8, 9)
-        ),
-    ),
-):
-    assert bad > 4 * good
-    names = ("halved(v, 2)", "halved(v, 1)") if what == "V" else ("2 ** 8", "2 ** 9")
-    for name, error, verdict in zip(
-        names, (good, bad), ("right", "wrong"), strict=True
-    ):
-        mistakes.append(
-            {"what": what, "code": name, "is": verdict, "error": f"{100 * error:.1f} %"}
-        )
-lab.table(mistakes, "Two mistakes that raise no error")
+errors_of = {
+    "halved(v, factor), 2 or 1": [
+        worst_head(plain(q_8, k_8, halved(v_8, by)), exactly) for by in (2, 1)
+    ],
+    "weights times 2⁸ or 2⁹, one key ahead by 6": [
+        off_by(with_rounded_weights(one_ahead, averaged, by)[0], average_of_all)
+        for by in (8, 9)
+    ],
+}
+assert all(bad > 4 * good for good, bad in errors_of.values())
+lab.table(
+    [
+        {
+            "code": what,
+            "error if right": f"{100 * good:.1f} %",
+            "if wrong": f"{100 * bad:.1f} %",
+        }
+        for what, (good, bad) in errors_of.items()
+    ],
+    "Two mistakes that raise no error",
+)
 
 # %%
-# **Asking for a gradient** raises an error, because the kernel has no backward pass: what gradients
-# lose in 8 bits we have not tested.
+# **Asking for a gradient** does raise one, because the kernel has no backward pass.
 
 
 # Folded: What it says
@@ -2486,9 +2475,9 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # --------
 #
 # Eight bits in all operands pay in long sequences, but do not double the speed, because only the
-# matmuls get faster. Rounding makes an error of a few percent on normal data, and more with
-# outliers. V alone errs least, but gains little or no speed over the package's kernel in
-# bfloat16, and in short sequences with head_dim 128 it is slower. The kernel needs four changes:
+# matmuls get faster. The error is a few percent on normal data, and more with outliers. V alone
+# errs least, but gains little or no speed over the package's kernel in bfloat16, and in short
+# sequences with head_dim 128 it is slower. The kernel needs four changes:
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")
