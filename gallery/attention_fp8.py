@@ -16,7 +16,7 @@ On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and 
 its kernels.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 8
 import math
 import re
 import statistics
@@ -26,6 +26,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 
 from kernelbook import lab, reference, runtime
 from kernelbook.ops.attention import Quantized, attention, forward, fp8, quantize, tuned
@@ -38,10 +40,9 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # What eight bits gain
 # --------------------
 #
-# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. The
-# matmuls run on the :term:`matrix units <matrix unit>` of each :term:`SM`. On Hopper, a matrix unit
-# takes 32 bytes of every row in each step, which are 16 numbers of 16 bits, or 32 of 8 bits. On
-# paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
+# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. On
+# Hopper, a :term:`matrix unit` takes 32 bytes of every row in each step, which are 16 numbers of 16
+# bits, or 32 of 8 bits. On paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -92,6 +93,63 @@ lab.read(
 )
 
 # %%
+# **Eight bits enter attention in four places**, each of which changes the kernel (orange). Blue
+# boxes hold 8 bits, grey ones 32. After the formats, the page takes the changes in this order.
+
+
+# Drawing
+def four_places(axes):
+    places = {  # the left edge, the middle, the width
+        "q, k": (0, 2, 1.5),
+        "scores": (2.6, 2, 1.6),
+        "weights p": (5.2, 2, 1.9),
+        "p": (8.6, 2, 1.5),
+        "v": (0, 0, 1.5),
+        "sum": (8.6, 0, 1.5),
+    }
+    for name, (left_edge, middle, width) in places.items():
+        ink = lab.colour("Kernel Book" if name in ("q, k", "p", "v") else "matmul")
+        box = {"facecolor": (*to_rgb(ink), 0.2), "edgecolor": ink}
+        axes.add_patch(Rectangle((left_edge, middle - 0.4), width, 0.8, **box))
+        axes.text(left_edge + width / 2, middle, name, ha="center", va="center")
+    arrows = (
+        ((1.5, 2), (2.6, 2), "matmul"),
+        ((4.2, 2), (5.2, 2), "exp"),
+        ((7.1, 2), (8.6, 2), "round"),
+        ((9.35, 1.6), (9.35, 0.4), None),
+        ((1.5, 0), (8.6, 0), "matmul with p"),
+    )
+    for begin_at, end_at, label in arrows:
+        style = {"arrowstyle": "->", "color": lab.colour("matmul")}
+        axes.annotate("", end_at, begin_at, arrowprops=style)
+        if label:
+            middle = (begin_at[0] + end_at[0]) / 2
+            axes.text(middle, end_at[1] + 0.12, label, ha="center", fontsize=8.5)
+    for x_place, y_place, label in (
+        (0.75, 1.2, "1: a scale\nfor each head"),
+        (0.75, -0.8, "1: a scale\n2: transposed"),
+        (7.3, 1.2, "3: times 256,\nthen rounded"),
+        (9.35, -0.8, "4: of one\ntile only"),
+    ):
+        axes.text(
+            x_place, y_place, label, ha="center", va="center", fontsize=9,
+            color=lab.colour("PyTorch"),
+        )  # fmt: skip
+    axes.set(xlim=(-0.6, 10.6), ylim=(-1.2, 2.5))
+    axes.set_axis_off()
+
+
+lab.sketch(
+    "Where attention has 8 bits",
+    "Boxes and arrows. q and k, in 8 bits and with a scale for each head (1), go through a matmul "
+    "to the scores, in 32 bits, and through exp to the weights p, in 32 bits. These are multiplied "
+    "by 256 and rounded (3) to p in 8 bits. A matmul of p with v, in 8 bits with a scale (1) and "
+    "transposed (2), makes the sum, in 32 bits, of one tile only (4).",
+    four_places,
+    height=2.7,
+)
+
+# %%
 # Two formats
 # -----------
 #
@@ -128,8 +186,8 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding makes a relative error of at most about 6 % in e4m3, from :math:`2^{-6}` to 448, and of
-# at most about 11 % in e5m2, from :math:`2^{-14}` to 57,344. Smaller numbers lose more.
+# Rounding makes a relative error of at most about 6 % in e4m3 and 11 % in e5m2. Numbers near the
+# lower end of a format lose more.
 
 # Folded: The error of every size of number
 
@@ -204,7 +262,8 @@ def round_to_8_bits(x, dtype, dims):
 
 # %%
 # **Each head has its own descale**, because heads may differ in size. We try three, each a thousand
-# times smaller than the one before.
+# times smaller than the one before. The orange ticks are the numbers of e4m3, and what is left of
+# the dashed line becomes zero:
 
 # Folded: The error of each head, both ways
 
@@ -226,6 +285,47 @@ lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
 
+
+# Drawing
+def draw_numbers(axes, top):
+    """The numbers of e4m3, as ticks below an axis of powers of two, and where it rounds to 0."""
+    ticks = torch.arange(1, 127, dtype=torch.uint8).view(E4M3).double().log2()
+    axes.vlines(ticks, -0.12 * top, 0, color=lab.colour("PyTorch"), linewidth=0.8)
+    axes.axvline(-10, color=lab.colour("matmul"), linestyle="--")
+    axes.set(ylim=(-0.12 * top, top))
+
+
+def placed(*panels):
+    for axes, dims in zip(panels, ((0, 1, 2, 3), (2, 3)), strict=True):
+        _, its_descale = round_to_8_bits(x, E4M3, dims)
+        for i, ink in enumerate(("Kernel Book", "Liger", "quack")):
+            scaled = (x / its_descale)[0, i].abs().double().log2().flatten()
+            axes.hist(
+                scaled.cpu(), bins=range(-24, 10), color=lab.colour(ink), alpha=0.45,
+                weights=[100 / scaled.numel()] * scaled.numel(), label=f"head {i}",
+            )  # fmt: skip
+        draw_numbers(axes, 32)
+        axes.set(xlim=(-24, 9.5), xticks=(-20, -10, 0, 8))
+        axes.set_xticklabels(["2⁻²⁰", "2⁻¹⁰", "1", "2⁸"])
+        kind = "one descale" if len(dims) == 4 else "one for each head"
+        axes.set_title(kind, loc="left", fontsize=11)
+    panels[0].set_ylabel("% of a head's elements")
+    panels[1].legend(loc="upper left", fontsize=9)
+
+
+lab.sketch(
+    "Three heads, and the numbers of e4m3",
+    "Two panels, each with histograms of three heads over powers of two, and the numbers of e4m3 "
+    "as ticks below. Left, with one descale, head 0 lies at the upper end of the ticks, head 1 ten "
+    "powers of two lower, and head 2 left of the dashed line, where there are no numbers. Right, "
+    "with a descale for each head, all three lie at the upper end.",
+    placed,
+    panels=2,
+    height=2.9,
+)
+
+# %%
+
 # Reading
 shared, own = (row["head 2"] for row in rows)
 lab.read(
@@ -235,9 +335,9 @@ lab.read(
 )
 
 # %%
-# **In the kernel a descale costs next to nothing.** Write :math:`q = a \hat q`,
-# :math:`k = b \hat k` and :math:`v = c \hat v`, where the hat marks what is stored. With scores
-# :math:`s`, weights :math:`p` and their sum :math:`l`,
+# **In the kernel a descale adds nothing to the loop**, because it joins factors that are there
+# anyway. Write :math:`q = a \hat q`, :math:`k = b \hat k` and :math:`v = c \hat v`, where the hat
+# marks what is stored. With scores :math:`s`, weights :math:`p` and their sum :math:`l`,
 #
 # .. math::
 #
@@ -247,7 +347,7 @@ lab.read(
 #    \end{aligned}
 #
 # So :math:`a` and :math:`b` join the scale of the scores, and :math:`c` the division by
-# :math:`l_i`, which are there anyway.
+# :math:`l_i`.
 
 # Folded: How the kernel loads the descales (a step of 0: all heads share one)
 lab.source(fp8.attention_fp8_fwd_kernel, "load")
@@ -463,21 +563,20 @@ lab.read(
 # Rounding the weights
 # --------------------
 #
-# The kernel multiplies its weights by 256, because otherwise most of them may become zero. The
-# second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as well.
-# The largest weight is 1, but most are far smaller, and the smallest number of e4m3 is
-# :math:`2^{-9}`, about 0.002. A weight of less than half of it would be stored as 0.
+# The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p`,
+# too. The largest weight is 1, but most are far smaller, and e4m3 stores anything below
+# :math:`2^{-10}`, about 0.001 and half of its smallest number, as 0. Suppose that one key has the
+# weight 1 and a thousand others have 0.0005 each. Together the thousand are a third of the sum, and
+# all of them would become zero.
 #
-# The factor :math:`2^8` never has to be undone: it cancels if the denominator sums
-# :math:`2^8 p_j`, too. It takes no multiplication either, because
+# **So the kernel multiplies its weights by 256 before it rounds them.** Then 0.0005 becomes 0.128,
+# which is stored as 0.125. The factor :math:`2^8` never has to be undone: it cancels if the
+# denominator sums :math:`2^8 p_j`, too. It takes no multiplication either, because
 # :math:`2^8\, 2^{x} = 2^{x + 8}`. But :math:`2^9` is too much: the largest weights would become 512
 # and be stored as 448.
 #
-# **The factor matters where one key is far ahead of the others**, in language models often the very
-# first (Xiao and others, 2023). All other weights are then small, and matter only together. We
-# compute such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others
-# by 6. In the figure the orange ticks are the numbers of e4m3, and what lies left of the dashed
-# line becomes zero:
+# In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
+# such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others by 6.
 
 
 # Measuring
@@ -522,7 +621,6 @@ lab.table(rows, "Error of the output with weights times a power of two, 4,096 ke
 # Drawing
 def moved(*panels):
     p = torch.exp(s - s.amax(-1, keepdim=True))
-    ticks = bits[1:127].view(E4M3).double().log2()
     for axes, power in zip(panels, (0, 8), strict=True):
         axes.hist(
             (p * 2.0**power).log2().flatten(),
@@ -531,10 +629,8 @@ def moved(*panels):
             color=lab.colour("Kernel Book"),
             alpha=0.5,
         )
-        top = axes.get_ylim()[1]
-        axes.vlines(ticks, -0.12 * top, 0, color=lab.colour("PyTorch"), linewidth=0.8)
-        axes.axvline(-10, color=lab.colour("matmul"), linestyle="--")
-        axes.set(xlim=(-16, 9), ylim=(-0.12 * top, top), xticks=(-16, -10, 0, 8))
+        draw_numbers(axes, axes.get_ylim()[1])
+        axes.set(xlim=(-16, 9), xticks=(-16, -10, 0, 8))
         axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
         axes.set_title("p" if power == 0 else "p times 2⁸", loc="left", fontsize=11)
     panels[0].set_ylabel("% of the weights")
@@ -567,56 +663,13 @@ lab.read(
 #    But a sum of rounded weights makes lse wrong, the logarithm (:term:`logsumexp`) by which this
 #    output is merged with those of other keys.
 #
-# The kernel
-# ----------
-#
-# The kernel is that of :doc:`/chapters/attention_fast` with four changes: the descales, the factor
-# :math:`2^8`, a transposed V, and sums of single tiles. An iteration weighs one tile of keys, adds
-# its values, and computes the dot products ``qk`` of the next. In the loop over tiles, each
-# from ``start_n`` on:
-
-lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
-
-# %%
-# ``weigh`` makes the weights ``p`` of the dot products, and ``alpha``, which converts the old sums
-# to the new maximum. ``scale_log2`` contains the descales of q and k, and ``P_LOG2`` is 8. (The
-# other arguments tell which keys a query sees, and ``LEFT`` is set in windows.)
-
-lab.source(forward.weigh, "rescale")
-
-# %%
-# V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only
-# says which dimension is which. ``add_values`` rounds the weights: on a GPU, ``to_e4m3(p, ...)`` is
-# ``p.to(tl.float8e4nv)``, Triton's name of e4m3. ``PROMOTED`` is the subject of the next section.
-
-lab.source(fp8.add_values)
-
-# %%
-# .. dropdown:: The kernel whole
-#
-#    Up to head_dim 128 the tiles have 64 queries and 4 warps, so that more programs fit on an SM.
-#    The weights become e4m3 even where V is e5m2, because they need precision and not range.
-#
-#    The kernel, from the place of a program to what it writes:
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
-#       :language: python
-#       :pyobject: attention_fp8_fwd_kernel
-#
-#    And its loop:
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
-#       :language: python
-#       :pyobject: attend_fp8
-#
 # Accumulators with fewer bits
 # ----------------------------
 #
 # Hopper's matrix unit loses small terms of a long sum in 8-bit matmuls. Imagine a calculator that
 # keeps four digits and cuts off the rest. Once its sum has reached 1,000, adding 0.9 changes
-# nothing, however often we do it. The matrix unit keeps 13 places below the leading bit, as we
-# measure below, and cuts off the rest, although its accumulators are float32 registers with 24
-# bits.
+# nothing, however often we do it. The matrix unit is such a calculator with 13 places below the
+# leading bit, as we measure below, although its accumulators are float32 registers with 23.
 #
 # The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
 # zero, and the kernel adds the sums of the tiles in ordinary float32 registers.
@@ -744,9 +797,8 @@ lab.read(
 )
 
 # %%
-# Second, a model of the matrix unit in float64 predicts the error of a whole attention, with values
-# of V around 1. The model keeps 13 places, and adds 32 products at a time, which we assume. The
-# terms of attention are unequal, so the largest still count where those of the figure no longer do.
+# Second, a model of the matrix unit in float64, with 12, 13 or 14 places, predicts the error of a
+# whole attention with values of V around 1. We assume that it adds 32 products at a time.
 
 
 # Measuring
@@ -839,28 +891,54 @@ def shown(x, digits=1):
 
 # %%
 
-# Measuring
+
+# Drawing
 KEYS = (1024, 4096, 16384, 65536)
 models = {
     places: {n: predicted(n, places) for n in KEYS}
     for places in (PLACES - 1, PLACES, PLACES + 1)
 }
-lab.table(
-    [
-        {"keys": n}
-        | {
-            "model": shown(models[PLACES][n]),
-            "one sum, measured": shown(sum_error(1, n, "not promoted")),
-            "promoted": shown(sum_error(1, n, "promoted")),
-        }
-        for n in KEYS
-    ],
-    "Error in percent, values around 1",
-)
+
+
+def draw_sums(axes, rows):
+    for places, found in models.items():
+        axes.plot(KEYS, [found[n] for n in KEYS], "--", color=lab.colour("matmul"))
+        axes.text(KEYS[-1] * 1.12, found[KEYS[-1]], f"{places} places", va="center")
+    around_one = [row for row in rows if row["mean of v"] == 1]
+    for column, label, ink in (
+        ("not promoted, %", "one sum, measured", "PyTorch"),
+        ("promoted, %", "promoted, measured", "Kernel Book"),
+    ):
+        keys = [row["length"] for row in around_one]
+        errors = [row[column] for row in around_one]
+        axes.plot(keys, errors, "-o", color=lab.colour(ink), label=label)
+    axes.plot([], [], "--", color=lab.colour("matmul"), label="model")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(KEYS, [f"{n:,}" for n in KEYS])
+    axes.set(
+        xlim=(None, KEYS[-1] * 2.6), xlabel="keys", ylabel="error of the output, %"
+    )
+    axes.legend(loc="upper left", fontsize=9)
+
+
+def describe_sums(rows):
+    ends = "; ".join(
+        f"{row['length']:,} keys: {row['not promoted, %']:.1f} % and {row['promoted, %']:.2f} %"
+        for row in rows
+        if row["mean of v"] == 1
+    )
+    return (
+        "Error over the number of keys, measured with one sum and promoted, and three dashed lines "
+        f"of the model, with 12, 13 and 14 places. Measured, {ends}. The model with 13 places lies "
+        "on the line of one sum."
+    )
+
+
+lab.draw(sums, "Error of the output, values around 1", describe_sums, draw_sums)
 
 # %%
 
-# Folded: The same with 12, 13 and 14 places, and of rounding the weights alone
+# Folded: The figure in numbers, and the error of rounding the weights alone
 lab.table(
     [
         {"keys": n}
@@ -892,20 +970,107 @@ lab.read(
     f"what we measure, and models with one place more or less are off by more than "
     f"{math.floor(100 * of_others)} %. **At {KEYS[-1]:,} keys promotion reduces the error from "
     f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Values around 0 need it less, because their "
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** Less is lost than in the figure "
+    "of the bits, whose terms are all equal. Values around 0 need promotion less, because their "
     "sums hardly grow."
 )
+
+# %%
+# The kernel
+# ----------
+#
+# The four changes meet in the kernel of :doc:`/chapters/attention_fast`. In PyTorch, for one head
+# and numbered as in the first figure (a layout, change 2, does not show in PyTorch):
+
+
+def attend(q, k, v, scale_log2, block_n):
+    """Return the output for stored q, k, v, but for the descale of v."""
+    m_i, l_i, acc = torch.tensor(-torch.inf), 0, 0
+    tiles = (x.float().split(block_n) for x in (k, v))
+    for k_tile, v_tile in zip(*tiles, strict=True):
+        qk = q.float() @ k_tile.T
+        # 1: scale_log2 holds the descales of q and k
+        m_new = torch.maximum(m_i, qk.amax(1) * scale_log2)
+        alpha = torch.exp2(m_i - m_new)
+        # 3: + 8 in the exponent is times 256
+        p = torch.exp2(qk * scale_log2 - m_new[:, None] + 8)
+        l_i = l_i * alpha + p.sum(1)
+        # 4: the matmul sums one tile only
+        tile_sum = p.to(E4M3).float() @ v_tile
+        acc = acc * alpha[:, None] + tile_sum
+        m_i = m_new
+    return acc / l_i[:, None]
+
+
+# %%
+
+# Folded: Does the kernel compute the same?
+dice = torch.Generator().manual_seed(0)
+pairs, _ = prepare(*torch.randn(3, 1, 1, 300, 32, generator=dice).to(runtime.DEVICE))
+one_head = [pair.stored[0, 0].cpu() for pair in pairs]
+a_b_c = [pair.descale.flatten()[0].item() for pair in pairs]
+log2_scale = a_b_c[0] * a_b_c[1] * 32**-0.5 * math.log2(math.e)
+in_steps = attend(
+    *one_head, log2_scale, block_n=tuned.fp8_config(pairs[0].stored).block_n
+)
+by_kernel = plain(*pairs)[0, 0].cpu().double()
+between_both = off_by(a_b_c[2] * in_steps.double(), by_kernel)
+assert between_both < 0.005
+lab.read(
+    f"Yes: with 300 keys, both differ by {100 * between_both:.1f} %, and the kernel's output has "
+    "only 16 bits."
+)
+
+# %%
+# In Triton, an iteration weighs one tile of keys, from ``start_n`` on, adds its values, and
+# computes the dot products ``qk`` of the next:
+
+lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
+
+# %%
+# ``weigh`` makes the weights ``p`` of the dot products, and ``alpha``, which converts the old sums
+# to the new maximum. ``P_LOG2`` is the 8 of above. (The other arguments tell which keys a query
+# sees, and ``LEFT`` is set in windows.)
+
+lab.source(forward.weigh, "rescale")
+
+# %%
+# V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only
+# says which dimension is which. ``add_values`` rounds the weights: on a GPU, ``to_e4m3(p, ...)`` is
+# ``p.to(tl.float8e4nv)``, Triton's name of e4m3. If ``PROMOTED``, the matmul sums one tile only.
+
+lab.source(fp8.add_values)
+
+# %%
+# .. dropdown:: The kernel whole
+#
+#    Up to head_dim 128 the tiles have 64 queries and 4 warps, so that more programs fit on an SM.
+#    The weights become e4m3 even where V is e5m2, because they need precision and not range.
+#
+#    The kernel, from the place of a program to what it writes:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#       :language: python
+#       :pyobject: attention_fp8_fwd_kernel
+#
+#    And its loop:
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#       :language: python
+#       :pyobject: attend_fp8
 
 # %%
 # Is it right?
 # ------------
 #
-# A kernel that is meant to round is compared with a *yardstick* that rounds the same. The truth is
-# attention in float64 of the *stored* values. The yardstick is float64 with only the weights
-# rounded as in the kernel, and the output may err twice as much. (lse may err more, because an
-# 8-bit matmul cuts off bits of the scores.) Each head is compared on its own, because a wrong head
-# could hide behind a larger one. The name of an input lists batch, heads, heads of keys, queries,
-# keys and head_dim:
+# A kernel that is meant to round is compared with a calculation that rounds the same:
+#
+# - The *truth* is attention in float64 of the *stored* values.
+# - The *yardstick* is float64, too, with only the weights rounded as in the kernel.
+# - The output may err twice as much, and lse more, because an 8-bit matmul cuts off bits of scores.
+#
+# Each head is compared on its own, because a wrong head could hide behind a larger one. The name of
+# an input lists batch, heads, heads of keys, queries, keys and head_dim:
 #
 # .. dropdown:: More on tolerances
 #
@@ -1028,7 +1193,8 @@ lab.read(
 # What eight bits cost
 # --------------------
 #
-# What a model sees is the error against float64 of the *original* values. We take normal data, and
+# The check left out the rounding of q, k and v. A model sees it, so now we compare with float64 of
+# the *original* values. We take normal data, and
 # data with *outliers*, drawn as in the paper on FlashAttention-3: one number in a thousand is about
 # ten times as large.
 
@@ -1157,9 +1323,10 @@ lab.read(
 #    scores.
 #
 # If a score of 1 is wrong by 2 %, its weight is wrong by 2 %, too. If a score of 20 is, its weight
-# is wrong by half, because :math:`e^{0.4}` is about 1.5.
+# is wrong by half, because :math:`e^{0.4}` is about 1.5. So we make q, and with it every score, 4
+# and 16 times as large:
 
-# Folded: The error with q, and so every score, 1, 4 and 16 times as large
+# Measuring
 
 q, k, v = torch.randn(3, 1, 2, 100, 32, device=runtime.DEVICE)
 rows = []
@@ -1170,7 +1337,22 @@ for factor in (1, 4, 16):
         operands, _ = prepare(factor * q, k, v, *CHOICES[name])
         row[f"{name}, %"] = percent(worst_head(attention(*operands), original))
     rows.append(row)
-lab.table(rows, "The larger the scores, the more q and k matter")
+lab.table(rows, "Error of the output, by the size of the scores")
+
+# %%
+
+# Reading
+alone, every_operand = (
+    [row[f"{name}, %"] for row in rows] for name in ("V in e4m3", "all in e4m3")
+)
+lab.read(
+    f"With q and k in 8 bits, too, the error grows {every_operand[-1] / every_operand[0]:.0f} times"
+    + (
+        ", while with V alone it does not grow."
+        if max(alone) <= alone[0]
+        else f", with V alone {max(alone) / alone[0]:.1f} times."
+    )
+)
 
 # %%
 
@@ -1203,8 +1385,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# The :term:`limit` is the matmul in bfloat16 of the beginning, which 8-bit kernels may exceed.
-# Operands have 8 bits before the clock starts.
+# This section asks what the kernel gains over 16 bits, and why that is not a factor of two. The
+# :term:`limit` is the matmul in bfloat16 of the beginning, which 8-bit kernels may exceed. Operands
+# have 8 bits before the clock starts.
 #
 # - *All in FP8* and *V in FP8* are the kernel above; *plain Triton bf16* is the same in 16 bits.
 # - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone (*16
@@ -1285,6 +1468,19 @@ lab.plot(
 
 # %%
 
+# Reading
+at_end = {"head_dim": 128, "mask": "full", "seqlen": 16384}
+of_fp8, of_default, of_cudnn = (
+    speed.rate(name, **at_end)
+    for name in ("all in FP8", "Kernel Book bf16", "SDPA cuDNN")
+)
+lab.read(
+    f"**At length 16,384 the kernel in FP8 is {of_fp8 / of_default:.2f} times as fast as our "
+    f"fastest in bfloat16**, and {of_fp8 / of_cudnn:.2f} times as fast as cuDNN."
+)
+
+# %%
+
 # Folded: The same with each mask and head_dim
 EXPONENTIAL, IN_16, IN_8 = (
     1 / 16,
@@ -1317,60 +1513,11 @@ for head_dim in (128, 64):
 lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384")
 
 # %%
-# **FP8 is not twice as fast, because only the matmuls get faster.** In a cycle an SM does 4,096
-# operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. With
-# head_dim 128, a score takes 512 operations of matmuls, and one exponential:
-
-# %%
-sixteenths = {
-    bits_of: [round(16 * cycles_of) for cycles_of in (128 * each, EXPONENTIAL)]
-    for bits_of, each in (("16 bits", IN_16), ("8 bits", IN_8))
-}
-lab.table(
-    [
-        {
-            "operands": bits_of,
-            "matmuls": f"{of_matmuls}/16",
-            "exponential": f"{of_exponential}/16",
-            "in turns": f"{of_matmuls + of_exponential}/16",
-        }
-        for bits_of, (of_matmuls, of_exponential) in sixteenths.items()
-    ],
-    "Cycles of an SM for one score, counted",
-)
-
-# %%
-# So if both take turns and nothing else takes time, FP8 is 1.5 times as fast. We compare this count
-# with what we measure at length 16,384 with a full mask:
-
-# %%
-point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
-rate = {name: speed.rate(name, **point) for name in speed.providers}
-in_8, in_16, plain_16 = (
-    rate.get(name, nan)
-    for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
-)
-in_turns = gain_if(sum, 128)
-at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
-of_64 = [
-    speed.rate("all in FP8", **at_64) / speed.rate(name, **at_64)
-    for name in ("plain Triton bf16", "Kernel Book bf16")
-]
-lab.table(
-    [
-        {
-            "head_dim": head_dim,
-            "counted": f"{gain_if(sum, head_dim):.2f} ×",
-            "measured beside plain bf16": f"{over_plain:.2f} ×",
-            "measured beside default bf16": f"{over_default:.2f} ×",
-        }
-        for head_dim, over_plain, over_default in (
-            (128, in_8 / plain_16, in_8 / in_16),
-            (64, *of_64),
-        )
-    ],
-    "How many times as fast FP8 is, counted without overlap, and measured",
-)
+# **FP8 is not twice as fast, because only the matmuls get faster.** In a cycle an :term:`SM` does
+# 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. We
+# count the cycles of a tile of 64 queries and 128 keys, with head_dim 128. The grey part is the
+# rest of the loop, such as maximum and sum, counted in the machine code of the kernel in Gluon. We
+# assume as much for 16 bits:
 
 # %%
 
@@ -1429,21 +1576,102 @@ work
 
 # %%
 
-# Reading
+
+# Drawing
 cycles = {row["instruction"]: row["cycles"] for row in work.rows}
 exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
 of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
 all_in_turns = (2 * of_two_matmuls + in_all_cycles) / (of_two_matmuls + in_all_cycles)
+counted_parts = {
+    "matmuls": ((2 * of_two_matmuls, of_two_matmuls), "Kernel Book"),
+    "exponentials": ((64 * 128 * EXPONENTIAL,) * 2, "PyTorch"),
+    "the rest": (
+        (max(in_all_cycles - 512, 0) if work.rows else 0,) * 2,
+        "matmul",
+    ),
+}
+
+
+def in_turns_drawn(axes):
+    left_edges = [0, 0]
+    for what, (widths, ink) in counted_parts.items():
+        axes.barh(
+            (0, 1), widths, 0.6, left_edges, color=lab.colour(ink), alpha=0.75, label=what
+        )  # fmt: skip
+        for place, width in enumerate(widths):
+            if width:
+                middle = left_edges[place] + width / 2
+                axes.text(middle, place, f"{width:,.0f}", ha="center", va="center")
+            left_edges[place] += width
+    axes.set_yticks((0, 1), ("16 bits", "8 bits"))
+    axes.set(ylim=(1.5, -0.5), xlabel="cycles of an SM, all in turns")
+    axes.grid(axis="y", visible=False)
+    axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+
+
+lab.sketch(
+    "Cycles for one tile, counted",
+    "Two stacked bars. "
+    + " ".join(
+        f"{what}: {widths[0]:,.0f} cycles with 16 bits, {widths[1]:,.0f} with 8."
+        for what, (widths, _) in counted_parts.items()
+    ),
+    in_turns_drawn,
+    height=2.3,
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"If matmuls and exponentials take turns and nothing else takes time, FP8 is "
+    f"{gain_if(sum, 128):.2f} times as fast"
+    + (
+        f"; if the rest takes its turn as well, {all_in_turns:.2f} times."
+        if work.rows
+        else "."
+    )
+)
+
+# %%
+# Measured at length 16,384 with a full mask, beside the first count:
+
+# %%
+point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
+rate = {name: speed.rate(name, **point) for name in speed.providers}
+in_8, in_16, plain_16 = (
+    rate.get(name, nan)
+    for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
+)
+in_turns = gain_if(sum, 128)
+at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
+of_64 = [
+    speed.rate("all in FP8", **at_64) / speed.rate(name, **at_64)
+    for name in ("plain Triton bf16", "Kernel Book bf16")
+]
+lab.table(
+    [
+        {
+            "head_dim": head_dim,
+            "counted": f"{gain_if(sum, head_dim):.2f} ×",
+            "measured beside plain bf16": f"{over_plain:.2f} ×",
+            "measured beside default bf16": f"{over_default:.2f} ×",
+        }
+        for head_dim, over_plain, over_default in (
+            (128, in_8 / plain_16, in_8 / in_16),
+            (64, *of_64),
+        )
+    ],
+    "How many times as fast FP8 is, counted without overlap, and measured",
+)
+
+# %%
+
+# Reading
 lab.read(
     (
-        "Other instructions take time, too. If they are as many as the fold above counts in the "
-        f"kernel in Gluon, and take turns as well, {all_in_turns:.2f} remains with head_dim 128. "
-        + (
-            "What we measure beside the plain kernel lies between the two counts. "
-            if all_in_turns < in_8 / plain_16 < in_turns
-            else ""
-        )
-        if work.rows
+        "With head_dim 128, the gain beside the plain kernel lies between the two counts. "
+        if work.rows and all_in_turns < in_8 / plain_16 < in_turns
         else ""
     )
     + "**Beside the default bfloat16 kernel FP8 gains less**, because that one is faster than the "
@@ -1511,7 +1739,8 @@ lab.facts(
 
 # %%
 # **Roles hardly pay in 8 bits.** *All in FP8, Gluon* gives its :term:`warps <warp>` *roles*: some
-# only load tiles, others only compute. The folds below need :doc:`/chapters/attention_hopper`.
+# only load tiles, others only compute. Its folds are for readers of
+# :doc:`/chapters/attention_hopper`.
 
 # Folded: Its speed in numbers
 rows, ratios = [], {}
@@ -1553,19 +1782,17 @@ runs = [
 ]
 lab.read(
     f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
-    "plain kernel, and with head_dim 64 it is "
+    "plain kernel, with head_dim 64 it is "
     + ("slower everywhere. " if max(narrow) < 1 else "faster in places. ")
     + "So `attention` runs it only for short sequences with a causal mask. "
-    + (
-        "Both kernels miss the speeds that we aimed at."
-        if not met
-        else "The speeds that we aimed at are met in part."
-    )
+    + ("Neither kernel reaches" if not met else "The kernels reach only in part")
+    + f" the {AIMS['full']} TFLOP/s without a mask, and {AIMS['causal']} with a causal one, that "
+    "we aimed at."
 )
 
 # %%
 
-# Folded: Where the package runs it, and what we aimed at
+# Folded: Where the package runs it, and the best speeds
 swaps = [
     (most, config)
     for most, config in fp8_choice.CHOICES[128, "causal"]
@@ -1577,9 +1804,8 @@ assert runs == ["with head_dim 128 and a causal mask, up to 2,048 keys"]
 lab.read(
     f"The package runs it {runs[0]}. This limit lies between two measured lengths: at 1,024 keys "
     f"the kernel with roles runs at {leads:.2f} times the speed of the plain one, and at 4,096 at "
-    f"{trails:.2f} times. Our aims for FP8, set before the kernel was written, were "
-    f"{AIMS['full']} TFLOP/s without a mask and {AIMS['causal']} with a causal one; the best of "
-    f"both kernels reaches {best['full']:.0f} and {best['causal']:.0f}."
+    f"{trails:.2f} times. The best of both kernels reaches {best['full']:.0f} TFLOP/s "
+    f"without a mask and {best['causal']:.0f} with a causal one."
 )
 
 # %%
@@ -1784,10 +2010,10 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # What quantising costs
 # ---------------------
 #
-# FP8 saves more than its preparation costs only from some length on, because in a model q, k and v
-# come in bfloat16. No element can be rounded before the largest, the :term:`amax`, is known. So
-# ``quantize`` reads each element twice, 2 bytes each time, and writes 1 byte. We time it on 4 × 16
-# heads, beside a copy of as many bytes.
+# So far the clock started with 8-bit operands. In a model q, k and v come in bfloat16, so FP8 pays
+# only from the length on at which it saves more than quantising costs. No element can be rounded
+# before the largest, the :term:`amax`, is known. So ``quantize`` reads each element twice, 2 bytes
+# each time, and writes 1 byte. We time it on 4 × 16 heads, beside a copy of as many bytes.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
@@ -2070,9 +2296,8 @@ lab.read(
 #
 # **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
 # attention. V, (heads, head_dim, length), lies in memory head after head. The kernel describes it
-# as *one* matrix of :math:`D` rows and :math:`H N` columns, for :math:`H` heads of head_dim
-# :math:`D` and :math:`N` keys, and asks for head :math:`h` at the column :math:`h D N`, its place
-# in memory. With two heads, head_dim 2 and 3 keys:
+# as *one* matrix of ``head_dim`` rows and ``heads * length`` columns, and asks for a head at the
+# column ``head * head_dim * length``, its place in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2081,8 +2306,8 @@ lab.read(
 #          tile of head 1 has columns 6 to 8, behind the line, and reads as 0.
 #
 # The addresses are right: column 6 is number 6, where head 1 begins. But the hardware that copies
-# tiles also checks the bounds, and gives zeros for what lies outside. So only heads with
-# :math:`h D N < H N` are read, the first :math:`H / D`. In a small kernel that averages values, the
+# tiles also checks the bounds, and gives zeros for what lies outside. So only the first
+# ``heads / head_dim`` heads are read. In a small kernel that averages values, the
 # mistake is where the host describes V, and where the kernel asks for a tile:
 #
 # .. literalinclude:: attention_fp8.py
@@ -2185,8 +2410,50 @@ lab.table(
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **Asking for a gradient** raises an error, because the kernel has no backward pass: what gradients
-# lose in 8 bits we have not tested.
+# **A forgotten descale, and one power of two too many.** Neither raises an error. In the second,
+# the weights are multiplied by :math:`2^9`; in the first, what is stored of V is halved:
+
+
+def halved(pair, factor):  # the factor has to be 2
+    half = (pair.stored.float() / 2).to(E4M3)
+    return Quantized(half, pair.descale * factor)
+
+
+# %%
+
+# Measuring
+dice = torch.Generator().manual_seed(1)
+drawn = torch.randn(3, 1, 2, 60, 32, generator=dice).to(runtime.DEVICE)
+(q_8, k_8, v_8), stands_for = prepare(*drawn)
+exactly, _ = reference.attention(*stands_for)
+one_ahead = 0.5 * torch.randn(64, 4096, generator=dice, dtype=torch.float64)
+one_ahead[:, 0] = one_ahead.amax(-1) + 6
+averaged = torch.randn(4096, 32, generator=dice, dtype=torch.float64)
+average_of_all = torch.softmax(one_ahead, -1) @ averaged
+errors_of = {
+    "halved(v, factor), 2 or 1": [
+        worst_head(plain(q_8, k_8, halved(v_8, by)), exactly) for by in (2, 1)
+    ],
+    "weights times 2⁸ or 2⁹, one key ahead by 6": [
+        off_by(with_rounded_weights(one_ahead, averaged, by)[0], average_of_all)
+        for by in (8, 9)
+    ],
+}
+assert all(bad > 4 * good for good, bad in errors_of.values())
+lab.table(
+    [
+        {
+            "code": what,
+            "error if right": f"{100 * good:.1f} %",
+            "if wrong": f"{100 * bad:.1f} %",
+        }
+        for what, (good, bad) in errors_of.items()
+    ],
+    "Two mistakes that raise no error",
+)
+
+# %%
+# **Asking for a gradient** does raise one, because the kernel has no backward pass.
 
 
 # Folded: What it says
@@ -2208,9 +2475,9 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # --------
 #
 # Eight bits in all operands pay in long sequences, but do not double the speed, because only the
-# matmuls get faster. Rounding makes an error of a few percent on normal data, and more with
-# outliers. V alone errs least, but gains little or no speed over the package's kernel in
-# bfloat16, and in short sequences with head_dim 128 it is slower. The kernel needs four changes:
+# matmuls get faster. The error is a few percent on normal data, and more with outliers. V alone
+# errs least, but gains little or no speed over the package's kernel in bfloat16, and in short
+# sequences with head_dim 128 it is slower. The kernel needs four changes:
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")
