@@ -166,8 +166,8 @@ lab.sketch(
 #    one.
 #
 # The next three sections make one part each: the copy engine, the barrier at which a role waits,
-# and the ring of slots. Then we put them together to the smallest matmul with roles, and climb from
-# there to one as large as in the figure.
+# and the ring of slots. Put together they make the smallest matmul with roles, from which four
+# rungs lead to one as fast as cuBLAS, or nearly.
 #
 # A tile by the copy engine
 # -------------------------
@@ -307,7 +307,7 @@ def drawn_ring(axes):
             look = {"color": shades[shade], "edgecolor": "#59636e", "height": 0.66}
             axes.barh(lane, end - begin, left=begin, **look)
             middle = (begin + end) / 2
-            axes.text(middle, lane, text, ha="center", va="center", fontsize=9)
+            axes.text(middle, lane, text, ha="center", va="center", fontsize=10)
 
     for i in range(tiles):
         slot, before = i % 2, read.get(i - 1, 0.0)
@@ -321,7 +321,7 @@ def drawn_ring(axes):
         bar(3, before, begin, f"full[{slot}]", "waits")
         read[i] = begin + multiply_one
         bar(1 + slot, begin, read[i], f"{i} is read", "reads")
-        bar(3, begin, read[i], f"multiplies {i}", "reads")
+        bar(3, begin, read[i], f"matmul {i}", "reads")
     axes.set_yticks(range(4), ["loader waits", "slot 0", "slot 1", "consumer"])
     axes.invert_yaxis()
     axes.set(xticks=[], xlabel="time, not to scale", xlim=(0, read[tiles - 1]))
@@ -338,8 +338,8 @@ lab.sketch(
 )
 
 # %%
-# The consumer waits only for the first tile, because each later one comes while it multiplies the
-# one before.
+# The consumer waits only for the first tile, because a tile comes sooner here than the one before
+# is multiplied.
 #
 # **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, which ends the phase of
 # that number at both barriers. So the consumer asks ``full`` for the parity of ``i // SLOTS``. The
@@ -552,7 +552,7 @@ lab.read(tried_here())
 #    .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 
 
-# Whole: sum_kernel, chain_kernel, double_kernel, turns_kernel, of later folds and sections
+# Whole: sum_kernel, chain_kernel and double_kernel, of folds and of a later section
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -796,7 +796,7 @@ lab.read(
 # ---------------------------
 #
 # What do roles add to a matmul that is already fast without them? To see it, we climb in four
-# rungs, each of which adds one thing. All use the tile of 128 × 256 sums from the beginning.
+# rungs, each of which adds one thing. All use the tile of 128 × 256 sums that the page began with.
 #
 # **Rungs 1 and 2: one buffer, then a ring, without roles.** All eight warps load and multiply.
 # ``STAGES`` is the number of slots: 1, then 3. The warps wait for each matmul, and ask for the next
@@ -812,7 +812,7 @@ lab.read(
 #    :dedent:
 #
 # With ``is_async=True`` the first call returns at once. ``warpgroup_mma_wait(n)`` waits until at
-# most ``n`` matmuls are unfinished, and ``deps`` names the results that nothing may read before.
+# most ``n`` matmuls are unfinished (0 here), and ``deps`` names what nothing may read before.
 # With ``n = 1`` the tensor cores have the next matmul while the warps ask for tiles:
 
 
@@ -826,18 +826,17 @@ def drawn_flight(axes):
         look = {"color": shades[shade], "edgecolor": "#59636e", "height": 0.66}
         axes.barh(lane, until - begin, left=begin, **look)
         middle = (begin + until) / 2
-        axes.text(middle, lane, text, ha="center", va="center", fontsize=9)
+        axes.text(middle, lane, text, ha="center", va="center", fontsize=10)
 
     for lane, in_flight in ((0, 0), (2, 1)):
         now = issued = free = 0.0
         ends = []  # when each matmul has ended
-        for i in range(4):
+        for i in range(5):
             begin = max(now, free)  # of matmul i, after the one before
-            if begin >= end:
-                break
             free = begin + long
             ends.append(free)
-            bar(lane + 1, begin, free, f"matmul {i}", "works")
+            if begin < end:
+                bar(lane + 1, begin, free, f"matmul {i}", "works")
             if i < in_flight:  # the first is issued, and nothing waited for
                 continue
             issued, now = now, ends[i - in_flight]
@@ -873,7 +872,7 @@ lab.sketch(
 #    :lines: 22-23,25,27-28,30-34
 #    :dedent:
 #
-# No ``empty`` barrier is needed, because the same warps read a slot and refill it.
+# The loop has no ``empty`` barrier, because the warps that read a slot refill it themselves.
 
 
 # Whole: loop_kernel and its stamp, and turns_kernel of a later fold
@@ -1013,9 +1012,9 @@ def loop_kernel(
 # - **Two release a slot.** It is empty when both consumers have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``.
 # - **Registers change hands.** All threads start with the same number, here 168, although a loader
-#   needs hardly any. The instruction ``setmaxnreg`` changes a warpgroup's number: with
-#   ``[240, 24]`` as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader
-#   24. Consumer 0, which has no entry, gets what is left, another 240.
+#   needs hardly any. The instruction ``setmaxnreg`` changes a warpgroup's number: by the last
+#   argument of ``warp_specialize``, ``[240, 24]``, consumer 1 gets 240 and the loader 24. Consumer
+#   0, which has no entry, gets what is left, another 240.
 #
 # .. dropdown:: More: where 168 comes from
 #
