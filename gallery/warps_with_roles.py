@@ -109,12 +109,6 @@ lab.read(
 #   four, because each of the SM's four tensor cores works with the registers of one of them.
 #
 # Between them are *slots* of shared memory, like trays on a belt between two workers.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    A role waits only for what it needs itself: the loader for an empty slot, a consumer for a full
-#    one.
 
 
 # Drawing
@@ -165,6 +159,16 @@ lab.sketch(
 )
 
 # %%
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A role waits only for what it needs itself: the loader for an empty slot, a consumer for a full
+#    one.
+#
+# The next three sections make one part each: the copy engine, the barrier at which a role waits,
+# and the ring of slots. Put together they make the smallest matmul with roles, from which four
+# rungs lead to one as fast as cuBLAS, or nearly.
+#
 # A tile by the copy engine
 # -------------------------
 #
@@ -208,9 +212,10 @@ def copy_kernel(x_desc, y_desc):
 # A barrier and its phases
 # ------------------------
 #
-# One barrier serves a whole loop, because it starts anew by itself. It counts in *phases*: a phase
-# of an mbarrier ends when the expected number of threads has arrived **and** the expected number of
-# bytes has been written. Then the next phase begins, with the count that ``init`` has set.
+# The copy waits once, a loop waits at the same barrier in every round. One barrier serves them all,
+# because it starts anew by itself. It counts in *phases*: a phase of an mbarrier ends when the
+# expected number of threads has arrived **and** the expected number of bytes has been written. Then
+# the next phase begins, with the count that ``init`` has set.
 #
 # A waiter must therefore say which phase it waits for. It has one bit for that, the *parity*:
 # phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
@@ -289,10 +294,56 @@ lab.sketch(
 # With one slot, loader and consumer would take turns. In a *ring* of several the loader runs ahead:
 # tile ``i`` goes to slot ``i % SLOTS``. Each slot has two barriers. At ``full`` the consumer waits
 # until the tile is there, and at ``empty`` the loader waits until the last one has been read.
+
+
+# Drawing
+def drawn_ring(axes):
+    copy, multiply_one, tiles = 1.5, 2.0, 5
+    come, read, asked = {}, {}, 0.0  # when tile i is there, when it has been read
+    shades = {"waits": "#f6f8fa", "comes": "#fff4e5", "reads": "#eaf2fb"}
+
+    def bar(lane, begin, end, text, shade):
+        if end > begin:
+            look = {"color": shades[shade], "edgecolor": "#59636e", "height": 0.66}
+            axes.barh(lane, end - begin, left=begin, **look)
+            middle = (begin + end) / 2
+            axes.text(middle, lane, text, ha="center", va="center", fontsize=10)
+
+    for i in range(tiles):
+        slot, before = i % 2, read.get(i - 1, 0.0)
+        empty = max(
+            asked, read.get(i - 2, 0.0)
+        )  # the loader asks for one tile after another
+        bar(0, asked, empty, f"empty[{slot}]", "waits")
+        asked, come[i] = empty, empty + copy
+        bar(1 + slot, asked, come[i], f"{i} comes", "comes")
+        begin = max(come[i], before)
+        bar(3, before, begin, f"full[{slot}]", "waits")
+        read[i] = begin + multiply_one
+        bar(1 + slot, begin, read[i], f"{i} is read", "reads")
+        bar(3, begin, read[i], f"matmul {i}", "reads")
+    axes.set_yticks(range(4), ["loader waits", "slot 0", "slot 1", "consumer"])
+    axes.invert_yaxis()
+    axes.set(xticks=[], xlabel="time, not to scale", xlim=(0, read[tiles - 1]))
+    axes.grid(False)
+
+
+lab.sketch(
+    "Two slots, five tiles: who waits at which barrier",
+    "Four lanes over time: the loader, two slots, the consumer. Tiles 0 and 1 come at once. The "
+    "loader waits at empty[0] until tile 0 has been read, while tile 1 is already there; so the "
+    "consumer waits once, for tile 0, and then multiplies without a pause.",
+    drawn_ring,
+    height=2.6,
+)
+
+# %%
+# The consumer waits only for the first tile, because a tile comes sooner here than the one before
+# is multiplied.
 #
-# Tile ``i`` is use number ``i // SLOTS`` of its slot, which ends the phase of that number at both
-# barriers. So the consumer asks ``full`` for the parity of ``i // SLOTS``. The loader waits for the
-# use *before*, so it asks ``empty`` for the other parity. With two slots:
+# **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, which ends the phase of
+# that number at both barriers. So the consumer asks ``full`` for the parity of ``i // SLOTS``. The
+# loader waits for the use *before*, so it asks ``empty`` for the other parity. With two slots:
 
 in_two_slots = [
     {"tile": i, "slot": i % 2, "use of the slot": i // 2}
@@ -306,8 +357,10 @@ lab.table(in_two_slots, "Which parity each role asks for, by tile")
 
 # %%
 # In the first round no use came before, so the loader asks a new barrier for parity 1 and passes.
-# Here are both roles as Python generators. Each ``yield`` names a barrier and the parity for which
-# the role waits, and the last argument of each function plants a mistake.
+#
+# Here are both roles as Python generators, which we can run without a GPU. Each ``yield`` names a
+# barrier and the parity for which the role waits. The last argument of each function is there to
+# plant a mistake.
 
 
 def loader(full, empty, n, slots, first_parity=1):
@@ -348,14 +401,14 @@ def play(n, slots, first_parity=1, releases=True, consumers=1, expected=1):
 
 rows = []
 for what, options in {
-    "as above": {},
+    "none, as above": {},
     "loader begins with parity 0": {"first_parity": 0},
     "consumer never releases": {"releases": False},
-    "two consumers, empty counts 2": {"consumers": 2, "expected": 2},
+    "none, two consumers, empty counts 2": {"consumers": 2, "expected": 2},
     "two consumers, empty counts 1": {"consumers": 2},
 }.items():
     ended = play(6, 2, **options)
-    rows.append({"change": what})
+    rows.append({"mistake": what})
     for name in ("loader", "consumer"):
         at = ended[name]
         rows[-1][name] = "ends" if at is None else f"waits for {at[0]}[{at[1]}]"
@@ -364,9 +417,9 @@ assert [row["loader"] for row in rows] == ["ends", stuck, stuck, "ends", stuck]
 lab.table(rows, "Six tiles, two slots, in the model")
 
 # %%
-# The second, third and fifth line have a mistake each, and all three are deadlocks. In the last,
-# two consumers arrive where ``empty`` counts one, so each tile ends two of its phases, and the
-# loader waits for one that has passed.
+# All three mistakes are deadlocks: each role waits for the other. In the last, two consumers arrive
+# where ``empty`` counts one, so each tile ends two of its phases, and the loader waits for one that
+# has passed.
 #
 # The smallest matmul with roles
 # ------------------------------
@@ -374,30 +427,86 @@ lab.table(rows, "Six tiles, two slots, in the model")
 # In a kernel each generator becomes a function that some warps run. Here is a complete matmul with
 # one loader and one consumer, tiles of 64 × 64 numbers (``TILE``) and three slots (``SLOTS``).
 #
+# Both roles get the slots ``a_s`` and ``b_s`` in shared memory, of which ``index(slot)`` is one,
+# and the barriers ``full`` and ``empty`` of each slot. The program's tile of ``c`` begins at
+# ``row`` and ``column``, and takes ``steps`` steps.
+#
 # **The loader** waits until a slot is empty, announces the bytes of two tiles, and asks for a tile
 # of ``a`` and a tile of ``b``. ``expect`` and the copies stand where the model's loader arrives.
 
 lab.source(small.loader)
 
 # %%
-# ``a_s`` and ``b_s`` are the slots in shared memory, and ``index(slot)`` is one of them. The
-# program's tile of ``c`` begins at ``row`` and ``column``, and takes ``steps`` steps.
-#
 # **The consumer** waits for a full slot, multiplies, and gives the slot back:
 
-lab.source(small.consumer)
+lab.source(small.consumer, "def")
 
 # %%
-# - **Layout.** ``layout`` says which thread holds which sum, as the hardware prescribes. ``[3, 0]``
-#   is Hopper's version of the matmul instruction, and ``[4, 1]`` puts the four warps one below the
-#   other. ``[16, TILE, 16]`` is what one instruction does for a warp: 16 rows of 64 sums, over 16
-#   columns of ``a``.
-# - **Matmul.** ``warpgroup_mma`` adds ``a @ b`` of this slot to ``c``, and returns when the tensor
-#   cores are done.
+# - **Matmul.** ``warpgroup_mma`` adds ``a @ b`` of this slot to ``c``. Called like this it returns
+#   when the tensor cores are done, so the slot may be given back. The ladder below lets it return
+#   at once.
 # - **Arrival.** ``mbarrier.arrive`` counts the role once, after all of its threads have come.
-# - **Fence.** The tile of ``c`` goes to the copy engine through shared memory, ``c_s``. Threads and
-#   engine reach it by different paths (:term:`proxies <proxy>`), so the engine may not see what a
-#   thread has written until the thread executes ``fence_async_shared``.
+# - **Layout.** The hardware prescribes which thread holds which sum, and ``layout`` says so: the
+#   four warps stand one below the other (``[4, 1]``), each with 16 rows of the tile.
+#
+# .. dropdown:: More: the numbers of the layout, and two matmuls in a row
+#
+#    ``[3, 0]`` is Hopper's version of the matmul instruction. ``[16, TILE, 16]`` is what one
+#    instruction does for a warp: 16 rows of 64 sums, over 16 columns of ``a``. In the figure of the
+#    next fold, thread 5 is orange, and the number after the colon is its register.
+#
+#    The first operand of ``wgmma`` may lie in registers, in exactly the layout of the sums; the
+#    second always lies in shared memory. So ``relu(a b)`` is an operand of ``relu(a b) v`` where it
+#    lies, and ``assert_trivial`` in ``chain_kernel`` makes the compiler fail if a number would have
+#    to move to another thread.
+
+
+# Drawing
+def holder(row, column):
+    """The thread of a warp that holds an accumulator, and which of its registers."""
+    thread = row % 8 * 4 + column % 8 // 2
+    register = column // 8 * 4 + row // 8 * 2 + column % 2
+    return thread, register
+
+
+# %%
+
+
+# Folded: Which thread holds which accumulator
+def drawn_accumulators(axes):
+    for row in range(16):
+        for column in range(16):
+            thread, register = holder(row, column)
+            fill = "#eaf2fb" if thread // 4 % 2 == 0 else "#ffffff"
+            fill = "#fff4e5" if thread == 5 else fill
+            box = {"facecolor": fill, "edgecolor": "#d1d9e0"}
+            axes.add_patch(Rectangle((column, row), 1, 1, **box))
+            text = f"{thread}" if thread != 5 else f"5:{register}"
+            axes.text(
+                column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7
+            )
+    axes.set(xlim=(0, 16), ylim=(16, 0), xlabel="column", ylabel="row", aspect="equal")
+    axes.set(xticks=range(0, 17, 8), yticks=range(0, 17, 8))
+    axes.grid(False)
+
+
+lab.sketch(
+    "The thread that holds each accumulator",
+    "A grid of 16 × 16 numbers. Four neighbouring threads share a row, and each holds pairs of "
+    "neighbouring columns; thread 5 holds registers 0 to 7 at rows 1 and 9, columns 2, 3, 10, 11.",
+    drawn_accumulators,
+    height=4.6,
+)
+
+# %%
+# After the last step, the consumer sends its tile of ``c`` to the copy engine by way of shared
+# memory, ``c_s``:
+
+lab.source(small.consumer, "store")
+
+# %%
+# Threads and engine reach shared memory by different paths (:term:`proxies <proxy>`), so the engine
+# may not see what a thread has written until the thread executes ``fence_async_shared``.
 #
 # **The kernel** reserves the slots and gives each two barriers. ``gl.int64`` is their dtype,
 # because an mbarrier takes eight bytes.
@@ -443,7 +552,7 @@ lab.read(tried_here())
 #    .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 
 
-# Whole: sum_kernel, which a later section breaks
+# Whole: sum_kernel, chain_kernel and double_kernel, of folds and of a later section
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -517,73 +626,6 @@ def sum_kernel(
     )
 
 
-# %%
-# A matmul that does not block
-# ----------------------------
-#
-# A consumer can do other work while the tensor cores multiply, because ``wgmma`` is asynchronous,
-# too. Here ``s = a_s @ b_s + zeros`` is issued first and waited for later:
-#
-# .. literalinclude:: warps_with_roles.py
-#    :language: python
-#    :pyobject: chain_kernel
-#    :lines: 17-18
-#    :dedent:
-#
-# With ``is_async=True`` the warps go on at once. ``warpgroup_mma_wait(n)`` waits until at most
-# ``n`` matmuls are unfinished, and ``deps`` names the results that nothing may read before. Between
-# the two calls the warps are free to compute, in attention exponentials.
-#
-# .. dropdown:: More: two matmuls in a row, without shared memory between them
-#
-#    The first operand of ``wgmma`` may lie in registers, in exactly the layout of the sums; the
-#    second always lies in shared memory. So ``relu(a b)`` is an operand of ``relu(a b) v`` where it
-#    lies, and ``assert_trivial`` in ``chain_kernel`` makes the compiler fail if a number would have
-#    to move to another thread. In the figure, thread 5 is orange, and the number after the colon is
-#    its register.
-
-
-# Drawing
-def holder(row, column):
-    """The thread of a warp that holds an accumulator, and which of its registers."""
-    thread = row % 8 * 4 + column % 8 // 2
-    register = column // 8 * 4 + row // 8 * 2 + column % 2
-    return thread, register
-
-
-# %%
-
-
-# Folded: Which thread holds which accumulator
-def drawn_accumulators(axes):
-    for row in range(16):
-        for column in range(16):
-            thread, register = holder(row, column)
-            fill = "#eaf2fb" if thread // 4 % 2 == 0 else "#ffffff"
-            fill = "#fff4e5" if thread == 5 else fill
-            box = {"facecolor": fill, "edgecolor": "#d1d9e0"}
-            axes.add_patch(Rectangle((column, row), 1, 1, **box))
-            text = f"{thread}" if thread != 5 else f"5:{register}"
-            axes.text(
-                column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7
-            )
-    axes.set(xlim=(0, 16), ylim=(16, 0), xlabel="column", ylabel="row", aspect="equal")
-    axes.set(xticks=range(0, 17, 8), yticks=range(0, 17, 8))
-    axes.grid(False)
-
-
-lab.sketch(
-    "The thread that holds each accumulator",
-    "A grid of 16 × 16 numbers. Four neighbouring threads share a row, and each holds pairs of "
-    "neighbouring columns; thread 5 holds registers 0 to 7 at rows 1 and 9, columns 2, 3, 10, 11.",
-    drawn_accumulators,
-    height=4.6,
-)
-
-# %%
-
-
-# Whole: chain_kernel
 @gluon.jit
 def chain_kernel(a_desc, b_desc, v_desc, c_desc):
     # -- load: three tiles, and one barrier for all of them
@@ -615,10 +657,6 @@ def chain_kernel(a_desc, b_desc, v_desc, c_desc):
     tma.store_wait(0)
 
 
-# %%
-
-
-# Whole: double_kernel, with and without a fence
 @gluon.jit
 def double_role(tile, loaded, doubled, FENCE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
@@ -754,31 +792,90 @@ lab.read(
 )
 
 # %%
-# Two consumers
-# -------------
+# Four rungs to a fast matmul
+# ---------------------------
 #
-# A larger tile needs two consumers. In the ladder below a tile has 128 × 256 sums, which would be
-# 256 :term:`registers <register>` for each thread of one consumer, and a thread has at most 255.
+# What do roles add to a matmul that is already fast without them? To see it, we climb in four
+# rungs, each of which adds one thing. All use the tile of 128 × 256 sums that the page began with.
 #
-# **Registers change hands.** All threads start with the same number, here 168, although a loader
-# needs hardly any. The instruction ``setmaxnreg`` changes a warpgroup's number: with ``[240, 24]``
-# as the last argument of ``warp_specialize``, consumer 1 gets 240 and the loader 24. Consumer 0,
-# which has no entry, gets what is left, another 240.
+# **Rungs 1 and 2: one buffer, then a ring, without roles.** All eight warps load and multiply.
+# ``STAGES`` is the number of slots: 1, then 3. The warps wait for each matmul, and ask for the next
+# tiles when it has ended. In the meantime the tensor cores are idle.
 #
-# .. dropdown:: More: where 168 comes from
+# **Rung 3: one in flight, without roles.** The warps need not wait, because ``wgmma`` is
+# asynchronous, too:
 #
-#    An SM has 65,536 registers. A program of two consumers and a loader takes 12 warps, because a
-#    role's warps come in groups of four, of which three sleep beside the loader. These are 384
-#    threads, and 65,536 / 384 is 170, which is rounded down to a multiple of 8. The three groups
-#    share 3 × 168 registers, so 3 × 168 − 240 − 24 = 240 are left for consumer 0.
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: chain_kernel
+#    :lines: 17-18
+#    :dedent:
 #
-# **Consumers can take turns.** Two that start together may stay together: both multiply, and then
-# both compute while the tensor cores are idle. With a :term:`named barrier` each can wait for its
-# turn and then give it to the other, which is called *ping-pong*. Whether that pays in attention,
-# the next chapter measures.
+# With ``is_async=True`` the first call returns at once. ``warpgroup_mma_wait(n)`` waits until at
+# most ``n`` matmuls are unfinished (0 here), and ``deps`` names what nothing may read before.
+# With ``n = 1`` the tensor cores have the next matmul while the warps ask for tiles:
 
 
-# Whole: turns_kernel and its roles, with their clocks
+# Drawing
+def drawn_flight(axes):
+    long, ask, end = 3.0, 1.0, 12.0
+    shades = {"waits": "#f6f8fa", "asks": "#fff4e5", "works": "#eaf2fb"}
+
+    def bar(lane, begin, until, text, shade):
+        until = min(until, end)
+        look = {"color": shades[shade], "edgecolor": "#59636e", "height": 0.66}
+        axes.barh(lane, until - begin, left=begin, **look)
+        middle = (begin + until) / 2
+        axes.text(middle, lane, text, ha="center", va="center", fontsize=10)
+
+    for lane, in_flight in ((0, 0), (2, 1)):
+        now = issued = free = 0.0
+        ends = []  # when each matmul has ended
+        for i in range(5):
+            begin = max(now, free)  # of matmul i, after the one before
+            free = begin + long
+            ends.append(free)
+            if begin < end:
+                bar(lane + 1, begin, free, f"matmul {i}", "works")
+            if i < in_flight:  # the first is issued, and nothing waited for
+                continue
+            issued, now = now, ends[i - in_flight]
+            if issued < min(now, end):
+                bar(lane, issued, now, f"wait for {i - in_flight}", "waits")
+            if now < end:
+                bar(lane, now, now + ask, "ask", "asks")
+            now += ask
+    names = ("ring:\nwarps", "tensor cores", "one in flight:\nwarps", "tensor cores")
+    axes.set_yticks(range(4), names)
+    axes.invert_yaxis()
+    axes.set(xticks=[], xlabel="time, not to scale", xlim=(0, end))
+    axes.grid(False)
+
+
+lab.sketch(
+    "What the tensor cores do while the warps ask for tiles",
+    "Two pairs of lanes over time. In the ring the warps wait for a matmul, then ask for tiles, "
+    "and the tensor cores are idle meanwhile. With one matmul in flight the tensor cores go "
+    "from one matmul to the next while the warps ask.",
+    drawn_flight,
+    height=2.8,
+)
+
+# %%
+# In the loop, ``acc`` holds the sums and ``IN_FLIGHT`` is 1. The matmul of step ``ended`` is then
+# the last that has ended, so its slot gets the tiles of step ``after``. ``fetch`` asks for them,
+# unless ``some`` says that no step is left:
+#
+# .. literalinclude:: warps_with_roles.py
+#    :language: python
+#    :pyobject: loop_kernel
+#    :lines: 22-23,25,27-28,30-34
+#    :dedent:
+#
+# The loop has no ``empty`` barrier, because the warps that read a slot refill it themselves.
+
+
+# Whole: loop_kernel and its stamp, and turns_kernel of a later fold
 @gluon.jit
 def work_in_turns(log_ptr, n, ME: gl.constexpr, TURNS: gl.constexpr):
     for i in range(n):
@@ -817,10 +914,6 @@ def turns_kernel(log_ptr, n, TURNS: gl.constexpr):
     )
 
 
-# %%
-
-
-# Measuring
 def turns():
     rows = []
     for name, taken in (("free", False), ("in turns", True)):
@@ -837,96 +930,6 @@ def turns():
     return rows
 
 
-alternated = lab.measure("Two consumers, free and in turns", turns)
-
-
-def overlap(rows, run):
-    """The share of consumer 0's work during which consumer 1 works, too."""
-    of_run = [row for row in rows if row["run"] == run]
-    first, second = (
-        [
-            (r["begins, cycles"], r["ends, cycles"])
-            for r in of_run
-            if r["consumer"] == me
-        ]
-        for me in (0, 1)
-    )
-    both = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
-    return both / sum(b - a for a, b in first)
-
-
-# %%
-
-
-# Folded: A picture of two consumers, free and in turns
-def drawn_turns(axes, rows):
-    lanes = [("free", 0), ("free", 1), ("in turns", 0), ("in turns", 1)]
-    for r in rows:
-        axes.barh(
-            lanes.index((r["run"], r["consumer"])),
-            (r["ends, cycles"] - r["begins, cycles"]) / 1000,
-            left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
-            color=lab.colour(f"consumer {r['consumer']}"),
-        )  # fmt: skip
-    axes.set_yticks(range(4), [f"{run}: consumer {me}" for run, me in lanes])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set(xlabel="thousand cycles")
-
-
-lab.draw(
-    alternated,
-    "When each consumer has its turn",
-    lambda rows: (
-        f"Bars over cycles: free, {100 * overlap(rows, 'free'):.0f} % of consumer 0's work "
-        f"overlaps with consumer 1's; in turns {100 * overlap(rows, 'in turns'):.0f} %."
-    ),
-    drawn_turns,
-)
-
-# %%
-
-# Folded: Do two barriers keep them apart?
-free, taken = (
-    100 * overlap(alternated.rows, run) if alternated.rows else nan
-    for run in ("free", "in turns")
-)
-lab.read(
-    "Two pauses stand for the work. Left alone, consumer 1 works during "
-    f"{free:.0f} % of consumer 0's work, and in turns during {taken:.0f} %."
-    + (
-        " So the two barriers, 9 and 10, keep them apart. Before its loop, consumer 1 arrives at "
-        "the barrier of consumer 0, or both would wait for ever."
-        if taken < 10 < free
-        else ""
-    )
-)
-
-# %%
-# A matmul, rung by rung
-# ----------------------
-#
-# The ladder adds one thing per rung, all with tiles of 128 × 256.
-#
-# **One buffer, then a ring, without roles.** All eight warps load and multiply. ``STAGES`` is the
-# number of slots: 1, then 3. ``fetch`` asks for both tiles of a step, unless its last argument says
-# that no step is left.
-#
-# **One in flight, without roles.** With ``IN_FLIGHT = 1`` the loop leaves one matmul unfinished
-# while it waits for the next tile, and refills the slot of the matmul before.
-#
-# .. literalinclude:: warps_with_roles.py
-#    :language: python
-#    :pyobject: loop_kernel
-#    :lines: 22-23,25,27-28,30-34
-#    :dedent:
-#
-# ``acc`` holds the sums. ``ended`` is the last step whose matmul has ended, and ``after`` the step
-# whose tiles go into its slot. No ``empty`` barrier is needed, because the same warps read a slot
-# and refill it.
-
-
-# Whole: loop_kernel, and stamp, which notes the clock
 @gluon.jit
 def stamp(log_ptr, role, step, which, TRACED: gl.constexpr):
     # store the SM's clock, if this launch is traced
@@ -1002,10 +1005,27 @@ def loop_kernel(
 
 
 # %%
-# **Roles.** The loader is that of the smallest matmul. A slot is empty when both consumers have
-# read it, so its barrier counts two: ``mbarrier.init(empty.index(s), count=2)``. Consumer ``ME``,
-# 0 or 1, multiplies its 64 rows of the tile of ``a`` (``mine``), and always has one matmul in
-# flight. So a step releases the slot of the step before, and step 0 none (``pred=i > 0``).
+# **Rung 4: roles.** The loader is that of the smallest matmul. But there are two consumers, because
+# the 128 × 256 sums would be 256 :term:`registers <register>` for each thread of one, and a thread
+# has at most 255. Two things are new:
+#
+# - **Two release a slot.** It is empty when both consumers have read it, so its barrier counts two:
+#   ``mbarrier.init(empty.index(s), count=2)``.
+# - **Registers change hands.** All threads start with the same number, here 168, although a loader
+#   needs hardly any. The instruction ``setmaxnreg`` changes a warpgroup's number: by the last
+#   argument of ``warp_specialize``, ``[240, 24]``, consumer 1 gets 240 and the loader 24. Consumer
+#   0, which has no entry, gets what is left, another 240.
+#
+# .. dropdown:: More: where 168 comes from
+#
+#    An SM has 65,536 registers. A program of two consumers and a loader takes 12 warps, because a
+#    role's warps come in groups of four, of which three sleep beside the loader. These are 384
+#    threads, and 65,536 / 384 is 170, which is rounded down to a multiple of 8. The three groups
+#    share 3 × 168 registers, so 3 × 168 − 240 − 24 = 240 are left for consumer 0.
+#
+# Consumer ``ME``, 0 or 1, multiplies its 64 rows of the tile of ``a`` (``mine``), and has one
+# matmul in flight. So a step releases the slot of the step *before*, and step 0 none
+# (``pred=i > 0``):
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1085,6 +1105,81 @@ def roles_kernel(
         [240, 24],
     )
 
+
+# %%
+# .. dropdown:: More: consumers that take turns
+#
+#    Two consumers that start together may stay together: both multiply, and then both compute while
+#    the tensor cores are idle. With a :term:`named barrier` each can wait for its turn and then
+#    give it to the other, which is called *ping-pong*. Our ladder does without; whether it pays in
+#    attention, the next chapter measures.
+
+
+# Measuring
+alternated = lab.measure("Two consumers, free and in turns", turns)
+
+
+def overlap(rows, run):
+    """The share of consumer 0's work during which consumer 1 works, too."""
+    of_run = [row for row in rows if row["run"] == run]
+    first, second = (
+        [
+            (r["begins, cycles"], r["ends, cycles"])
+            for r in of_run
+            if r["consumer"] == me
+        ]
+        for me in (0, 1)
+    )
+    both = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
+    return both / sum(b - a for a, b in first)
+
+
+# %%
+
+
+# Folded: A picture of two consumers, free and in turns
+def drawn_turns(axes, rows):
+    lanes = [("free", 0), ("free", 1), ("in turns", 0), ("in turns", 1)]
+    for r in rows:
+        axes.barh(
+            lanes.index((r["run"], r["consumer"])),
+            (r["ends, cycles"] - r["begins, cycles"]) / 1000,
+            left=r["begins, cycles"] / 1000, height=0.6, edgecolor="#ffffff",
+            color=lab.colour(f"consumer {r['consumer']}"),
+        )  # fmt: skip
+    axes.set_yticks(range(4), [f"{run}: consumer {me}" for run, me in lanes])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="thousand cycles")
+
+
+lab.draw(
+    alternated,
+    "When each consumer has its turn",
+    lambda rows: (
+        f"Bars over cycles: free, {100 * overlap(rows, 'free'):.0f} % of consumer 0's work "
+        f"overlaps with consumer 1's; in turns {100 * overlap(rows, 'in turns'):.0f} %."
+    ),
+    drawn_turns,
+)
+
+# %%
+
+# Folded: Do two barriers keep them apart?
+free, taken = (
+    100 * overlap(alternated.rows, run) if alternated.rows else nan
+    for run in ("free", "in turns")
+)
+lab.read(
+    "Two pauses stand for the work. Left alone, consumer 1 works during "
+    f"{free:.0f} % of consumer 0's work, and in turns during {taken:.0f} %."
+    + (
+        " So the two barriers, 9 and 10, keep them apart. Before its loop, consumer 1 arrives at "
+        "the barrier of consumer 0, or both would wait for ever."
+        if taken < 10 < free
+        else ""
+    )
+)
 
 # %%
 # **Triton's** ``tl.dot``, for comparison: the compiler makes the ring and the waits, without roles.
@@ -1227,12 +1322,11 @@ lab.read(
 )
 
 # %%
-# Who waits for whom
-# ------------------
+# What each rung gains
+# --------------------
 #
-# One program of a matmul of size 4,096 notes the clock before and after each wait. The ring waits
-# for the matmul that it has just issued (blue), so its tensor cores are idle in the rest of the
-# step. The others wait for the matmul *before*, so that one is always in flight.
+# A matmul of size :math:`n` counts as :math:`2 n^3` operations. ``matmul``, the measured limit, is
+# ``torch.matmul``, which calls cuBLAS.
 
 
 # Measuring
@@ -1258,6 +1352,115 @@ def traced():
     return rows
 
 
+def rungs(n):
+    a, b = torch.randn(2, n, n, device=runtime.DEVICE, dtype=torch.bfloat16)
+    runs = {
+        name: (lambda options=options: multiply(a, b, **options))
+        for name, options in RUNGS.items()
+    }
+    return {"matmul": lambda: a @ b} | runs | {"tl.dot": lambda: dot(a, b)}
+
+
+climbed = lab.bench(
+    "ladder",
+    [{"n": n} for n in (2048, 4096, 8192)],
+    rungs,
+    limit="matmul",
+    work="2 * n * n * n",
+    unit="TFLOP/s",
+)
+NAMES = [*RUNGS, "tl.dot"]
+
+# %%
+
+lab.ladder(
+    climbed, "A matmul of n × n, by n and rung", NAMES, by="n", where={}, lit="roles"
+)
+
+# %%
+
+# Reading
+speed = {
+    name: climbed.rate(name, n=8192) if climbed.rows else nan
+    for name in (*NAMES, "matmul")
+}
+against = 100 * speed["roles"] / speed["matmul"]
+of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
+
+
+SCATTER = 0.02  # of one kernel that the page times twice: exercise 2 has it
+
+
+def beside_the_loop():
+    """How much slower roles are than the loop with one matmul in flight, over the sizes."""
+    slower = [
+        100 * (1 - climbed.rate("roles", n=n) / climbed.rate("one in flight", n=n))
+        if climbed.rows
+        else nan
+        for n in (2048, 4096, 8192)
+    ]
+    least, most = min(slower), max(slower)
+    if most < 0:
+        return "Roles are faster than the loop with one matmul in flight at every size."
+    if least < 0:
+        return f"Beside the loop with one in flight roles lose up to {most:.1f} %."
+    if not most < 100 * SCATTER:
+        return (
+            "Roles are slower than the loop with one matmul in flight at every size, by "
+            f"**{least:.1f} to {most:.1f} %**. Why, we have not measured."
+        )
+    return (
+        f"Roles are {least:.1f} to {most:.1f} % slower than one matmul in flight. Two timings of "
+        "one kernel differ as much (exercise 2), but roles are slower at every size, so we count a "
+        "small loss. We suspect that its cause is the start or the end of a program, because a "
+        "step takes equally long, as the next section shows."
+    )
+
+
+def at_size(name, n):
+    return climbed.rate(name, n=n) if climbed.rows else nan
+
+
+sizes = (2048, 4096, 8192)
+by_ring = all(
+    at_size("ring", n) - at_size("one buffer", n)
+    > at_size("one in flight", n) - at_size("ring", n)
+    > 0
+    for n in sizes
+)
+like_dot = all(
+    abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in sizes
+)
+lab.read(
+    (
+        "At every size, the ring brings the larger part of the gain, and one matmul in flight the "
+        "rest. "
+        if by_ring
+        else ""
+    )
+    + (
+        "`tl.dot` is as fast as that loop at every size."
+        if like_dot
+        else f"`tl.dot` reaches {of_cublas['tl.dot']:.0f} % of cuBLAS at size 8,192."
+    )
+)
+
+# %%
+
+# Reading
+lab.read(beside_the_loop())
+
+# %%
+# Why roles gain nothing here
+# ---------------------------
+#
+# To see who waits for whom, one program of a matmul of size 4,096 notes the clock before and after
+# each wait. The ring waits for the matmul that it has just issued (blue), so its tensor cores are
+# idle in the rest of the step. The others wait for the matmul *before*, so that one is always in
+# flight.
+
+
+# Measuring
 trace = lab.measure("Clocks of sixteen steps, in cycles", traced)
 
 # %%
@@ -1384,116 +1587,10 @@ lab.read(
         else "All take longer, so the tensor cores still wait for a part of each step. "
     )
     + f"**But each consumer waits for {' to '.join(waits)} % of the time**, at a barrier or for a "
-    f"matmul, and the loop's warps wait for {share(LOOP, *BOTH):.0f} %, because asking for tiles "
-    f"takes {share(LOOP, 'asks for tiles'):.0f} % of theirs. A plain matmul cannot use the "
-    "time that consumers have left."
+    f"matmul, and the loop's warps wait for {share(LOOP, *BOTH):.0f} %, because they ask "
+    "for tiles, too. So roles free the time of consumers, not of tensor cores. A plain matmul has "
+    "no use for it; attention has its softmax to compute."
 )
-
-# %%
-# The ladder
-# ----------
-#
-# The whole matmul agrees with the trace: from *one in flight* on, nothing is gained. A matmul of
-# size :math:`n` counts as :math:`2 n^3` operations, and ``matmul`` is ``torch.matmul``, which calls
-# cuBLAS.
-
-
-# Measuring
-def rungs(n):
-    a, b = torch.randn(2, n, n, device=runtime.DEVICE, dtype=torch.bfloat16)
-    runs = {
-        name: (lambda options=options: multiply(a, b, **options))
-        for name, options in RUNGS.items()
-    }
-    return {"matmul": lambda: a @ b} | runs | {"tl.dot": lambda: dot(a, b)}
-
-
-climbed = lab.bench(
-    "ladder",
-    [{"n": n} for n in (2048, 4096, 8192)],
-    rungs,
-    limit="matmul",
-    work="2 * n * n * n",
-    unit="TFLOP/s",
-)
-NAMES = [*RUNGS, "tl.dot"]
-
-# %%
-
-lab.ladder(climbed, "A matmul of n × n, by n and rung", NAMES, by="n", where={})
-
-# %%
-
-# Reading
-speed = {
-    name: climbed.rate(name, n=8192) if climbed.rows else nan
-    for name in (*NAMES, "matmul")
-}
-against = 100 * speed["roles"] / speed["matmul"]
-of_cublas = {name: 100 * speed[name] / speed["matmul"] for name in NAMES}
-
-
-SCATTER = 0.02  # of one kernel that the page times twice: exercise 2 has it
-
-
-def beside_the_loop():
-    """How much slower roles are than the loop with one matmul in flight, over the sizes."""
-    slower = [
-        100 * (1 - climbed.rate("roles", n=n) / climbed.rate("one in flight", n=n))
-        if climbed.rows
-        else nan
-        for n in (2048, 4096, 8192)
-    ]
-    least, most = min(slower), max(slower)
-    if most < 0:
-        return "Roles are faster than the loop with one matmul in flight at every size."
-    if least < 0:
-        return f"Beside the loop with one in flight roles lose up to {most:.1f} %."
-    if not most < 100 * SCATTER:
-        return (
-            "Roles are slower than the loop with one matmul in flight at every size, by "
-            f"**{least:.1f} to {most:.1f} %**. Why, we have not measured."
-        )
-    return (
-        f"Roles are {least:.1f} to {most:.1f} % slower than one matmul in flight. Two timings of "
-        "one kernel differ as much (exercise 2), but roles are slower at every size, so we count a "
-        "small loss. We suspect that its cause is the start or the end of a program, because in "
-        "the trace a step takes equally long."
-    )
-
-
-def at_size(name, n):
-    return climbed.rate(name, n=n) if climbed.rows else nan
-
-
-sizes = (2048, 4096, 8192)
-by_ring = all(
-    at_size("ring", n) - at_size("one buffer", n)
-    > at_size("one in flight", n) - at_size("ring", n)
-    > 0
-    for n in sizes
-)
-like_dot = all(
-    abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in sizes
-)
-lab.read(
-    (
-        "At every size, the ring brings the larger part of the gain, and one matmul in flight the "
-        "rest. "
-        if by_ring
-        else ""
-    )
-    + (
-        "`tl.dot` is as fast as that loop at every size."
-        if like_dot
-        else f"`tl.dot` reaches {of_cublas['tl.dot']:.0f} % of cuBLAS at size 8,192."
-    )
-)
-
-# %%
-
-# Reading
-lab.read(beside_the_loop())
 
 # %%
 
@@ -1526,8 +1623,8 @@ lab.read(
 #
 # The kernel, ``sum_kernel``, has a loader, two slots, and a consumer that adds up six tiles. Tile
 # ``i`` is full of :math:`10^i`, so that each digit of the sum counts how often a tile was added: it
-# should be 111111. One mistake is a loader that begins with parity 0. The others are in the loop of
-# the consumer, where ``pause`` stands for 5,000 ns of more work:
+# should be 111111. One mistake is a loader that begins with parity 0. The other four are in the
+# loop of the consumer, each under its name, where ``pause`` stands for 5,000 ns of more work:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1667,29 +1764,47 @@ def listed(names):
 
 
 early = outcome.get("releases before it reads", "")
+at_consumer = {row["mistake"]: row["consumer"] for row in broken.rows}
 lab.read(
     f"{nan} mistakes"
     if not outcome
-    else f"{len(hung)} of the {len(outcome) - 1} mistakes hang. "
+    else f"**Deadlocks.** {len(hung)} of the {len(outcome) - 1} mistakes hang. "
     + (
         "The first two stop where the model stopped. "
         if set(list(MISTAKES)[1:3]) <= set(hung)
         else ""
     )
-    + f"A wrong sum comes from {listed(wrong)}"
+    + (
+        "“always waits for parity 0” adds tiles 0 and 1 and hangs at tile 2, the first of the "
+        "second round, because the phase that has ended there has parity 1."
+        if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
+        else ""
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**A race.** A wrong sum comes from {listed(wrong)}"
     + (
         f": {early} says that {early.count('2')} tiles were added twice and {early.count('0')} "
-        "never, because the loader overwrote them before they were read. "
+        "never, because the loader overwrote them before they were read."
         if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
-        else ". "
+        else "."
     )
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Luck.** The sum is right in spite of "
     + (
-        f"By luck the sum is right in spite of {listed(lucky)}: each read comes after a pause, in "
-        "which the tile can arrive. **So a right result does not prove the waits.**"
+        f"{listed(lucky)}: each read comes after a pause, in which the tile can arrive. So a right "
+        "result does not prove the waits."
         if lucky == ["does not wait for the tile"]
-        else f"By luck the sum is right in spite of {listed(lucky)}."
-        if lucky
-        else ""
+        else f"{listed(lucky)}."
     )
 )
 
