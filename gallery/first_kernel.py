@@ -1089,11 +1089,11 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: How a kernel can be faster than a copy
 ours_of_copy = 100 * forward.share("Kernel Book", rows=2**16)
 of_copying = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, and HBM was measured above
 lab.read(
-    f"The operator reaches {ours_of_copy:.0f} % of the copy's speed."
+    f"At 65,536 rows the operator reaches {ours_of_copy:.0f} % of the copy's speed."
     + (
         " More than 100 is possible, because a copy also writes: it moved "
         f"{of_copying:.1f} TB/s, and reading alone {hbm:.1f} (the figure of the memories)."
@@ -1252,8 +1252,8 @@ lab.plot(shapes, "Forward, 2²⁶ elements in rows of any length", share=True)
 
 # Folded: What rows of 2 columns would reach at the speed of the copy
 lab.read(
-    "With 2 columns a kernel reads `x` and writes half as many bytes. If it moved all of them "
-    f"exactly as fast as the copy, it would reach {100 / 1.5:.0f} %."
+    "With 2 columns the results are half as many bytes as `x`, and the share leaves them out. A "
+    f"kernel that moves all its bytes exactly as fast as the copy reaches {100 / 1.5:.0f} %."
 )
 
 # %%
@@ -1268,11 +1268,7 @@ aimed = [columns for columns in found if found[columns] >= 100 * AIM]
 lab.read(
     f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %, the "
     f"least with {least:,} columns"
-    + (
-        ", where the results are half as many bytes as `x`, which the share leaves out"
-        if least == 2
-        else ""
-    )
+    + (" (the fold above says why)" if least == 2 else "")
     + (f". The aim is met with {listed(aimed)} columns only" if aimed else "")
     + f". `torch.compile` is {ahead(shapes, 'torch.compile', 'columns')}."
 )
@@ -1292,8 +1288,11 @@ lab.read(
 # ``n_cols = n_cols // UNIT * UNIT``. This is the same number, but now the compiler sees a product
 # with the constant 4, which is a multiple of 4 whatever ``n_cols`` is. The stride is treated alike.
 #
-# Short contiguous rows whose length is a power of two are also loaded as one line (``FLAT``), so
-# that a load may reach past the end of a row. ``tl.reshape`` then cuts the line into rows.
+# .. dropdown:: More: short rows as one line
+#
+#    Short contiguous rows whose length is a power of two are also loaded as one line (``FLAT``), so
+#    that a load may reach past the end of a row, and ``tl.reshape`` cuts the line into rows. How
+#    much this saves for rows of 2 or 4, which are shorter than 16 bytes, is not measured.
 #
 # The table has the widest load in each kernel's :term:`PTX`, the compiler's assembly code.
 
@@ -1357,8 +1356,7 @@ more = 100 * (1 - in_line / eighth)
 lab.read(
     f"**One proven divisor makes the kernel {blind / known:.1f} times as fast for rows of 100,** "
     f"and {eight / eighth:.1f} times for rows of 8. A row of 8 is then a single load of 16 bytes, "
-    f"so that the line saves only {more:.0f} % more. How much it saves for rows of 2 or 4, which "
-    "are shorter than such a load, is not measured."
+    f"so that loading all rows as one line saves only {more:.0f} % more."
 )
 
 # %%
@@ -1508,10 +1506,10 @@ lab.read(
 AIM_BACKWARD = 0.85
 of_long = [backward.share("Kernel Book", rows=rows) for rows in (2**12, 2**14, 2**16)]
 least_of_long = 100 * min(of_long)
+verdict = "met" if least_of_long >= 100 * AIM_BACKWARD else "missed"
 lab.read(
-    f"From 4,096 rows on, our aim was {100 * AIM_BACKWARD:.0f} %, and the operator "
-    + ("meets" if least_of_long >= 100 * AIM_BACKWARD else "misses")
-    + f" it: the least is {least_of_long:.0f} %. With {slowest:,} rows it reaches only "
+    f"The aim of {100 * AIM_BACKWARD:.0f} % from 4,096 rows on is {verdict}: the least is "
+    f"{least_of_long:.0f} %. With {slowest:,} rows the operator reaches only "
     f"{shares_of_backward[slowest]:.0f} %, for a reason that we have not measured."
 )
 
@@ -1566,9 +1564,6 @@ lab.measure(
 # The figures leave out the host, the CPU, which needs time for each call. The slower of host and
 # GPU sets the pace, so a fast kernel can lose on small matrices.
 
-# %%
-
-# Measuring
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
 host = lab.host_times(
