@@ -17,7 +17,7 @@ this page says of them, checks included, is from a recorded run.
 :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 6
 import time
 from dataclasses import replace
 from functools import partial
@@ -69,37 +69,51 @@ lab.start(
 # :math:`dK` and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and
 # :math:`dP`. Five at the same speed would be :math:`7/5 = 1.4` times as fast.
 #
-# In **one sweep** a program owns keys, and adds its part of :math:`dQ` to sums in memory, to which
-# other programs add as well. Their order decides the last bits, as ``(0.1 + 0.2) + 0.3`` is not
-# ``0.1 + (0.2 + 0.3)`` in Python. So for the same bits in every run, each program waits for its
-# turn. Three programs, of three tiles of keys, add to the tiles of queries A, B and C like this:
+# The price of **one sweep** is :math:`dQ`. A program owns keys and meets all queries, so it adds
+# its part of :math:`dQ` to sums in memory, to which other programs add as well. Their order decides
+# the last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. So for the same
+# bits in every run, each program waits for its turn. Here three programs, each with a tile of keys,
+# add to the tiles of queries C, B and A:
 
+# Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
-in_turn = [
-    {"program": owner}
-    | {
-        f"tick {t + 1}": "CBA"[t - owner] if 0 <= t - owner < 3 else ""
-        for t in range(5)
-    }
-    for owner in range(3)
-]
-lab.table(in_turn, "To which tile of queries each program adds")
+
+
+def turns(axes):
+    edge, fills = "#59636e", ("#eaf2fb", "#fff4e5", "#f6f8fa")
+    for owner in range(3):
+        axes.text(-0.15, -owner, f"program {owner}", ha="right", va="center")
+        for number, letter in enumerate("CBA"):
+            left = 1.3 * (owner + number)
+            box = Rectangle(
+                (left, -owner - 0.3), 0.9, 0.6, facecolor=fills[number], edgecolor=edge
+            )
+            axes.add_patch(box)
+            axes.text(left + 0.45, -owner, letter, ha="center", va="center")
+            if owner < 2:
+                arrow = {"arrowstyle": "->", "color": edge}
+                begin, end = (left + 0.9, -owner - 0.3), (left + 1.3, -owner - 0.7)
+                axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
+    axes.text(3.05, -2.75, "time →", ha="center", va="center", color=edge)
+    axes.set(xlim=(-1.6, 6.3), ylim=(-3, 0.4))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Each tile of queries goes from program to program",
+    "A staircase of three rows. Program 0 adds to the tiles C, B and A, one after the other. "
+    "Program 1 adds to each of them one step after program 0, and program 2 one step after "
+    "program 1. Arrows lead from each tile to the same tile of the next program.",
+    turns,
+    height=2.2,
+)
 
 # %%
-# So every tile gets the part of program 0 first, and that of program 2 last. The kernel, for one
-# head without a mask, comes in three pieces.
-#
-# **What a program owns.** ``at_key`` are the offsets of its 64 keys, and ``at_query`` those of the
-# 64 queries of a step, the last queries first.
-#
-# .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
-#    :pyobject: sweep_in_turn_kernel
-#    :start-at: tile = tl.program_id
-#    :end-before: # -- five
-#    :dedent:
-#
-# **Five matmuls,** with keys as rows. ``lse`` comes from the forward pass, and ``delta``, the row
-# sums of ``dO`` times ``O``, is computed before the launch.
+# Every tile of queries gets the part of program 0 first and that of program 2 last, and yet all
+# three programs work at once. A small kernel in plain Triton does this for one head without a mask.
+# Each of its programs loads 64 keys and values, and in step ``i`` a tile of 64 queries, the last
+# first. Its **five matmuls** have keys as rows. ``lse`` comes from the forward pass, and ``delta``,
+# the row sums of ``dO`` times ``O``, is computed before the launch.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -107,8 +121,8 @@ lab.table(in_turn, "To which tile of queries each program adds")
 #    :end-before: # -- wait
 #    :dedent:
 #
-# **Its turn.** A *counter* of each program, at first 0, says how many steps it has added. A program
-# waits for the counter before its own.
+# Then it waits for **its turn.** A *counter* of each program, at first 0, says how many steps it
+# has added, and a program waits for the counter of the program before.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -129,6 +143,8 @@ lab.table(in_turn, "To which tile of queries each program adds")
 #
 #    .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #       :pyobject: sweep_in_turn
+#
+#    It passed its test on an H200, outside this record, and was not timed.
 
 
 # Measuring
@@ -154,9 +170,10 @@ lab.check("The small kernel", of_small_kernel())
 # Why nobody waits for ever
 # -------------------------
 #
-# Programs would stand still for ever, if those on the :term:`SMs <SM>` waited for one that has not
-# started. Against this stands one assumption: **programs start in the order of their ids.** No
-# manual promises it. Program ids ascend with the keys of a head, so
+# A program that waits keeps its :term:`SM <SM>`. If all SMs were taken by programs that wait for
+# one that has not started, the launch would never end. One assumption rules this out: **programs
+# start in the order of their ids.** No manual promises it. Program ids ascend with the keys of a
+# head, so
 #
 # 1. a program waits for one other, that of the keys before, whose id is smaller;
 # 2. by the assumption, that one has started;
@@ -167,10 +184,10 @@ lab.check("The small kernel", of_small_kernel())
 # Heads apart
 # -----------
 #
-# The order can cost time, because programs of one head start together, although each has to be a
-# step behind the one before. In this simulation with a causal mask, where later keys have fewer
-# steps, a program does a step in a tick, if the program of the keys before did that step earlier. A
-# row is an SM, a colour is a head, and grey is waiting.
+# The order ends, but what does it cost? Programs of one head start together, although each has to
+# be a step behind the one before, so all but the first wait. In this simulation with a causal mask,
+# where later keys have fewer steps, a program does a step in a tick, if the program of the keys
+# before did that step earlier. A row is an SM, a colour is a head, and grey is waiting.
 
 
 # Drawing
@@ -249,17 +266,17 @@ lab.sketch(
 )
 
 # %%
-# On the left the programs of a head end together, too, so the next head begins with the same wait.
-# On the right tiles of four heads alternate, so most find that their turn has come.
+# On the left the programs of a head also end together, so the next head begins with the same wait.
+# On the right tiles of four heads alternate, so most programs find that their turn has come: the
+# order need not cost much, if neighbours on the SMs belong to different heads.
 
 # %%
 # Why roles
 # ---------
 #
-# The small kernel passed its test on an H200, outside this record, and was not timed. By its code,
-# while a program waits for its turn, none of its warps computes. A second program on the SM could
-# compute meanwhile, but of the kernel that we shall build, with 128 keys a program, one fills most
-# of an SM:
+# Some waiting remains, so an SM should compute while a program waits. In the small kernel, by its
+# code, none of a program's warps does. A second program on the same SM could, but the fast kernel,
+# whose programs own 128 keys, leaves no room for a second:
 
 # Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
@@ -306,10 +323,12 @@ lab.table(rows, "What a program holds")
 #    Say where each tile lies, and give the additions a warp of their own, which can wait for its
 #    turn while the warps that compute go on.
 #
-# In plain Triton the compiler decides where tiles lie. Here a *loader* warp fills rings of
-# queries and of their gradients. Two *consumers* compute: each is a :term:`warpgroup` and owns 64
-# of the 128 keys. An *adder* warp has the parts of :math:`dQ` added to the sums, when a counter
-# says that its turn has come.
+# So the warps of one program get different roles:
+#
+# - a *loader* warp fills rings of queries and of their gradients;
+# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
+# - an *adder* warp has the parts of :math:`dQ` added to the sums, when a counter says that its turn
+#   has come.
 
 
 # Drawing
@@ -362,10 +381,11 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# Only :math:`dS` has to go to shared memory to be an operand, if keys are the rows of the scores. A
-# matmul of Hopper takes its *right* operand from shared memory, its *left* one from there or from
-# registers, and leaves its result in registers, distributed as a left operand has to be. So we
-# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`. Then the weights and
+# Roles share data through shared memory, and trips to it cost time, so which tiles have to go
+# there? A matmul of Hopper takes its *right* operand from shared memory and its *left* one from
+# there or from registers. It leaves its result in registers, distributed as a left operand has to
+# be. So we compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`: then
+# :math:`P^\top` and
 # :math:`dS^\top` are left operands where they are.
 
 operands = [
@@ -383,8 +403,8 @@ lab.table(
 )
 
 # %%
-# Only the last matmul sums over *keys*, which are spread over both consumers. So each writes its
-# :math:`dS^\top` to shared memory once, and both read it transposed.
+# **Only dS has to go to shared memory,** because the last matmul sums over *keys*, which are spread
+# over both consumers: each writes its :math:`dS^\top` there once, and both read it transposed.
 
 
 # Measuring
@@ -470,8 +490,10 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 # One step, wait by wait
 # ----------------------
 #
-# A consumer waits eight times in a step: for the loader (1, 2), for its own matmuls (3, 4, 6, 8),
-# for the other consumer (5) and for the adder (7).
+# How does a consumer compute while matmuls run, although each matmul needs what the one before has
+# made? It *issues* a matmul before work that does not need it: dP runs while P is made, dV while dS
+# is stored, and dK while the part of dQ is handed over. Numbers mark its eight waits: for the
+# loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -482,39 +504,27 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
-# The code is the package's, at head_dim 128 and without a mask. The lines that load ``lse`` and
-# ``delta`` are left out. What ends in ``_s`` is in shared memory, and the second argument of
-# ``mbarrier.wait`` is a parity.
+# The code from here on is of one kernel for head_dim 128, which the page times below, with all its
+# switches on. A name that ends in ``_s`` is a buffer in shared memory.
 #
-# **Waits 1 to 3: from Q to P.** ``q_slot`` and ``do_slot`` are the slots of the two rings in which
-# this ``step`` finds its tiles ``q`` and ``do``. ``k`` and ``v`` are the 64 keys and values of this
-# consumer, and ``none`` is a tile of zeros.
+# **Waits 1 to 3: P, while dP runs.** ``q`` and ``do`` are the tiles of step ``i``, in slot ``slot``
+# of their rings; ``k`` and ``v`` are the 64 keys and values of this consumer; ``none`` is zeros.
 #
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: consume
-#    :start-at: q_slot, do_slot =
-#    :lines: 1-2, 4-5, 8-10, 13
+# .. literalinclude:: attention_hopper_backward.py
+#    :language: python
+#    :pyobject: _consumer
+#    :start-at: mbarrier.wait(q_full
+#    :lines: 1-8, 13-14
 #    :dedent:
 #
-# ``warpgroup_mma`` only *issues* a matmul, and ``warpgroup_mma_wait(1, ...)`` waits until at most
-# one is under way: S is there, and dP runs while ``exp2`` makes weights. (``scale_log2`` and
-# ``lse`` hold a factor :math:`\log_2 e`, because ``exp2`` computes powers of 2.)
+# ``warpgroup_mma`` only issues a matmul, and ``warpgroup_mma_wait(1, ...)`` waits until at most one
+# is under way. So S is there, and dP runs while ``exp2`` makes the weights.
 #
-# **Waits 4 and 5: dS, for both consumers.** ``weights`` is P in 16 bits. ``operand`` is the layout
-# of a left operand, and ``assert_trivial`` demands that no number moves for it. ``ME`` is 0 or 1,
-# the consumer's number, and ``ds_s`` holds two tiles of dS of each consumer, filled by turns.
+# **Waits 4 and 5: dS, for both consumers.** While dV runs, each consumer stores its dS in ``ds_s``
+# and meets the other at a :term:`named barrier`. Then both can read the dS of all 128 keys.
 #
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: consume
-#    :start-at: weights = gl.convert_layout
-#    :lines: 1, 4, 7-11
-#    :dedent:
-#
-# dV runs while dS is stored. ``fence_async_shared`` lets matmuls see what threads have stored. At
-# ``MEETING``, a :term:`named barrier`, all 256 threads of both consumers meet.
-#
-# **Wait 6: the part of dQ.** A consumer computes half of its columns, ``PART`` = 64, for the keys
-# of both: ``half`` says whose keys and dS.
+# **Wait 6: the part of dQ.** Each consumer, number ``ME``, computes half of the columns of the
+# part. It sums over the keys of both, and ``half`` says whose keys and dS:
 
 
 # Drawing
@@ -558,65 +568,122 @@ lab.sketch(
 )
 
 # %%
-# The sum begins with zeros, ``no_part``. ``BLOCK_M`` is 64, the queries of a tile at head_dim 128.
-#
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: consume
-#    :start-at: part = no_part
-#    :lines: 1-6, 9-15
+# .. literalinclude:: attention_hopper_backward.py
+#    :language: python
+#    :pyobject: _consumer
+#    :start-at: for half in gl.static_range(2):
+#    :lines: 1-6
 #    :dedent:
 #
-# dK is issued last, so at wait 6 it alone is still under way. As dV has ended, this consumer no
-# longer reads this slot of dO, and releases it.
+# ``PART`` is 64 columns, and ``ds_s`` holds two tiles of dS of each consumer, filled by turns.
 #
-# **Waits 7 and 8: hand it over.** ``parts`` is a buffer of two halves, one for each consumer.
-# ``part_empty`` says that the copy engine has read a half, and ``part_full`` that it is filled
-# anew.
+# **Waits 7 and 8: hand it over.** dK is issued behind the part, so it runs while the consumer waits
+# until its half of the buffer ``parts`` is empty (7), stores its half of the part there, and says
+# that it is full. When dK has ended (8), the slot of Q is free for the loader, and the step is
+# done.
 #
-# .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#    :pyobject: consume
-#    :start-at: mbarrier.wait(part_empty
-#    :end-before: # -- write
-#    :dedent:
+# .. dropdown:: The same in code: waits 4 to 8, and why one meeting per step suffices
 #
-# .. dropdown:: Why one meeting per step suffices
+#    **Waits 4 and 5.** ``operand`` is the layout of a left operand, and ``assert_trivial`` demands
+#    that no number moves for it. ``fence_async_shared`` lets matmuls see what threads have stored.
+#    ``lse`` and ``scale_log2`` hold a factor :math:`\log_2 e`, because ``exp2`` computes powers of
+#    2.
 #
-#    A consumer that writes in step :math:`t` has met the other in step :math:`t - 1`, and by then
-#    the other had finished the matmuls of step :math:`t - 2`, which read the same tile of ``ds_s``.
+#    .. literalinclude:: attention_hopper_backward.py
+#       :language: python
+#       :pyobject: _consumer
+#       :start-at: weights = gl.convert_layout
+#       :lines: 1-4, 7, 10-13
+#       :dedent:
+#
+#    **Waits 6 to 8.** At wait 6 dK alone is under way. As dV has ended, this consumer no longer
+#    reads this slot of dO, and releases it. ``part_empty`` says that the copy engine has read a
+#    half, and ``part_full`` that it is filled anew.
+#
+#    .. literalinclude:: attention_hopper_backward.py
+#       :language: python
+#       :pyobject: _consumer
+#       :start-at: ds_operand =
+#       :lines: 1-4, 7, 9-10, 13-16, 21-22
+#       :dedent:
+#
+#    **One meeting suffices:** a consumer that writes in step :math:`t` has met the other in step
+#    :math:`t - 1`, and by then the other had finished the matmuls of step :math:`t - 2`, which read
+#    the same tile of ``ds_s``.
 
 # %%
 # The same bits in every run
 # --------------------------
 #
-# Programs take turns as in the small kernel, step for step, but only the *adder* waits for its
-# turn. A consumer computes on, unless the buffer still holds the part of the step before. The code
-# from here on is of a second kernel, which the page times below; its step is ``i``.
-#
-# **The adder waits,** first for the program of the keys before, and then for both consumers.
-# ``position`` is how many steps of that program are known to be done, and ``row`` is where these
-# queries lie in the sums. The first program of a head, at ``start_n`` = 0, has no turn to wait for.
+# Programs take turns as in the small kernel, step for step, but now only the *adder* waits for its
+# turn. A consumer computes on, unless the buffer still holds the part of the step before. So an
+# adder says two things at two times: to the consumers that the buffer is free, and to the program
+# of the next keys that the sums are complete.
+
+
+# Drawing
+def one_addition(axes):
+    edge = "#59636e"
+    adds, engine, other = "#fff4e5", "#eaf2fb", "#f6f8fa"
+    for left, low, width, fill, text in (
+        (0, 4, 9.9, other, "consumers"),
+        (0, 2, 1.7, adds, "adder\ntma_add"),
+        (3.0, 2, 2.1, adds, "adder\nstore_wait"),
+        (6.6, 2, 2.1, adds, "adder\nannounce"),
+        (1.1, 0, 2.6, engine, "engine reads\nthe part"),
+        (3.7, 0, 3.4, engine, "engine adds it\nto the sums"),
+        (7.7, 0, 2.2, other, "next\nprogram"),
+    ):
+        height = 0.7 if text == "consumers" else 1.1
+        box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
+        axes.add_patch(box)
+        at = (left + width / 2, low + height / 2)
+        axes.text(*at, text, ha="center", va="center", fontsize=10.5)
+    for begin, end, text, at in (
+        ((0.8, 4), (0.8, 3.15), "part_full", (1.0, 3.55)),
+        ((1.4, 2), (1.4, 1.15), "asks", (1.55, 1.55)),
+        ((3.7, 1.1), (3.7, 1.95), "has read", (3.85, 1.55)),
+        ((4.1, 3.1), (4.1, 3.95), "part_empty", (4.3, 3.55)),
+        ((7.0, 1.1), (7.0, 1.95), "", (0, 0)),
+        ((8.3, 2), (8.3, 1.15), "counter", (8.45, 1.55)),
+    ):
+        arrow = {"arrowstyle": "->", "color": edge}
+        axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
+        axes.text(*at, text, ha="left", va="center", fontsize=10.5, color=edge)
+    axes.text(
+        6.85, 1.55, "completed", ha="right", va="center", fontsize=10.5, color=edge
+    )
+    axes.text(4.95, -0.5, "time →, not to scale", ha="center", va="center", color=edge)
+    axes.set(xlim=(-0.1, 10), ylim=(-0.8, 4.8))
+    axes.axis("off")
+
+
+lab.sketch(
+    "One addition, and what the adder says when",
+    "Time runs to the right. Consumers say that the part is full, and the adder asks the copy "
+    "engine to add it. When the engine has read the part, the adder says to the consumers that it "
+    "is empty. When the engine has completed the addition to the sums, which is later, the adder "
+    "announces it to the next program by the counter.",
+    one_addition,
+    height=2.9,
+)
+
+# %%
+# In code, the adder first waits for the program of the keys before, unless it is the first of a
+# head (``start_n`` = 0), and then for both halves of the part. ``position`` is how many steps of
+# that program are known to be done, and ``row`` is where the queries of step ``i`` lie in the sums.
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
 #    :pyobject: _adder
 #    :start-at: position = 0
-#    :lines: 1-3, 6-9, 11-12
+#    :lines: 1-3, 6-9, 11-12, 15-16, 18-22
 #    :dedent:
 #
-# **Then it has both halves added,** gives them back as soon as the copy engine has *read* them, and
-# announces its step to the program of the next keys. ``COLUMNS`` is head_dim, 128.
-#
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _adder
-#    :start-at: # -- add: what
-#    :lines: 2-3, 5-9
-#    :dedent:
-#
-# The counter must promise more: not only that the part was read, but that the sums are *in memory*.
-# Triton's atomics order only what threads store, and here the copy engine adds. So ``announce``
-# waits until the engine has *completed* the additions, and then writes the counter, in four
-# instructions of :term:`PTX`.
+# ``tma.store_wait(0)`` waits only until the engine has *read* the part, which is all that consumers
+# need. The counter must promise more: that the sums are *in memory*. Triton's atomics order only
+# what threads store, and here the copy engine adds. So ``announce`` waits until the engine has
+# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -645,7 +712,8 @@ lab.sketch(
 # What each change is worth
 # -------------------------
 #
-# Each change is a switch in a kernel for head_dim 128, so that we can tell them apart.
+# Which of these ideas makes it fast? Each is a switch of the kernel above, so that we can turn them
+# on one after the other.
 
 # Whole: each change a switch
 import triton
@@ -980,16 +1048,7 @@ def _one_sweep_kernel(
 
 
 # %%
-# Each rung keeps the switches of those before:
-#
-# 1. **One sweep with roles.** Each consumer computes a part of :math:`dQ` from its own keys, and
-#    asks the copy engine itself to *add* it to the sums, which is done in the :term:`L2` cache.
-# 2. **Half the columns.** Each computes half of them for the keys of both, as in the step above:
-#    half the bytes to add, and half the registers.
-# 3. **Overlap.** A consumer no longer waits for each matmul before it issues the next.
-# 4. **An adder,** in any order.
-# 5. **A fixed order.**
-# 6. **Heads apart,** × 4: tiles of several heads alternate, of four times as many as fill the SMs.
+# Every version passes the comparison with float64.
 
 # Measuring
 LADDER = {
@@ -1261,9 +1320,34 @@ waited = lab.attempt(
 )
 
 # %%
-# Timed is the whole backward pass at length 4,096, counting five matmuls. "Plain Triton, any order"
-# is one sweep by the package's plain kernel, not by the small one; why it is slow is not known.
-# "Kernel Book" is the package's Gluon kernel.
+# Each rung of this ladder keeps the switches of those before. Timed is the whole backward pass at
+# length 4,096. Less than 2 % "makes no difference" on this page.
+
+# Measuring
+WHAT_IS_NEW = {
+    "one sweep with roles": "each consumer adds a part of dQ, of its own keys, in the L2 cache",
+    "half the columns": "each computes half of the columns, of both consumers' keys",
+    "overlap": "the next matmul is issued before the one before has ended",
+    "an adder": "a warp of its own adds, in any order",
+    "a fixed order": "it waits for its turn",
+    "heads apart": "tiles alternate between four times as many heads as fill the SMs",
+}
+lab.table(
+    [
+        {"rung": rung, "what is new": what_is_new}
+        | {
+            column: verdict(gain(rung, mask, before(rung)))
+            for column, mask in (("without a mask", "full"), ("causal", "causal"))
+        }
+        for rung, what_is_new in WHAT_IS_NEW.items()
+        if steps.rows
+    ],
+    "What each rung changes, and what it gains over the one before",
+)
+
+# %%
+# In the figure "plain Triton, any order" is one sweep by the package's plain kernel, not by the
+# small one; why it is slow is not known. "Kernel Book" is the package's Gluon kernel.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1291,6 +1375,7 @@ lab.ladder(
 # %%
 
 # Reading
+largest = sorted(LADDER, key=lambda rung: -gain(rung, "full", before(rung)))
 in_triton, with_roles = (
     [gain(name, mask, "two sweeps") for mask in ("full", "causal")]
     for name in ("one sweep, plain Triton", "one sweep with roles")
@@ -1301,8 +1386,9 @@ lab.read(
         if max(in_triton) < -SCATTER < min(with_roles)
         else f"One sweep with roles {told('one sweep with roles')}. "
     )
-    + f"Half of the columns {told('half the columns')}; whether bytes or registers did it, we "
-    f"cannot tell. Overlap {told('overlap')}."
+    + f"Without a mask the most is gained by “{largest[0]}” and by “{largest[1]}”. Half of the "
+    "columns means half the bytes to add and half the registers; which of the two did it, we "
+    "cannot tell."
 )
 
 # %%
@@ -1316,11 +1402,10 @@ lab.read(
     f"The fixed order {told('a fixed order')}"
     + (
         ", and heads apart win that back: **at length 4,096 the same bits cost no time that "
-        "counts.** "
+        "counts.**"
         if min(cost) >= -SCATTER
-        else f". Heads apart {told('heads apart')}: **here the order still {verdict(min(cost))}.** "
+        else f". Heads apart {told('heads apart')}: **here the order still {verdict(min(cost))}.**"
     )
-    + f"(Less than {100 * SCATTER:.0f} % “{NO_DIFFERENCE}” on this page.)"
 )
 
 # %%
@@ -1439,21 +1524,21 @@ lab.read(
 )
 
 # %%
-# The call: right, and how fast
-# -----------------------------
+# The call, and its proofs
+# ------------------------
 #
-# **The call** is ``attention(q, k, v, is_causal=True)``, as always. On Hopper, in 16 bits, its
-# backward pass runs the kernel in Gluon, or two sweeps for short sequences at head_dim 64 with a
-# causal mask or a :term:`window`. ``deterministic=False`` allows any order, and the package takes
-# one for some long sequences (below).
+# **The call** is ``attention(q, k, v, is_causal=True)``, as always: on Hopper, in 16 bits, its
+# backward pass runs this kernel, with few exceptions. ``deterministic=False`` allows any order.
 #
-# .. dropdown:: Other backends, and which Triton
+# .. dropdown:: Exceptions, other backends, and which Triton
 #
+#    Two sweeps run for short sequences at head_dim 64 with a causal mask or a :term:`window`, where
+#    not all three gradients are asked for, and on other GPUs.
 #    ``backend="triton"`` asks for two sweeps.
-#    Two sweeps also run where not all three gradients are asked for, and on other GPUs.
 #    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
-#    ``deterministic=False`` takes plain Triton's single sweep, which lost to two sweeps at every
-#    length, only together with ``backend="triton"``.
+#    With ``deterministic=False`` the package drops the order for some long sequences (below).
+#    It takes plain Triton's single sweep, which lost to two sweeps at every length, only together
+#    with ``backend="triton"``.
 #
 #    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
 #    :doc:`/hardware` says what else runs where.
@@ -1685,9 +1770,12 @@ again
 #    took an exchange that an mbarrier orders for one.
 
 # %%
-# **How fast is it?** "Kernel Book" is what a caller gets who names no backend. FlashAttention 4
-# takes one sweep in any order, except in its deterministic mode. All points have 16,384 tokens, and
-# only the backward pass is timed.
+# How fast it is
+# --------------
+#
+# "Kernel Book" is what a caller gets who names no backend. FlashAttention 4 takes one sweep in any
+# order, except in its deterministic mode. All points have 16,384 tokens, and only the backward pass
+# is timed.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1848,31 +1936,33 @@ def points_of(rows):
 
 without = [row["no order"] / row["in order"] - 1 for row in at_points]
 dearest = at_points[max(range(len(without)), key=without.__getitem__)]
-lab.read(
-    f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
-    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    f"FlashAttention's fixed order alone is faster at {len(below_theirs)} points, and slower at "
-    f"{len(over_theirs)}."
-    if speed.rows
-    else f"{nan}"
-)
-
-# %%
-
-# Reading
 dropped = [
     row
     for row in at_points
     if chosen(row["head_dim"], row["mask"], row["length"], deterministic=False)
     == "no order"
 ]
+won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
+lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
+lab.read(
+    f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
+    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
+    f"FlashAttention's fixed order alone is faster at {len(below_theirs)} points, and slower at "
+    f"{len(over_theirs)}. **To give the order up:** of the {len(dropped)} points at "
+    f"which `deterministic=False` does so, it gains at {len(won_by_it)} and loses at "
+    f"{len(lost_by_it)}."
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
 
 
+# Folded: Any order, against a fixed one
 def default_of(row):
     return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
 
 
-lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
 any_order_lost = [row for row in at_points if counts(row["in order"], row["no order"])]
 any_order_won = [row for row in at_points if counts(row["no order"], row["in order"])]
 lab.read(
@@ -1880,13 +1970,14 @@ lab.read(
     f"points, and slower at {len(any_order_lost)}. This does not isolate the order, because only "
     "in any order the sums must be set to zero first; the ladder does, because all its rungs with "
     f"roles set them to zero. So `deterministic=False` gives the order up at {len(dropped)} points "
-    f"only, and by this run loses at {len(lost_by_it)} of them:"
-    if speed.rows and lost_by_it
+    "only."
+    if speed.rows
     else f"{nan}"
 )
 
 # %%
 
+# Folded: Where deterministic=False drops the order
 lab.table(
     [
         {
@@ -1934,8 +2025,9 @@ lab.read(
 # Who waits for whom
 # ------------------
 #
-# The roles of one program stamped the cycles of their SM, in a fixed order and without a mask. At a
-# dashed line a consumer has stored its part.
+# Where does a step spend its time? The roles of one program stamped the cycles of their SM, in a
+# fixed order and without a mask. At a dashed line a consumer has stored its part. (Colours that
+# consumers use are on the left of the legend, and at its top right.)
 
 
 # Measuring
@@ -2064,8 +2156,8 @@ lab.read(
     f"{of_waits('consumer hands over, %', 1, 'full'):.0f} % of its time on handing parts over, "
     "which includes the wait until the engine has read the part before. The adder waits for its "
     f"turn for {of_waits('adder waits, %', 1, 'full'):.0f} %. In the program drawn it waits for "
-    f"parts for only {100 * for_parts / a_step:.0f} % of a step, so consumers wait for the adder, "
-    "and the adder hardly for consumers."
+    f"parts for only {100 * for_parts / a_step:.0f} % of a step: **there consumers wait for the "
+    "adder, and the adder hardly for consumers.**"
 )
 
 # %%
@@ -2096,10 +2188,10 @@ lab.read(
 # How short a step can be
 # -----------------------
 #
-# Two limits of a step lie close together, shared memory and the additions, and both are above that
-# of the matmul units. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read
-# eight operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for
-# dK, and dS and K for the part.
+# Is such a step near what the GPU allows? We count three limits: matmul units, shared memory, and
+# additions. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read eight
+# operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for dK, and
+# dS and K for the part.
 
 # Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2349,27 +2441,46 @@ lab.table(
 )
 
 # %%
-# One kernel does nothing but the matmuls, and then the same stores beside them. Another only adds
-# parts and announces each, on all SMs at once:
+# That is more than the five matmuls need by count. Experiments test the counts: one kernel does
+# nothing but the matmuls, and then the same stores beside them; another only adds parts and
+# announces each, on all SMs at once.
 
-# Measuring
-parts_of_a_step = {  # cycles: counted, and measured
-    "five matmuls": (counted("all five")[0], cycles("all five")),
-    "and all that a step moves": (counted(whole_step)[1], cycles(whole_step)),
-    "nothing but additions": (None, cycles("all SMs add parts")),
-    "a step of the kernel, mean of programs": (None, mean_step),
+# Drawing
+BARS = {  # cycles of a step, and how they are drawn
+    "matmul units, counted": (counted("all five")[0], "counted"),
+    "shared memory, counted": (counted(whole_step)[1], "counted"),
+    "five matmuls alone": (cycles("all five"), "tried"),
+    "matmuls and stores alone": (cycles(whole_step), "tried"),
+    "additions alone, all SMs": (cycles("all SMs add parts"), "tried"),
+    "a step of the kernel": (mean_step, "step"),
 }
-lab.table(
-    [
-        {
-            "what": what,
-            "counted": "" if count is None else f"{count:,.0f}",
-            "measured": f"{found:,.0f}",
-        }
-        for what, (count, found) in parts_of_a_step.items()
-        if by_part.rows
-    ],
+
+
+def bars_in_words(_):
+    return ". ".join(
+        f"{what}: {found:,.0f} cycles" for what, (found, _) in BARS.items()
+    )
+
+
+def bars_of_a_step(axes, _):
+    looks = {
+        "counted": {"color": lab.colour("matmul"), "alpha": 0.35},
+        "tried": {"color": lab.colour("matmul")},
+        "step": {"color": lab.colour("Kernel Book")},
+    }
+    for at, (found, look) in enumerate(BARS.values()):
+        axes.barh(at, found, 0.66, **looks[look])
+        axes.text(found + 40, at, f"{found:,.0f}", va="center", fontsize=10)
+    axes.set_yticks(range(len(BARS)), BARS)
+    axes.set(xlim=(0, 1.15 * mean_step), xlabel="cycles of a step")
+    axes.invert_yaxis()
+
+
+lab.draw(
+    by_part,
     "Cycles of a step at head_dim 128, without a mask",
+    bars_in_words,
+    bars_of_a_step,
 )
 
 # %%
@@ -2384,7 +2495,8 @@ by_part
 needed, bound = cycles(whole_step), counted(whole_step)[1]
 lab.read(
     (
-        f"**So a step takes at least {bound:,.0f} cycles,** however well its matmuls overlap. "
+        f"**So a step takes at least {bound:,.0f} cycles,** the count of shared memory, however "
+        "well its matmuls overlap; additions alone take about as long. "
         if bound > 1.05 * ideal
         else "**But shared memory is no limit:** a step needs it for about as long as the matmul "
         "units. "
