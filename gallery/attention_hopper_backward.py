@@ -109,11 +109,11 @@ lab.sketch(
 )
 
 # %%
-# Every tile of queries gets the part of program 0 first and that of program 2 last, and yet all
-# three programs work at once. A small kernel in plain Triton does this for one head without a mask.
-# Each of its programs loads 64 keys and values, and in step ``i`` a tile of 64 queries, the last
-# first. Its **five matmuls** have keys as rows. ``lse`` comes from the forward pass, and ``delta``,
-# the row sums of ``dO`` times ``O``, is computed before the launch.
+# Every tile of queries gets the part of program 0 first and that of program 2 last, and yet
+# programs work at the same time. A small kernel in plain Triton does this for one head without a
+# mask. Each of its programs loads 64 keys and values, and in step ``i`` a tile of 64 queries, the
+# last first. Its **five matmuls** have keys as rows. ``lse`` comes from the forward pass, and
+# ``delta``, the row sums of ``dO`` times ``O``, is computed before the launch.
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -184,10 +184,10 @@ lab.check("The small kernel", of_small_kernel())
 # Heads apart
 # -----------
 #
-# The order ends, but what does it cost? Programs of one head start together, although each has to
-# be a step behind the one before, so all but the first wait. In this simulation with a causal mask,
-# where later keys have fewer steps, a program does a step in a tick, if the program of the keys
-# before did that step earlier. A row is an SM, a colour is a head, and grey is waiting.
+# A launch ends, then, but what does the order cost? Programs of one head start together, although
+# each has to be a step behind the one before, so all but the first wait. In this simulation with a
+# causal mask, where later keys have fewer steps, a program does a step in a tick, if the program of
+# the keys before did that step earlier. A row is an SM, a colour is a head, and grey is waiting.
 
 
 # Drawing
@@ -267,8 +267,8 @@ lab.sketch(
 
 # %%
 # On the left the programs of a head also end together, so the next head begins with the same wait.
-# On the right tiles of four heads alternate, so most programs find that their turn has come: the
-# order need not cost much, if neighbours on the SMs belong to different heads.
+# On the right tiles of four heads alternate, so most programs find that their turn has come: in
+# this simulation the order costs little, if programs that start together belong to different heads.
 
 # %%
 # Why roles
@@ -381,10 +381,10 @@ lab.sketch(
 # Which operand comes from where
 # ------------------------------
 #
-# Roles share data through shared memory, and trips to it cost time, so which tiles have to go
-# there? A matmul of Hopper takes its *right* operand from shared memory and its *left* one from
-# there or from registers. It leaves its result in registers, distributed as a left operand has to
-# be. So we compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`: then
+# Roles share data through shared memory, so which tiles have to go there? A matmul of Hopper takes
+# its *right* operand from shared memory and its *left* one from there or from registers. It leaves
+# its result in registers, distributed as a left operand has to be. So we compute the *transposed*
+# scores :math:`K Q^\top`, and :math:`V dO^\top`: then
 # :math:`P^\top` and
 # :math:`dS^\top` are left operands where they are.
 
@@ -1320,17 +1320,19 @@ waited = lab.attempt(
 )
 
 # %%
-# Each rung of this ladder keeps the switches of those before. Timed is the whole backward pass at
-# length 4,096. Less than 2 % "makes no difference" on this page.
+# Each rung of this ladder keeps the switches of those before. At first each consumer asks the copy
+# engine itself to add, which is done in the :term:`L2` cache. With heads apart, tiles alternate
+# between four times as many heads as fill the SMs. Timed is the whole backward pass at length
+# 4,096. Less than 2 % "makes no difference" on this page.
 
 # Measuring
 WHAT_IS_NEW = {
-    "one sweep with roles": "each consumer adds a part of dQ, of its own keys, in the L2 cache",
-    "half the columns": "each computes half of the columns, of both consumers' keys",
-    "overlap": "the next matmul is issued before the one before has ended",
-    "an adder": "a warp of its own adds, in any order",
+    "one sweep with roles": "each adds a part, of its own keys",
+    "half the columns": "each adds half, of the keys of both",
+    "overlap": "matmuls issued ahead",
+    "an adder": "a warp adds, in any order",
     "a fixed order": "it waits for its turn",
-    "heads apart": "tiles alternate between four times as many heads as fill the SMs",
+    "heads apart": "tiles of more heads alternate",
 }
 lab.table(
     [
@@ -1342,7 +1344,7 @@ lab.table(
         for rung, what_is_new in WHAT_IS_NEW.items()
         if steps.rows
     ],
-    "What each rung changes, and what it gains over the one before",
+    "What each rung gains over the one before, and the first over two sweeps",
 )
 
 # %%
@@ -2026,8 +2028,7 @@ lab.read(
 # ------------------
 #
 # Where does a step spend its time? The roles of one program stamped the cycles of their SM, in a
-# fixed order and without a mask. At a dashed line a consumer has stored its part. (Colours that
-# consumers use are on the left of the legend, and at its top right.)
+# fixed order and without a mask. At a dashed line a consumer has stored its part.
 
 
 # Measuring
@@ -2188,10 +2189,10 @@ lab.read(
 # How short a step can be
 # -----------------------
 #
-# Is such a step near what the GPU allows? We count three limits: matmul units, shared memory, and
-# additions. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read eight
-# operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for dK, and
-# dS and K for the part.
+# Is such a step near what the GPU allows? Three limits are in question: matmul units, shared
+# memory, and additions. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read
+# eight operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for
+# dK, and dS and K for the part.
 
 # Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2473,6 +2474,7 @@ def bars_of_a_step(axes, _):
         axes.text(found + 40, at, f"{found:,.0f}", va="center", fontsize=10)
     axes.set_yticks(range(len(BARS)), BARS)
     axes.set(xlim=(0, 1.15 * mean_step), xlabel="cycles of a step")
+    axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
 
 
