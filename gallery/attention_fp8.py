@@ -676,7 +676,7 @@ lab.read(
 #
 # In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
 # that are all about 1. The sum has grown to :math:`2^{12}` and keeps bits down to :math:`2^{-1}`
-# (grey). The next term, a product of two numbers of 4 bits, has 8, from :math:`2^0` to
+# (grey). The next term, a product of two numbers of 4 bits, has up to 8, from :math:`2^0` to
 # :math:`2^{-7}`, and only the first two count.
 
 
@@ -2476,7 +2476,7 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 #
 # Eight bits in all operands pay in long sequences, but do not double the speed, because only the
 # matmuls get faster. The error is a few percent on normal data, and more with outliers. V alone
-# errs least, but gains little or no speed over the package's kernel in bfloat16, and in short
+# errs less, but gains little or no speed over the package's kernel in bfloat16, and in short
 # sequences with head_dim 128 it is slower. The kernel needs four changes:
 
 # %%

@@ -662,8 +662,9 @@ lab.sketch(
 )
 
 # %%
-# The profile has three ranges of this trip, which are the colours of the picture. The table sums up
-# their bytes, and adds the FLOPs: :math:`4 d` per score in the two matmuls, for a head of :math:`d`
+# The profile has four ranges of this trip. The picture gives one colour to "scores" and "values",
+# the second of which also casts the weights back. The table sums up the bytes of each colour, and
+# adds the FLOPs: :math:`4 d` per score in the two matmuls, for a head of :math:`d`
 # numbers, and about five in softmax.
 
 
@@ -1517,8 +1518,8 @@ grid
 #
 # Which versions of the model do we compare? ``Operators`` takes attention, layer norm and dropout,
 # in this order, and what it is not given is PyTorch's. From *PyTorch* to *+ dropout*, each line of
-# ``EAGER`` puts in one more operator of the book, so *+ dropout* has all of them. The opponent is
-# *SDPA*: PyTorch with its own fused attention, in its fastest backend.
+# ``EAGER`` replaces more of PyTorch's operators by the book's (*+ attention* takes softmax along).
+# The opponent is *SDPA*: PyTorch with its own fused attention, in its fastest backend.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -2736,8 +2737,9 @@ lab.read(
         if model not in gained["attention"]
     )
     + (
-        "The linear layers take longer beside our operators in every model, although they are "
-        "the same kernels, and of this, too, we do not know the whole cause."
+        f"The linear layers take {min(same):.1f} to {max(same):.1f} ms longer beside our "
+        "operators, although they are the same kernels, and of this, too, we do not know the "
+        "whole cause."
         if same and min(same) > 0 and len(slowed) < len(race)
         else ""
     )

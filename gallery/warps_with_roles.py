@@ -166,8 +166,8 @@ lab.sketch(
 #    one.
 #
 # The next three sections make one part each: the copy engine, the barrier at which a role waits,
-# and the ring of slots. Put together they make the smallest matmul with roles, from which four
-# rungs lead to one as fast as cuBLAS, or nearly.
+# and the ring of slots. Put together they make the smallest matmul with roles. Then four rungs
+# ask what roles are worth: from a loop without them to one with them, nearly as fast as cuBLAS.
 #
 # A tile by the copy engine
 # -------------------------
@@ -800,7 +800,7 @@ lab.read(
 #
 # **Rungs 1 and 2: one buffer, then a ring, without roles.** All eight warps load and multiply.
 # ``STAGES`` is the number of slots: 1, then 3. The warps wait for each matmul, and ask for the next
-# tiles when it has ended. In the meantime the tensor cores are idle.
+# tiles when it has ended. While they ask, the tensor cores are idle.
 #
 # **Rung 3: one in flight, without roles.** The warps need not wait, because ``wgmma`` is
 # asynchronous, too:
