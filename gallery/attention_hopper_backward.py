@@ -403,8 +403,9 @@ lab.table(
 )
 
 # %%
-# **Only dS has to go to shared memory,** because the last matmul sums over *keys*, which are spread
-# over both consumers: each writes its :math:`dS^\top` there once, and both read it transposed.
+# **Of the operands, only dS has to go to shared memory,** because the last matmul sums over *keys*,
+# which are spread over both consumers: each writes its :math:`dS^\top` there once, and both read it
+# transposed.
 
 
 # Measuring
@@ -1403,8 +1404,8 @@ cost = [gain("heads apart", mask, "an adder") for mask in ("full", "causal")]
 lab.read(
     f"The fixed order {told('a fixed order')}"
     + (
-        ", and heads apart win that back: **at length 4,096 the same bits cost no time that "
-        "counts.**"
+        ", and heads apart win that back: **at length 4,096 the last rung is as fast as any "
+        "order without heads apart.**"
         if min(cost) >= -SCATTER
         else f". Heads apart {told('heads apart')}: **here the order still {verdict(min(cost))}.**"
     )
@@ -1949,10 +1950,10 @@ lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"
 lab.read(
     f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
     f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    f"FlashAttention's fixed order alone is faster at {len(below_theirs)} points, and slower at "
-    f"{len(over_theirs)}. **To give the order up:** of the {len(dropped)} points at "
-    f"which `deterministic=False` does so, it gains at {len(won_by_it)} and loses at "
-    f"{len(lost_by_it)}."
+    "FlashAttention's deterministic mode alone is faster than ours at "
+    f"{len(below_theirs)} points, and slower at {len(over_theirs)}. **Giving up the order:** "
+    f"`deterministic=False` does so at {len(dropped)} points, and gains at {len(won_by_it)} and "
+    f"loses at {len(lost_by_it)} of them."
     if speed.rows
     else f"{nan}"
 )
@@ -2497,8 +2498,8 @@ by_part
 needed, bound = cycles(whole_step), counted(whole_step)[1]
 lab.read(
     (
-        f"**So a step takes at least {bound:,.0f} cycles,** the count of shared memory, however "
-        "well its matmuls overlap; additions alone take about as long. "
+        f"**So by count a step takes at least {bound:,.0f} cycles,** those of shared memory, "
+        "however well its matmuls overlap; additions alone take about as long. "
         if bound > 1.05 * ideal
         else "**But shared memory is no limit:** a step needs it for about as long as the matmul "
         "units. "
@@ -2617,7 +2618,8 @@ gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "caus
 lab.read(
     "**What was gained:** at length 4,096 and head_dim 128 one sweep in a "
     f"fixed order is {gained[0]:.1f} times as fast as two sweeps without a mask, and "
-    f"{gained[1]:.1f} times with a causal one. Five matmuls in place of seven would allow 1.4."
+    f"{gained[1]:.1f} times with a causal one. Five matmuls in place of seven would allow 1.4. "
+    f"A library is still faster at {everywhere} {len(at_points)} points."
 )
 
 # %%
