@@ -62,6 +62,7 @@ from strategies import (
     Softmax,
     WeightedSum,
 )
+from test_weighted_sum import SMALL
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -171,17 +172,7 @@ ATTENTION_PATHS = {
     "as it is": {},
     "decoding": {"FEWEST_KEYS": 1, "FEWEST_TILES": 1, "KEYS_PER_QUERY": 1},
 }
-WEIGHTED_SUM_PATHS = {
-    "as it is": {},
-    "small": {
-        "FWD_TILE": 64,
-        "BWD_TILE": 128,
-        "SHORT_BYTES": 512,
-        "BWD_LONG": 64,
-        "SQUARE": 16,
-        "SUM_ROWS": 2,
-    },
-}
+WEIGHTED_SUM_PATHS = {"as it is": {}, "small": SMALL}
 
 
 def on_path(case):

@@ -149,19 +149,22 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch, needs):
     assert_close(gradient, truth, truth.float())
 
 
+SMALL = {
+    "FWD_TILE": 64,
+    "BWD_TILE": 128,
+    "SHORT_BYTES": 512,
+    "BWD_LONG": 64,
+    "SQUARE": 16,
+    "SUM_ROWS": 2,
+}
+"""Sizes of blocks with which small matrices take every path."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 3000), (3, 500), (70, 320), (2000, 3), (40, 40)])
 def test_small_blocks_meet_every_path(monkeypatch, shape, dtype):
     """Rows in parts, sums in parts, and several iterations of each loop."""
-    small = {
-        "FWD_TILE": 64,
-        "BWD_TILE": 128,
-        "SHORT_BYTES": 512,
-        "BWD_LONG": 64,
-        "SQUARE": 16,
-        "SUM_ROWS": 2,
-    }
-    for name, value in small.items():
+    for name, value in SMALL.items():
         monkeypatch.setattr(operator, name, value)
     check(draw(*shape, dtype=dtype))
     check(draw(*reversed(shape), dtype=dtype).t())
