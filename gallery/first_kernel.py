@@ -1283,8 +1283,8 @@ lab.read(
 # true of 8 or of 100, so the compiler loads one number at a time.
 #
 # The operator therefore passes a ``constexpr`` named ``UNIT``, the greatest power of two, up to 16,
-# that divides the stride of rows, on which depends where a row begins, and their length, on which
-# depends where the mask ends. For rows of 100 it is 4. The kernel begins with
+# that divides both the stride of rows and their length. The stride decides where a row begins, the
+# length where the mask ends. For rows of 100 it is 4. The kernel begins with
 # ``n_cols = n_cols // UNIT * UNIT``. This is the same number, but now the compiler sees a product
 # with the constant 4, which is a multiple of 4 whatever ``n_cols`` is. The stride is treated alike.
 #
