@@ -47,7 +47,7 @@ lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 # ----------------------
 #
 # Each row of ``x`` is multiplied by the same weights ``w`` and added up, as in a linear layer with
-# one output.
+# one output: :math:`y_i = \sum_j x_{ij} w_j`.
 
 import torch
 
@@ -362,8 +362,7 @@ lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
 # ``x_ptrs`` points to column 0 of each row. The loop keeps as many sums as a block has elements, so
-# threads need not exchange anything before it is over. One ``tl.sum`` and one store follow. What
-# ``EVICT`` does is measured below.
+# threads need not exchange anything before it is over. What ``EVICT`` does is measured below.
 #
 # What programs must not share
 # ----------------------------
@@ -443,10 +442,9 @@ lab.read(
 # So write to another tensor, or launch a second kernel, which by default begins when the first has
 # ended.
 #
-# How can programs add to one sum, as the gradient below needs? There are three ways:
+# Programs can add to one sum, as the gradient below needs, in three ways:
 #
-# - *Load, add, store.* Each program loads the sum so far, adds its rows, and stores the result. Two
-#   may load the same value, and then one addition is lost.
+# - *Load, add, store.* If two programs load the same sum so far, one addition is lost.
 # - *Atomic addition.* ``tl.atomic_add`` does all three in one step.
 # - *Partial sums.* Each program stores a :term:`partial sum <partial sums>`, and a second kernel
 #   adds these up.
@@ -546,8 +544,8 @@ in_parts_took = of_way("partial sums", "µs")
 lab.read(
     f"Load, add, store loses up to {100 * lost:.0f} % of a sum"
     + (", and is not even faster than atomics" if racing > 0.99 * atomic else "")
-    + ". Atomics add in the order in which programs arrive; with partial sums the order is fixed, "
-    "so every run has the same bits. **We take partial sums**"
+    + ". Atomics add in the order in which programs arrive; partial sums have a fixed order, so "
+    "every run has the same bits. **We take partial sums**"
     + (
         ", which are the fastest as well (timed in the operator, which has other blocks)."
         if in_parts_took < 0.99 * min(racing, atomic)
@@ -564,7 +562,6 @@ lab.read(
 #
 # .. math::
 #
-#    y_i &= \sum_j x_{ij} w_j \\
 #    dx_{ij} &= \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial x_{ij}}
 #          = dy_i \, w_j \\
 #    dw_j &= \sum_i \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial w_j}
@@ -734,13 +731,9 @@ def cases():
 lab.check("weighted_sum", cases())
 
 # %%
-# A mistake is found most easily in the interpreter (``TRITON_INTERPRET=1``), where ``breakpoint()``
-# stops inside a kernel, and ``print("x", x)`` shows a block.
-
-# %%
 
 
-# Folded: What each program prints in the interpreter
+# Folded: How to find a mistake in the interpreter
 @triton.jit
 def talking_kernel(x_ptr, n, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -748,6 +741,8 @@ def talking_kernel(x_ptr, n, BLOCK_SIZE: tl.constexpr):
     print("program", tl.program_id(0), "offsets", offsets, "x", x)
 
 
+print("Set TRITON_INTERPRET=1. Then breakpoint() stops inside a kernel,")
+print('and print("x", x) shows a block; each of three programs prints its own:')
 numbers = torch.arange(10.0, device=runtime.DEVICE) / 2
 if runtime.INTERPRETED:
     talking_kernel[(3,)](numbers, 10, BLOCK_SIZE=4)
@@ -1047,6 +1042,7 @@ lab.plot(forward, "Forward, rows of 4,096 in bfloat16", share=True)
 
 # %%
 
+# Folded: The figure's last four points in numbers
 FEWER = [2**power for power in (10, 12, 14)]
 lab.table(
     [
@@ -1064,7 +1060,7 @@ lab.table(
             "x @ w": "x @ w",
         }.items()
     ],
-    "The figure's last four points in numbers",
+    "The forward pass beside a copy",
 )
 
 # %%
@@ -1223,9 +1219,8 @@ lab.read(
 # Reading
 of_copying = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, and HBM was measured above
 lab.read(
-    "More than 100 % of a copy's speed is possible, because a copy also writes: with 65,536 rows "
-    f"it moved {of_copying:.1f} TB/s, and reading alone reached {hbm:.1f} (the figure of the "
-    "memories)."
+    "More than 100 % is possible, because a copy also writes: with 65,536 rows it moved "
+    f"{of_copying:.1f} TB/s, and reading alone reached {hbm:.1f} (the figure of the memories)."
     if reached[2**16] > 1 and hbm > of_copying
     else f"With 65,536 rows the copy moved {of_copying:.1f} TB/s."
 )
@@ -1248,10 +1243,10 @@ in_front = {name: found for name, found in in_front.items() if found[0]}
 lab.read(
     "By the medians "
     + ", and ".join(
-        f"{name} is ahead of the operator at {listed(points)} rows, by "
+        f"{name} {'at' if number else 'is ahead of the operator at'} {listed(points)} rows, by "
         + ("up to " if len(points) > 1 else "")
         + f"{most:.0f} %"
-        for name, (points, most) in in_front.items()
+        for number, (name, (points, most)) in enumerate(in_front.items())
     )
     + ("; there the bands overlap." if overlapping else ". We have not measured why.")
     if in_front
@@ -1298,8 +1293,8 @@ lab.read(
     f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %"
     + (f", and meet the aim with {listed(aimed)} columns only" if aimed else "")
     + (
-        ". The least is with 2 columns, because there the results are half as many bytes as `x`, "
-        "and the share leaves them out"
+        ". The least is with 2 columns, where the results are half as many bytes as `x` and the "
+        "share leaves them out"
         if least == 2
         else f". The least is with {least:,} columns"
     )
@@ -1314,16 +1309,16 @@ lab.read(
 # Rows of 8, and of 100
 # ---------------------
 #
-# What makes short rows fast? A thread can load 16 bytes at once only from a multiple of 16 bytes,
-# and the compiler must prove that the address is one. Of an integer argument, such as the stride of
-# rows, Triton finds out at the launch only whether it is 1 and whether 16 divides it. Neither is
-# true of 8 or of 100, so the compiler loads one number at a time.
+# A thread can load 16 bytes at once only from a multiple of 16 bytes, and the compiler must prove
+# that the address is one. Of an integer argument, such as the stride of rows, Triton finds out at
+# the launch only whether it is 1 and whether 16 divides it. Neither is true of 8 or of 100, so the
+# compiler loads one number at a time.
 #
 # The operator therefore passes a ``constexpr`` named ``UNIT``, the greatest power of two, up to 16,
-# that divides both the stride of rows and their length. The stride decides where a row begins, the
-# length where the mask ends. For rows of 100 it is 4. The kernel begins with
-# ``n_cols = n_cols // UNIT * UNIT``. This is the same number, but now the compiler sees a product
-# with the constant 4, which is a multiple of 4 whatever ``n_cols`` is. The stride is treated alike.
+# that divides both the stride of rows and their length: 4 for rows of 100. The stride decides where
+# a row begins, the length where the mask ends. The kernel begins with
+# ``n_cols = n_cols // UNIT * UNIT``. This is the same number, but as a product with the constant 4
+# the compiler knows it to be a multiple of 4. The stride is treated alike.
 #
 # .. dropdown:: More: short rows as one line
 #
@@ -1392,8 +1387,8 @@ blind, known, eight, eighth, in_line = [row["µs"] for row in loaded.rows] or [n
 more = 100 * (1 - in_line / eighth)
 lab.read(
     f"**One proven divisor makes the kernel {blind / known:.1f} times as fast for rows of 100,** "
-    f"and {eight / eighth:.1f} times for rows of 8. A row of 8 is then a single load of 16 bytes, "
-    f"so that loading all rows as one line saves only {more:.0f} % more."
+    f"and {eight / eighth:.1f} times for rows of 8, each of which is then a single load. To load "
+    f"all rows as one line saves only {more:.0f} % more."
 )
 
 # %%
@@ -1401,11 +1396,10 @@ lab.read(
 # ---------------------------------
 #
 # With 16,384 rows of 4,096 the operator is clearly faster than our first kernel. It loads ``x``
-# with ``evict_first``: when L2 needs room, it gives up these numbers first. Otherwise it may give
-# up numbers that an earlier kernel wrote, which must first be copied to HBM. To see whether this
-# copying costs time, we run the operator with and without ``evict_first``, once where L2 is full of
-# numbers that another kernel wrote, as before every run of the figures, and once of numbers that
-# were only read.
+# with ``evict_first``: when L2 needs room, it gives up these numbers first, and not those that an
+# earlier kernel wrote, which must then be copied to HBM. To see whether that copying costs time, we
+# run the operator with and without ``evict_first``, once where L2 is full of numbers that another
+# kernel wrote, as before every run of the figures, and once of numbers that were only read.
 
 
 # Measuring
@@ -1554,7 +1548,7 @@ verdict = "met" if least_of_long >= 100 * AIM_BACKWARD else "missed"
 lab.read(
     f"The aim of {100 * AIM_BACKWARD:.0f} % from 4,096 rows on is {verdict}: the least is "
     f"{least_of_long:.0f} %. With {slowest:,} rows the operator reaches only "
-    f"{shares_of_backward[slowest]:.0f} %, for a reason that we have not measured."
+    f"{shares_of_backward[slowest]:.0f} %; why is not measured."
 )
 
 # %%
@@ -1588,14 +1582,15 @@ def second_launches(rows=4096, columns=4096):
 
 
 # %%
-# From Hopper on, the kernel that adds the partial sums is launched while the first still runs, and
-# waits until these are in memory (*programmatic dependent launch*).
 
-# %%
-
-# Folded: What it saves to launch the second kernel early
-lab.measure(
+# Folded: What an early launch of the second kernel saves
+started = lab.measure(
     "Backward of 4,096 rows, by the start of its second kernel", second_launches
+)
+lab.table(
+    started.rows,
+    "Backward of 4,096 rows. The kernel that adds the partial sums may be launched while the first "
+    "still runs, and then waits until these are in memory (programmatic dependent launch).",
 )
 
 # %%
