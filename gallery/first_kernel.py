@@ -336,7 +336,7 @@ lab.table(
             "PyTorch": simple_weighted_sum(turned, w),
         }.items()
     ],
-    "Why a kernel takes strides: the sums of the rows of a transposed matrix",
+    "The sums of the rows of a transposed matrix",
 )
 
 # %%
@@ -521,7 +521,7 @@ lab.table(
         }
         for row in shared_sums.rows
     ],
-    "How programs add to one sum, in three ways on a GPU",
+    "How programs add to one sum on a GPU",
 )
 
 # %%
@@ -543,7 +543,6 @@ racing, atomic = (
 in_parts_took = of_way("partial sums", "µs")
 lab.read(
     f"Load, add, store loses up to {100 * lost:.0f} % of a sum"
-    + (", and is not even faster than atomics" if racing > 0.99 * atomic else "")
     + ". Atomics add in the order in which programs arrive; partial sums have a fixed order, so "
     "every run has the same bits. **We take partial sums**"
     + (
@@ -692,10 +691,9 @@ lab.listing(
 # ------------
 #
 # We compare three shapes in three dtypes with the truth in float64, and bfloat16 with a float32
-# weight. An error is the largest deviation in a part of a tensor (up to 64 rows and 1,024 columns),
-# divided by the largest true number there. Ours may be twice PyTorch's or twice half a unit in the
-# last place (:term:`ulp`), whichever is more; in float32 eight times, because there the order of
-# additions decides.
+# weight. An error is relative to the largest true number near it, within 64 rows and 1,024
+# columns. Ours may be twice PyTorch's or twice half a unit in the last place (:term:`ulp`),
+# whichever is more; in float32 eight times, because there the order of additions decides.
 
 
 def cases():
@@ -751,10 +749,10 @@ if runtime.INTERPRETED:
 # Programs, warps, threads
 # ------------------------
 #
-# A GPU consists of SMs (:term:`streaming multiprocessors <SM>`). Each program runs on one of them
-# from beginning to end, and an SM holds several at a time. A program has four :term:`warps <warp>`,
-# unless ``num_warps`` says otherwise, and a warp is 32 threads that execute the same instruction
-# together. The picture follows a block of 1,024 16-bit numbers, counted within program 2.
+# A GPU consists of SMs (:term:`streaming multiprocessors <SM>`). Each program runs on one of them,
+# and an SM holds several at a time. A program has four :term:`warps <warp>`, unless ``num_warps``
+# says otherwise, and a warp is 32 threads that execute the same instruction together. The picture
+# follows a block of 1,024 16-bit numbers, counted within program 2.
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
@@ -763,8 +761,8 @@ if runtime.INTERPRETED:
 #
 # Where the block is large enough and the compiler can prove its addresses aligned, a thread holds
 # as many neighbouring elements as make 16 bytes, the widest load of this GPU. The 32 threads of a
-# warp then read 512 consecutive bytes together, which the memory serves with few transactions: this
-# is called :term:`coalescing`.
+# warp then read 512 consecutive bytes together, which the memory serves with few transactions
+# (:term:`coalescing`).
 
 # %%
 
@@ -996,7 +994,7 @@ lab.read(
 # Reading
 lab.read(
     f"A number from HBM takes {wait:,.0f} ns to arrive, so at full speed {in_flight:.1f} MB must "
-    "be on their way at any moment. That is why a GPU runs many threads, each with several loads "
+    "be on their way at any moment. Therefore a GPU runs many threads, each with several loads "
     "under way."
 )
 
@@ -1160,8 +1158,8 @@ of_product, of_sum = [
 ] or [nan] * 2
 lab.read(
     f"At 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a copy. "
-    "Three times the bytes explain a factor of 3. The rest is the multiplication, which reaches "
-    f"only {of_product:.0f} % of the speed of a copy of its own bytes (the sum {of_sum:.0f} %)."
+    "Three times the bytes explain a factor of 3. The rest is the multiplication, at only "
+    f"{of_product:.0f} % of the speed of a copy of its own bytes (the sum {of_sum:.0f} %)."
 )
 
 # %%
@@ -1208,7 +1206,7 @@ lab.read(
     )
     + (
         "A kernel that only reads `x` and adds it up is slower than the copy, too, and accounts "
-        "for more than half of the operator's delay (the fold above)."
+        "for more than half of the operator's delay."
         if missed == [2**12] and adding - copying > 0.5 * (weighing - copying)
         else ""
     )
@@ -1220,7 +1218,7 @@ lab.read(
 of_copying = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, and HBM was measured above
 lab.read(
     "More than 100 % is possible, because a copy also writes: with 65,536 rows it moved "
-    f"{of_copying:.1f} TB/s, and reading alone reached {hbm:.1f} (the figure of the memories)."
+    f"{of_copying:.1f} TB/s, and reading alone {hbm:.1f} (figure 1)."
     if reached[2**16] > 1 and hbm > of_copying
     else f"With 65,536 rows the copy moved {of_copying:.1f} TB/s."
 )
@@ -1290,14 +1288,10 @@ least = min(found, key=found.get)
 aimed = [columns for columns in found if found[columns] >= 100 * AIM]
 compiled_ahead, _ = listed_medians(shapes, "torch.compile")
 lab.read(
-    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %"
-    + (f", and meet the aim with {listed(aimed)} columns only" if aimed else "")
-    + (
-        ". The least is with 2 columns, where the results are half as many bytes as `x` and the "
-        "share leaves them out"
-        if least == 2
-        else f". The least is with {least:,} columns"
-    )
+    f"Rows of other lengths reach {min(found.values()):.0f} to {max(found.values()):.0f} %, the "
+    f"least with {least:,} columns"
+    + (", whose many results the share does not count" if least == 2 else "")
+    + (f". The aim is met with {listed(aimed)} columns only" if aimed else "")
     + (
         f". `torch.compile` is faster than ours with {listed(compiled_ahead)} columns."
         if compiled_ahead
@@ -1318,7 +1312,7 @@ lab.read(
 # that divides both the stride of rows and their length: 4 for rows of 100. The stride decides where
 # a row begins, the length where the mask ends. The kernel begins with
 # ``n_cols = n_cols // UNIT * UNIT``. This is the same number, but as a product with the constant 4
-# the compiler knows it to be a multiple of 4. The stride is treated alike.
+# the compiler knows it to be a multiple of 4.
 #
 # .. dropdown:: More: short rows as one line
 #
@@ -1463,8 +1457,8 @@ lab.read(
         else f". Where it was only read, the kernel takes {clean_first:.0f} µs with it and "
         f"{clean:.0f} without, so the writing is not all that it waited for."
     )
-    + f" With 65,536 rows our first kernel, which has no `evict_first`, takes only {later:.0f} % "
-    "longer than the operator; why, we have not measured."
+    + f" With 65,536 rows our first kernel, without `evict_first`, is only {later:.0f} % slower; "
+    "why is not measured."
 )
 
 # %%
@@ -1533,7 +1527,7 @@ lab.read(
         if compiled_first
         else "nowhere faster than ours"
     )
-    + f". PyTorch's operations take {theirs / ours:.1f} times as long as ours. They move such a "
+    + f". PyTorch's operations take {theirs / ours:.1f} times as long. They move such a "
     "matrix four times (write `dx`, read `x`, write `dy * x`, read it) and ours twice, which "
     "explains a factor of 2; the rest is not measured."
 )
@@ -1695,7 +1689,6 @@ for dtype in (tl.float16, tl.float32):
 #
 # A program finds its block from its own number, and a mask keeps it from what lies past the end.
 # Sums that cross programs go through partial sums, because these are added in a fixed order.
-# How the times above were taken: see :doc:`measuring`.
 #
 # Puzzles
 # -------
@@ -1918,7 +1911,7 @@ assert torch.equal(y, x.sum(dim=1))
 #   computations.* MAPL 2019.
 # - Rush. *GPU puzzles* and *Triton puzzles*, whose form the puzzles above follow. 2022 and 2024.
 # - Stanford CS336. *Language modeling from scratch*, assignment 2: a weighted sum.
-# - NVIDIA. *CUDA C++ programming guide*, on the hierarchy of threads and of memories.
+# - NVIDIA. *CUDA C++ programming guide.*
 
 # %%
 
