@@ -64,8 +64,8 @@ def simple_weighted_sum(x, w):
 # :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only the 2
 # bytes of reading ``x`` are necessary, because the weights and the sums are small beside it.
 #
-# Three times the bytes would leave a third of the speed of a copy. The bars above show less; which
-# operation loses the rest is measured below.
+# Three times the bytes would leave a third of the speed of a copy. The bars above show less, for a
+# reason measured below.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -819,7 +819,7 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 #
 # A number on its way to a thread passes several memories: HBM, the
 # :term:`L2` cache that all SMs share, the :term:`L1` cache of an SM, which is one memory with its
-# :term:`shared memory`, and the registers. The bars show their speeds, and the labels also
+# :term:`shared memory`, and the registers. The bars show their speeds, the labels also
 # :term:`latency` and size.
 
 # %%
@@ -1390,7 +1390,7 @@ lab.read(
 # ---------------------------------
 #
 # With 16,384 rows of 4,096 the operator is clearly faster than our first kernel. It loads ``x``
-# with ``evict_first``: when L2 needs room, it gives up these numbers first, and not those that an
+# with ``evict_first``: when L2 needs room, it gives up these numbers first, not those that an
 # earlier kernel wrote, which must then be copied to HBM. To see whether that copying costs time, we
 # run the operator with and without ``evict_first``, once where L2 is full of numbers that another
 # kernel wrote, as before every run of the figures, and once of numbers that were only read.
@@ -1525,7 +1525,7 @@ lab.read(
     + (
         f"faster than ours with {listed(compiled_first)} rows"
         if compiled_first
-        else "nowhere faster than ours"
+        else "nowhere faster"
     )
     + f". PyTorch's operations take {theirs / ours:.1f} times as long. They move such a "
     "matrix four times (write `dx`, read `x`, write `dy * x`, read it) and ours twice, which "
