@@ -933,6 +933,7 @@ lab.table(
 #    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
 #    as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
 
+# %%
 # The last term of the bracket is a table of :math:`T^2` weights for each head. The picture shows
 # the share of each term in the bytes of a layer of *large*, with batches of 4.
 
@@ -2476,37 +2477,6 @@ lab.read(
 # %%
 
 
-# Measuring
-def of_host(chapter):
-    """Microseconds of the host for both passes of a chapter's operator: ours and PyTorch's."""
-    rows = of_record(chapter, "What a call costs the host")
-    both = {row["pass"]: row for row in rows}.get("forward and backward", {})
-    return [both.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch")]
-
-
-n_layers = SIZES["large"].layers
-calls_of = {  # operator: the chapter that timed it, its calls in a step
-    "attention": ("attention_backward", n_layers),
-    "layer norm": ("layer_norm", norms),
-    "dropout": ("dropout", 2 * n_layers),
-}
-host_rows = [
-    {
-        "operator": name,
-        "calls in a step": calls,
-        "ours, µs": round(own),
-        "PyTorch's, µs": round(theirs),
-        "ours longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
-    }
-    for name, (chapter, calls) in calls_of.items()
-    for own, theirs in [of_host(chapter)]
-    if own == own and theirs == theirs
-]
-more_of_host = sum(row["ours longer in a step, ms"] for row in host_rows)
-more_eager = change("step, ms", "SDPA", "+ dropout")
-
-# %%
-
 # Reading
 launched_ms = [
     (100 * (row["host, ms"] / row["step, ms"] - 1), row["version"])
@@ -2519,11 +2489,10 @@ beyond_both = step("step, ms", "SDPA, compiled") - max(
     step("host, ms", "SDPA, compiled"), step("busy, ms", "SDPA, compiled")
 )
 lab.read(
-    "The bars come from separate measurements, which scatter, so “at least” holds only as far as "
-    "they agree: "
+    "The bars come from separate measurements, so “at least” holds only as far as they agree: "
     + (
-        f"in the figure a host's bar is up to {over_drawn:.0f} % longer than its step, and of all "
-        f"versions up to {over_all:.0f} % (“{over_name}”). "
+        f"a host's bar is up to {over_drawn:.0f} % longer than its step, and of all versions up to "
+        f"{over_all:.0f} % (“{over_name}”). "
         if over_drawn > 0
         else "here no host's bar is longer than its step. "
     )
@@ -2558,6 +2527,38 @@ lab.read(
     )
     + "If the host is the cause, the loss must disappear without it."
 )
+
+# %%
+
+
+# Measuring
+def of_host(chapter):
+    """Microseconds of the host for both passes of a chapter's operator: ours and PyTorch's."""
+    rows = of_record(chapter, "What a call costs the host")
+    both = {row["pass"]: row for row in rows}.get("forward and backward", {})
+    return [both.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch")]
+
+
+n_layers = SIZES["large"].layers
+calls_of = {  # operator: the chapter that timed it, its calls in a step
+    "attention": ("attention_backward", n_layers),
+    "layer norm": ("layer_norm", norms),
+    "dropout": ("dropout", 2 * n_layers),
+}
+host_rows = [
+    {
+        "operator": name,
+        "calls in a step": calls,
+        "ours, µs": round(own),
+        "PyTorch's, µs": round(theirs),
+        "ours longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
+    }
+    for name, (chapter, calls) in calls_of.items()
+    for own, theirs in [of_host(chapter)]
+    if own == own and theirs == theirs
+]
+more_of_host = sum(row["ours longer in a step, ms"] for row in host_rows)
+more_eager = change("step, ms", "SDPA", "+ dropout")
 
 # %%
 
@@ -2834,7 +2835,7 @@ def kind_bars(axes, _):
             where_to = place + 0.27 * (row - 1)
             axes.barh(where_to, apart_by, 0.24, color=ink)
             axes.annotate(
-                f"{apart_by:+.1f}",
+                f"{apart_by:+.1f}".replace("-", "−"),
                 (apart_by, where_to),
                 xytext=(4 if apart_by > 0 else -4, 0),
                 textcoords="offset points",
