@@ -10,11 +10,11 @@ You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
 - why one sweep needs :term:`warps <warp>` with roles, and who waits for whom in a step;
-- what limits its speed.
+- what bounds the time of a step, by count and by experiment.
 
-The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, all that
-this page says of them, checks included, is from a recorded run.
-:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
+The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, what the
+page says of them is from a recorded run, and the checks that are run again are of plain Triton and
+of PyTorch. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -36,6 +36,7 @@ from kernelbook.lab.attention_bench import (
     sdpa,
     timed,
 )
+from kernelbook.lab.display import Shown
 from kernelbook.ops.attention import backward as plain
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.tiles import LOG2E, place
@@ -53,6 +54,14 @@ from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.small.attention_hopper_backward import sweep_in_turn
 
 nan = float("nan")
+
+
+def together(*parts):
+    """Several results, of which one fold shows all."""
+    plain_text = "\n\n".join(part.plain for part in parts)
+    return Shown("".join(part.html for part in parts), plain_text)
+
+
 lab.start(
     "attention_hopper_backward",
     "kernelbook.ops.attention",
@@ -63,20 +72,33 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# For a tile of queries and one of keys, the backward pass needs five matmuls, as
-# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, of which come the weights
-# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`,
-# :math:`dK` and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and
-# :math:`dP`. Five at the same speed would be :math:`7/5 = 1.4` times as fast.
+# One sweep saves matmuls, and its price is an order in which programs add. For a tile of queries
+# and one of keys, the backward pass needs five matmuls, as :doc:`/chapters/attention_backward`
+# derives: :math:`S` and :math:`dP`, which give the weights :math:`P` and
+# :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`, :math:`dK`
+# and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and :math:`dP`. Five at
+# the same speed would be :math:`7/5 = 1.4` times as fast.
 #
-# The price of **one sweep** is :math:`dQ`. A program owns keys and meets all queries, so it adds
-# its part of :math:`dQ` to sums in memory, to which other programs add as well. Their order decides
-# the last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. So for the same
-# bits in every run, each program waits for its turn. Here three programs, each with a tile of keys,
-# add to the tiles of queries C, B and A:
+# **One sweep** makes :math:`dQ` a shared sum. A program owns a tile of keys and keeps their
+# :math:`dK` and :math:`dV`, but it meets all queries, so of each query's :math:`dQ` it has only one
+# term, its *part*. All programs add their parts to sums in memory, and the order of the additions
+# decides the last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For the
+# same bits in every run, the programs therefore take turns. Here three of them, each with a tile of
+# keys, add to the tiles of queries C, B and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+
+
+def write_at(axes, at, text, size=11, color="#1f2328"):
+    """Write lines around a point, each by itself, so that a browser centres each."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        up = 1.25 * size * ((len(lines) - 1) / 2 - number)
+        axes.annotate(
+            line, at, (0, up), textcoords="offset points", ha="center", va="center",
+            fontsize=size, color=color,
+        )  # fmt: skip
 
 
 def turns(axes):
@@ -109,11 +131,13 @@ lab.sketch(
 )
 
 # %%
-# Every tile of queries gets the part of program 0 first and that of program 2 last, and yet
-# programs work at the same time. A small kernel in plain Triton does this for one head without a
-# mask. Each of its programs loads 64 keys and values, and in step ``i`` a tile of 64 queries, the
-# last first. Its **five matmuls** have keys as rows. ``lse`` comes from the forward pass, and
-# ``delta``, the row sums of ``dO`` times ``O``, is computed before the launch.
+# Every tile of queries gets the part of program 0 first and that of program 2 last, in every run,
+# and yet the programs work at the same time, each at another tile.
+#
+# **A small kernel** in plain Triton does this for one head without a mask. Each of its programs
+# owns 64 keys and values, and in step ``i`` it meets a tile of 64 queries, the last tile first.
+# ``lse`` comes from the forward pass, and ``delta``, the row sums of ``dO`` times ``O``, is made
+# before the launch. In its five matmuls keys are rows:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -121,8 +145,8 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# Then it waits for **its turn.** A *counter* of each program, at first 0, says how many steps it
-# has added, and a program waits for the counter of the program before.
+# Then the program waits for **its turn.** Each program has a *counter*, at first 0, of the steps
+# whose parts it has added, and the next program waits for it:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -133,8 +157,11 @@ lab.sketch(
 # - ``atomic_add`` of 0 *reads* a counter. With ``"acquire"``, all loads below see what the other
 #   program stored before it wrote that counter.
 # - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
-# - One thread does each of these, so ``debug_barrier`` holds back the loads of all others, and
-#   waits for their stores.
+# - Only one thread of a program does either, so ``debug_barrier`` keeps the others from loading
+#   before the counter is read, and the counter from being written before they have stored.
+#
+# So a fixed order takes one counter for each program, and it remains to show that every wait ends.
+# The kernel, and the same sweep in PyTorch, pass the comparison with float64.
 #
 # .. dropdown:: The small kernel whole, and its launch
 #
@@ -148,267 +175,9 @@ lab.sketch(
 
 
 # Measuring
-def of_small_kernel():
-    generator = torch.Generator(runtime.DEVICE).manual_seed(1)
-    made = {"device": runtime.DEVICE, "dtype": torch.float16, "generator": generator}
-    one_head = torch.randn(4, 1, 1, 256, 64, **made).unbind()
-    leaves = [x.clone().requires_grad_() for x in one_head[:3]]
-    out = F.scaled_dot_product_attention(*leaves)
-    theirs = torch.autograd.grad(out, leaves, one_head[3])
-    ours = [x[None, None] for x in sweep_in_turn(*(x[0, 0] for x in one_head))]
-    truth = reference.attention_backward(*one_head)
-    for name, *results in zip(("dq", "dk", "dv"), ours, theirs, truth, strict=True):
-        yield lab.Case("256 queries and keys, head_dim 64", name, *results)
-
-
-# %%
-
-# Folded: The small kernel against float64
-lab.check("The small kernel", of_small_kernel())
-
-# %%
-# Why nobody waits for ever
-# -------------------------
-#
-# A program that waits keeps its :term:`SM <SM>`. If all SMs were taken by programs that wait for
-# one that has not started, the launch would never end. One assumption rules this out: **programs
-# start in the order of their ids.** No manual promises it. Program ids ascend with the keys of a
-# head, so
-#
-# 1. a program waits for one other, that of the keys before, whose id is smaller;
-# 2. by the assumption, that one has started;
-# 3. thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none. It finishes, and then the same holds for the next.
-
-# %%
-# Heads apart
-# -----------
-#
-# A launch ends, then, but what does the order cost? Programs of one head start together, although
-# each has to be a step behind the one before, so all but the first wait. In this simulation with a
-# causal mask, where later keys have fewer steps, a program does a step in a tick, if the program of
-# the keys before did that step earlier. A row is an SM, a colour is a head, and grey is waiting.
-
-
-# Drawing
-def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
-    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
-    waiting = [
-        (first + i % at_once, i // at_once)
-        for first in range(0, n_heads, at_once)
-        for i in range(n_tiles * at_once)
-    ]
-    if backwards:
-        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
-    done = dict.fromkeys(waiting, 0)
-    on_sm, ticks = [None] * n_sms, []
-    while waiting or any(on_sm):
-        for sm in range(n_sms):
-            if on_sm[sm] is None and waiting:
-                on_sm[sm] = waiting.pop(0)
-        may = {
-            (head, tile)
-            for head, tile in filter(None, on_sm)
-            if tile == 0 or done[head, tile - 1] > done[head, tile]
-        }
-        if not may:
-            return None
-        ticks.append([p and (*p, p in may) for p in on_sm])
-        for head, tile in may:
-            done[head, tile] += 1
-        for sm, program in enumerate(on_sm):
-            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
-            if program and done[program] == steps_of:
-                on_sm[sm] = None
-    return ticks
-
-
-# %%
-
-
-# Drawing
-def at_work(ticks):
-    """The share of ticks in which an SM works."""
-    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
-    return worked / (len(ticks) * len(ticks[0]))
-
-
-SHOWN = {
-    "one head at once": simulate(8, 4, 8, True),
-    "four at once": simulate(8, 4, 8, True, at_once=4),
-}
-
-
-def schedules(*panels):
-    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
-    most = max(map(len, SHOWN.values()))
-    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
-        for at, tick in enumerate(ticks):
-            for sm, cell in enumerate(tick):
-                if cell:
-                    head, _, worked = cell
-                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
-                    shade = 0.85 if worked else 0.25
-                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
-        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
-        axes.spines["left"].set_visible(False)
-        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
-
-
-lab.sketch(
-    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
-    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
-    "programs end together, and those of the next head wait again, each a step longer than the one "
-    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
-    schedules,
-    panels=2,
-    height=3.2,
-)
-
-# %%
-# On the left the programs of a head also end together, so the next head begins with the same wait.
-# On the right tiles of four heads alternate, so most programs find that their turn has come: in
-# this simulation the order costs little, if programs that start together belong to different heads.
-
-# %%
-# Why roles
-# ---------
-#
-# Some waiting remains, so an SM should compute while a program waits. In the small kernel, by its
-# code, none of a program's warps does. A second program on the same SM could, but the fast kernel,
-# whose programs own 128 keys, leaves no room for a second:
-
-# Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
 
-held = {  # rows, columns, bytes of a number, where
-    "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
-    "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
-    "P and dS in 16 bits": (2 * KEYS, QUERIES, 2, "registers"),
-    "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
-    "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
-    "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
-    "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
-}
-rows, room = [], {"registers": 0, "shared memory": 0}
-for what, (n_rows, columns, size, where) in held.items():
-    kib = n_rows * columns * size // KIB
-    room[where] += kib
-    rows.append({"what": what, "KiB": kib, "where": where})
-rows += [{"what": "in all", "KiB": kib, "where": where} for where, kib in room.items()]
-assert room == {"registers": 224, "shared memory": 192}
 
-capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
-lab.table(
-    [
-        {
-            "memory": where,
-            "a program holds": f"{kib} KiB",
-            "an SM has": f"{capacity[where]} KiB",
-        }
-        for where, kib in room.items()
-    ],
-    "Of registers and shared memory, at head_dim 128",
-)
-
-# %%
-
-# Folded: What a program holds, counted
-lab.table(rows, "What a program holds")
-
-# %%
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Say where each tile lies, and give the additions a warp of their own, which can wait for its
-#    turn while the warps that compute go on.
-#
-# So the warps of one program get different roles:
-#
-# - a *loader* warp fills rings of queries and of their gradients;
-# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
-# - an *adder* warp has the parts of :math:`dQ` added to the sums, when a counter says that its turn
-#   has come.
-
-
-# Drawing
-def machine(axes):
-    edge = "#59636e"
-    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
-    for x, y, width, height, fill, text in (
-        (0, 6, 2.0, 1.4, role, "loader\n1 warp"),
-        (2.6, 6, 4.4, 1.4, role, "consumers 0 and 1\n4 warps each"),
-        (7.9, 6, 2.1, 1.4, role, "adder\n1 warp"),
-        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
-        (3.0, 3, 2.1, 1.4, store, "dS of both"),
-        (5.7, 3, 2.1, 1.4, store, "part of dQ"),
-        (0, 0, 2.3, 1, far, "Q, dO"),
-        (5.7, 0, 2.1, 1, far, "sums of dQ"),
-        (8.3, 0, 1.7, 1, far, "counters"),
-    ):
-        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
-        at = (x + width / 2, y + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=11)
-    for start, end, ends, text, at in (
-        ((0.7, 6), (0.7, 4.45), "->", "asks", (0.25, 5.1)),
-        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine", (2.2, 1.9)),
-        ((2.0, 4.45), (2.9, 5.95), "<->", "full,\nempty", (3.0, 4.8)),
-        ((4.05, 5.95), (4.05, 4.45), "<->", "write,\nmeet,\nread", (4.6, 4.62)),
-        ((6.7, 5.95), (6.7, 4.45), "->", "full,\nempty", (6.2, 4.8)),
-        ((8.5, 5.95), (7.4, 4.45), "->", "asks", (8.45, 4.9)),
-        ((6.75, 2.95), (6.75, 1.05), "->", "copy engine adds", (5.15, 1.9)),
-        ((9.4, 5.95), (9.4, 1.05), "<->", "whose\nturn?", (8.8, 2.2)),
-    ):
-        arrow = {"arrowstyle": ends, "color": edge}
-        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
-        axes.text(*at, text, fontsize=10, ha="center", color=edge)
-    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
-    axes.axis("off")
-
-
-lab.sketch(
-    "Roles, shared memory (middle) and memory (below)",
-    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
-    "Two consumers of four warps each wait until a slot is full, hand dS to each other through "
-    "shared memory, and put the part of dQ there. An adder of one warp asks the copy engine to add "
-    "that part to the sums of dQ in memory, and reads and writes counters that say whose turn it "
-    "is.",
-    machine,
-    height=3.8,
-)
-
-# %%
-# Which operand comes from where
-# ------------------------------
-#
-# Roles share data through shared memory, so which tiles have to go there? A matmul of Hopper takes
-# its *right* operand from shared memory and its *left* one from there or from registers. It leaves
-# its result in registers, distributed as a left operand has to be. So we compute the *transposed*
-# scores :math:`K Q^\top`, and :math:`V dO^\top`: then
-# :math:`P^\top` and
-# :math:`dS^\top` are left operands where they are.
-
-operands = [
-    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
-    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
-    ("dV += Pᵀ dO", "registers", "registers, stays"),
-    ("dK += dSᵀ Q", "registers", "registers, stays"),
-    ("part of dQ = dS K", "shared memory", "registers, leaves"),
-]
-operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
-columns = ("matmul", "left operand from", "result")
-lab.table(
-    [dict(zip(columns, row, strict=True)) for row in operands],
-    "Five matmuls; the right operand is in shared memory",
-)
-
-# %%
-# **Of the operands, only dS has to go to shared memory,** because the last matmul sums over *keys*,
-# which are spread over both consumers: each writes its :math:`dS^\top` there once, and both read it
-# transposed.
-
-
-# Measuring
 def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64):
     """(dq, dk, dv), by a loop over tiles of keys and one over tiles of queries."""
     n_q, n_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
@@ -482,19 +251,274 @@ def cases_in_pytorch():
             yield from three_cases(what, ours, *inputs, is_causal, factor=8)
 
 
+def of_small_kernel():
+    generator = torch.Generator(runtime.DEVICE).manual_seed(1)
+    made = {"device": runtime.DEVICE, "dtype": torch.float16, "generator": generator}
+    one_head = torch.randn(4, 1, 1, 256, 64, **made).unbind()
+    leaves = [x.clone().requires_grad_() for x in one_head[:3]]
+    out = F.scaled_dot_product_attention(*leaves)
+    theirs = torch.autograd.grad(out, leaves, one_head[3])
+    ours = [x[None, None] for x in sweep_in_turn(*(x[0, 0] for x in one_head))]
+    truth = reference.attention_backward(*one_head)
+    for name, *results in zip(("dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        yield lab.Case("256 queries and keys, head_dim 64", name, *results)
+
+
 # %%
 
-# Folded: The sweep in PyTorch, whole and against float64
-lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
+# Folded: The same sweep in PyTorch, and both against float64
+together(
+    lab.check("The small kernel", of_small_kernel()),
+    lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU"),
+)
+
+# %%
+# Why nobody waits for ever
+# -------------------------
+#
+# A program that waits keeps its :term:`SM <SM>`, so a launch could stand still: all SMs might be
+# taken by programs that wait for one that has not started. One assumption rules this out:
+# **programs start in the order of their ids.** No manual promises it. Program ids ascend with the
+# keys of a head, so
+#
+# 1. a program waits for only one other, that of the keys before, whose id is smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
+#
+# So the launch ends. “What breaks it” lets the ids descend, and there the launch stands still.
+
+# %%
+# What the order costs
+# --------------------
+#
+# A program that waits computes nothing, and how many wait depends on which programs run together.
+# Those of one head start together, although each has to be a step behind the one before, so all but
+# the first wait. The simulation below has a causal mask, where later keys have fewer steps. A
+# program does a step in a tick, if the program of the keys before did that step earlier. A row is
+# an SM, a colour is a head, and grey is waiting.
+
+
+# Drawing
+def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
+    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
+    waiting = [
+        (first + i % at_once, i // at_once)
+        for first in range(0, n_heads, at_once)
+        for i in range(n_tiles * at_once)
+    ]
+    if backwards:
+        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
+    done = dict.fromkeys(waiting, 0)
+    on_sm, ticks = [None] * n_sms, []
+    while waiting or any(on_sm):
+        for sm in range(n_sms):
+            if on_sm[sm] is None and waiting:
+                on_sm[sm] = waiting.pop(0)
+        may = {
+            (head, tile)
+            for head, tile in filter(None, on_sm)
+            if tile == 0 or done[head, tile - 1] > done[head, tile]
+        }
+        if not may:
+            return None
+        ticks.append([p and (*p, p in may) for p in on_sm])
+        for head, tile in may:
+            done[head, tile] += 1
+        for sm, program in enumerate(on_sm):
+            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
+            if program and done[program] == steps_of:
+                on_sm[sm] = None
+    return ticks
+
+
+# %%
+
+
+# Drawing
+def at_work(ticks):
+    """The share of ticks in which an SM works."""
+    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
+    return worked / (len(ticks) * len(ticks[0]))
+
+
+SHOWN = {
+    "one head at once": simulate(8, 4, 8, True),
+    "four at once": simulate(8, 4, 8, True, at_once=4),
+}
+
+
+def schedules(*panels):
+    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
+    most = max(map(len, SHOWN.values()))
+    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
+        for at, tick in enumerate(ticks):
+            for sm, cell in enumerate(tick):
+                if cell:
+                    head, _, worked = cell
+                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
+                    shade = 0.85 if worked else 0.25
+                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
+        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
+        axes.spines["left"].set_visible(False)
+        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
+    panels[0].set_ylabel("SMs")
+
+
+lab.sketch(
+    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
+    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
+    "programs end together, and those of the next head wait again, each a step longer than the one "
+    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
+    schedules,
+    panels=2,
+    height=3.2,
+)
+
+# %%
+# On the left the programs of a head also end together, so the next head begins with the same wait.
+# On the right tiles of four heads alternate, so most programs find that their turn has come. In
+# this simulation the order costs little with *heads apart*: programs that start together belong to
+# different heads.
+
+# %%
+# Why warps get roles
+# -------------------
+#
+# Some waiting remains, so an SM needs something to compute while a program waits. In the small
+# kernel none of a program's warps computes then, as its code shows. A second program on the same SM
+# could, if there were room beside the first. The fast kernel, whose programs own 128 keys, leaves
+# none:
+
+# Measuring
+held = {  # rows, columns, bytes of a number, where
+    "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
+    "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
+    "P and dS in 16 bits": (2 * KEYS, QUERIES, 2, "registers"),
+    "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
+    "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
+    "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
+    "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
+}
+rows, room = [], {"registers": 0, "shared memory": 0}
+for what, (n_rows, columns, size, where) in held.items():
+    kib = n_rows * columns * size // KIB
+    room[where] += kib
+    rows.append(
+        {"KiB, at head_dim 128": what} | dict.fromkeys(room, "") | {where: str(kib)}
+    )
+assert room == {"registers": 224, "shared memory": 192}
+
+capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
+for what, kib in (("in all", room), ("an SM has", capacity)):
+    rows.append({"KiB, at head_dim 128": what} | {at: str(x) for at, x in kib.items()})
+lab.table(rows, "What a program of the fast kernel holds")
+
+# %%
+# So what goes on while a program waits has to be work of the same program, by other warps.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Give the additions a warp of their own, which can wait for its turn while the warps that
+#    compute go on.
+#
+# A program then has three roles, which meet only at barriers and in shared memory:
+#
+# - a *loader* warp fills rings of queries and of the gradients ``dO``;
+# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
+# - an *adder* warp has the parts of :math:`dQ` added to the sums, when a counter says that its turn
+#   has come.
+
+
+# Drawing
+def machine(axes):
+    edge = "#59636e"
+    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
+    for x, y, width, height, fill, text in (
+        (0, 6, 1.8, 1.4, role, "loader\n1 warp"),
+        (3.1, 6, 3.7, 1.4, role, "consumers 0 and 1\n4 warps each"),
+        (8.2, 6, 1.8, 1.4, role, "adder\n1 warp"),
+        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
+        (3.1, 3, 2.1, 1.4, store, "dS of both"),
+        (5.8, 3, 2.1, 1.4, store, "part of dQ"),
+        (0, 0, 2.3, 1, far, "Q, dO"),
+        (5.8, 0, 2.1, 1, far, "sums of dQ"),
+        (8.3, 0, 1.7, 1, far, "counters"),
+    ):
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
+        write_at(axes, (x + width / 2, y + height / 2), text)
+    for start, end, ends, text, at in (
+        ((3.05, 6.7), (1.85, 6.7), "->", "empty", (2.45, 7.05)),
+        ((6.85, 7.0), (8.15, 7.0), "->", "full", (7.5, 7.3)),
+        ((8.15, 6.4), (6.85, 6.4), "->", "empty", (7.5, 6.05)),
+        ((0.7, 5.95), (0.7, 4.45), "->", "asks", (0.25, 5.2)),
+        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine\nloads", (2.2, 2.0)),
+        ((2.0, 4.45), (3.3, 5.95), "->", "full", (2.35, 5.3)),
+        ((4.0, 5.95), (4.0, 4.45), "<->", "write,\nmeet, read", (4.85, 5.2)),
+        ((6.3, 5.95), (6.3, 4.45), "->", "write", (6.75, 5.2)),
+        ((8.7, 5.95), (7.5, 4.45), "->", "asks", (8.5, 4.9)),
+        ((6.85, 2.95), (6.85, 1.05), "->", "copy engine\nadds", (5.8, 2.0)),
+        ((9.5, 5.95), (9.5, 1.05), "<->", "whose\nturn?", (8.9, 2.6)),
+    ):
+        arrow = {"arrowstyle": ends, "color": edge}
+        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
+        write_at(axes, at, text, 10, edge)
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Roles, shared memory (middle) and memory (below)",
+    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
+    "Two consumers of four warps each wait until a slot is full, tell the loader when it is empty, "
+    "hand dS to each other through shared memory, and write the part of dQ there. They tell an "
+    "adder of one warp that it is full, and the adder tells them when it is empty. The adder asks "
+    "the copy engine to add the part to the sums of dQ in memory, and reads and writes counters "
+    "that say whose turn it is.",
+    machine,
+    height=3.8,
+)
+
+# %%
+# Which tiles go through shared memory
+# ------------------------------------
+#
+# Roles share data through shared memory, so which tiles of a step have to go there? A matmul of
+# Hopper takes its *right* operand from shared memory and its *left* one from there or from
+# registers. It leaves its result in registers, distributed as a left operand has to be. So we
+# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`: then :math:`P^\top` and
+# :math:`dS^\top` are left operands where they are.
+
+operands = [
+    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
+    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
+    ("dV += Pᵀ dO", "registers", "registers, stays"),
+    ("dK += dSᵀ Q", "registers", "registers, stays"),
+    ("part of dQ = dS K", "shared memory", "registers, leaves"),
+]
+operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
+columns = ("matmul", "left operand from", "result")
+lab.table(
+    [dict(zip(columns, row, strict=True)) for row in operands],
+    "Five matmuls; the right operand is in shared memory",
+)
+
+# %%
+# **Of what consumers compute, only dS becomes an operand in shared memory,** because the last
+# matmul sums over *keys*, which are spread over both consumers: each writes its :math:`dS^\top`
+# there once, and both read it transposed. (The part of :math:`dQ` goes there too, but for the copy
+# engine.)
 
 # %%
 # One step, wait by wait
 # ----------------------
 #
-# How does a consumer compute while matmuls run, although each matmul needs what the one before has
-# made? It *issues* a matmul before work that does not need it: dP runs while P is made, dV while dS
-# is stored, and dK while the part of dQ is handed over. Numbers mark its eight waits: for the
-# loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the adder (7).
+# This section follows a consumer through a step, to see how it computes while matmuls run, although
+# each matmul needs what the one before has made. It *issues* a matmul before work that does not
+# need it: dP runs while P is made, dV while dS is stored, and dK while the part of dQ is handed
+# over. Numbers mark its eight waits: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for
+# the other consumer (5) and for the adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -505,8 +529,9 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
-# The code from here on is of one kernel for head_dim 128, which the page times below, with all its
-# switches on. A name that ends in ``_s`` is a buffer in shared memory.
+# From here on the code is of a second kernel, the fast one: in Gluon, for head_dim 128, and with
+# switches like ``OVERLAP``, which are all on here and are timed below one by one. A name that ends
+# in ``_s`` is a buffer in shared memory.
 #
 # **Waits 1 to 3: P, while dP runs.** ``q`` and ``do`` are the tiles of step ``i``, in slot ``slot``
 # of their rings; ``k`` and ``v`` are the 64 keys and values of this consumer; ``none`` is zeros.
@@ -544,16 +569,15 @@ def halves_of_the_part(axes):
     for left, low, width, height, fill, text in boxes:
         box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
         axes.add_patch(box)
-        at = (left + width / 2, low + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=10)
+        write_at(axes, (left + width / 2, low + height / 2), text, 10)
     for at, text in (
         ((4.9, 2.2), "×"),
         ((10.3, 2.2), "="),
-        ((2.2, 4.65), "dS: 64 queries,\n128 keys"),
-        ((7.6, 4.65), "K: 128 keys,\n128 columns"),
-        ((13.0, 4.65), "part: 64 queries,\n128 columns"),
+        ((2.2, 5.3), "dS: 64 queries,\n128 keys"),
+        ((7.6, 5.3), "K: 128 keys,\n128 columns"),
+        ((13.0, 5.3), "part: 64 queries,\n128 columns"),
     ):
-        axes.text(*at, text, ha="center", va="bottom" if at[1] > 4 else "center")
+        write_at(axes, at, text)
     axes.set(xlim=(-0.1, 15.4), ylim=(-0.1, 6.1))
     axes.axis("off")
 
@@ -581,9 +605,10 @@ lab.sketch(
 # **Waits 7 and 8: hand it over.** dK is issued behind the part, so it runs while the consumer waits
 # until its half of the buffer ``parts`` is empty (7), stores its half of the part there, and says
 # that it is full. When dK has ended (8), the slot of Q is free for the loader, and the step is
-# done.
+# done. So in a step a consumer needs the other one once and the adder once; at all other waits it
+# depends on the loader and on its own matmuls.
 #
-# .. dropdown:: The same in code: waits 4 to 8, and why one meeting per step suffices
+# .. dropdown:: Waits 4 to 8 in code, and why one meeting per step suffices
 #
 #    **Waits 4 and 5.** ``operand`` is the layout of a left operand, and ``assert_trivial`` demands
 #    that no number moves for it. ``fence_async_shared`` lets matmuls see what threads have stored.
@@ -613,13 +638,14 @@ lab.sketch(
 #    the same tile of ``ds_s``.
 
 # %%
-# The same bits in every run
-# --------------------------
+# How the adder keeps the order
+# -----------------------------
 #
-# Programs take turns as in the small kernel, step for step, but now only the *adder* waits for its
-# turn. A consumer computes on, unless the buffer still holds the part of the step before. So an
-# adder says two things at two times: to the consumers that the buffer is free, and to the program
-# of the next keys that the sums are complete.
+# The order is that of the small kernel, step for step; new is who waits for it. Only the *adder*
+# waits for its turn, and all other roles wait for none but their own program, so the argument that
+# nobody waits for ever still holds. A consumer computes on, unless the buffer still holds the part
+# of the step before. So an adder says two things at two times: to the consumers that the buffer is
+# free, and to the program of the next keys that the sums are complete.
 
 
 # Drawing
@@ -638,8 +664,7 @@ def one_addition(axes):
         height = 0.7 if text == "consumers" else 1.1
         box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
         axes.add_patch(box)
-        at = (left + width / 2, low + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=10.5)
+        write_at(axes, (left + width / 2, low + height / 2), text, 10.5)
     for begin, end, text, at in (
         ((0.8, 4), (0.8, 3.15), "part_full", (1.0, 3.55)),
         ((1.4, 2), (1.4, 1.15), "asks", (1.55, 1.55)),
@@ -684,7 +709,8 @@ lab.sketch(
 # ``tma.store_wait(0)`` waits only until the engine has *read* the part, which is all that consumers
 # need. The counter must promise more: that the sums are *in memory*. Triton's atomics order only
 # what threads store, and here the copy engine adds. So ``announce`` waits until the engine has
-# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`.
+# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`. So a
+# counter means what it meant in the small kernel: the parts of so many steps are in the sums.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
