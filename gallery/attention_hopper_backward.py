@@ -739,8 +739,8 @@ lab.sketch(
 # What each change is worth
 # -------------------------
 #
-# Which of these ideas makes it fast? Each is a switch of the kernel above, so that we can turn them
-# on one after the other.
+# Each of these ideas is a switch of the kernel above. To see which of them makes it fast, we turn
+# them on one after the other.
 
 # Whole: each change a switch
 import triton
@@ -1347,18 +1347,18 @@ waited = lab.attempt(
 )
 
 # %%
-# Each rung of this ladder keeps the switches of those before. At first each consumer asks the copy
-# engine itself to add, which is done in the :term:`L2` cache. With heads apart, tiles alternate
-# between four times as many heads as fill the SMs. Timed is the whole backward pass at length
-# 4,096. Less than 2 % "makes no difference" on this page.
+# Each rung of this ladder keeps the switches of those before. The first has roles but no adder:
+# each consumer asks the copy engine itself to add. On the last, tiles alternate between four times
+# as many heads as fill the SMs. Timed is the whole backward pass at length 4,096, and a change of
+# less than 2 % “makes no difference” on this page.
 
 # Measuring
 WHAT_IS_NEW = {
-    "one sweep with roles": "each adds a part, of its own keys",
-    "half the columns": "each adds half, of the keys of both",
+    "one sweep with roles": "a consumer adds, for its own keys",
+    "half the columns": "half the columns, for both's keys",
     "overlap": "matmuls issued ahead",
     "an adder": "a warp adds, in any order",
-    "a fixed order": "it waits for its turn",
+    "a fixed order": "the adder waits for its turn",
     "heads apart": "tiles of more heads alternate",
 }
 lab.table(
@@ -1375,8 +1375,9 @@ lab.table(
 )
 
 # %%
-# In the figure "plain Triton, any order" is one sweep by the package's plain kernel, not by the
-# small one; why it is slow is not known. "Kernel Book" is the package's Gluon kernel.
+# The figure shows the same as shares of a matmul's speed, with two kernels of the package beside
+# them: “plain Triton, any order” is its single sweep in plain Triton, and why that is slow is not
+# known; “Kernel Book” is its kernel in Gluon.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1415,9 +1416,10 @@ lab.read(
         if max(in_triton) < -SCATTER < min(with_roles)
         else f"One sweep with roles {told('one sweep with roles')}. "
     )
-    + f"Without a mask the most is gained by “{largest[0]}” and by “{largest[1]}”. Half of the "
-    "columns means half the bytes to add and half the registers; which of the two did it, we "
-    "cannot tell."
+    + f"Without a mask the most is gained by “{largest[0]}” and by “{largest[1]}”. With half the "
+    "columns a consumer adds half the bytes, and its part takes half the registers; which of the "
+    f"two did it, we cannot tell. An adder by itself {told('an adder')}: it serves the fixed "
+    "order, and that order was not timed without it."
 )
 
 # %%
@@ -1439,14 +1441,8 @@ lab.read(
 
 # %%
 
-# Folded: How long adders wait for their turn
-waited
 
-# %%
-
-# Folded: More heads, and longer sequences
-
-
+# Measuring
 def of_waits(column, heads, mask="causal"):
     rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
     return rows[0].get(column, nan) if rows else nan
@@ -1464,29 +1460,31 @@ more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
     "heads × 4", seqlen=16384
 )
 
-lab.read(
-    f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
-    f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
-    f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-    + (", and gives that away. " if more > 1 + SCATTER else ". ")
-    + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because there "
-    "an SM stands still whenever it waits."
-)
-
 # %%
 
-# Folded: Speed by the number of heads
-lab.table(
-    [
-        {"length": f"{seqlen:,}"}
-        | {
-            f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
-            for times in TIMES
-        }
-        for seqlen in (4096, 16384)
-        if by_heads.rows
-    ],
-    "TFLOP/s of the package's kernel with a causal mask, by how many times as many heads alternate",
+# Folded: How long adders wait, and more heads on longer sequences
+together(
+    waited,
+    lab.table(
+        [
+            {"length": f"{seqlen:,}"}
+            | {
+                f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
+                for times in TIMES
+            }
+            for seqlen in (4096, 16384)
+            if by_heads.rows
+        ],
+        "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
+    ),
+    lab.read(
+        f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+        f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+        f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
+        + (", and gives that away. " if more > 1 + SCATTER else ". ")
+        + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because "
+        "there an SM stands still whenever it waits."
+    ),
 )
 
 # %%
@@ -1553,24 +1551,12 @@ lab.read(
 )
 
 # %%
-# The call, and its proofs
-# ------------------------
+# The call, and what was checked
+# ------------------------------
 #
-# **The call** is ``attention(q, k, v, is_causal=True)``, as always: on Hopper, in 16 bits, its
-# backward pass runs this kernel, with few exceptions. ``deterministic=False`` allows any order.
-#
-# .. dropdown:: Exceptions, other backends, and which Triton
-#
-#    Two sweeps run for short sequences at head_dim 64 with a causal mask or a :term:`window`, where
-#    not all three gradients are asked for, and on other GPUs.
-#    ``backend="triton"`` asks for two sweeps.
-#    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
-#    With ``deterministic=False`` the package drops the order for some long sequences (below).
-#    It takes plain Triton's single sweep, which lost to two sweeps at every length, only together
-#    with ``backend="triton"``.
-#
-#    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
-#    :doc:`/hardware` says what else runs where.
+# All this is behind the call ``attention(q, k, v, is_causal=True)``: on Hopper, in 16 bits, its
+# backward pass runs this kernel, except for shorter sequences at head_dim 64 with a causal mask or
+# a :term:`window`, which get two sweeps. ``deterministic=False`` allows any order.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1586,22 +1572,6 @@ def gradients(**options):
 by_default = gradients()  # backend="auto"
 in_two_sweeps = gradients(backend="triton")  # plain Triton, on any GPU
 in_any_order = gradients(deterministic=False)  # bits of dq may differ between runs
-
-# %%
-
-# Folded: The check of these three calls
-lab.check(
-    "The public call",
-    [
-        case
-        for what, found in (
-            ("by default", by_default),
-            ("backend='triton'", in_two_sweeps),
-            ("deterministic=False", in_any_order),
-        )
-        for case in three_cases(what, found, q, k, v, do, True)
-    ],
-)
 
 # %%
 
@@ -1629,10 +1599,33 @@ for head_dim in (128, 64):
             row |= {f"{n:,}": chosen(head_dim, mask, n, deterministic) for n in LENGTHS}
             rows.append(row)
 
+
 # %%
 
-# Folded: Which kernel runs, by head_dim, mask and length
-lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
+# Folded: Which kernel runs when, and three calls checked
+together(
+    lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
+    lab.read(
+        "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
+        '`backend="triton"` asks for two sweeps. `backend="gluon"` insists on Gluon, and raises an '
+        "error where that cannot run. Plain Triton's single sweep runs only with "
+        '`deterministic=False` together with `backend="triton"`, because it is slower than two '
+        "sweeps. The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, "
+        "but was not run."
+    ),
+    lab.check(
+        "The public call",
+        [
+            case
+            for what, found in (
+                ("by default", by_default),
+                ("backend='triton'", in_two_sweeps),
+                ("deterministic=False", in_any_order),
+            )
+            for case in three_cases(what, found, q, k, v, do, True)
+        ],
+    ),
+)
 
 # %%
 # .. dropdown:: The kernel whole
@@ -1654,7 +1647,7 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 
 # %%
 # **Is it right?** Its gradients pass the comparison with float64, over odd lengths, grouped heads,
-# causal masks and windows, in a fixed order and in any.
+# causal masks and windows, in a fixed order and in any:
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1685,16 +1678,14 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
         yield from three_cases(what, ours, *inputs, is_causal, window)
 
 
-# %%
-
-# Folded: The package's kernel against float64
 lab.check(
     "The package's kernel", every_case(), stand_in="with PyTorch's sweep in its place"
 )
 
 # %%
 # **Are they the same bits in every run?** One input is launched again and again, while a second
-# stream keeps the GPU busy, so that programs start at other times.
+# stream keeps the GPU busy, so that programs start at other times. The table counts the launches
+# whose bits differ from those of the first.
 
 
 # Measuring
@@ -1759,6 +1750,7 @@ def soak(at_most=10_000, seconds=25):
 
 
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+again
 
 # %%
 
@@ -1773,26 +1765,22 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    "In a fixed order no bit differs. In any order, `dq` differs from the first launch in "
+    f"**In a fixed order no bit differs in {launched:,.0f} launches.** In any order, `dq` differs "
     + (
-        f"all of {launched:,.0f} launches with either mask. "
+        "in all of them, with either mask; "
         if set(of_free) == {launched}
-        else f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in "
-        f"{of_free[1]:,.0f} with a causal one. "
+        else f"in {of_free[0]:,.0f} of them without a mask and in {of_free[1]:,.0f} with a causal "
+        "one; "
     )
-    + f"All {ended.get('finished', nan):,.0f} launches of random shapes ended, too."
+    + "`dk` and `dv` never do, because no other program adds to them. All "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes ended, which agrees with the "
+    "argument that nobody waits for ever."
 )
-
-# %%
-
-# Folded: One input, again and again
-again
 
 # %%
 # .. dropdown:: What compute-sanitizer says, and what else was compared
 #
-#    Every tenth launch of the random shapes was compared with plain Triton, and agreed. ``dk`` and
-#    ``dv`` never differ between launches, because no other program adds to them.
+#    Every tenth launch of the random shapes was compared with plain Triton, and agreed.
 #
 #    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
 #    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
@@ -1802,9 +1790,10 @@ again
 # How fast it is
 # --------------
 #
-# "Kernel Book" is what a caller gets who names no backend. FlashAttention 4 takes one sweep in any
-# order, except in its deterministic mode. All points have 16,384 tokens, and only the backward pass
-# is timed.
+# How near is this to the libraries that a PyTorch user can call instead? “Kernel Book” is what a
+# caller gets who names no backend. FlashAttention 4 takes one sweep in any order, except in its
+# deterministic mode. All points have 16,384 tokens, only the backward pass is timed, and for all
+# the FLOPs of five matmuls are counted.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1869,7 +1858,7 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
-# Folded: With a causal mask, at head_dim 64, and all points in numbers
+# Folded: The other masks and head_dims, and all numbers
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
@@ -1888,7 +1877,7 @@ lab.table(
 # %%
 
 
-# Reading
+# Measuring
 def shares(head_dim):
     rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
@@ -1923,7 +1912,7 @@ everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
 PAIRS = {
     "one sweep in order, against two sweeps": ("in order", "two sweeps"),
     "one sweep in any order, against in order": ("no order", "in order"),
-    "the default, against FlashAttention's fixed order": ("by default", FIXED_MODE),
+    "the default, against FlashAttention, deterministic": ("by default", FIXED_MODE),
     "the default, against the fastest library": ("by default", "its speed"),
 }
 verdicts = []
@@ -1973,13 +1962,19 @@ dropped = [
 ]
 won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
 lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
+lab.table(
+    verdicts if speed.rows else [],
+    f"At how many of {len(at_points)} points one is faster, by {100 * SCATTER:.0f} % or more",
+)
+
+# %%
+
+# Reading
 lab.read(
     f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
     f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    "FlashAttention's deterministic mode alone is faster than ours at "
-    f"{len(below_theirs)} points, and slower at {len(over_theirs)}. **Giving up the order:** "
-    f"`deterministic=False` does so at {len(dropped)} points, and gains at {len(won_by_it)} and "
-    f"loses at {len(lost_by_it)} of them."
+    "**Giving up the order rarely pays:** `deterministic=False` does it only at "
+    f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows
     else f"{nan}"
 )
@@ -1987,75 +1982,58 @@ lab.read(
 # %%
 
 
-# Folded: Any order, against a fixed one
+# Folded: At which points, the price of any order, and why 2 % is no difference
 def default_of(row):
     return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
 
 
-any_order_lost = [row for row in at_points if counts(row["in order"], row["no order"])]
-any_order_won = [row for row in at_points if counts(row["no order"], row["in order"])]
-lab.read(
-    f"**In any order** the same kernel is faster at {len(any_order_won)} of {len(at_points)} "
-    f"points, and slower at {len(any_order_lost)}. This does not isolate the order, because only "
-    "in any order the sums must be set to zero first; the ladder does, because all its rungs with "
-    f"roles set them to zero. So `deterministic=False` gives the order up at {len(dropped)} points "
-    "only."
-    if speed.rows
-    else f"{nan}"
-)
-
-# %%
-
-# Folded: Where deterministic=False drops the order
-lab.table(
-    [
-        {
-            "head_dim": row["head_dim"],
-            "mask": row["mask"],
-            "length": f"{row['length']:,}",
-            "by default": f"{row['by default']:.0f}"
-            + ", two sweeps" * (default_of(row) == "two sweeps"),
-            "in any order": f"{row['no order']:.0f}",
-            "the change": verdict(row["no order"] / row["by default"] - 1),
-        }
-        for row in dropped
+together(
+    lab.table(
+        [
+            {
+                "head_dim": row["head_dim"],
+                "mask": row["mask"],
+                "length": f"{row['length']:,}",
+                "by default": f"{row['by default']:.0f}"
+                + ", two sweeps" * (default_of(row) == "two sweeps"),
+                "in any order": f"{row['no order']:.0f}",
+                "the change": verdict(row["no order"] / row["by default"] - 1),
+            }
+            for row in dropped
+            if speed.rows
+        ],
+        "Where deterministic=False drops the order: TFLOP/s",
+    ),
+    lab.read(
+        "**The price of any order.** Only in any order the sums must be set to zero first, because "
+        "no program knows there that it is the first to add. So this table does not isolate the "
+        "order; the ladder does, because all its rungs with roles set the sums to zero. An order "
+        f"costs most at {named([dearest])}; in any order the kernel is slower by up to "
+        f"{-100 * min(without):.0f} %."
         if speed.rows
-    ],
-    "Where deterministic=False drops the order: TFLOP/s",
-)
-
-# %%
-
-# Folded: At how many points
-lab.table(
-    verdicts if speed.rows else [],
-    f"At how many of {len(at_points)} points, by {100 * SCATTER:.0f} % or more",
-)
-
-# %%
-
-# Folded: At which points, and why 2 % is no difference
-lab.read(
-    "Points are head_dim, mask and length. Two sweeps are faster than one in a fixed order at "
-    f"{points_of(slower)}. FlashAttention's deterministic mode is faster than the default at "
-    f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
-    f"{points_of(over_theirs)}. An order costs most at {named([dearest])}; in any order the kernel "
-    f"is slower by up to {-100 * min(without):.0f} %. No program knows there that it is the first "
-    f"to add, so the sums must be set to zero before. Less than {100 * SCATTER:.0f} % makes no "
-    "difference, because the default is timed under two names, and "
-    f"at {close} of {len(twice)} points the two times are nearer than that. The same kernel in two "
-    f"figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
-    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
-    if speed.rows
-    else f"{nan}"
+        else f"{nan}"
+    ),
+    lab.read(
+        "**At which points** (head_dim, mask, length). Two sweeps are faster than one in a fixed "
+        f"order at {points_of(slower)}. FlashAttention's deterministic mode is faster than the "
+        f"default at {points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, "
+        f"and slower at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no "
+        "difference.** The default is timed under two names, and at "
+        f"{close} of {len(twice)} points the two times are nearer than that. The same kernel in "
+        f"two figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
+        + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+        if speed.rows
+        else f"{nan}"
+    ),
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# Where does a step spend its time? The roles of one program stamped the cycles of their SM, in a
-# fixed order and without a mask. At a dashed line a consumer has stored its part.
+# To see what a step of this kernel spends its time on, the roles of one program noted the cycle of
+# their SM at each wait, in a fixed order and without a mask. At a dashed line a consumer has stored
+# its part.
 
 
 # Measuring
@@ -2090,17 +2068,22 @@ traced = lab.attempt(
 
 
 # Drawing
-SHADES = {  # from one point to another
-    ("begins", "scores"): ("waits for queries and scores", "SDPA flash"),
-    ("scores", "dS"): ("makes P and dS", "Kernel Book"),
-    ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
-    ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
-    ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
-    ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
-    ("its turn", "has parts"): ("waits for parts", "matmul"),
-    ("has parts", "added"): ("adds", "quack"),
+SHADES = {  # from one point to another, by who comes there
+    "consumers": {
+        ("begins", "scores"): ("waits for queries and scores", "SDPA flash"),
+        ("scores", "dS"): ("makes P and dS", "Kernel Book"),
+        ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
+        ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
+        ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
+    },
+    "adder": {
+        ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
+        ("its turn", "has parts"): ("waits for parts", "matmul"),
+        ("has parts", "added"): ("adds", "quack"),
+    },
 }
-ROLES = ("consumer 0", "consumer 1", "adder")
+ROLE_OF = {"consumer 0": "consumers", "consumer 1": "consumers", "adder": "adder"}
+ROLES = tuple(ROLE_OF)
 
 
 def in_order(rows, role="consumer 0", version=TRACED[1]):
@@ -2113,30 +2096,24 @@ def stored_at(rows):
     return [min(one["handed over"], other["handed over"]) for one, other in both]
 
 
-def still_adding(rows):
-    """Cycles from there to the end of the adder's step before, on average."""
-    ends = [row["added"] for row in in_order(rows, "adder")]
-    left = [end - at for end, at in zip(ends, stored_at(rows)[1:], strict=False)]
-    return sum(left) / len(left) if left else nan
-
-
 def timelines(axes, rows):
-    own, names = in_order(rows), set()
+    own = in_order(rows)
     # the adder's first step comes after the consumers', so three steps from the second on
     since, until = own[1]["begins"], own[4]["begins"]
+    for who, shades in SHADES.items():  # a column of the legend each, of as many rows
+        axes.barh(0, 0, color="none", label=f"{who}:")
+        for label, ink in shades.values():
+            axes.barh(0, 0, color=lab.colour(ink), label=label)
+        for _ in range(len(SHADES["consumers"]) - len(shades)):
+            axes.barh(0, 0, color="none", label=" ")
     for at, role in enumerate(ROLES):
         for row in in_order(rows, role):
-            for (a, b), (label, ink) in SHADES.items():
-                if row[a] is None or row[b] is None:
-                    continue
+            for (a, b), (_, ink) in SHADES[ROLE_OF[role]].items():
                 begin, end = max(row[a], since), min(row[b], until)
                 if end > begin:
-                    new = label if label not in names else None
-                    names.add(label)
                     axes.barh(
-                        at, end - begin, 0.7, begin - since, label=new,
-                        color=lab.colour(ink),
-                    )  # fmt: skip
+                        at, end - begin, 0.7, begin - since, color=lab.colour(ink)
+                    )
     for stored in stored_at(rows):
         if since < stored < until:
             line = {"color": "#1f2328", "linestyle": "--", "linewidth": 1.2}
@@ -2172,20 +2149,63 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 # %%
 
 # Reading
-# an SM does 4,096 operations per cycle
-ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step, step_alone = (cycles_a_step(traced.rows, name) for name in reversed(TRACED))
-for_parts = spent(traced.rows, "its turn", "has parts", "adder")
+
+
+def share_of_step(a, b, role="consumer 0"):
+    """The share of a step of the program drawn that a role spends between two points."""
+    return 100 * spent(traced.rows, a, b, role) / a_step
+
+
+def over_tiles(column):
+    """What the fold on how long adders wait says of the same, over programs from all tiles."""
+    return f"{of_waits(column, 1, 'full'):.0f} %"
+
+
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
+shares_of_step = {
+    "a consumer hands its part over": (
+        share_of_step("matmuls", "handed over"),
+        over_tiles("consumer hands over, %"),
+    ),
+    "the adder waits for its turn": (
+        share_of_step("asks", "its turn", "adder"),
+        over_tiles("adder waits, %"),
+    ),
+    "the adder waits for parts": (share_of_step("its turn", "has parts", "adder"), "–"),
+    "the adder adds": (share_of_step("has parts", "added", "adder"), "–"),
+}
+lab.table(
+    [
+        {
+            "what": "cycles of a step",
+            "the program drawn": f"{a_step:,.0f}",
+            "mean over tiles": f"{mean_step:,.0f}",
+        }
+    ]
+    + [
+        {
+            "what": what,
+            "the program drawn": f"{share:.0f} %",
+            "mean over tiles": of_all,
+        }
+        for what, (share, of_all) in shares_of_step.items()
+    ]
+    if traced.rows
+    else [],
+    "A step of the program drawn, and the mean over programs from all tiles",
+)
+
+# %%
+
+# Reading
 lab.read(
-    "Over programs from all tiles, a consumer spends "
-    f"{of_waits('consumer hands over, %', 1, 'full'):.0f} % of its time on handing parts over, "
-    "which includes the wait until the engine has read the part before. The adder waits for its "
-    f"turn for {of_waits('adder waits, %', 1, 'full'):.0f} %. In the program drawn it waits for "
-    f"parts for only {100 * for_parts / a_step:.0f} % of a step: **there consumers wait for the "
-    "adder, and the adder hardly for consumers.**"
+    "To hand a part over includes the wait until the engine has read the part before. "
+    "**In the program drawn consumers wait for the adder, and the adder hardly for consumers:** it "
+    "waits for parts for only "
+    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step."
 )
 
 # %%
@@ -2198,28 +2218,26 @@ steps_drawn = [
     )
 ]
 lab.read(
-    f"A step of this program takes {a_step:,.0f} cycles on average over {len(steps_drawn)} steps, "
-    f"of which one takes {max(steps_drawn, default=nan):,.0f}. The mean over programs, with stamps "
-    f"as well, is {mean_step:,.0f}. So one program does not rank rungs: a step of “{TRACED[0]}”, "
-    f"which is the slower rung, takes {step_alone:,.0f}. What the stamps cost was not measured."
+    f"Of the {len(steps_drawn)} steps behind the mean of this program, one takes "
+    f"{max(steps_drawn, default=nan):,.0f} cycles. The mean over programs has stamps as well, and "
+    "what the stamps cost was not measured. Nor does one program rank rungs: a step of "
+    f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}. A dash in the table says "
+    "that nothing was recorded."
 )
-
-# %%
-# .. dropdown:: What we tried without a gain
-#
-#    A second buffer for the part fits: 224 of 227 KiB. It was faster at one point only (head_dim
-#    64, causal, 16,384). Scores and :math:`dP` of the next step ahead, an adder that asks early,
-#    and weights before the wait for :math:`dP` were not faster anywhere. No record holds these
-#    runs.
 
 # %%
 # How short a step can be
 # -----------------------
 #
 # Is such a step near what the GPU allows? Three limits are in question: matmul units, shared
-# memory, and additions. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read
-# eight operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for
-# dK, and dS and K for the part.
+# memory, and additions. The first two can be counted:
+#
+# - **Matmul units.** Five matmuls of 64 queries, 128 keys and 128 columns are
+#   :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, of which an SM does 4,096 per cycle:
+#   2,560 cycles.
+# - **Shared memory** gives an SM 128 bytes per cycle. Each consumer's matmuls read eight operands
+#   of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for dK, and dS and
+#   K for the part. The table adds what else a step moves.
 
 # Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2469,9 +2487,9 @@ lab.table(
 )
 
 # %%
-# That is more than the five matmuls need by count. Experiments test the counts: one kernel does
-# nothing but the matmuls, and then the same stores beside them; another only adds parts and
-# announces each, on all SMs at once.
+# By count, then, shared memory takes longer than the matmul units. Experiments test the counts: one
+# kernel does nothing but the matmuls, and then also stores as many bytes as a step moves beside
+# its operands; another only adds parts and announces each, on all SMs at once.
 
 # Drawing
 BARS = {  # cycles of a step, and how they are drawn
@@ -2521,7 +2539,8 @@ by_part
 
 
 # Reading
-needed, bound = cycles(whole_step), counted(whole_step)[1]
+ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared memory
+needed = cycles(whole_step)
 lab.read(
     (
         f"**So by count a step takes at least {bound:,.0f} cycles,** those of shared memory, "
@@ -2531,8 +2550,8 @@ lab.read(
         "units. "
     )
     + f"A step of the kernel takes {mean_step / needed:.2f} times as long as its matmuls and "
-    "stores alone. The rest may be additions, waits, and the stamps that timed it: no experiment "
-    "tells them apart."
+    "stores alone. The rest may be additions, waits, or the stamps that timed it, and no "
+    "experiment here tells them apart."
 )
 
 # %%
@@ -2560,7 +2579,7 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 
 # %%
 
-# Folded: Head_dim 64 with a causal mask, and what runs around the sweep
+# Folded: Head_dim 64, what runs around the sweep, and what was tried without a gain
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
 behind_at_64 = [
     100 * row["in order"] / row["its speed"]
@@ -2577,13 +2596,14 @@ def share_around(seqlen):
 lab.read(
     f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
     f"{max(behind_at_64):.0f} % of the fastest library's speed. The matmuls of a query and a key "
-    "are half as long as at head_dim 128, and all else is as long. Tiles of 128 by 128 also "
-    "compute more pairs at the diagonal that nobody needs, most of all at short lengths. What each "
-    "costs was not measured. **Around the sweep.** A kernel before the "
-    "sweep computes `delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a "
-    "mask, they take "
+    "are half as long as at head_dim 128, and P and dS take as much work as there. Tiles of 128 by "
+    "128 also compute more pairs at the diagonal that nobody needs, most of all at short lengths. "
+    "What each costs was not measured. **Around the sweep.** A kernel before the sweep computes "
+    "`delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a mask they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
-    "16,384."
+    "16,384. **Tried without a gain,** in runs that no record holds: scores and dP of the next "
+    "step ahead, an adder that asks early, and weights before the wait for dP. A second buffer for "
+    "the part, which would fit, was faster at one point only."
 )
 
 # %%
@@ -2632,10 +2652,13 @@ lab.table(rows, "What a key that is not there adds to dq")
 # In short
 # --------
 #
-# - **The same bits.** An adder writes a counter when its additions are complete, and the next
-#   program waits for it. None waits for ever, if programs start in the order of their ids.
-# - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units,
-#   and additions alone take about as long as that.
+# - **One sweep** needs five matmuls for a tile instead of seven, and makes :math:`dQ` a sum to
+#   which programs add.
+# - **The same bits** come from turns: an adder writes a counter when its additions are complete,
+#   and the adder of the next keys waits for it. None waits for ever, if programs start in the order
+#   of their ids.
+# - **What limits it.** At head_dim 128 a step needs, by count, shared memory for longer than the
+#   matmul units, and additions alone take about as long.
 
 # %%
 
@@ -2644,8 +2667,9 @@ gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "caus
 lab.read(
     "**What was gained:** at length 4,096 and head_dim 128 one sweep in a "
     f"fixed order is {gained[0]:.1f} times as fast as two sweeps without a mask, and "
-    f"{gained[1]:.1f} times with a causal one. Five matmuls in place of seven would allow 1.4. "
-    f"A library is still faster at {everywhere} {len(at_points)} points."
+    f"{gained[1]:.1f} times with a causal one, of the 1.4 that five matmuls in place of seven "
+    "would allow. **What is missing:** the fastest library is ahead at "
+    f"{everywhere} {len(at_points)} points."
 )
 
 # %%
