@@ -1858,7 +1858,7 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
-# Folded: The other masks and head_dims, and all numbers
+# Folded: All other points
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
@@ -2099,7 +2099,8 @@ def stored_at(rows):
 def timelines(axes, rows):
     own = in_order(rows)
     # the adder's first step comes after the consumers', so three steps from the second on
-    since, until = own[1]["begins"], own[4]["begins"]
+    since = own[1]["begins"]
+    until = min(in_order(rows, role)[4]["begins"] for role in ROLES[:2])
     for who, shades in SHADES.items():  # a column of the legend each, of as many rows
         axes.barh(0, 0, color="none", label=f"{who}:")
         for label, ink in shades.values():
@@ -2148,7 +2149,7 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 
 # %%
 
-# Reading
+# Measuring
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step, step_alone = (cycles_a_step(traced.rows, name) for name in reversed(TRACED))
 
