@@ -10,11 +10,11 @@ You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
 - why one sweep needs :term:`warps <warp>` with roles, and who waits for whom in a step;
-- what limits its speed.
+- what bounds the time of a step, by count and by experiment.
 
-The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, all that
-this page says of them, checks included, is from a recorded run.
-:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
+The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, what the
+page says of them is from a recorded run, and the checks that are run again are of plain Triton and
+of PyTorch. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -36,6 +36,7 @@ from kernelbook.lab.attention_bench import (
     sdpa,
     timed,
 )
+from kernelbook.lab.display import Shown
 from kernelbook.ops.attention import backward as plain
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.tiles import LOG2E, place
@@ -53,6 +54,14 @@ from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.small.attention_hopper_backward import sweep_in_turn
 
 nan = float("nan")
+
+
+def together(*parts):
+    """Several results, of which one fold shows all."""
+    plain_text = "\n\n".join(part.plain for part in parts)
+    return Shown("".join(part.html for part in parts), plain_text)
+
+
 lab.start(
     "attention_hopper_backward",
     "kernelbook.ops.attention",
@@ -63,20 +72,33 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# For a tile of queries and one of keys, the backward pass needs five matmuls, as
-# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, of which come the weights
-# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`,
-# :math:`dK` and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and
-# :math:`dP`. Five at the same speed would be :math:`7/5 = 1.4` times as fast.
+# One sweep saves matmuls, and its price is an order in which programs add. For a tile of queries
+# and one of keys, the backward pass needs five matmuls, as :doc:`/chapters/attention_backward`
+# derives: :math:`S` and :math:`dP`, which give the weights :math:`P` and
+# :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`, :math:`dK`
+# and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and :math:`dP`. Five at
+# the same speed would be :math:`7/5 = 1.4` times as fast.
 #
-# The price of **one sweep** is :math:`dQ`. A program owns keys and meets all queries, so it adds
-# its part of :math:`dQ` to sums in memory, to which other programs add as well. Their order decides
-# the last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. So for the same
-# bits in every run, each program waits for its turn. Here three programs, each with a tile of keys,
-# add to the tiles of queries C, B and A:
+# **One sweep** makes :math:`dQ` a shared sum. A program owns a tile of keys and keeps their
+# :math:`dK` and :math:`dV`, but it meets all queries, so of each query's :math:`dQ` it has only one
+# term, its *part*. All programs add their parts to sums in memory, and the order of the additions
+# decides the last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For the
+# same bits in every run, the programs therefore take turns. Here three of them, each with a tile of
+# keys, add to the tiles of queries C, B and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+
+
+def write_at(axes, at, text, size=11, color="#1f2328"):
+    """Write lines around a point, each by itself, so that a browser centres each."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        up = 1.25 * size * ((len(lines) - 1) / 2 - number)
+        axes.annotate(
+            line, at, (0, up), textcoords="offset points", ha="center", va="center",
+            fontsize=size, color=color,
+        )  # fmt: skip
 
 
 def turns(axes):
@@ -109,11 +131,13 @@ lab.sketch(
 )
 
 # %%
-# Every tile of queries gets the part of program 0 first and that of program 2 last, and yet
-# programs work at the same time. A small kernel in plain Triton does this for one head without a
-# mask. Each of its programs loads 64 keys and values, and in step ``i`` a tile of 64 queries, the
-# last first. Its **five matmuls** have keys as rows. ``lse`` comes from the forward pass, and
-# ``delta``, the row sums of ``dO`` times ``O``, is computed before the launch.
+# Every tile of queries gets the part of program 0 first and that of program 2 last, in every run,
+# and yet the programs work at the same time, each at another tile.
+#
+# **A small kernel** in plain Triton does this for one head without a mask. Each of its programs
+# owns 64 keys and values, and in step ``i`` it meets a tile of 64 queries, the last tile first.
+# ``lse`` comes from the forward pass, and ``delta``, the row sums of ``dO`` times ``O``, is made
+# before the launch. In its five matmuls keys are rows:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -121,8 +145,8 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# Then it waits for **its turn.** A *counter* of each program, at first 0, says how many steps it
-# has added, and a program waits for the counter of the program before.
+# Then the program waits for **its turn.** Each program has a *counter*, at first 0, of the steps
+# whose parts it has added, and the next program waits for it:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -133,8 +157,11 @@ lab.sketch(
 # - ``atomic_add`` of 0 *reads* a counter. With ``"acquire"``, all loads below see what the other
 #   program stored before it wrote that counter.
 # - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
-# - One thread does each of these, so ``debug_barrier`` holds back the loads of all others, and
-#   waits for their stores.
+# - Only one thread of a program does either, so ``debug_barrier`` keeps the others from loading
+#   before the counter is read, and the counter from being written before they have stored.
+#
+# So a fixed order takes one counter for each program, and it remains to show that every wait ends.
+# The kernel, and the same sweep in PyTorch, pass the comparison with float64.
 #
 # .. dropdown:: The small kernel whole, and its launch
 #
@@ -148,267 +175,9 @@ lab.sketch(
 
 
 # Measuring
-def of_small_kernel():
-    generator = torch.Generator(runtime.DEVICE).manual_seed(1)
-    made = {"device": runtime.DEVICE, "dtype": torch.float16, "generator": generator}
-    one_head = torch.randn(4, 1, 1, 256, 64, **made).unbind()
-    leaves = [x.clone().requires_grad_() for x in one_head[:3]]
-    out = F.scaled_dot_product_attention(*leaves)
-    theirs = torch.autograd.grad(out, leaves, one_head[3])
-    ours = [x[None, None] for x in sweep_in_turn(*(x[0, 0] for x in one_head))]
-    truth = reference.attention_backward(*one_head)
-    for name, *results in zip(("dq", "dk", "dv"), ours, theirs, truth, strict=True):
-        yield lab.Case("256 queries and keys, head_dim 64", name, *results)
-
-
-# %%
-
-# Folded: The small kernel against float64
-lab.check("The small kernel", of_small_kernel())
-
-# %%
-# Why nobody waits for ever
-# -------------------------
-#
-# A program that waits keeps its :term:`SM <SM>`. If all SMs were taken by programs that wait for
-# one that has not started, the launch would never end. One assumption rules this out: **programs
-# start in the order of their ids.** No manual promises it. Program ids ascend with the keys of a
-# head, so
-#
-# 1. a program waits for one other, that of the keys before, whose id is smaller;
-# 2. by the assumption, that one has started;
-# 3. thus among the programs that have started and not finished, the one of the smallest id waits
-#    for none. It finishes, and then the same holds for the next.
-
-# %%
-# Heads apart
-# -----------
-#
-# A launch ends, then, but what does the order cost? Programs of one head start together, although
-# each has to be a step behind the one before, so all but the first wait. In this simulation with a
-# causal mask, where later keys have fewer steps, a program does a step in a tick, if the program of
-# the keys before did that step earlier. A row is an SM, a colour is a head, and grey is waiting.
-
-
-# Drawing
-def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
-    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
-    waiting = [
-        (first + i % at_once, i // at_once)
-        for first in range(0, n_heads, at_once)
-        for i in range(n_tiles * at_once)
-    ]
-    if backwards:
-        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
-    done = dict.fromkeys(waiting, 0)
-    on_sm, ticks = [None] * n_sms, []
-    while waiting or any(on_sm):
-        for sm in range(n_sms):
-            if on_sm[sm] is None and waiting:
-                on_sm[sm] = waiting.pop(0)
-        may = {
-            (head, tile)
-            for head, tile in filter(None, on_sm)
-            if tile == 0 or done[head, tile - 1] > done[head, tile]
-        }
-        if not may:
-            return None
-        ticks.append([p and (*p, p in may) for p in on_sm])
-        for head, tile in may:
-            done[head, tile] += 1
-        for sm, program in enumerate(on_sm):
-            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
-            if program and done[program] == steps_of:
-                on_sm[sm] = None
-    return ticks
-
-
-# %%
-
-
-# Drawing
-def at_work(ticks):
-    """The share of ticks in which an SM works."""
-    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
-    return worked / (len(ticks) * len(ticks[0]))
-
-
-SHOWN = {
-    "one head at once": simulate(8, 4, 8, True),
-    "four at once": simulate(8, 4, 8, True, at_once=4),
-}
-
-
-def schedules(*panels):
-    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
-    most = max(map(len, SHOWN.values()))
-    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
-        for at, tick in enumerate(ticks):
-            for sm, cell in enumerate(tick):
-                if cell:
-                    head, _, worked = cell
-                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
-                    shade = 0.85 if worked else 0.25
-                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
-        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
-        axes.spines["left"].set_visible(False)
-        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
-
-
-lab.sketch(
-    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
-    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
-    "programs end together, and those of the next head wait again, each a step longer than the one "
-    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
-    schedules,
-    panels=2,
-    height=3.2,
-)
-
-# %%
-# On the left the programs of a head also end together, so the next head begins with the same wait.
-# On the right tiles of four heads alternate, so most programs find that their turn has come: in
-# this simulation the order costs little, if programs that start together belong to different heads.
-
-# %%
-# Why roles
-# ---------
-#
-# Some waiting remains, so an SM should compute while a program waits. In the small kernel, by its
-# code, none of a program's warps does. A second program on the same SM could, but the fast kernel,
-# whose programs own 128 keys, leaves no room for a second:
-
-# Measuring
 KEYS, QUERIES, HEAD_DIM, KIB = 128, 64, 128, 1024
 
-held = {  # rows, columns, bytes of a number, where
-    "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
-    "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
-    "P and dS in 16 bits": (2 * KEYS, QUERIES, 2, "registers"),
-    "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
-    "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
-    "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
-    "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
-}
-rows, room = [], {"registers": 0, "shared memory": 0}
-for what, (n_rows, columns, size, where) in held.items():
-    kib = n_rows * columns * size // KIB
-    room[where] += kib
-    rows.append({"what": what, "KiB": kib, "where": where})
-rows += [{"what": "in all", "KiB": kib, "where": where} for where, kib in room.items()]
-assert room == {"registers": 224, "shared memory": 192}
 
-capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
-lab.table(
-    [
-        {
-            "memory": where,
-            "a program holds": f"{kib} KiB",
-            "an SM has": f"{capacity[where]} KiB",
-        }
-        for where, kib in room.items()
-    ],
-    "Of registers and shared memory, at head_dim 128",
-)
-
-# %%
-
-# Folded: What a program holds, counted
-lab.table(rows, "What a program holds")
-
-# %%
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Say where each tile lies, and give the additions a warp of their own, which can wait for its
-#    turn while the warps that compute go on.
-#
-# So the warps of one program get different roles:
-#
-# - a *loader* warp fills rings of queries and of their gradients;
-# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
-# - an *adder* warp has the parts of :math:`dQ` added to the sums, when a counter says that its turn
-#   has come.
-
-
-# Drawing
-def machine(axes):
-    edge = "#59636e"
-    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
-    for x, y, width, height, fill, text in (
-        (0, 6, 2.0, 1.4, role, "loader\n1 warp"),
-        (2.6, 6, 4.4, 1.4, role, "consumers 0 and 1\n4 warps each"),
-        (7.9, 6, 2.1, 1.4, role, "adder\n1 warp"),
-        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
-        (3.0, 3, 2.1, 1.4, store, "dS of both"),
-        (5.7, 3, 2.1, 1.4, store, "part of dQ"),
-        (0, 0, 2.3, 1, far, "Q, dO"),
-        (5.7, 0, 2.1, 1, far, "sums of dQ"),
-        (8.3, 0, 1.7, 1, far, "counters"),
-    ):
-        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
-        at = (x + width / 2, y + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=11)
-    for start, end, ends, text, at in (
-        ((0.7, 6), (0.7, 4.45), "->", "asks", (0.25, 5.1)),
-        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine", (2.2, 1.9)),
-        ((2.0, 4.45), (2.9, 5.95), "<->", "full,\nempty", (3.0, 4.8)),
-        ((4.05, 5.95), (4.05, 4.45), "<->", "write,\nmeet,\nread", (4.6, 4.62)),
-        ((6.7, 5.95), (6.7, 4.45), "->", "full,\nempty", (6.2, 4.8)),
-        ((8.5, 5.95), (7.4, 4.45), "->", "asks", (8.45, 4.9)),
-        ((6.75, 2.95), (6.75, 1.05), "->", "copy engine adds", (5.15, 1.9)),
-        ((9.4, 5.95), (9.4, 1.05), "<->", "whose\nturn?", (8.8, 2.2)),
-    ):
-        arrow = {"arrowstyle": ends, "color": edge}
-        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
-        axes.text(*at, text, fontsize=10, ha="center", color=edge)
-    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
-    axes.axis("off")
-
-
-lab.sketch(
-    "Roles, shared memory (middle) and memory (below)",
-    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
-    "Two consumers of four warps each wait until a slot is full, hand dS to each other through "
-    "shared memory, and put the part of dQ there. An adder of one warp asks the copy engine to add "
-    "that part to the sums of dQ in memory, and reads and writes counters that say whose turn it "
-    "is.",
-    machine,
-    height=3.8,
-)
-
-# %%
-# Which operand comes from where
-# ------------------------------
-#
-# Roles share data through shared memory, so which tiles have to go there? A matmul of Hopper takes
-# its *right* operand from shared memory and its *left* one from there or from registers. It leaves
-# its result in registers, distributed as a left operand has to be. So we compute the *transposed*
-# scores :math:`K Q^\top`, and :math:`V dO^\top`: then
-# :math:`P^\top` and
-# :math:`dS^\top` are left operands where they are.
-
-operands = [
-    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
-    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
-    ("dV += Pᵀ dO", "registers", "registers, stays"),
-    ("dK += dSᵀ Q", "registers", "registers, stays"),
-    ("part of dQ = dS K", "shared memory", "registers, leaves"),
-]
-operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
-columns = ("matmul", "left operand from", "result")
-lab.table(
-    [dict(zip(columns, row, strict=True)) for row in operands],
-    "Five matmuls; the right operand is in shared memory",
-)
-
-# %%
-# **Of the operands, only dS has to go to shared memory,** because the last matmul sums over *keys*,
-# which are spread over both consumers: each writes its :math:`dS^\top` there once, and both read it
-# transposed.
-
-
-# Measuring
 def one_sweep(q, k, v, do, is_causal=False, block_m=32, block_n=64):
     """(dq, dk, dv), by a loop over tiles of keys and one over tiles of queries."""
     n_q, n_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
@@ -482,19 +251,274 @@ def cases_in_pytorch():
             yield from three_cases(what, ours, *inputs, is_causal, factor=8)
 
 
+def of_small_kernel():
+    generator = torch.Generator(runtime.DEVICE).manual_seed(1)
+    made = {"device": runtime.DEVICE, "dtype": torch.float16, "generator": generator}
+    one_head = torch.randn(4, 1, 1, 256, 64, **made).unbind()
+    leaves = [x.clone().requires_grad_() for x in one_head[:3]]
+    out = F.scaled_dot_product_attention(*leaves)
+    theirs = torch.autograd.grad(out, leaves, one_head[3])
+    ours = [x[None, None] for x in sweep_in_turn(*(x[0, 0] for x in one_head))]
+    truth = reference.attention_backward(*one_head)
+    for name, *results in zip(("dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        yield lab.Case("256 queries and keys, head_dim 64", name, *results)
+
+
 # %%
 
-# Folded: The sweep in PyTorch, whole and against float64
-lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
+# Folded: The same sweep in PyTorch, and both against float64
+together(
+    lab.check("The small kernel", of_small_kernel()),
+    lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU"),
+)
+
+# %%
+# Why nobody waits for ever
+# -------------------------
+#
+# A program that waits keeps its :term:`SM <SM>`, so a launch could stand still: all SMs might be
+# taken by programs that wait for one that has not started. One assumption rules this out:
+# **programs start in the order of their ids.** No manual promises it. Program ids ascend with the
+# keys of a head, so
+#
+# 1. a program waits for only one other, that of the keys before, whose id is smaller;
+# 2. by the assumption, that one has started;
+# 3. thus among the programs that have started and not finished, the one of the smallest id waits
+#    for none. It finishes, and then the same holds for the next.
+#
+# So the launch ends. “What breaks it” lets the ids descend, and there the launch stands still.
+
+# %%
+# What the order costs
+# --------------------
+#
+# A program that waits computes nothing, and how many wait depends on which programs run together.
+# Those of one head start together, although each has to be a step behind the one before, so all but
+# the first wait. The simulation below has a causal mask, where later keys have fewer steps. A
+# program does a step in a tick, if the program of the keys before did that step earlier. A row is
+# an SM, a colour is a head, and grey is waiting.
+
+
+# Drawing
+def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
+    """What each SM does in each tick: (head, tile, whether it worked); None if all stand still."""
+    waiting = [
+        (first + i % at_once, i // at_once)
+        for first in range(0, n_heads, at_once)
+        for i in range(n_tiles * at_once)
+    ]
+    if backwards:
+        waiting = [(head, n_tiles - 1 - tile) for head, tile in waiting]
+    done = dict.fromkeys(waiting, 0)
+    on_sm, ticks = [None] * n_sms, []
+    while waiting or any(on_sm):
+        for sm in range(n_sms):
+            if on_sm[sm] is None and waiting:
+                on_sm[sm] = waiting.pop(0)
+        may = {
+            (head, tile)
+            for head, tile in filter(None, on_sm)
+            if tile == 0 or done[head, tile - 1] > done[head, tile]
+        }
+        if not may:
+            return None
+        ticks.append([p and (*p, p in may) for p in on_sm])
+        for head, tile in may:
+            done[head, tile] += 1
+        for sm, program in enumerate(on_sm):
+            steps_of = n_tiles - program[1] if program and is_causal else n_tiles
+            if program and done[program] == steps_of:
+                on_sm[sm] = None
+    return ticks
+
+
+# %%
+
+
+# Drawing
+def at_work(ticks):
+    """The share of ticks in which an SM works."""
+    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
+    return worked / (len(ticks) * len(ticks[0]))
+
+
+SHOWN = {
+    "one head at once": simulate(8, 4, 8, True),
+    "four at once": simulate(8, 4, 8, True, at_once=4),
+}
+
+
+def schedules(*panels):
+    inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
+    most = max(map(len, SHOWN.values()))
+    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
+        for at, tick in enumerate(ticks):
+            for sm, cell in enumerate(tick):
+                if cell:
+                    head, _, worked = cell
+                    ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
+                    shade = 0.85 if worked else 0.25
+                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
+        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
+        axes.spines["left"].set_visible(False)
+        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
+    panels[0].set_ylabel("SMs")
+
+
+lab.sketch(
+    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
+    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
+    "programs end together, and those of the next head wait again, each a step longer than the one "
+    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
+    schedules,
+    panels=2,
+    height=3.2,
+)
+
+# %%
+# On the left the programs of a head also end together, so the next head begins with the same wait.
+# On the right tiles of four heads alternate, so most programs find that their turn has come. In
+# this simulation the order costs little with *heads apart*: programs that start together belong to
+# different heads.
+
+# %%
+# Why warps get roles
+# -------------------
+#
+# Some waiting remains, so an SM needs something to compute while a program waits. In the small
+# kernel none of a program's warps computes then, as its code shows. A second program on the same SM
+# could, if there were room beside the first. The fast kernel, whose programs own 128 keys, leaves
+# none:
+
+# Measuring
+held = {  # rows, columns, bytes of a number, where
+    "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
+    "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
+    "P and dS in 16 bits": (2 * KEYS, QUERIES, 2, "registers"),
+    "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
+    "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
+    "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
+    "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
+}
+rows, room = [], {"registers": 0, "shared memory": 0}
+for what, (n_rows, columns, size, where) in held.items():
+    kib = n_rows * columns * size // KIB
+    room[where] += kib
+    rows.append(
+        {"KiB, at head_dim 128": what} | dict.fromkeys(room, "") | {where: str(kib)}
+    )
+assert room == {"registers": 224, "shared memory": 192}
+
+capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
+for what, kib in (("in all", room), ("an SM has", capacity)):
+    rows.append({"KiB, at head_dim 128": what} | {at: str(x) for at, x in kib.items()})
+lab.table(rows, "What a program of the fast kernel holds")
+
+# %%
+# So what goes on while a program waits has to be work of the same program, by other warps.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Give the additions a warp of their own, which can wait for its turn while the warps that
+#    compute go on.
+#
+# A program then has three roles, which meet only at barriers and in shared memory:
+#
+# - a *loader* warp fills rings of queries and of the gradients ``dO``;
+# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
+# - an *adder* warp has the parts of :math:`dQ` added to the sums, when a counter says that its turn
+#   has come.
+
+
+# Drawing
+def machine(axes):
+    edge = "#59636e"
+    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
+    for x, y, width, height, fill, text in (
+        (0, 6, 1.8, 1.4, role, "loader\n1 warp"),
+        (3.1, 6, 3.7, 1.4, role, "consumers 0 and 1\n4 warps each"),
+        (8.2, 6, 1.8, 1.4, role, "adder\n1 warp"),
+        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
+        (3.1, 3, 2.1, 1.4, store, "dS of both"),
+        (5.8, 3, 2.1, 1.4, store, "part of dQ"),
+        (0, 0, 2.3, 1, far, "Q, dO"),
+        (5.8, 0, 2.1, 1, far, "sums of dQ"),
+        (8.3, 0, 1.7, 1, far, "counters"),
+    ):
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
+        write_at(axes, (x + width / 2, y + height / 2), text)
+    for start, end, ends, text, at in (
+        ((3.05, 6.7), (1.85, 6.7), "->", "empty", (2.45, 7.05)),
+        ((6.85, 7.0), (8.15, 7.0), "->", "full", (7.5, 7.3)),
+        ((8.15, 6.4), (6.85, 6.4), "->", "empty", (7.5, 6.05)),
+        ((0.7, 5.95), (0.7, 4.45), "->", "asks", (0.25, 5.2)),
+        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine\nloads", (2.2, 2.0)),
+        ((2.0, 4.45), (3.3, 5.95), "->", "full", (2.35, 5.3)),
+        ((4.0, 5.95), (4.0, 4.45), "<->", "write,\nmeet, read", (4.85, 5.2)),
+        ((6.3, 5.95), (6.3, 4.45), "->", "write", (6.75, 5.2)),
+        ((8.7, 5.95), (7.5, 4.45), "->", "asks", (8.5, 4.9)),
+        ((6.85, 2.95), (6.85, 1.05), "->", "copy engine\nadds", (5.8, 2.0)),
+        ((9.5, 5.95), (9.5, 1.05), "<->", "whose\nturn?", (8.9, 2.6)),
+    ):
+        arrow = {"arrowstyle": ends, "color": edge}
+        axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
+        write_at(axes, at, text, 10, edge)
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Roles, shared memory (middle) and memory (below)",
+    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
+    "Two consumers of four warps each wait until a slot is full, tell the loader when it is empty, "
+    "hand dS to each other through shared memory, and write the part of dQ there. They tell an "
+    "adder of one warp that it is full, and the adder tells them when it is empty. The adder asks "
+    "the copy engine to add the part to the sums of dQ in memory, and reads and writes counters "
+    "that say whose turn it is.",
+    machine,
+    height=3.8,
+)
+
+# %%
+# Which tiles go through shared memory
+# ------------------------------------
+#
+# Roles share data through shared memory, so which tiles of a step have to go there? A matmul of
+# Hopper takes its *right* operand from shared memory and its *left* one from there or from
+# registers. It leaves its result in registers, distributed as a left operand has to be. So we
+# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`: then :math:`P^\top` and
+# :math:`dS^\top` are left operands where they are.
+
+operands = [
+    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
+    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
+    ("dV += Pᵀ dO", "registers", "registers, stays"),
+    ("dK += dSᵀ Q", "registers", "registers, stays"),
+    ("part of dQ = dS K", "shared memory", "registers, leaves"),
+]
+operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
+columns = ("matmul", "left operand from", "result")
+lab.table(
+    [dict(zip(columns, row, strict=True)) for row in operands],
+    "Five matmuls; the right operand is in shared memory",
+)
+
+# %%
+# **Of what consumers compute, only dS becomes an operand in shared memory,** because the last
+# matmul sums over *keys*, which are spread over both consumers: each writes its :math:`dS^\top`
+# there once, and both read it transposed. (The part of :math:`dQ` goes there too, but for the copy
+# engine.)
 
 # %%
 # One step, wait by wait
 # ----------------------
 #
-# How does a consumer compute while matmuls run, although each matmul needs what the one before has
-# made? It *issues* a matmul before work that does not need it: dP runs while P is made, dV while dS
-# is stored, and dK while the part of dQ is handed over. Numbers mark its eight waits: for the
-# loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the adder (7).
+# This section follows a consumer through a step, to see how it computes while matmuls run, although
+# each matmul needs what the one before has made. It *issues* a matmul before work that does not
+# need it: dP runs while P is made, dV while dS is stored, and dK while the part of dQ is handed
+# over. Numbers mark its eight waits: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for
+# the other consumer (5) and for the adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -505,8 +529,9 @@ lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU")
 #          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
-# The code from here on is of one kernel for head_dim 128, which the page times below, with all its
-# switches on. A name that ends in ``_s`` is a buffer in shared memory.
+# From here on the code is of a second kernel, the fast one: in Gluon, for head_dim 128, and with
+# switches like ``OVERLAP``, which are all on here and are timed below one by one. A name that ends
+# in ``_s`` is a buffer in shared memory.
 #
 # **Waits 1 to 3: P, while dP runs.** ``q`` and ``do`` are the tiles of step ``i``, in slot ``slot``
 # of their rings; ``k`` and ``v`` are the 64 keys and values of this consumer; ``none`` is zeros.
@@ -544,16 +569,15 @@ def halves_of_the_part(axes):
     for left, low, width, height, fill, text in boxes:
         box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
         axes.add_patch(box)
-        at = (left + width / 2, low + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=10)
+        write_at(axes, (left + width / 2, low + height / 2), text, 10)
     for at, text in (
         ((4.9, 2.2), "×"),
         ((10.3, 2.2), "="),
-        ((2.2, 4.65), "dS: 64 queries,\n128 keys"),
-        ((7.6, 4.65), "K: 128 keys,\n128 columns"),
-        ((13.0, 4.65), "part: 64 queries,\n128 columns"),
+        ((2.2, 5.3), "dS: 64 queries,\n128 keys"),
+        ((7.6, 5.3), "K: 128 keys,\n128 columns"),
+        ((13.0, 5.3), "part: 64 queries,\n128 columns"),
     ):
-        axes.text(*at, text, ha="center", va="bottom" if at[1] > 4 else "center")
+        write_at(axes, at, text)
     axes.set(xlim=(-0.1, 15.4), ylim=(-0.1, 6.1))
     axes.axis("off")
 
@@ -581,9 +605,10 @@ lab.sketch(
 # **Waits 7 and 8: hand it over.** dK is issued behind the part, so it runs while the consumer waits
 # until its half of the buffer ``parts`` is empty (7), stores its half of the part there, and says
 # that it is full. When dK has ended (8), the slot of Q is free for the loader, and the step is
-# done.
+# done. So in a step a consumer needs the other one once and the adder once; at all other waits it
+# depends on the loader and on its own matmuls.
 #
-# .. dropdown:: The same in code: waits 4 to 8, and why one meeting per step suffices
+# .. dropdown:: Waits 4 to 8 in code, and why one meeting per step suffices
 #
 #    **Waits 4 and 5.** ``operand`` is the layout of a left operand, and ``assert_trivial`` demands
 #    that no number moves for it. ``fence_async_shared`` lets matmuls see what threads have stored.
@@ -613,13 +638,14 @@ lab.sketch(
 #    the same tile of ``ds_s``.
 
 # %%
-# The same bits in every run
-# --------------------------
+# How the adder keeps the order
+# -----------------------------
 #
-# Programs take turns as in the small kernel, step for step, but now only the *adder* waits for its
-# turn. A consumer computes on, unless the buffer still holds the part of the step before. So an
-# adder says two things at two times: to the consumers that the buffer is free, and to the program
-# of the next keys that the sums are complete.
+# The order is that of the small kernel, step for step; new is who waits for it. Only the *adder*
+# waits for its turn, and all other roles wait for none but their own program, so the argument that
+# nobody waits for ever still holds. A consumer computes on, unless the buffer still holds the part
+# of the step before. So an adder says two things at two times: to the consumers that the buffer is
+# free, and to the program of the next keys that the sums are complete.
 
 
 # Drawing
@@ -638,8 +664,7 @@ def one_addition(axes):
         height = 0.7 if text == "consumers" else 1.1
         box = Rectangle((left, low), width, height, facecolor=fill, edgecolor=edge)
         axes.add_patch(box)
-        at = (left + width / 2, low + height / 2)
-        axes.text(*at, text, ha="center", va="center", fontsize=10.5)
+        write_at(axes, (left + width / 2, low + height / 2), text, 10.5)
     for begin, end, text, at in (
         ((0.8, 4), (0.8, 3.15), "part_full", (1.0, 3.55)),
         ((1.4, 2), (1.4, 1.15), "asks", (1.55, 1.55)),
@@ -684,7 +709,8 @@ lab.sketch(
 # ``tma.store_wait(0)`` waits only until the engine has *read* the part, which is all that consumers
 # need. The counter must promise more: that the sums are *in memory*. Triton's atomics order only
 # what threads store, and here the copy engine adds. So ``announce`` waits until the engine has
-# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`.
+# *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`. So a
+# counter means what it meant in the small kernel: the parts of so many steps are in the sums.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -713,8 +739,8 @@ lab.sketch(
 # What each change is worth
 # -------------------------
 #
-# Which of these ideas makes it fast? Each is a switch of the kernel above, so that we can turn them
-# on one after the other.
+# Each of these ideas is a switch of the kernel above. To see which of them makes it fast, we turn
+# them on one after the other.
 
 # Whole: each change a switch
 import triton
@@ -1321,18 +1347,18 @@ waited = lab.attempt(
 )
 
 # %%
-# Each rung of this ladder keeps the switches of those before. At first each consumer asks the copy
-# engine itself to add, which is done in the :term:`L2` cache. With heads apart, tiles alternate
-# between four times as many heads as fill the SMs. Timed is the whole backward pass at length
-# 4,096. Less than 2 % "makes no difference" on this page.
+# Each rung of this ladder keeps the switches of those before. The first has roles but no adder:
+# each consumer asks the copy engine itself to add. On the last, tiles alternate between four times
+# as many heads as fill the SMs. Timed is the whole backward pass at length 4,096, and a change of
+# less than 2 % “makes no difference” on this page.
 
 # Measuring
 WHAT_IS_NEW = {
-    "one sweep with roles": "each adds a part, of its own keys",
-    "half the columns": "each adds half, of the keys of both",
+    "one sweep with roles": "a consumer adds, for its own keys",
+    "half the columns": "half the columns, for both's keys",
     "overlap": "matmuls issued ahead",
     "an adder": "a warp adds, in any order",
-    "a fixed order": "it waits for its turn",
+    "a fixed order": "the adder waits for its turn",
     "heads apart": "tiles of more heads alternate",
 }
 lab.table(
@@ -1349,8 +1375,9 @@ lab.table(
 )
 
 # %%
-# In the figure "plain Triton, any order" is one sweep by the package's plain kernel, not by the
-# small one; why it is slow is not known. "Kernel Book" is the package's Gluon kernel.
+# The figure shows the same as shares of a matmul's speed, with two kernels of the package beside
+# them: “plain Triton, any order” is its single sweep in plain Triton, and why that is slow is not
+# known; “Kernel Book” is its kernel in Gluon.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1389,9 +1416,10 @@ lab.read(
         if max(in_triton) < -SCATTER < min(with_roles)
         else f"One sweep with roles {told('one sweep with roles')}. "
     )
-    + f"Without a mask the most is gained by “{largest[0]}” and by “{largest[1]}”. Half of the "
-    "columns means half the bytes to add and half the registers; which of the two did it, we "
-    "cannot tell."
+    + f"Without a mask the most is gained by “{largest[0]}” and by “{largest[1]}”. With half the "
+    "columns a consumer adds half the bytes, and its part takes half the registers; which of the "
+    f"two did it, we cannot tell. An adder by itself {told('an adder')}: it serves the fixed "
+    "order, and that order was not timed without it."
 )
 
 # %%
@@ -1413,14 +1441,8 @@ lab.read(
 
 # %%
 
-# Folded: How long adders wait for their turn
-waited
 
-# %%
-
-# Folded: More heads, and longer sequences
-
-
+# Measuring
 def of_waits(column, heads, mask="causal"):
     rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
     return rows[0].get(column, nan) if rows else nan
@@ -1438,29 +1460,31 @@ more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
     "heads × 4", seqlen=16384
 )
 
-lab.read(
-    f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
-    f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
-    f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-    + (", and gives that away. " if more > 1 + SCATTER else ". ")
-    + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because there "
-    "an SM stands still whenever it waits."
-)
-
 # %%
 
-# Folded: Speed by the number of heads
-lab.table(
-    [
-        {"length": f"{seqlen:,}"}
-        | {
-            f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
-            for times in TIMES
-        }
-        for seqlen in (4096, 16384)
-        if by_heads.rows
-    ],
-    "TFLOP/s of the package's kernel with a causal mask, by how many times as many heads alternate",
+# Folded: How long adders wait, and more heads on longer sequences
+together(
+    waited,
+    lab.table(
+        [
+            {"length": f"{seqlen:,}"}
+            | {
+                f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
+                for times in TIMES
+            }
+            for seqlen in (4096, 16384)
+            if by_heads.rows
+        ],
+        "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
+    ),
+    lab.read(
+        f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+        f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+        f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
+        + (", and gives that away. " if more > 1 + SCATTER else ". ")
+        + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because "
+        "there an SM stands still whenever it waits."
+    ),
 )
 
 # %%
@@ -1527,24 +1551,12 @@ lab.read(
 )
 
 # %%
-# The call, and its proofs
-# ------------------------
+# The call, and what was checked
+# ------------------------------
 #
-# **The call** is ``attention(q, k, v, is_causal=True)``, as always: on Hopper, in 16 bits, its
-# backward pass runs this kernel, with few exceptions. ``deterministic=False`` allows any order.
-#
-# .. dropdown:: Exceptions, other backends, and which Triton
-#
-#    Two sweeps run for short sequences at head_dim 64 with a causal mask or a :term:`window`, where
-#    not all three gradients are asked for, and on other GPUs.
-#    ``backend="triton"`` asks for two sweeps.
-#    ``backend="gluon"`` insists on Gluon, and raises an error where that cannot run.
-#    With ``deterministic=False`` the package drops the order for some long sequences (below).
-#    It takes plain Triton's single sweep, which lost to two sweeps at every length, only together
-#    with ``backend="triton"``.
-#
-#    The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run.
-#    :doc:`/hardware` says what else runs where.
+# All this is behind the call ``attention(q, k, v, is_causal=True)``: on Hopper, in 16 bits, its
+# backward pass runs this kernel, except for shorter sequences at head_dim 64 with a causal mask or
+# a :term:`window`, which get two sweeps. ``deterministic=False`` allows any order.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1560,22 +1572,6 @@ def gradients(**options):
 by_default = gradients()  # backend="auto"
 in_two_sweeps = gradients(backend="triton")  # plain Triton, on any GPU
 in_any_order = gradients(deterministic=False)  # bits of dq may differ between runs
-
-# %%
-
-# Folded: The check of these three calls
-lab.check(
-    "The public call",
-    [
-        case
-        for what, found in (
-            ("by default", by_default),
-            ("backend='triton'", in_two_sweeps),
-            ("deterministic=False", in_any_order),
-        )
-        for case in three_cases(what, found, q, k, v, do, True)
-    ],
-)
 
 # %%
 
@@ -1603,10 +1599,33 @@ for head_dim in (128, 64):
             row |= {f"{n:,}": chosen(head_dim, mask, n, deterministic) for n in LENGTHS}
             rows.append(row)
 
+
 # %%
 
-# Folded: Which kernel runs, by head_dim, mask and length
-lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
+# Folded: Which kernel runs when, and three calls checked
+together(
+    lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
+    lab.read(
+        "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
+        '`backend="triton"` asks for two sweeps. `backend="gluon"` insists on Gluon, and raises an '
+        "error where that cannot run. Plain Triton's single sweep runs only with "
+        '`deterministic=False` together with `backend="triton"`, because it is slower than two '
+        "sweeps. The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, "
+        "but was not run."
+    ),
+    lab.check(
+        "The public call",
+        [
+            case
+            for what, found in (
+                ("by default", by_default),
+                ("backend='triton'", in_two_sweeps),
+                ("deterministic=False", in_any_order),
+            )
+            for case in three_cases(what, found, q, k, v, do, True)
+        ],
+    ),
+)
 
 # %%
 # .. dropdown:: The kernel whole
@@ -1628,7 +1647,7 @@ lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length")
 
 # %%
 # **Is it right?** Its gradients pass the comparison with float64, over odd lengths, grouped heads,
-# causal masks and windows, in a fixed order and in any.
+# causal masks and windows, in a fixed order and in any:
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -1659,16 +1678,14 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
         yield from three_cases(what, ours, *inputs, is_causal, window)
 
 
-# %%
-
-# Folded: The package's kernel against float64
 lab.check(
     "The package's kernel", every_case(), stand_in="with PyTorch's sweep in its place"
 )
 
 # %%
 # **Are they the same bits in every run?** One input is launched again and again, while a second
-# stream keeps the GPU busy, so that programs start at other times.
+# stream keeps the GPU busy, so that programs start at other times. The table counts the launches
+# whose bits differ from those of the first.
 
 
 # Measuring
@@ -1733,6 +1750,7 @@ def soak(at_most=10_000, seconds=25):
 
 
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
+again
 
 # %%
 
@@ -1747,26 +1765,22 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    "In a fixed order no bit differs. In any order, `dq` differs from the first launch in "
+    f"**In a fixed order no bit differs in {launched:,.0f} launches.** In any order, `dq` differs "
     + (
-        f"all of {launched:,.0f} launches with either mask. "
+        "in all of them, with either mask; "
         if set(of_free) == {launched}
-        else f"{of_free[0]:,.0f} of {launched:,.0f} launches without a mask and in "
-        f"{of_free[1]:,.0f} with a causal one. "
+        else f"in {of_free[0]:,.0f} of them without a mask and in {of_free[1]:,.0f} with a causal "
+        "one; "
     )
-    + f"All {ended.get('finished', nan):,.0f} launches of random shapes ended, too."
+    + "`dk` and `dv` never do, because no other program adds to them. All "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes ended, which agrees with the "
+    "argument that nobody waits for ever."
 )
-
-# %%
-
-# Folded: One input, again and again
-again
 
 # %%
 # .. dropdown:: What compute-sanitizer says, and what else was compared
 #
-#    Every tenth launch of the random shapes was compared with plain Triton, and agreed. ``dk`` and
-#    ``dv`` never differ between launches, because no other program adds to them.
+#    Every tenth launch of the random shapes was compared with plain Triton, and agreed.
 #
 #    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
 #    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
@@ -1776,9 +1790,10 @@ again
 # How fast it is
 # --------------
 #
-# "Kernel Book" is what a caller gets who names no backend. FlashAttention 4 takes one sweep in any
-# order, except in its deterministic mode. All points have 16,384 tokens, and only the backward pass
-# is timed.
+# How near is this to the libraries that a PyTorch user can call instead? “Kernel Book” is what a
+# caller gets who names no backend. FlashAttention 4 takes one sweep in any order, except in its
+# deterministic mode. All points have 16,384 tokens, only the backward pass is timed, and for all
+# the FLOPs of five matmuls are counted.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1843,7 +1858,7 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
-# Folded: With a causal mask, at head_dim 64, and all points in numbers
+# Folded: All other points
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
@@ -1862,7 +1877,7 @@ lab.table(
 # %%
 
 
-# Reading
+# Measuring
 def shares(head_dim):
     rows = [row for row in at_points if row["head_dim"] == head_dim]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
@@ -1897,7 +1912,7 @@ everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
 PAIRS = {
     "one sweep in order, against two sweeps": ("in order", "two sweeps"),
     "one sweep in any order, against in order": ("no order", "in order"),
-    "the default, against FlashAttention's fixed order": ("by default", FIXED_MODE),
+    "the default, against FlashAttention, deterministic": ("by default", FIXED_MODE),
     "the default, against the fastest library": ("by default", "its speed"),
 }
 verdicts = []
@@ -1947,13 +1962,19 @@ dropped = [
 ]
 won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
 lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
+lab.table(
+    verdicts if speed.rows else [],
+    f"At how many of {len(at_points)} points one is faster, by {100 * SCATTER:.0f} % or more",
+)
+
+# %%
+
+# Reading
 lab.read(
     f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
     f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    "FlashAttention's deterministic mode alone is faster than ours at "
-    f"{len(below_theirs)} points, and slower at {len(over_theirs)}. **Giving up the order:** "
-    f"`deterministic=False` does so at {len(dropped)} points, and gains at {len(won_by_it)} and "
-    f"loses at {len(lost_by_it)} of them."
+    "**Giving up the order rarely pays:** `deterministic=False` does it only at "
+    f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows
     else f"{nan}"
 )
@@ -1961,75 +1982,58 @@ lab.read(
 # %%
 
 
-# Folded: Any order, against a fixed one
+# Folded: At which points, the price of any order, and why 2 % is no difference
 def default_of(row):
     return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
 
 
-any_order_lost = [row for row in at_points if counts(row["in order"], row["no order"])]
-any_order_won = [row for row in at_points if counts(row["no order"], row["in order"])]
-lab.read(
-    f"**In any order** the same kernel is faster at {len(any_order_won)} of {len(at_points)} "
-    f"points, and slower at {len(any_order_lost)}. This does not isolate the order, because only "
-    "in any order the sums must be set to zero first; the ladder does, because all its rungs with "
-    f"roles set them to zero. So `deterministic=False` gives the order up at {len(dropped)} points "
-    "only."
-    if speed.rows
-    else f"{nan}"
-)
-
-# %%
-
-# Folded: Where deterministic=False drops the order
-lab.table(
-    [
-        {
-            "head_dim": row["head_dim"],
-            "mask": row["mask"],
-            "length": f"{row['length']:,}",
-            "by default": f"{row['by default']:.0f}"
-            + ", two sweeps" * (default_of(row) == "two sweeps"),
-            "in any order": f"{row['no order']:.0f}",
-            "the change": verdict(row["no order"] / row["by default"] - 1),
-        }
-        for row in dropped
+together(
+    lab.table(
+        [
+            {
+                "head_dim": row["head_dim"],
+                "mask": row["mask"],
+                "length": f"{row['length']:,}",
+                "by default": f"{row['by default']:.0f}"
+                + ", two sweeps" * (default_of(row) == "two sweeps"),
+                "in any order": f"{row['no order']:.0f}",
+                "the change": verdict(row["no order"] / row["by default"] - 1),
+            }
+            for row in dropped
+            if speed.rows
+        ],
+        "Where deterministic=False drops the order: TFLOP/s",
+    ),
+    lab.read(
+        "**The price of any order.** Only in any order the sums must be set to zero first, because "
+        "no program knows there that it is the first to add. So this table does not isolate the "
+        "order; the ladder does, because all its rungs with roles set the sums to zero. An order "
+        f"costs most at {named([dearest])}; in any order the kernel is slower by up to "
+        f"{-100 * min(without):.0f} %."
         if speed.rows
-    ],
-    "Where deterministic=False drops the order: TFLOP/s",
-)
-
-# %%
-
-# Folded: At how many points
-lab.table(
-    verdicts if speed.rows else [],
-    f"At how many of {len(at_points)} points, by {100 * SCATTER:.0f} % or more",
-)
-
-# %%
-
-# Folded: At which points, and why 2 % is no difference
-lab.read(
-    "Points are head_dim, mask and length. Two sweeps are faster than one in a fixed order at "
-    f"{points_of(slower)}. FlashAttention's deterministic mode is faster than the default at "
-    f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
-    f"{points_of(over_theirs)}. An order costs most at {named([dearest])}; in any order the kernel "
-    f"is slower by up to {-100 * min(without):.0f} %. No program knows there that it is the first "
-    f"to add, so the sums must be set to zero before. Less than {100 * SCATTER:.0f} % makes no "
-    "difference, because the default is timed under two names, and "
-    f"at {close} of {len(twice)} points the two times are nearer than that. The same kernel in two "
-    f"figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
-    + (f"Absent from this run: {', '.join(absent)}." if absent else "")
-    if speed.rows
-    else f"{nan}"
+        else f"{nan}"
+    ),
+    lab.read(
+        "**At which points** (head_dim, mask, length). Two sweeps are faster than one in a fixed "
+        f"order at {points_of(slower)}. FlashAttention's deterministic mode is faster than the "
+        f"default at {points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, "
+        f"and slower at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no "
+        "difference.** The default is timed under two names, and at "
+        f"{close} of {len(twice)} points the two times are nearer than that. The same kernel in "
+        f"two figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
+        + (f"Absent from this run: {', '.join(absent)}." if absent else "")
+        if speed.rows
+        else f"{nan}"
+    ),
 )
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# Where does a step spend its time? The roles of one program stamped the cycles of their SM, in a
-# fixed order and without a mask. At a dashed line a consumer has stored its part.
+# To see what a step of this kernel spends its time on, the roles of one program noted the cycle of
+# their SM at each wait, in a fixed order and without a mask. At a dashed line a consumer has stored
+# its part.
 
 
 # Measuring
@@ -2064,17 +2068,22 @@ traced = lab.attempt(
 
 
 # Drawing
-SHADES = {  # from one point to another
-    ("begins", "scores"): ("waits for queries and scores", "SDPA flash"),
-    ("scores", "dS"): ("makes P and dS", "Kernel Book"),
-    ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
-    ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
-    ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
-    ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
-    ("its turn", "has parts"): ("waits for parts", "matmul"),
-    ("has parts", "added"): ("adds", "quack"),
+SHADES = {  # from one point to another, by who comes there
+    "consumers": {
+        ("begins", "scores"): ("waits for queries and scores", "SDPA flash"),
+        ("scores", "dS"): ("makes P and dS", "Kernel Book"),
+        ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
+        ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
+        ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
+    },
+    "adder": {
+        ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
+        ("its turn", "has parts"): ("waits for parts", "matmul"),
+        ("has parts", "added"): ("adds", "quack"),
+    },
 }
-ROLES = ("consumer 0", "consumer 1", "adder")
+ROLE_OF = {"consumer 0": "consumers", "consumer 1": "consumers", "adder": "adder"}
+ROLES = tuple(ROLE_OF)
 
 
 def in_order(rows, role="consumer 0", version=TRACED[1]):
@@ -2087,30 +2096,25 @@ def stored_at(rows):
     return [min(one["handed over"], other["handed over"]) for one, other in both]
 
 
-def still_adding(rows):
-    """Cycles from there to the end of the adder's step before, on average."""
-    ends = [row["added"] for row in in_order(rows, "adder")]
-    left = [end - at for end, at in zip(ends, stored_at(rows)[1:], strict=False)]
-    return sum(left) / len(left) if left else nan
-
-
 def timelines(axes, rows):
-    own, names = in_order(rows), set()
+    own = in_order(rows)
     # the adder's first step comes after the consumers', so three steps from the second on
-    since, until = own[1]["begins"], own[4]["begins"]
+    since = own[1]["begins"]
+    until = min(in_order(rows, role)[4]["begins"] for role in ROLES[:2])
+    for who, shades in SHADES.items():  # a column of the legend each, of as many rows
+        axes.barh(0, 0, color="none", label=f"{who}:")
+        for label, ink in shades.values():
+            axes.barh(0, 0, color=lab.colour(ink), label=label)
+        for _ in range(len(SHADES["consumers"]) - len(shades)):
+            axes.barh(0, 0, color="none", label=" ")
     for at, role in enumerate(ROLES):
         for row in in_order(rows, role):
-            for (a, b), (label, ink) in SHADES.items():
-                if row[a] is None or row[b] is None:
-                    continue
+            for (a, b), (_, ink) in SHADES[ROLE_OF[role]].items():
                 begin, end = max(row[a], since), min(row[b], until)
                 if end > begin:
-                    new = label if label not in names else None
-                    names.add(label)
                     axes.barh(
-                        at, end - begin, 0.7, begin - since, label=new,
-                        color=lab.colour(ink),
-                    )  # fmt: skip
+                        at, end - begin, 0.7, begin - since, color=lab.colour(ink)
+                    )
     for stored in stored_at(rows):
         if since < stored < until:
             line = {"color": "#1f2328", "linestyle": "--", "linewidth": 1.2}
@@ -2145,21 +2149,64 @@ lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timel
 
 # %%
 
-# Reading
-# an SM does 4,096 operations per cycle
-ideal = 5 * 2 * QUERIES * KEYS * HEAD_DIM / 4096
+# Measuring
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step, step_alone = (cycles_a_step(traced.rows, name) for name in reversed(TRACED))
-for_parts = spent(traced.rows, "its turn", "has parts", "adder")
+
+
+def share_of_step(a, b, role="consumer 0"):
+    """The share of a step of the program drawn that a role spends between two points."""
+    return 100 * spent(traced.rows, a, b, role) / a_step
+
+
+def over_tiles(column):
+    """What the fold on how long adders wait says of the same, over programs from all tiles."""
+    return f"{of_waits(column, 1, 'full'):.0f} %"
+
+
 if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
+shares_of_step = {
+    "a consumer hands its part over": (
+        share_of_step("matmuls", "handed over"),
+        over_tiles("consumer hands over, %"),
+    ),
+    "the adder waits for its turn": (
+        share_of_step("asks", "its turn", "adder"),
+        over_tiles("adder waits, %"),
+    ),
+    "the adder waits for parts": (share_of_step("its turn", "has parts", "adder"), "–"),
+    "the adder adds": (share_of_step("has parts", "added", "adder"), "–"),
+}
+lab.table(
+    [
+        {
+            "what": "cycles of a step",
+            "the program drawn": f"{a_step:,.0f}",
+            "mean over tiles": f"{mean_step:,.0f}",
+        }
+    ]
+    + [
+        {
+            "what": what,
+            "the program drawn": f"{share:.0f} %",
+            "mean over tiles": of_all,
+        }
+        for what, (share, of_all) in shares_of_step.items()
+    ]
+    if traced.rows
+    else [],
+    "A step of the program drawn, and the mean over programs from all tiles",
+)
+
+# %%
+
+# Reading
 lab.read(
-    "Over programs from all tiles, a consumer spends "
-    f"{of_waits('consumer hands over, %', 1, 'full'):.0f} % of its time on handing parts over, "
-    "which includes the wait until the engine has read the part before. The adder waits for its "
-    f"turn for {of_waits('adder waits, %', 1, 'full'):.0f} %. In the program drawn it waits for "
-    f"parts for only {100 * for_parts / a_step:.0f} % of a step: **there consumers wait for the "
-    "adder, and the adder hardly for consumers.**"
+    "To hand a part over includes the wait until the engine has read the part before. "
+    "**In the program drawn consumers wait for the adder, and the adder hardly for consumers:** it "
+    "waits for parts for only "
+    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step."
 )
 
 # %%
@@ -2172,28 +2219,26 @@ steps_drawn = [
     )
 ]
 lab.read(
-    f"A step of this program takes {a_step:,.0f} cycles on average over {len(steps_drawn)} steps, "
-    f"of which one takes {max(steps_drawn, default=nan):,.0f}. The mean over programs, with stamps "
-    f"as well, is {mean_step:,.0f}. So one program does not rank rungs: a step of “{TRACED[0]}”, "
-    f"which is the slower rung, takes {step_alone:,.0f}. What the stamps cost was not measured."
+    f"Of the {len(steps_drawn)} steps behind the mean of this program, one takes "
+    f"{max(steps_drawn, default=nan):,.0f} cycles. The mean over programs has stamps as well, and "
+    "what the stamps cost was not measured. Nor does one program rank rungs: a step of "
+    f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}. A dash in the table says "
+    "that nothing was recorded."
 )
-
-# %%
-# .. dropdown:: What we tried without a gain
-#
-#    A second buffer for the part fits: 224 of 227 KiB. It was faster at one point only (head_dim
-#    64, causal, 16,384). Scores and :math:`dP` of the next step ahead, an adder that asks early,
-#    and weights before the wait for :math:`dP` were not faster anywhere. No record holds these
-#    runs.
 
 # %%
 # How short a step can be
 # -----------------------
 #
 # Is such a step near what the GPU allows? Three limits are in question: matmul units, shared
-# memory, and additions. Shared memory gives an SM 128 bytes per cycle. Each consumer's matmuls read
-# eight operands of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for
-# dK, and dS and K for the part.
+# memory, and additions. The first two can be counted:
+#
+# - **Matmul units.** Five matmuls of 64 queries, 128 keys and 128 columns are
+#   :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, of which an SM does 4,096 per cycle:
+#   2,560 cycles.
+# - **Shared memory** gives an SM 128 bytes per cycle. Each consumer's matmuls read eight operands
+#   of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for dK, and dS and
+#   K for the part. The table adds what else a step moves.
 
 # Whole: nothing but matmuls and stores
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2443,9 +2488,9 @@ lab.table(
 )
 
 # %%
-# That is more than the five matmuls need by count. Experiments test the counts: one kernel does
-# nothing but the matmuls, and then the same stores beside them; another only adds parts and
-# announces each, on all SMs at once.
+# By count, then, shared memory takes longer than the matmul units. Experiments test the counts: one
+# kernel does nothing but the matmuls, and then also stores as many bytes as a step moves beside
+# its operands; another only adds parts and announces each, on all SMs at once.
 
 # Drawing
 BARS = {  # cycles of a step, and how they are drawn
@@ -2495,7 +2540,8 @@ by_part
 
 
 # Reading
-needed, bound = cycles(whole_step), counted(whole_step)[1]
+ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared memory
+needed = cycles(whole_step)
 lab.read(
     (
         f"**So by count a step takes at least {bound:,.0f} cycles,** those of shared memory, "
@@ -2505,8 +2551,8 @@ lab.read(
         "units. "
     )
     + f"A step of the kernel takes {mean_step / needed:.2f} times as long as its matmuls and "
-    "stores alone. The rest may be additions, waits, and the stamps that timed it: no experiment "
-    "tells them apart."
+    "stores alone. The rest may be additions, waits, or the stamps that timed it, and no "
+    "experiment here tells them apart."
 )
 
 # %%
@@ -2534,7 +2580,7 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 
 # %%
 
-# Folded: Head_dim 64 with a causal mask, and what runs around the sweep
+# Folded: Head_dim 64, what runs around the sweep, and what was tried without a gain
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
 behind_at_64 = [
     100 * row["in order"] / row["its speed"]
@@ -2551,13 +2597,14 @@ def share_around(seqlen):
 lab.read(
     f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
     f"{max(behind_at_64):.0f} % of the fastest library's speed. The matmuls of a query and a key "
-    "are half as long as at head_dim 128, and all else is as long. Tiles of 128 by 128 also "
-    "compute more pairs at the diagonal that nobody needs, most of all at short lengths. What each "
-    "costs was not measured. **Around the sweep.** A kernel before the "
-    "sweep computes `delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a "
-    "mask, they take "
+    "are half as long as at head_dim 128, and P and dS take as much work as there. Tiles of 128 by "
+    "128 also compute more pairs at the diagonal that nobody needs, most of all at short lengths. "
+    "What each costs was not measured. **Around the sweep.** A kernel before the sweep computes "
+    "`delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a mask they take "
     f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
-    "16,384."
+    "16,384. **Tried without a gain,** in runs that no record holds: scores and dP of the next "
+    "step ahead, an adder that asks early, and weights before the wait for dP. A second buffer for "
+    "the part, which would fit, was faster at one point only."
 )
 
 # %%
@@ -2606,10 +2653,13 @@ lab.table(rows, "What a key that is not there adds to dq")
 # In short
 # --------
 #
-# - **The same bits.** An adder writes a counter when its additions are complete, and the next
-#   program waits for it. None waits for ever, if programs start in the order of their ids.
-# - **What is left.** At head_dim 128 a step needs shared memory for longer than the matmul units,
-#   and additions alone take about as long as that.
+# - **One sweep** needs five matmuls for a tile instead of seven, and makes :math:`dQ` a sum to
+#   which programs add.
+# - **The same bits** come from turns: an adder writes a counter when its additions are complete,
+#   and the adder of the next keys waits for it. None waits for ever, if programs start in the order
+#   of their ids.
+# - **What limits it.** At head_dim 128 a step needs, by count, shared memory for longer than the
+#   matmul units, and additions alone take about as long.
 
 # %%
 
@@ -2618,8 +2668,9 @@ gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "caus
 lab.read(
     "**What was gained:** at length 4,096 and head_dim 128 one sweep in a "
     f"fixed order is {gained[0]:.1f} times as fast as two sweeps without a mask, and "
-    f"{gained[1]:.1f} times with a causal one. Five matmuls in place of seven would allow 1.4. "
-    f"A library is still faster at {everywhere} {len(at_points)} points."
+    f"{gained[1]:.1f} times with a causal one, of the 1.4 that five matmuls in place of seven "
+    "would allow. **What is missing:** the fastest library is ahead at "
+    f"{everywhere} {len(at_points)} points."
 )
 
 # %%
