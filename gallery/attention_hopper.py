@@ -967,7 +967,7 @@ def changed_by(name, before):
         percent = (
             round(100 * gain(name, mask, before), 1) + 0.0
         )  # which has no sign if it is 0
-        row[f"{mask}, %"] = f"{percent:+.1f}".replace("-", "−")
+        row[f"{mask}, %"] = f"{percent:+.1f}".replace("-", "−").replace("+0.0", "0.0")
     return row
 
 
@@ -1053,17 +1053,8 @@ lab.read(
 #
 # The first rung tests roles alone. **The change:** a loader loads, and two consumers share the
 # matmul units. **Expected:** a gain, because one consumer may use them while the other weighs. Each
-# still does one thing after the other, and ``warpgroup_mma_wait(0)`` stops it until none of its
-# matmuls is under way:
-#
-# .. code-block:: python
-#
-#    for i in range(first, end):
-#        # wait for k_full, and issue the scores: s = q @ k.T
-#        s = warpgroup_mma_wait(0, deps=[s])  # stop one; then arrive at k_empty
-#        # weigh, and rescale acc by alpha: this consumer has no matmul under way
-#        # wait for v_full, and issue the sum: acc += p @ v
-#        acc = warpgroup_mma_wait(0, deps=[acc])  # stop two; then arrive at v_empty
+# still does one thing after the other: it issues the scores and stops until they are there
+# (``warpgroup_mma_wait(0)``), weighs, issues the sum, and stops again.
 #
 # To see who waits for whom, the consumers of one program note the SM's cycle counter at certain
 # points of the loop. Numbers in bars are tiles of keys, the thin bars are the time for which both
@@ -1130,14 +1121,13 @@ def timelines(versions, roles, window, height):
             if 0 <= at <= window:
                 axes.plot(at, place, mark, markersize=5, color=lab.colour("matmul"))
 
-    def of_consumer(axes, row, place, named):
-        for (a, b), (label, ink) in parts_of(row["version"]).items():
+    def of_consumer(axes, row, place):
+        for (a, b), (_, ink) in parts_of(row["version"]).items():
             begin, end = max(row[a], 0), min(row[b], window)
             if end <= begin:
                 continue
-            label = None if label in named else named.add(label) or label
             shade = lab.colour(ink) if ink else GRID
-            axes.barh(place, end - begin, 0.7, begin, label=label, color=shade)
+            axes.barh(place, end - begin, 0.7, begin, color=shade)
             if ink == "Kernel Book" and end - begin > 0.06 * window:
                 inside = {"ha": "center", "va": "center", "color": "white"}
                 axes.text((begin + end) / 2, place, str(row["tile"]), **inside)
@@ -1159,6 +1149,13 @@ def timelines(versions, roles, window, height):
         named, place, ticks, labels = set(), 0, [], []
         rows = with_earliest(rows)
         axes.figure.set_size_inches(5.4, height)
+        kinds = [kind for version in versions for kind in parts_of(version).values()]
+        order = ("issues", "waits for them", "weighs", "waits for its turn", "all else")
+        for begins in order:  # of the legend
+            for label, ink in kinds:
+                if label.startswith(begins) and label not in named:
+                    named.add(label)
+                    axes.barh(0, 0, label=label, color=lab.colour(ink) if ink else GRID)
         for version in versions:
             for role in (*roles, "both weigh"):
                 own = [r for r in rows if (r["version"], r["role"]) == (version, role)]
@@ -1166,7 +1163,7 @@ def timelines(versions, roles, window, height):
                     if role == "loader":
                         of_loader(axes, row, place)
                     else:
-                        of_consumer(axes, row, place, named)
+                        of_consumer(axes, row, place)
                 if role == "both weigh":
                     of_both(axes, rows, version, place)
                 first = f"rung {NUMBERS[version]}: " if role == "loader" else ""
@@ -1464,12 +1461,13 @@ lab.read(
 # **Expected:** a gain, because a consumer now computes exponentials during its own sum, too.
 
 # Reading
+early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
+forced = f"all {early}" if early == OF_THREAD else f"{early} of {OF_THREAD}"
 lab.read(
     told("a branch")
     + (
-        "The order is as planned, with "
-        f"{in_code.get(('a branch', 'no'), {}).get(BEFORE, nan):.0f} of {OF_THREAD} exponentials "
-        "before the wait for the sum, and the kernel is "
+        f"The order is as planned, with {forced} exponentials of a thread before the wait for the "
+        "sum, and the kernel is "
         + ("slower. " if gain("a branch", "full") <= -SCATTER else "no faster. ")
         if max(gain("a branch", mask) for mask in ("full", "causal")) < SCATTER
         else ""
@@ -1525,10 +1523,10 @@ Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}"
 #   at a :term:`named barrier` before it issues, until the other has issued both of its matmuls,
 #   because two that issue at the same time also weigh at the same time.
 #
-# The table has what each gains over the rung before, and what should have caused it. "Both weigh"
-# is the share of a consumer's weighing during which the other weighs, too:
+# The table has the gain over the rung before, and what should have caused it ("both weigh" as a
+# share of a consumer's weighing):
 
-# Reading
+
 by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
 ideal = cycles(128)[0]
 if not traced.rows:
@@ -1550,7 +1548,7 @@ def small_change(name, number, code, before, after):
     return (
         {"rung": f"{number}, {name}"}
         | gains
-        | {"in the": f"{code}: {before} → {after}"}
+        | {"what changed": f"{code}: {before} → {after}"}
     )
 
 
@@ -1559,21 +1557,21 @@ lab.table(
         small_change(
             "one loop",
             4,
-            "causal code, PRMT",
+            "PRMT, causal",
             compiled_to("a branch", "permutations"),
             compiled_to("one loop", "permutations"),
         ),
         small_change(
             "sums in threads",
             5,
-            "causal code, SHFL",
+            "SHFL, causal",
             compiled_to("one loop", "shuffles"),
             compiled_to("sums in threads", "shuffles"),
         ),
         small_change(
             "turns",
             6,
-            "trace, both weigh",
+            "both weigh",
             f"{100 * weighs_without:.0f} %",
             f"{100 * weighs_with:.0f} %",
         ),
@@ -1719,9 +1717,9 @@ lab.table(
 # What is left
 # ------------
 #
-# The last rung still loses time, and this section looks for it. To see whether the consumers have
-# too much to do, we count six kinds of instruction with which they weigh a tile and rescale, and
-# divide by the rate at which an SM executes each kind.
+# To see whether the consumers have too much to do on the last rung, we count six kinds of
+# instruction with which they weigh a tile and rescale, and divide by the rate at which an SM
+# executes each kind.
 
 
 # Measuring
@@ -1759,7 +1757,7 @@ work
 
 # %%
 
-# Reading
+
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 others = sum(busy.values())
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
@@ -2161,7 +2159,6 @@ lab.read(
         if wrong
         else ""
     )
-    + (f" Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
