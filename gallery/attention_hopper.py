@@ -203,8 +203,7 @@ lab.sketch(
 
 # %%
 # The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
-# PyTorch, from the last tile of keys to the first (the new maximum stands above the sum, because
-# neither needs the other):
+# PyTorch, from the last tile of keys to the first:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -337,7 +336,7 @@ lab.check(
 # 1. *two roles*: a loader, and two consumers that do one thing after the other;
 # 2. *scores ahead*: the loop above;
 # 3. *a branch*, which forces the assembler to keep the order of that loop;
-# 4. *one loop* for the tiles with a causal mask and those without;
+# 4. *one loop* for tiles with and without a mask;
 # 5. *sums in threads*: each thread adds up its own part of :math:`l_i`;
 # 6. *turns*: the consumers issue one after the other.
 
@@ -1287,8 +1286,7 @@ lab.read(
     + (
         "So roles alone are worth that."
         if gain("two roles", "full") > SCATTER
-        else "**So roles alone make nothing faster.** What they give us is a say in who has the "
-        "registers, and in the order of a consumer's work."
+        else "**So roles alone make nothing faster.**"
     )
 )
 
@@ -1447,15 +1445,14 @@ lab.read(
     + f" at most {100 * at_once_two:.0f} % of the time for which one weighs, the other weighs, "
     f"too, and on rung 1 it was {100 * together:.0f} %. "
     + (
-        f"For {100 * beside_two:.0f} % of it the other issues matmuls or waits for them, and on "
-        f"rung 1 for {100 * beside_one:.0f} %. So matmuls and exponentials do run at once, but "
-        "those of **different** consumers: of two cooks with one oven, one prepares while the "
-        "other bakes. That this is the reason of the gain, no experiment here isolates, and one "
-        "program of one run was traced. "
+        f"For {100 * beside_two:.0f} % of it the other issues matmuls or waits for them. So "
+        "matmuls and exponentials do run at once, but those of **different** consumers: of two "
+        "cooks with one oven, one prepares while the other bakes. No experiment here isolates "
+        "that as the reason of the gain, and one program was traced. "
         if alternate
         else ""
     )
-    + "In the light bars a consumer rescales `acc` and waits for keys."
+    + "All else is to rescale `acc` and to wait for keys."
     + (
         ""
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
@@ -1607,14 +1604,13 @@ lab.read(
     )
     + ("**Turns make no difference.** " if no_effect else "")
     + (
-        "Without turns, too, the two almost never issue at the same time, and with them both weigh "
-        "at once as often. "
-        if no_effect and at_issue < 0.02 and abs(weighs_with - weighs_without) < 0.05
+        "Without turns, too, the two almost never issue at the same time. "
+        if no_effect and at_issue < 0.02
         else ""
     )
-    + f"On rung 2, whose order is not forced, that was at most {100 * weighs_ahead:.0f} % of the "
-    "weighing. Rung 5 differs from it by three changes, and which of them raised it, we have "
-    "not separated."
+    + "On rung 2, whose order is not forced, the share in which both weigh is at most "
+    f"{100 * weighs_ahead:.0f} %. Rung 5 differs from it by three changes, and which of them "
+    "raised that share, we have not separated."
 )
 
 # %%
@@ -1705,10 +1701,9 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Where we end:** the package's kernel reaches "
+    "**Where we end:** the package's kernel, which takes any length, and windows, reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
-    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the "
-    f"last rung it {of_both('Kernel Book', 'turns')}, but it takes any length, and windows."
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
     + (
         " **Without a mask, rung 2 was all:** everything after it, taken together, makes no "
         "difference."
@@ -2228,7 +2223,7 @@ lab.read(
     "they do not, and the kernel runs often enough on one generation of GPUs to repay a second "
     f"version. This one is {min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as fast as plain "
     "Triton, so keep both and let a measurement choose. **Do not** write it when the kernel waits "
-    "for memory, when one kind of work fills it (as a matmul, in the chapter before), or when it "
+    "for memory, when one kind of work fills it, or when it "
     "must run on other GPUs."
     if speed.rows
     else f"{nan}"
