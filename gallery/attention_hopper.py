@@ -1306,7 +1306,7 @@ lab.read(
 #        [240, 24],  # and registers of each of their threads
 #    )
 #
-# The table has the last rung with and without it:
+# The last rung with and without it:
 
 
 def with_registers(name, registers):
@@ -1452,7 +1452,7 @@ lab.read(
         if alternate
         else ""
     )
-    + "All else is to rescale `acc` and to wait for keys."
+    + 'There, "all else" is to rescale `acc` and to wait for keys.'
     + (
         ""
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
@@ -2011,9 +2011,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# Beside the kernel stand libraries of :doc:`/chapters/attention_fast`: cuDNN, through PyTorch's
-# SDPA, and FlashAttention 4 where it is installed. All points have 16,384 tokens. "Kernel Book" is
-# what a caller gets who names no backend, at head_dim 128 the kernel in Gluon.
+# The libraries are cuDNN, through PyTorch's SDPA, and FlashAttention 4 where it is installed. All
+# points have 16,384 tokens. "Kernel Book" is what a caller gets who names no backend, at head_dim
+# 128 the kernel in Gluon.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2268,7 +2268,7 @@ lab.table(rows, "Error of the whole, relative to its size")
 # --------
 #
 # - **What pays:** registers handed to the consumers; scores one tile ahead of the sums; with a
-#   causal mask, one loop. Persistent programs mostly repay what the package's kernel had lost.
+#   causal mask, one loop.
 # - **What does not:** roles alone, an order forced on the assembler, and turns.
 # - **What runs at once:** on rung 2, mostly one consumer's matmuls and the other's exponentials.
 # - **Beside libraries:** ahead at some points and behind at others (the table of shares).
