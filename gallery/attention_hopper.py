@@ -1052,8 +1052,13 @@ lab.read(
 #
 # The first rung tests roles alone. **The change:** a loader loads, and two consumers share the
 # matmul units. **Expected:** a gain, because one consumer may use them while the other weighs. Each
-# still does one thing after the other: it issues the scores and stops until they are there
-# (``warpgroup_mma_wait(0)``), weighs, issues the sum, and stops again.
+# still does one thing after the other:
+#
+# .. code-block:: python
+#
+#    s = warpgroup_mma_wait(0, deps=[s])  # stop one: until the scores are there
+#    # weigh, with no matmul of its own under way, and issue the sum
+#    acc = warpgroup_mma_wait(0, deps=[acc])  # stop two: until the sum is there
 #
 # To see who waits for whom, the consumers of one program note the SM's cycle counter at certain
 # points of the loop. Numbers in bars are tiles of keys, the thin bars are the time for which both
