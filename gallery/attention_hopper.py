@@ -16,7 +16,7 @@ You will learn
 - in which order a loop must issue its work so that matmuls and exponentials run at once;
 - how to see in the machine code (:term:`SASS`), and on a timeline of the :term:`SM`, who waits for
   whom;
-- when it pays to write such a kernel, beside plain Triton and the fastest libraries.
+- when it pays to write such a kernel, beside plain Triton and a fast library.
 
 The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
 H200). Elsewhere this page checks the order of the loop in PyTorch, and shows the times of a
@@ -43,7 +43,8 @@ from kernelbook.lab.attention_bench import (
     points,
     sdpa,
 )
-from kernelbook.lab.display import Markdown, show
+from kernelbook.lab.display import Markdown, Shown, show
+from kernelbook.lab.figures import GRID
 from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.tiles import LOG2E, LOWEST, place
 from kernelbook.ops.hopper import choice
@@ -60,7 +61,10 @@ from kernelbook.ops.hopper.parts import tma_load, tma_store
 
 nan = float("nan")
 lab.start(
-    "attention_hopper", "kernelbook.ops.attention", "kernelbook.ops.hopper.forward"
+    "attention_hopper",
+    "kernelbook.ops.attention",
+    "kernelbook.ops.hopper.forward",
+    here=runtime.capability(runtime.DEVICE) == (9, 0),
 )
 
 # %%
@@ -129,6 +133,7 @@ lab.sketch(
 #
 #    Give each warp a role, and let every consumer issue two matmuls together: the scores of a tile
 #    and the sum of the tile before. Then the matmul units have work while scores are weighed.
+#    That is the plan; rung 2 shows what the assembler makes of it.
 #
 # The roles are those of :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills a ring of
 # tiles of keys and a ring of tiles of values. Two *consumers*, each a :term:`warpgroup` with 64
@@ -198,8 +203,7 @@ lab.sketch(
 
 # %%
 # The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
-# PyTorch, from the last tile of keys to the first (the new maximum stands above the sum, because
-# neither needs the other):
+# PyTorch, from the last tile of keys to the first:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -326,12 +330,13 @@ lab.check(
 # A ladder of six rungs
 # ---------------------
 #
-# One kernel runs every rung. Each rung turns one switch on, and keeps those before it:
+# The ladder measures each change by itself: one kernel runs every rung, and each rung turns one
+# switch on and keeps those before it:
 #
 # 1. *two roles*: a loader, and two consumers that do one thing after the other;
 # 2. *scores ahead*: the loop above;
 # 3. *a branch*, which forces the assembler to keep the order of that loop;
-# 4. *one loop* for the tiles with a causal mask and those without;
+# 4. *one loop* for tiles with and without a mask;
 # 5. *sums in threads*: each thread adds up its own part of :math:`l_i`;
 # 6. *turns*: the consumers issue one after the other.
 
@@ -958,8 +963,10 @@ def told(name):
 def changed_by(name, before):
     row = {"change": name}
     for mask in ("full", "causal"):
-        percent = 100 * gain(name, mask, before)
-        row[f"{mask}, %"] = f"{percent:+.1f}".replace("-", "−")
+        percent = (
+            round(100 * gain(name, mask, before), 1) + 0.0
+        )  # which has no sign if it is 0
+        row[f"{mask}, %"] = f"{percent:+.1f}".replace("-", "−").replace("+0.0", "0.0")
     return row
 
 
@@ -1043,52 +1050,71 @@ lab.read(
 # Rung 1: two roles
 # -----------------
 #
-# **The change:** a loader loads, and two consumers share the matmul units. **Expected:** a gain,
-# because one consumer may use them while the other weighs. Each still does one thing after the
-# other, and ``warpgroup_mma_wait(0)`` stops it until none of its matmuls is under way:
+# The first rung tests roles alone. **The change:** a loader loads, and two consumers share the
+# matmul units. **Expected:** a gain, because one consumer may use them while the other weighs. Each
+# still does one thing after the other:
 #
 # .. code-block:: python
 #
-#    for i in range(first, end):
-#        # wait for k_full, and issue the scores: s = q @ k.T
-#        s = warpgroup_mma_wait(0, deps=[s])  # stop one; then arrive at k_empty
-#        # weigh, and rescale acc by alpha: this consumer has no matmul under way
-#        # wait for v_full, and issue the sum: acc += p @ v
-#        acc = warpgroup_mma_wait(0, deps=[acc])  # stop two; then arrive at v_empty
+#    s = warpgroup_mma_wait(0, deps=[s])  # stop one: until the scores are there
+#    # weigh, with no matmul of its own under way, and issue the sum
+#    acc = warpgroup_mma_wait(0, deps=[acc])  # stop two: until the sum is there
 #
 # To see who waits for whom, the consumers of one program note the SM's cycle counter at certain
-# points of the loop. Numbers in bars are tiles of keys; there is no mask.
+# points of the loop. Numbers in bars are tiles of keys, the thin bars are the time for which both
+# weigh, and there is no mask.
 
 
 # Drawing
+CONSUMERS = ("consumer 0", "consumer 1")
 NUMBERS = {
     "two roles": 1,
     "scores ahead": 2,
     "no turns": 5,
     "turns": 6,
 }  # of the rungs, by their recorded names
-SHADES = {  # from one point to another
-    ("asks", "begins"): ("waits for keys", "PyTorch"),
-    ("begins", "issued"): ("issues matmuls", "matmul"),
-    ("issued", "scores"): ("waits for scores", "SDPA flash"),
-    ("scores", "weighed"): ("weighs", "Kernel Book"),
-    ("weighed", "sum"): ("waits for the sum", "Liger"),
-}
-SHADES_OF_TWO = dict(list(SHADES.items())[1:3]) | {
-    ("scores", "earliest"): ("waits for the sum, at least", "Liger"),
-    ("earliest", "sum"): ("weighs, at most", "Kernel Book"),
-}  # rung 2 has no stamp between these two
+
+
+def parts_of(version):
+    """What a consumer does from one stamp to another, and its colour."""
+    waits, weighs = ("waits for them", "PyTorch"), ("weighs", "Kernel Book")
+    if version == "scores ahead":  # without a stamp between the two
+        return {
+            ("begins", "issued"): ("issues matmuls", "matmul"),
+            ("issued", "earliest"): (f"{waits[0]}, at least", waits[1]),
+            ("earliest", "sum"): (f"{weighs[0]}, at most", weighs[1]),
+            ("sum", "next"): ("all else", None),
+        }
+    first = (
+        ("waits for its turn", "Liger") if version == "turns" else ("all else", None)
+    )
+    return {
+        ("asks", "begins"): first,
+        ("begins", "issued"): ("issues matmuls", "matmul"),
+        ("issued", "scores"): waits,
+        ("scores", "weighed"): weighs,
+        ("weighed", "sum"): waits,
+        ("sum", "next"): ("all else", None),
+    }
+
+
+def weighing_of(version):
+    """Between which stamps a consumer weighs."""
+    return ("earliest", "sum") if version == "scores ahead" else ("scores", "weighed")
 
 
 def with_earliest(rows):
-    """The stamps, and when both matmuls that a consumer issues are done at the full rate."""
-    both = cycles(128, rows=64)[0]
-    return [
-        row | {"earliest": max(row["begins"] + both, row["scores"])}
-        if row["version"] == "scores ahead" and row["role"] != "loader"
-        else row
-        for row in rows
-    ]
+    """The stamps, when both matmuls that were issued end at the full rate, and the next tile."""
+    both, found = cycles(128, rows=64)[0], []
+    begins = {(r["version"], r["role"], r["tile"]): r["asks"] for r in rows}
+    for row in rows:
+        if row["role"] != "loader":
+            after = begins.get((row["version"], row["role"], row["tile"] + 1))
+            row = row | {"next": row["sum"] if after is None else after}
+            if row["version"] == "scores ahead":
+                row |= {"earliest": max(row["begins"] + both, row["scores"])}
+        found.append(row)
+    return found
 
 
 def timelines(versions, roles, window, height):
@@ -1099,36 +1125,51 @@ def timelines(versions, roles, window, height):
             if 0 <= at <= window:
                 axes.plot(at, place, mark, markersize=5, color=lab.colour("matmul"))
 
-    def of_consumer(axes, row, place, named):
-        shades = SHADES_OF_TWO if row["version"] == "scores ahead" else SHADES
-        for (a, b), (label, ink) in shades.items():
-            if a == "asks" and row["version"] != "two roles":
-                if row["version"] == "no turns":  # there is nothing to wait for
-                    continue
-                label = "waits for its turn"
-                ink = "FlashAttention"
+    def of_consumer(axes, row, place):
+        for (a, b), (_, ink) in parts_of(row["version"]).items():
             begin, end = max(row[a], 0), min(row[b], window)
             if end <= begin:
                 continue
-            label = None if label in named else named.add(label) or label
-            shade = lab.colour(ink)
-            axes.barh(place, end - begin, 0.7, begin, label=label, color=shade)
+            shade = lab.colour(ink) if ink else GRID
+            axes.barh(place, end - begin, 0.7, begin, color=shade)
             if ink == "Kernel Book" and end - begin > 0.06 * window:
                 inside = {"ha": "center", "va": "center", "color": "white"}
                 axes.text((begin + end) / 2, place, str(row["tile"]), **inside)
+
+    def of_both(axes, rows, version, place):
+        a, b = weighing_of(version)
+        first, second = (
+            [(r[a], r[b]) for r in rows if (r["version"], r["role"]) == (version, role)]
+            for role in CONSUMERS
+        )
+        for begin, end in first:
+            for start, stop in second:
+                left, right = max(begin, start, 0), min(end, stop, window)
+                if right > left:
+                    ink = lab.colour("Kernel Book")
+                    axes.barh(place, right - left, 0.35, left, color=ink)
 
     def how(axes, rows):
         named, place, ticks, labels = set(), 0, [], []
         rows = with_earliest(rows)
         axes.figure.set_size_inches(5.4, height)
+        kinds = [kind for version in versions for kind in parts_of(version).values()]
+        order = ("issues", "waits for them", "weighs", "waits for its turn", "all else")
+        for begins in order:  # of the legend
+            for label, ink in kinds:
+                if label.startswith(begins) and label not in named:
+                    named.add(label)
+                    axes.barh(0, 0, label=label, color=lab.colour(ink) if ink else GRID)
         for version in versions:
-            for role in roles:
+            for role in (*roles, "both weigh"):
                 own = [r for r in rows if (r["version"], r["role"]) == (version, role)]
                 for row in own:
                     if role == "loader":
                         of_loader(axes, row, place)
                     else:
-                        of_consumer(axes, row, place, named)
+                        of_consumer(axes, row, place)
+                if role == "both weigh":
+                    of_both(axes, rows, version, place)
                 first = f"rung {NUMBERS[version]}: " if role == "loader" else ""
                 ticks.append(place)
                 labels.append(f"{first}{role}")
@@ -1138,6 +1179,7 @@ def timelines(versions, roles, window, height):
         axes.set_yticks(ticks, labels, fontsize=10)
         axes.invert_yaxis()
         axes.grid(axis="x", visible=True)
+        axes.grid(axis="y", visible=False)
 
     return how
 
@@ -1172,6 +1214,27 @@ def both_at(rows, version, a, b):
     return 2 * both / sum(b - a for a, b in first + second) if first else nan
 
 
+def beside_matmuls(rows, version):
+    """The share of a consumer's weighing in which the other issues matmuls or waits for them."""
+    of_matmuls = [("begins", "scores"), ("weighed", "sum")]
+    if version == "scores ahead":
+        of_matmuls = [("begins", "earliest")]
+    a, b = weighing_of(version)
+    own = {
+        role: [r for r in rows if (r["version"], r["role"]) == (version, role)]
+        for role in CONSUMERS
+    }
+    beside = sum(
+        max(0, min(r[b], o[d]) - max(r[a], o[c]))
+        for me, other in (CONSUMERS, CONSUMERS[::-1])
+        for r in own[me]
+        for o in own[other]
+        for c, d in of_matmuls
+    )
+    weighs = sum(r[b] - r[a] for role in CONSUMERS for r in own[role])
+    return beside / weighs if weighs else nan
+
+
 def asked_ahead(rows, version):
     """How many cycles before consumer 0 comes to a tile the loader asks for its keys."""
     asked, needed = (
@@ -1195,25 +1258,25 @@ def in_words(*versions):
             rows = with_earliest(rows)
             parts = {
                 "weighing at most": ("earliest", "sum"),
-                "waiting for scores": ("issued", "scores"),
-                "waiting for the sum at least": ("scores", "earliest"),
+                "waiting for its matmuls at least": ("issued", "earliest"),
             }
         listed = ", ".join(
             f"{100 * part_of(rows, version, *ends):.0f} % {what}"
             for what, ends in parts.items()
         )
         took = f"{cycles_a_tile(rows, version):,.0f} cycles a tile"
-        return f"Rung {NUMBERS[version]}: {took}: {listed}."
+        shared = both_at(rows, version, *weighing_of(version))
+        both = f"for {100 * shared:.0f} % of the weighing the other weighs, too"
+        return f"Rung {NUMBERS[version]}: {took}: {listed}; {both}."
 
     return lambda rows: " ".join(of_one(rows, version) for version in versions)
 
 
-CONSUMERS = ("consumer 0", "consumer 1")
 lab.draw(
     traced,
     "Rung 1: a consumer stops twice per tile",
     in_words("two roles"),
-    timelines(["two roles"], CONSUMERS, 6000, 2.4),
+    timelines(["two roles"], CONSUMERS, 6000, 2.8),
 )
 
 # %%
@@ -1228,8 +1291,7 @@ lab.read(
     + (
         "So roles alone are worth that."
         if gain("two roles", "full") > SCATTER
-        else "**So roles alone make nothing faster.** What they give us is a say in who has the "
-        "registers, and in the order of a consumer's work."
+        else "**So roles alone make nothing faster.**"
     )
 )
 
@@ -1249,7 +1311,7 @@ lab.read(
 #        [240, 24],  # and registers of each of their threads
 #    )
 #
-# The table has the last rung with and without it:
+# The last rung with and without it:
 
 
 def with_registers(name, registers):
@@ -1283,7 +1345,8 @@ lab.read(
     + "The code with a causal mask, in the last two columns, shows two possible reasons: "
     "short of registers, the assembler waits after every matmul instruction, so no matmul is "
     f"asynchronous, and it makes {compiled_to('equal registers', 'spills'):.0f} spills. Which of "
-    "the two costs more, we have not separated."
+    "the two costs more, we have not separated. **So the first use of roles is to give registers "
+    "to the warps that compute.**"
     if compiled_to("equal registers", "waits for them")
     == compiled_to("equal registers", "matmul instructions")
     else f"Without a mask, handing over makes the kernel {halved:.1f} times as fast."
@@ -1293,17 +1356,16 @@ lab.read(
 # Rung 2: scores ahead
 # --------------------
 #
-# **The change:** the scores run one tile ahead. **Expected:** a gain, because a consumer computes
-# exponentials while its own sum is computed.
+# The second rung tests the order of the loop. **The change:** the scores run one tile ahead.
+# **Expected:** a gain, because a consumer computes exponentials while its own sum is computed.
 
 # Reading
 lab.read(told("scores ahead"))
 
 # %%
-# That is the largest gain of the ladder. Do the exponentials really run during the sum? In the
-# machine code, ``HGMMA`` is a matmul instruction, ``WARPGROUP.DEPBAR`` is ``warpgroup_mma_wait``,
-# with its argument at the end, and ``MUFU.EX2`` is an exponential. An iteration, in the order of
-# the assembler:
+# Do the exponentials really run during the sum? In the machine code, ``HGMMA`` is a matmul
+# instruction, ``WARPGROUP.DEPBAR`` is ``warpgroup_mma_wait``, with its argument at the end, and
+# ``MUFU.EX2`` is an exponential. An iteration, in the order of the assembler:
 
 
 # Drawing
@@ -1347,16 +1409,11 @@ in_its_order("scores ahead")
 planned = in_code.get(("scores ahead", "no"), {}).get(BEFORE, nan)
 lab.read(
     (
-        f"**Not here.** All {OF_THREAD} exponentials of a thread, for its weights and for the "
+        f"**They do not.** All {OF_THREAD} exponentials of a thread, for its weights and for the "
         "factors of two rows, stand behind both waits, because the assembler has moved the second "
-        "up"
-        + (
-            " (with a causal mask, too). "
-            if compiled_to("scores ahead", BEFORE) == 0
-            else ". "
-        )
+        "up. "
         + "So a consumer stops until both of its matmuls have ended, and only then weighs. The "
-        "gain must have another reason than we expected. What runs at once, the timeline shows."
+        "gain must have another reason than we expected."
     )
     if planned == 0
     else f"{planned:.0f} of the {OF_THREAD} exponentials of a thread stand between the wait for "
@@ -1364,15 +1421,16 @@ lab.read(
 )
 
 # %%
-# A stamp between the wait for the sum and the weighing could change the code, so there is none. The
-# bars part the two where both matmuls would end at the full rate: the sum cannot be there earlier.
+# Between the wait for the sum and the weighing there is no stamp, because it could change the code.
+# The border is drawn where both matmuls would end at the full rate, the earliest possible: so the
+# wait is a lower bound, and the weighing an upper one.
 
 # Drawing
 lab.draw(
     traced,
-    "Rung 2: the consumers alternate",
+    "Rung 2: the consumers mostly alternate",
     in_words("scores ahead"),
-    timelines(["scores ahead"], CONSUMERS, 6000, 2.4),
+    timelines(["scores ahead"], CONSUMERS, 6000, 2.8),
 )
 
 # %%
@@ -1383,27 +1441,23 @@ at_one, at_two = (
     cycles_a_tile(traced.rows, version) for version in ("two roles", "scores ahead")
 )
 earliest = with_earliest(traced.rows)
-at_once_one = together * mean_cycles(earliest, "two roles", "scores", "weighed")
-at_once_two = both_at(earliest, "scores ahead", "earliest", "sum") * mean_cycles(
-    earliest, "scores ahead", "earliest", "sum"
-)
+at_once_two = both_at(earliest, "scores ahead", *weighing_of("scores ahead"))
+beside_one = beside_matmuls(earliest, "two roles")
+beside_two = beside_matmuls(earliest, "scores ahead")
+alternate = at_once_two < together / 2 and beside_two > beside_one
 lab.read(
-    (
-        "**The consumers alternate:** while one weighs, the other mostly issues its matmuls or "
-        "waits for them. "
-        if at_once_two < 0.1 * at_once_one
-        else ""
-    )
-    + f"Both weigh at the same time for at most {at_once_two:,.0f} cycles of a tile, and on rung 1 "
-    f"it was {at_once_one:,.0f}. "
+    ("**The consumers mostly alternate:** for" if alternate else "For")
+    + f" at most {100 * at_once_two:.0f} % of the time for which one weighs, the other weighs, "
+    f"too, and on rung 1 it was {100 * together:.0f} %. "
     + (
-        "So matmuls and exponentials do run at once, but those of **different** consumers: of two "
-        "cooks with one oven, one prepares while the other bakes. That this is the reason of the "
-        "gain, no experiment here isolates. "
-        if at_once_two < 0.1 * at_once_one
+        f"For {100 * beside_two:.0f} % of it the other issues matmuls or waits for them. So "
+        "matmuls and exponentials do run at once, but those of **different** consumers: of two "
+        "cooks with one oven, one prepares while the other bakes. No experiment here isolates "
+        "that as the reason of the gain, and one program was traced. "
+        if alternate
         else ""
     )
-    + "In the white gaps a consumer rescales `acc` and waits for keys."
+    + 'There, "all else" is to rescale `acc` and to wait for keys.'
     + (
         ""
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
@@ -1413,29 +1467,21 @@ lab.read(
 )
 
 # %%
-
-# Folded: Rungs 2 and 3 as compiled without a mask, and rung 2 with the stamps of its timeline
-unmasked
-
-# %%
 # Rung 3: a branch
 # ----------------
 #
-# Would the planned order gain even more? **The change:** a branch before the wait for the sum,
-# which keeps the assembler from moving that wait up. **Expected:** a gain, because a consumer's
-# exponentials now stand before that wait, and so run during its own sum, too. ``SYNCS`` and ``BRA``
-# are the branch:
-
-# Drawing
-in_its_order("a branch")
-
-# %%
+# The third rung forces the planned order, to see whether it gains even more. **The change:** a
+# branch before the wait for the sum, which keeps the assembler from moving that wait up.
+# **Expected:** a gain, because a consumer now computes exponentials during its own sum, too.
 
 # Reading
+early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
+forced = f"all {early}" if early == OF_THREAD else f"{early} of {OF_THREAD}"
 lab.read(
     told("a branch")
     + (
-        "The order is as planned, and the kernel is "
+        f"The order is as planned, with {forced} exponentials of a thread before the wait for the "
+        "sum, and the kernel is "
         + ("slower. " if gain("a branch", "full") <= -SCATTER else "no faster. ")
         if max(gain("a branch", mask) for mask in ("full", "causal")) < SCATTER
         else ""
@@ -1443,7 +1489,7 @@ lab.read(
     + "To take the branch out of the last rung again "
     f"{of_both('without the branch', 'turns')}"
     + (
-        ", so the later rungs keep it. **To force the order gains nothing.**"
+        ", and the later rungs keep it. **To force the order gains nothing.**"
         + (
             " Why it costs time on this rung, we do not know."
             if gain("a branch", "full") <= -SCATTER
@@ -1470,85 +1516,106 @@ lab.read(
 
 # %%
 
-# Folded: All versions as compiled, with counts of instructions
-compiled
+# Folded: All versions as compiled, and rungs 2 and 3 without a mask
+Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}")
 
 # %%
-# Rung 4: one loop
-# ----------------
+# Rungs 4 to 6: small changes
+# ---------------------------
 #
-# The kernel takes tiles of keys from the last to the first, so those that a causal mask cuts come
-# first, until now in a loop of their own. **The change:** one loop over all tiles, in which a
-# branch asks whether the tile that begins at key ``start_n`` holds keys after the first query,
-# ``start_m``:
+# Two of the last three rungs save instructions, and one brings order:
 #
-# .. literalinclude:: attention_hopper.py
-#    :language: python
-#    :pyobject: _ahead
-#    :start-at: if start_n + BLOCK_N
-#    :end-before: weights, alpha
-#    :dedent:
+# - **Rung 4, one loop.** The kernel takes tiles of keys from the last to the first, so those that a
+#   causal mask cuts come first, until now in a loop of their own. Between two loops Triton took
+#   pairs of 16-bit weights apart at the end of every iteration, and put them together at the start
+#   of the next (``PRMT``). In one loop, a branch asks whether the tile holds keys after the first
+#   query.
+# - **Rung 5, sums in threads.** Each thread adds up its own part of :math:`l_i`, because the four
+#   threads that share a row of scores need its sum only at the end. That saves
+#   :term:`shuffles <shuffle>` (``SHFL``).
+# - **Rung 6, turns.** FlashAttention-3 calls them :term:`ping-pong scheduling`: each consumer waits
+#   at a :term:`named barrier` before it issues, until the other has issued both of its matmuls,
+#   because two that issue at the same time also weigh at the same time.
 #
-# **Expected:** a gain with a causal mask only, because one loop no longer hands its weights ``p``
-# to another. For that, Triton took pairs of 16-bit weights apart at the end of every iteration,
-# and put them together at the start of the next.
+# The table has the gain over the rung before, and what should have caused it ("both weigh" as a
+# share of a consumer's weighing):
 
-# Reading
-lab.read(
-    told("one loop")
-    + f"The code of two loops has {compiled_to('a branch', 'permutations')} instructions that "
-    f"permute bytes (`PRMT`), and that of one loop has {compiled_to('one loop', 'permutations')}. "
-    + (
-        "So the gain is where we expected it."
-        if gain("one loop", "causal") > SCATTER > abs(gain("one loop", "full"))
-        else ""
-    )
-)
 
-# %%
-# Rungs 5 and 6: sums in threads, and turns
-# -----------------------------------------
-#
-# **Rung 5:** each thread adds up its own part of :math:`l_i`, because the four threads that share a
-# row of scores need its sum only at the end. **Expected:** a small gain, from fewer
-# :term:`shuffles <shuffle>`.
-
-# Reading
-lab.read(
-    told("sums in threads")
-    + f"The code has {compiled_to('sums in threads', 'shuffles')} shuffles, where it had "
-    f"{compiled_to('one loop', 'shuffles')}."
-)
-
-# %%
-# **Rung 6:** the consumers take turns, which FlashAttention-3 calls :term:`ping-pong scheduling`.
-# Each waits at a :term:`named barrier` before it issues, until the other has issued both of its
-# matmuls. **Expected:** a gain, because two consumers that issue at the same time also compute
-# exponentials at the same time.
-
-# Reading
 by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
 ideal = cycles(128)[0]
 if not traced.rows:
     steps.rate("turns", mask="full")  # says why numbers are missing
 
+weighs_without, weighs_with = (
+    both_at(traced.rows, version, "scores", "weighed")
+    for version in ("no turns", "turns")
+)
 at_issue = max(
     both_at(traced.rows, version, "begins", "issued")
     for version in ("scores ahead", "no turns")
 )
-without_effect = (
-    all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
-    and at_issue < 0.02
-)
-lab.read(
-    told("turns")
-    + (
-        "The timelines of rung 2 and, folded below, of rung 5 show that there is little to order: "
-        "without turns, too, the two almost never issue at the same time."
-        if without_effect
-        else f"Without turns, the two issue at the same time for up to {100 * at_issue:.0f} % of "
-        "it."
+
+
+def small_change(name, number, code, before, after):
+    row = changed_by(name, rung_before(name))
+    gains = {"full, %": row["full, %"], "causal, %": row["causal, %"]}
+    return (
+        {"rung": f"{number}, {name}"}
+        | gains
+        | {"what changed": f"{code}: {before} → {after}"}
     )
+
+
+lab.table(
+    [
+        small_change(
+            "one loop",
+            4,
+            "PRMT, causal",
+            compiled_to("a branch", "permutations"),
+            compiled_to("one loop", "permutations"),
+        ),
+        small_change(
+            "sums in threads",
+            5,
+            "SHFL, causal",
+            compiled_to("one loop", "shuffles"),
+            compiled_to("sums in threads", "shuffles"),
+        ),
+        small_change(
+            "turns",
+            6,
+            "both weigh",
+            f"{100 * weighs_without:.0f} %",
+            f"{100 * weighs_with:.0f} %",
+        ),
+    ]
+    if steps.rows
+    else [],
+    "Rungs 4 to 6: gain over the rung before",
+)
+
+# %%
+
+# Reading
+expected_there = gain("one loop", "causal") > SCATTER > abs(gain("one loop", "full"))
+no_effect = all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
+weighs_ahead = both_at(earliest, "scores ahead", "earliest", "sum")
+lab.read(
+    (
+        "**One loop gains where there were two,** with a causal mask. "
+        if expected_there
+        else ""
+    )
+    + ("**Turns make no difference.** " if no_effect else "")
+    + (
+        "Without turns, too, the two almost never issue at the same time. "
+        if no_effect and at_issue < 0.02
+        else ""
+    )
+    + "On rung 2, whose order is not forced, the share in which both weigh is at most "
+    f"{100 * weighs_ahead:.0f} %. Rung 5 differs from it by three changes, and which of them "
+    "raised that share, we have not separated."
 )
 
 # %%
@@ -1559,16 +1626,16 @@ lab.draw(
     traced,
     "Three roles of one program",
     in_words(*with_loader),
-    timelines(with_loader, ("loader", *CONSUMERS), 9000, 3.6),
+    timelines(with_loader, ("loader", *CONSUMERS), 9000, 4.4),
 )
 
 # %%
 # Persistent, and in pairs
 # ------------------------
 #
-# **The change:** a :term:`persistent` program computes one tile of queries after another, and the
-# first scores of a tile beside the last sum of the one before. **Expected:** a gain, because only
-# one program fits on an SM, so nothing else fills the time in which it starts and ends.
+# All rungs leave the time in which a program starts and ends unused, because only one program fits
+# on an SM. **The change:** a :term:`persistent` program computes one tile of queries after another,
+# and the first scores of a tile beside the last sum of the one before. **Expected:** a gain.
 #
 # With a causal mask it matters which tiles a program takes, because later queries see more keys.
 # Let four programs have eight tiles of queries, the longest first. Each takes every fourth tile, or
@@ -1639,10 +1706,9 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Where we end:** the package's kernel reaches "
+    "**Where we end:** the package's kernel, which takes any length, and windows, reaches "
     f"{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
-    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one. Against the "
-    f"last rung it {of_both('Kernel Book', 'turns')}, but it takes any length, and windows."
+    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one."
     + (
         " **Without a mask, rung 2 was all:** everything after it, taken together, makes no "
         "difference."
@@ -1663,9 +1729,9 @@ lab.table(
 # What is left
 # ------------
 #
-# Where does the last rung lose time? To see whether the consumers have too much to do, we count six
-# kinds of instruction with which they weigh a tile and rescale, and divide by the rate at which an
-# SM executes each kind.
+# To see whether the consumers have too much to do on the last rung, we count six kinds of
+# instruction with which they weigh a tile and rescale, and divide by the rate at which an SM
+# executes each kind.
 
 
 # Measuring
@@ -1703,7 +1769,7 @@ work
 
 # %%
 
-# Reading
+
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 others = sum(busy.values())
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
@@ -1728,14 +1794,15 @@ lab.table(
 lab.read(
     "**The matmul units still wait for the consumers.** They work for "
     f"{100 * ideal / by_version['turns']:.0f} % of the time, and the stamps may cost a part of the "
-    "rest. The loader delays nobody, because it asks for keys "
+    "rest. In this trace the loader hardly delays anyone: it asks for keys "
     + (
         "more than a whole tile's time before a consumer needs them. "
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
         else f"{asked_ahead(traced.rows, 'turns'):,.0f} cycles before a consumer needs them. "
     )
     + ("The consumers' work would fit beside the matmuls. " if others < ideal else "")
-    + "But a consumer weighs for longer than its instructions take, even without rescaling. For "
+    + "But a consumer weighs for longer than its instructions take, although the counted ones "
+    "include rescaling and the traced time does not. For "
     f"{100 * contended:.0f} % of that time the other weighs, too, which may delay it, and kinds "
     "such as shuffles are not counted. What else makes it so long is **an open question**."
 )
@@ -1881,12 +1948,11 @@ def again_and_beside():
 
 # %%
 
-# Folded: Beside plain Triton, and 200 times
+# Measuring
 repeated = lab.attempt(
     "Beside plain Triton, length 1,501, and repeated",
     again_and_beside if HOPPER else NEEDS_HOPPER,
 )
-repeated
 
 # %%
 
@@ -1920,9 +1986,13 @@ def soak(at_most=10_000, seconds=25):
 
 # %%
 
-# Folded: Launches of random shapes, which all have to finish
+# Measuring
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
-soaked
+
+# %%
+
+# Folded: Beside plain Triton and 200 times, and launches of random shapes
+Shown(f"{repeated.html}{soaked.html}", f"{repeated.plain}\n\n{soaked.plain}")
 
 # %%
 
@@ -1946,9 +2016,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# Beside the kernel stand libraries of :doc:`/chapters/attention_fast`: cuDNN, through PyTorch's
-# SDPA, and FlashAttention 4 where it is installed. All points have 16,384 tokens. "Kernel Book" is
-# what a caller gets who names no backend, at head_dim 128 the kernel in Gluon.
+# The libraries are cuDNN, through PyTorch's SDPA, and FlashAttention 4 where it is installed. All
+# points have 16,384 tokens. "Kernel Book" is what a caller gets who names no backend, at head_dim
+# 128 the kernel in Gluon.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2013,7 +2083,24 @@ lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"
 
 # %%
 
-# Folded: All twelve points, and head_dim 64
+
+def at_lengths(head_dim, mask):
+    """A row of shares of the fastest library, by length."""
+    own = [r for r in at_points if (r["head_dim"], r["mask"]) == (head_dim, mask)]
+    shares = {f"{r['length']:,}": f"{100 * share_of_library(r):.0f} %" for r in own}
+    return {"head_dim, mask": f"{head_dim}, {mask}"} | shares
+
+
+lab.table(
+    [at_lengths(d, m) for d in (128, 64) for m in ("full", "causal")]
+    if speed.rows
+    else [],
+    "Kernel Book's speed as a share of the fastest library's of this run, by length",
+)
+
+# %%
+
+# Folded: The speeds at all twelve points
 lab.table(
     [
         {
@@ -2034,6 +2121,9 @@ lab.table(
 
 
 # Reading
+CALLED = {"SDPA cuDNN": "cuDNN", "FlashAttention": "FlashAttention 4"}
+
+
 def of_chosen(row):
     """The speed of the kernel that the package chooses, timed under its own name."""
     return row["plain" if row["chosen"] == "plain" else "in Gluon"]
@@ -2051,9 +2141,20 @@ wrong = [
 twice = [abs(row["by default"] / of_chosen(row) - 1) for row in at_points]
 close = sum(change < SCATTER for change in twice)
 absent = [name for name in PEERS if name in speed.skipped]
+at_hand = [CALLED[name] for name in PEERS if name not in absent]
+the_library = (
+    f"{at_hand[0]}, the only library of this run"
+    if len(at_hand) == 1
+    else f"the faster of {' and '.join(at_hand)} at each point"
+)
+late = all(row in behind for row in at_points if row["length"] == LENGTHS[-1])
+by_library = [
+    f"{CALLED[name]} at {number}"
+    for name in PEERS
+    if (number := sum(row["library"] == name for row in behind))
+]
 lab.read(
-    f"Against the fastest library of this run, the package is ahead at {len(ahead)} of "
-    f"{len(at_points)} points"
+    f"Against {the_library}, the package is ahead at {len(ahead)} of {len(at_points)} points"
     + (
         f" and **behind at {len(behind)}**, where it reaches "
         + (
@@ -2061,16 +2162,17 @@ lab.read(
             if len(behind) > 1
             else ""
         )
-        + f"{100 * max(map(share_of_library, behind)):.0f} % of its speed."
+        + f"{100 * max(map(share_of_library, behind)):.0f} % of its speed"
+        + (f" (behind {' and '.join(by_library)})." if len(at_hand) > 1 else ".")
         if behind
         else ", and behind nowhere."
     )
+    + (f" It is behind at every point of length {LENGTHS[-1]:,}." if late else "")
     + (
         f" At {len(wrong)} points the package takes the slower of its two kernels."
         if wrong
         else ""
     )
-    + (f" Absent from this run: {', '.join(absent)}." if absent else "")
     if speed.rows
     else f"{nan}"
 )
@@ -2126,7 +2228,7 @@ lab.read(
     "they do not, and the kernel runs often enough on one generation of GPUs to repay a second "
     f"version. This one is {min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as fast as plain "
     "Triton, so keep both and let a measurement choose. **Do not** write it when the kernel waits "
-    "for memory, when one kind of work fills it (as a matmul, in the chapter before), or when it "
+    "for memory, when one kind of work fills it, or when it "
     "must run on other GPUs."
     if speed.rows
     else f"{nan}"
@@ -2171,12 +2273,12 @@ lab.table(rows, "Error of the whole, relative to its size")
 # --------
 #
 # - **What pays:** registers handed to the consumers; scores one tile ahead of the sums; with a
-#   causal mask, one loop. Persistent programs mostly repay what the package's kernel had lost.
+#   causal mask, one loop.
 # - **What does not:** roles alone, an order forced on the assembler, and turns.
-# - **What runs at once:** on rung 2, one consumer's matmuls and the other's exponentials. Whether
-#   that alone is the reason of the gain is open.
-# - **The other open question:** why a consumer weighs a tile for longer than the instructions that
-#   we counted take.
+# - **What runs at once:** on rung 2, mostly one consumer's matmuls and the other's exponentials.
+# - **Beside libraries:** ahead at some points and behind at others (the table of shares).
+# - **Open:** whether that alone is the reason of the gain, and why a consumer weighs a tile for
+#   longer than the instructions that we counted take.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #

@@ -2058,7 +2058,8 @@ from contextlib import suppress
 
 from torch._dynamo.utils import counters
 
-ROUNDS, TURN = 4, 2
+ROUNDS, GRAPH_ROUNDS, TURN = 4, 12, 2  # at its limit of power a GPU's clock wanders
+PROFILES = 3
 GRAPHS = {
     "SDPA, compiled": "SDPA, CUDA graph",
     "Kernel Book": "Kernel Book, CUDA graph",
@@ -2169,10 +2170,10 @@ def by_kind(times, busy):
     return of_kinds | {"busy, ms": round(busy, 2)}
 
 
-def profile_of_replays(replay, kinds, which, steps=6):
-    """The milliseconds of each kind of kernels in a step, as the steps of a race follow each other,
-    and the clock and the power of the GPU meanwhile. A graph has no operations, so that ``kinds``
-    tells what each kernel belongs to."""
+def profile_of_replays(replay, kinds, steps=4):
+    """The milliseconds of each kind and kernel in a step, as the steps of a race follow each other,
+    and those in which any runs. A graph has no operations, so that ``kinds`` tells what each kernel
+    belongs to."""
 
     def several():
         for _ in range(steps):
@@ -2183,23 +2184,52 @@ def profile_of_replays(replay, kinds, which, steps=6):
     times = Counter()
     for where, took in kernel_times(found, kinds).items():
         times[where] += took / steps
-    for (kind, kernel), took in times.most_common(12):
-        row = {"kind": kind, "kernel": kernel, "ms": round(took, 2)}
-        longest_kernels.append(which | row)
-    return by_kind(times, busy_ms(found) / steps) | under_load(several)
+    return times, busy_ms(found) / steps
 
 
+def profiles_in_turn(steps, kinds, which):
+    """The medians of some profiles of each graph, and the clock and the power of the GPU.
+
+    The graphs take turns, because two profiles of one graph differ as well: by how much, the range
+    of its linear layers says.
+    """
+    found = {title: [] for title in steps}
+    for _ in range(PROFILES):
+        for title, replay in steps.items():
+            found[title].append(profile_of_replays(replay, kinds[title]))
+    rows = {}
+    for title, profiles in found.items():
+        for (kind, kernel), took in profiles[-1][0].most_common(12):
+            row = {
+                "version": title,
+                "kind": kind,
+                "kernel": kernel,
+                "ms": round(took, 2),
+            }
+            longest_kernels.append(which | row)
+        each = [by_kind(times, busy) for times, busy in profiles]
+        rows[title] = {
+            name: statistics.median(row[name] for row in each) for name in each[0]
+        }
+        linear = [row["linear layers, ms"] for row in each]
+        rows[title][RANGE] = round(max(linear) - min(linear), 2)
+        rows[title] |= under_load(steps[title])
+    return rows
+
+
+RANGE = "range of linear layers, ms"
 READ = {"SM clock, MHz": "clocks.sm", "power, W": "power.draw"}
 
 
-def under_load(several, seconds=2.0):
+def under_load(replay, seconds=1.0):
     """What nvidia-smi reads while steps follow each other, medians of at least three readings."""
     readings, end = [], time.perf_counter() + seconds
     with ThreadPoolExecutor(1) as pool:
         while len(readings) < 3 or time.perf_counter() < end:
             reading = pool.submit(asked_of_the_gpu)
             while not reading.done():
-                several()
+                for _ in range(4):
+                    replay()
                 torch.cuda.synchronize()
             readings.append(reading.result())
     return {
@@ -2244,11 +2274,9 @@ def graphs_in_turn(trainings, kinds, which):
             trainings[label].loss = None
             trainings[label].optimizer.zero_grad()
     try:
-        times = times_in_turn(steps)
-        for label, title in GRAPHS.items():
-            if title in steps:
-                named = which | {"version": title}
-                profiles[title] = profile_of_replays(steps[title], kinds[label], named)
+        times = times_in_turn(steps, GRAPH_ROUNDS)
+        kinds_of = {title: kinds[label] for label, title in GRAPHS.items()}
+        profiles = profiles_in_turn(steps, kinds_of, which)
     except Exception as error:
         remarks |= dict.fromkeys(steps, in_short(error))
     return times, peaks, profiles, remarks
@@ -2259,10 +2287,10 @@ def in_short(error):
     return f"{type(error).__name__}: {first}"[:120]
 
 
-def times_in_turn(steps):
+def times_in_turn(steps, rounds=ROUNDS):
     """Milliseconds of some rounds of steps, and of the host, by the name of the version."""
     times, draw = {label: ([], []) for label in steps}, numpy.random.default_rng(0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for label in draw.permutation(list(steps)):
             for all_found, found in zip(
                 times[label], one_turn(steps[label]), strict=True
@@ -2332,7 +2360,9 @@ def clean_up():
         freed()
 
 
-NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms", *READ])
+NO_PROFILE = dict.fromkeys(
+    [*(f"{kind}, ms" for kind in KINDS), "busy, ms", RANGE, *READ]
+)
 
 
 def step_ladder():
