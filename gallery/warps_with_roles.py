@@ -142,13 +142,13 @@ def drawn_roles(axes):
     for slot in range(3):
         rectangle(3.8 + 0.9 * slot, 2.6, 0.8, 1.4, f"slot\n{slot}", store)
         axes.text(
-            4.2 + 0.9 * slot, 4.6, "full\nempty", fontsize=9, ha="center", va="center"
+            4.2 + 0.9 * slot, 4.6, "full\nempty", fontsize=10, ha="center", va="center"
         )
     axes.add_patch(Rectangle((3.7, 4.15), 2.8, 0.9, fill=False, edgecolor="#59636e"))
     axes.text(3.7, 2.3, "3 slots, each with 2 barriers", fontsize=10, va="top")
     waits = {"arrowstyle": "<-", "color": lab.colour("PyTorch"), "linestyle": "--"}
     for whom, barrier, text, at in (
-        ((2.65, 6.5), (3.75, 5.1), "waits\nat empty", (3.55, 6.15)),
+        ((2.65, 6.1), (3.75, 5.1), "waits\nat empty", (3.57, 6.1)),
         ((4.9, 5.95), (4.9, 5.1), "waits at full", (6.0, 5.45)),
     ):
         axes.annotate(
