@@ -31,7 +31,6 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -2188,7 +2187,7 @@ def profile_of_replays(replay, kinds, steps=4):
 
 
 def profiles_in_turn(steps, kinds, which):
-    """The medians of some profiles of each graph, and the clock and the power of the GPU.
+    """The medians of some profiles of each graph.
 
     The graphs take turns, because two profiles of one graph differ as well: by how much, the range
     of its linear layers says.
@@ -2213,41 +2212,10 @@ def profiles_in_turn(steps, kinds, which):
         }
         linear = [row["linear layers, ms"] for row in each]
         rows[title][RANGE] = round(max(linear) - min(linear), 2)
-        rows[title] |= under_load(steps[title])
     return rows
 
 
 RANGE = "range of linear layers, ms"
-READ = {"SM clock, MHz": "clocks.sm", "power, W": "power.draw"}
-
-
-def under_load(replay, seconds=1.0):
-    """What nvidia-smi reads while steps follow each other, medians of at least three readings."""
-    readings, end = [], time.perf_counter() + seconds
-    with ThreadPoolExecutor(1) as pool:
-        while len(readings) < 3 or time.perf_counter() < end:
-            reading = pool.submit(asked_of_the_gpu)
-            while not reading.done():
-                for _ in range(4):
-                    replay()
-                torch.cuda.synchronize()
-            readings.append(reading.result())
-    return {
-        name: statistics.median(numbers) if None not in numbers else None
-        for name in READ
-        for numbers in [[reading[name] for reading in readings]]
-    }
-
-
-def asked_of_the_gpu():
-    gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
-    query = [f"--query-gpu={','.join(READ.values())}", "--format=csv,noheader,nounits"]
-    command = ["nvidia-smi", *query, f"--id=GPU-{gpu}"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        return dict(zip(READ, map(float, answer.stdout.split(",")), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return dict.fromkeys(READ)
 
 
 def graph_of(training):
@@ -2360,9 +2328,7 @@ def clean_up():
         freed()
 
 
-NO_PROFILE = dict.fromkeys(
-    [*(f"{kind}, ms" for kind in KINDS), "busy, ms", RANGE, *READ]
-)
+NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms", RANGE])
 
 
 def step_ladder():
@@ -2617,10 +2583,11 @@ lab.table(
         | {"kernels": shown(row["busy, ms"])}
         for row in timed(steps.rows)
     ],
-    "Milliseconds of a step of large at 1,024 (the median of eight steps, and the middle 60 % of "
-    "them), of the host to launch one when nothing is queued, and of the kernels by kind in "
-    "another step, under the profiler; and the peak of memory. A host that is a thousand launches "
-    "ahead has to wait for the GPU, so that its time is an upper bound. SDPA ran with its fastest "
+    f"Milliseconds of a step of large at 1,024 (the median of {ROUNDS * TURN} steps, or of "
+    f"{GRAPH_ROUNDS * TURN} of a graph, and the middle 60 % of them), of the host to launch one "
+    "when nothing is queued, and of the kernels by kind in other steps, under the profiler; and "
+    "the peak of memory. A host that is a thousand launches ahead has to wait for the GPU, so that "
+    "its time is an upper bound. SDPA ran with its fastest "
     f"backend, {listed(sorted({row['SDPA backend'] for row in steps.rows}))}",
 )
 
@@ -2828,8 +2795,8 @@ lab.read(
 )
 
 # %%
-# What is left to differ without the host lies on the GPU, and a profile of six replays of each
-# graph shows in which kernels. A bar shows by how much longer a kind of kernels takes with the
+# What is left to differ without the host lies on the GPU, and three profiles of each graph, taken
+# in turn, show in which kernels. A bar shows by how much longer a kind of kernels takes with the
 # book's operators. AdamW, the same in both, is left out.
 
 
@@ -2911,65 +2878,38 @@ gained = {
     kind: [model for model in race if longer(model, f"{kind}, ms") < 0]
     for kind in ("attention", "between")
 }
-least = min(
-    gained["between"], key=lambda model: -longer(model, "between, ms"), default=""
-)
+same = {model: abs(longer(model, "linear layers, ms")) for model in race}
+scatter = [rows[name].get(RANGE) for rows in race.values() for name in graphs]
+scatter = max((value for value in scatter if value is not None), default=nan)
 lab.read(
     "**With the book's operators, what is between takes less time in "
     f"{len(gained['between'])} of {len(race)} models, and attention in "
-    f"{len(gained['attention'])}.** Each graph was profiled once, so the "
-    f"{-longer(least, 'between, ms'):.1f} ms of {least} may be chance. "
-    + (
-        f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
-        f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
-        if far in gained["attention"]
-        else ""
-    )
+    f"{len(gained['attention'])}.** The linear layers, the same kernels in both graphs, say how "
+    f"far to trust such a bar: they differ by up to {max(same.values(), default=nan):.1f} ms, and "
+    f"between the profiles of one graph by up to {scatter:.1f}."
 )
 
 # %%
 
 # Reading
-linear = {model: longer(model, "linear layers, ms") for model in race}
-by_chance_ms = -longer(least, "between, ms")
-clear = {model: value for model, value in linear.items() if value > by_chance_ms}
-slowed = [
-    f"{model} ({100 * (1 - own / theirs):.1f} %)"
-    for model, rows in race.items()
-    for theirs, own in [[rows[name]["SM clock, MHz"] or nan for name in graphs]]
-    if own < theirs
-]
 lab.read(
-    "".join(
+    (
+        f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
+        f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
+        if far in gained["attention"]
+        else ""
+    )
+    + "".join(
         f"**In {model} attention takes {longer(model, 'attention, ms'):.1f} ms longer**"
-        f"{padded(model)}"
-        ". "
-        + (
-            "In the profile, though, all kernels of our step together take no longer than SDPA's, "
-            "so we cannot explain why the step is slower. "
-            if model in behind and longer(model, "busy, ms") <= 0
-            else ""
-        )
+        f"{padded(model)}. "
         for model in race
         if model not in gained["attention"]
-    )
-    + (
-        f"The linear layers take {min(clear.values()):.1f} to {max(clear.values()):.1f} ms longer "
-        f"beside our operators in {len(clear)} of {len(race)} models, although they are the same "
-        "kernels; of this, too, we do not know the whole cause."
-        + "".join(
-            f" (The {value:.1f} ms of {model} may be chance.)"
-            for model, value in linear.items()
-            if model not in clear
-        )
-        if clear and min(linear.values()) > 0 and len(slowed) < len(race)
-        else ""
     )
 )
 
 # %%
 
-# Folded: What are the numbers of this figure, and is a lower clock the cause?
+# Folded: What are the numbers of this figure?
 lab.table(
     [
         {"model": model}
@@ -2979,18 +2919,12 @@ lab.table(
         }
         | {"all": " / ".join(shown(rows[name]["busy, ms"]) for name in graphs)}
         | {"race": " / ".join(shown(rows[name]["step, ms"]) for name in graphs)}
-        | {"MHz": " / ".join(shown(rows[name]["SM clock, MHz"], 0) for name in graphs)}
-        | {"W": " / ".join(shown(rows[name]["power, W"], 0) for name in graphs)}
+        | {"range": " / ".join(shown(rows[name].get(RANGE)) for name in graphs)}
         for model, rows in race.items()
     ],
-    "Milliseconds of the kernels of a step, SDPA / the book's, in six replays of a graph under the "
-    "profiler; clocks and power are what nvidia-smi read in further replays"
-    + (
-        f". The clock was lower with ours in {listed(slowed)}, but not in all models, so it is at "
-        "most a part of the cause of longer linear layers"
-        if slowed and len(slowed) < len(race)
-        else ""
-    ),
+    "Milliseconds of the kernels of a step, SDPA / the book's, the medians of three profiles of a "
+    "graph; beside them the time of a step in the race, and by how much the linear layers of the "
+    "three profiles differ",
 )
 
 # %%
