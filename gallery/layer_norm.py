@@ -157,9 +157,10 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 # Three reads: a loop
 # -------------------
 #
-# The simplest kernel has a loop for each formula, and each loop goes through the row in blocks of
-# ``BLOCK_COLS`` columns. It takes rows of any length. This is the third loop, in which ``FULL``
-# says that nothing has to be masked, and ``scale_and_shift`` applies weight and bias:
+# The simplest kernel has a loop for the mean, one for the variance and one for the output, and each
+# goes through the row in blocks of ``BLOCK_COLS`` columns. It takes rows of any length. This is the
+# third loop, in which ``FULL`` says that nothing has to be masked, and ``scale_and_shift`` applies
+# weight and bias:
 
 lab.source(loop_fwd_kernel, "write")
 
@@ -455,8 +456,13 @@ obvious, corrected, theirs = (
 )
 lab.read(
     "The same happens in float32. A thousand numbers, all 1000.1, should become zeros. With their "
-    f"sum over N as the mean the largest is {obvious:.4f}, with the correction that follows "
-    f"{corrected:.4f}, and in PyTorch {theirs:.4f}."
+    f"sum over N as the mean the largest is {obvious:.4f}"
+    + (
+        " (in Triton's interpreter; a GPU adds in another order, and may round less or more)"
+        if runtime.INTERPRETED
+        else ""
+    )
+    + f", with the correction that follows {corrected:.4f}, and in PyTorch {theirs:.4f}."
 )
 
 # %%
@@ -729,8 +735,8 @@ two, lone, long, shared = (
 said = (
     "At 32,768 columns packing gains "
     f"{share['Kernel Book', 32768] - share['one program', 32768]:.0f} points, because a second "
-    "program fits on the SM: the same kernel, allowed so many registers that only one fits, loses "
-    f"{two[0] - lone[0]:.0f}"
+    "program fits on the SM: in a timing of its own the same kernel, allowed so many registers "
+    f"that only one fits, falls from {two[0]:.0f} to {lone[0]:.0f}"
     + (
         ", and is then slower than one read without packing."
         if lone[0] < share["one program", 32768] - 5
@@ -1191,7 +1197,7 @@ def small_said(rows):
             )
             + (
                 f": it takes {called[-1] / alone[-1]:.0f} times as long as the kernels alone, "
-                "because the host sets its time."
+                "because the host sets most of its time."
                 if called[-1] > 1.5 * alone[-1]
                 else "."
             )
