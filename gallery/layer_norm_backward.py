@@ -163,8 +163,8 @@ assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     "A nudge confirms the first number of `dx`: with 1.001 in place of the 1 the loss, four times "
     f"the first output because `dy` is 4, grows by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the "
-    f"nudge. To the first column of `dw` this row adds `dy * xhat`, {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` "
-    f"{dy_of_eight[0, 0]:.0f}."
+    "nudge. To the first column of `dw` this row adds `dy * xhat`, "
+    f"{(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` {dy_of_eight[0, 0]:.0f}."
     "".replace("-", "−")
 )
 
@@ -689,8 +689,8 @@ lab.table(
 # This section may be skipped. Above 8,192 columns a row and its sums no longer fit in the registers
 # of an SM, except rows of 16,384 numbers of 16 bits (last fold). So programs share rows: a *group*
 # of them takes a row, each program one part of it, and then the group's next row. ``dw`` and
-# ``db`` need no exchange, because each column belongs to one program. But ``c1`` and ``c2`` are sums
-# over all parts, which the programs tell each other through *slots* of memory, as in
+# ``db`` need no exchange, because each column belongs to one program. But ``c1`` and ``c2`` are
+# sums over all parts, which the programs tell each other through *slots* of memory, as in
 # :doc:`/chapters/softmax`.
 #
 # To wait less, they collect the slots of a row one iteration after they have filled them. In
