@@ -64,8 +64,8 @@ def simple_weighted_sum(x, w):
 # :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only the 2
 # bytes of reading ``x`` are necessary, because the weights and the sums are small beside it.
 #
-# Three times the bytes would leave a third of the speed of a copy. The bars above show less, for a
-# reason measured below.
+# Three times the bytes would leave a third of the speed of a copy. The bars above show less; where
+# the rest is lost is measured below.
 #
 # Ten numbers in blocks of four
 # -----------------------------
@@ -146,7 +146,7 @@ lab.table(
 #
 # The :term:`mask` ``offsets < n`` leaves offsets 10 and 11 out of the load and of the store. To see
 # what it prevents, we put two more numbers behind ``x``, 10 and 11, and behind ``y`` two that
-# belong to something else, both -1.
+# belong to something else, both ``-1``.
 
 
 @triton.jit
@@ -185,8 +185,8 @@ lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 
 # %%
 # The kernel without a mask has written over the neighbours of ``y``. No error is reported, because
-# only an address outside all memory of the process makes a launch fail. Where its mask is false, a
-# load gives an undefined value, unless ``other=0.0`` names one.
+# of wrong addresses a GPU reports, as a rule, only those outside all memory of the process. Where
+# its mask is false, a load gives an undefined value, unless ``other=0.0`` names one.
 #
 # What the compiler must know
 # ---------------------------
@@ -202,10 +202,11 @@ except Exception as error:
     print(error.__cause__ or error)
 
 # %%
-# A program is run by 128 threads (by default), among which the compiler divides a block by halving
-# it again and again, so its size has to be a power of two. Of a block smaller than that, as ours of
-# four, several threads hold the same element. Threads keep their elements in
-# :term:`registers <register>`, the fastest memory.
+# A program is run by 128 threads by default (the section *Programs, warps, threads* pictures them),
+# among which the compiler divides a block by halving it again and again, so its size has to be a
+# power of two. Of a block smaller than that, as ours of four, several threads hold the same
+# element. Each thread keeps its elements in :term:`registers <register>` of its own, the fastest
+# memory.
 #
 # The size must also be known when the kernel is compiled, because an instruction names its
 # registers. ``tl.constexpr`` declares it a constant.
@@ -546,7 +547,8 @@ lab.read(
     + ". Atomics add in the order in which programs arrive; partial sums have a fixed order, so "
     "every run has the same bits. **We take partial sums**"
     + (
-        ", which are the fastest as well (timed in the operator, which has other blocks)."
+        ". In this test they are the fastest as well, but the comparison is not fair: the other two "
+        "have other blocks, and their times include setting `dw` to zero."
         if in_parts_took < 0.99 * min(racing, atomic)
         else "."
     )
@@ -621,7 +623,8 @@ print(dw.tolist())
 
 # %%
 # The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
-# ``rows_kernel`` sums that row with weights of 1.
+# ``rows_kernel`` sums that row with weights of 1. That row is as long as there are programs and has
+# to fit into registers, so this suits small examples; the operator launches few programs.
 #
 # Into PyTorch
 # ------------
@@ -657,8 +660,8 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
 # **What does the book's operator add?** A row of partial sums for each two rows of ``x`` would be
-# as many bytes as ``x`` has in bfloat16. So the operator launches few programs, and each loops on
-# to further rows before it stores its sums. It also takes long rows and any strides, and is
+# as many bytes as ``x`` has in bfloat16. So each of the operator's few programs loops on to further
+# rows before it stores its sums. The operator also takes long rows and any strides, and is
 # registered, so that ``torch.compile`` knows it.
 
 # %%
