@@ -12,9 +12,9 @@ You will learn
 - why one sweep needs :term:`warps <warp>` with roles, and who waits for whom in a step;
 - what bounds the time of a step, by count and by experiment.
 
-The kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, what the
-page says of them is from a recorded run, and the checks that are run again are of plain Triton and
-of PyTorch. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
+The fast kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, what
+the page says of them is from a recorded run, and only the checks that need no Hopper are run again.
+:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -72,12 +72,12 @@ lab.start(
 # Seven matmuls, or five
 # ----------------------
 #
-# One sweep saves matmuls, and its price is an order in which programs add. For a tile of queries
-# and one of keys, the backward pass needs five matmuls, as :doc:`/chapters/attention_backward`
-# derives: :math:`S` and :math:`dP`, which give the weights :math:`P` and
-# :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`, :math:`dK`
-# and :math:`dQ`. **Two sweeps** need seven, because both compute :math:`S` and :math:`dP`. Five at
-# the same speed would be :math:`7/5 = 1.4` times as fast.
+# One sweep saves two of seven matmuls, but its programs have to add to a shared sum in order. For a
+# tile of queries and one of keys, the backward pass needs five matmuls, as
+# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, which give the weights
+# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of :math:`dV`,
+# :math:`dK` and :math:`dQ`. **Two sweeps** compute :math:`S` and :math:`dP` twice and need seven.
+# Five at the same speed would be :math:`7/5 = 1.4` times as fast.
 #
 # **One sweep** makes :math:`dQ` a shared sum. A program owns a tile of keys and keeps their
 # :math:`dK` and :math:`dV`, but it meets all queries, so of each query's :math:`dQ` it has only one
@@ -137,7 +137,7 @@ lab.sketch(
 # **A small kernel** in plain Triton does this for one head without a mask. Each of its programs
 # owns 64 keys and values, and in step ``i`` it meets a tile of 64 queries, the last tile first.
 # ``lse`` comes from the forward pass, and ``delta``, the row sums of ``dO`` times ``O``, is made
-# before the launch. In its five matmuls keys are rows:
+# before the launch. In its matmuls keys are rows:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -145,8 +145,8 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# Then the program waits for **its turn.** Each program has a *counter*, at first 0, of the steps
-# whose parts it has added, and the next program waits for it:
+# Then the program waits for **its turn.** Each program has a *counter* in memory, which starts at 0
+# and says of how many steps it has added the parts, and the program of the next keys waits for it:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -292,11 +292,11 @@ together(
 # What the order costs
 # --------------------
 #
-# A program that waits computes nothing, and how many wait depends on which programs run together.
-# Those of one head start together, although each has to be a step behind the one before, so all but
-# the first wait. The simulation below has a causal mask, where later keys have fewer steps. A
-# program does a step in a tick, if the program of the keys before did that step earlier. A row is
-# an SM, a colour is a head, and grey is waiting.
+# A program of the small kernel that waits computes nothing, and how many wait depends on which
+# programs run together. If all programs of one head start together, all but the first wait, because
+# each has to be a step behind the one before. The simulation below has a causal mask, under which
+# later keys have fewer steps. A program does a step in a tick if the program of the keys before did
+# that step earlier. A row is an SM, a colour is a head, and grey is waiting.
 
 
 # Drawing
@@ -348,38 +348,45 @@ SHOWN = {
 }
 
 
-def schedules(*panels):
+def schedules(axes):
     inks = ("Kernel Book", "PyTorch", "Liger", "SDPA flash")
-    most = max(map(len, SHOWN.values()))
-    for axes, (name, ticks) in zip(panels, SHOWN.items(), strict=True):
+    rows, room = 8, 3  # SMs, and what the title of the second takes
+    for block, (name, ticks) in enumerate(SHOWN.items()):
+        top = block * (rows + room)
         for at, tick in enumerate(ticks):
             for sm, cell in enumerate(tick):
                 if cell:
                     head, _, worked = cell
                     ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
                     shade = 0.85 if worked else 0.25
-                    axes.barh(sm, 1, 0.8, at, align="edge", color=ink, alpha=shade)
-        axes.set(xlim=(0, most), ylim=(8, -0.2), yticks=[], xlabel="ticks")
-        axes.spines["left"].set_visible(False)
-        axes.set_title(f"{name}: {100 * at_work(ticks):.0f} % at work", fontsize=11)
-    panels[0].set_ylabel("SMs")
+                    axes.barh(
+                        top + sm, 1, 0.8, at, align="edge", color=ink, alpha=shade
+                    )
+        title = (
+            f"{name}: done in {len(ticks)} ticks, {100 * at_work(ticks):.0f} % at work"
+        )
+        axes.text(0, top - 0.6, title, fontsize=11)
+        axes.text(-0.7, top + rows / 2, "SMs", rotation=90, ha="right", va="center")
+    most = max(map(len, SHOWN.values()))
+    axes.set(xlim=(0, most), ylim=(2 * rows + room, -1.8), yticks=[], xlabel="ticks")
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
 
 
 lab.sketch(
-    "Causal, in a fixed order: eight SMs, four heads of eight tiles of keys",
-    "Each row is an SM, each colour a head, and grey is waiting. With one head at once all of its "
-    "programs end together, and those of the next head wait again, each a step longer than the one "
-    "before. With four heads at once there is less grey, and all is done in fewer ticks.",
+    "Causal: four heads of eight tiles of keys on eight SMs",
+    "Two schedules, one above the other. Each row is an SM, each colour a head, and grey is "
+    "waiting. With one head at once, above, all of its programs end together, and those of the "
+    "next head wait again, each a step longer than the one before. With four heads at once, below, "
+    "there is less grey, and all is done in fewer ticks.",
     schedules,
-    panels=2,
-    height=3.2,
+    height=4.4,
 )
 
 # %%
-# On the left the programs of a head also end together, so the next head begins with the same wait.
-# On the right tiles of four heads alternate, so most programs find that their turn has come. In
-# this simulation the order costs little with *heads apart*: programs that start together belong to
-# different heads.
+# Above, the programs of a head also end together, so the next head begins with the same wait.
+# Below, tiles of four heads alternate, so most programs find that their turn has come. In this
+# simulation the order costs little with *heads apart*, where neighbours belong to different heads.
 
 # %%
 # Why warps get roles
@@ -387,10 +394,8 @@ lab.sketch(
 #
 # Some waiting remains, so an SM needs something to compute while a program waits. In the small
 # kernel none of a program's warps computes then, as its code shows. A second program on the same SM
-# could, if there were room beside the first. The fast kernel, whose programs own 128 keys, leaves
-# none:
+# could, but a program of the fast kernel, which owns 128 keys, leaves it no room:
 
-# Measuring
 held = {  # rows, columns, bytes of a number, where
     "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
     "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
@@ -398,7 +403,7 @@ held = {  # rows, columns, bytes of a number, where
     "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
     "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
     "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
-    "the part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
+    "a part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
 }
 rows, room = [], {"registers": 0, "shared memory": 0}
 for what, (n_rows, columns, size, where) in held.items():
@@ -412,10 +417,12 @@ assert room == {"registers": 224, "shared memory": 192}
 capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
 for what, kib in (("in all", room), ("an SM has", capacity)):
     rows.append({"KiB, at head_dim 128": what} | {at: str(x) for at, x in kib.items()})
-lab.table(rows, "What a program of the fast kernel holds")
+lab.table(
+    rows, "What a program of the fast kernel holds, before it computes the part of dQ"
+)
 
 # %%
-# So what goes on while a program waits has to be work of the same program, by other warps.
+# So the work that goes on while a program waits has to be its own, done by other warps.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -514,8 +521,8 @@ lab.table(
 # One step, wait by wait
 # ----------------------
 #
-# This section follows a consumer through a step, to see how it computes while matmuls run, although
-# each matmul needs what the one before has made. It *issues* a matmul before work that does not
+# A consumer computes while matmuls run, although each matmul needs what the one before has made,
+# because it *issues* a matmul before work that does not
 # need it: dP runs while P is made, dV while dS is stored, and dK while the part of dQ is handed
 # over. Numbers mark its eight waits: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for
 # the other consumer (5) and for the adder (7).
@@ -529,12 +536,13 @@ lab.table(
 #          buffer read (7), stores its part for the adder while dK runs, waits for dK (8), and frees
 #          the slot of Q. Consumer 1 does the same for its keys.
 #
-# From here on the code is of a second kernel, the fast one: in Gluon, for head_dim 128, and with
-# switches like ``OVERLAP``, which are all on here and are timed below one by one. A name that ends
-# in ``_s`` is a buffer in shared memory.
+# From here on the code is that of the fast kernel, in Gluon and for head_dim 128. It has switches
+# like ``OVERLAP``, which are all on here, and which the ladder below times one by one. A name that
+# ends in ``_s`` is a buffer in shared memory.
 #
 # **Waits 1 to 3: P, while dP runs.** ``q`` and ``do`` are the tiles of step ``i``, in slot ``slot``
-# of their rings; ``k`` and ``v`` are the 64 keys and values of this consumer; ``none`` is zeros.
+# of their rings; ``k`` and ``v`` are the 64 keys and values of this consumer; ``none`` stands for
+# no sum before (``use_acc=False``).
 #
 # .. literalinclude:: attention_hopper_backward.py
 #    :language: python
@@ -605,8 +613,7 @@ lab.sketch(
 # **Waits 7 and 8: hand it over.** dK is issued behind the part, so it runs while the consumer waits
 # until its half of the buffer ``parts`` is empty (7), stores its half of the part there, and says
 # that it is full. When dK has ended (8), the slot of Q is free for the loader, and the step is
-# done. So in a step a consumer needs the other one once and the adder once; at all other waits it
-# depends on the loader and on its own matmuls.
+# done.
 #
 # .. dropdown:: Waits 4 to 8 in code, and why one meeting per step suffices
 #
@@ -641,9 +648,9 @@ lab.sketch(
 # How the adder keeps the order
 # -----------------------------
 #
-# The order is that of the small kernel, step for step; new is who waits for it. Only the *adder*
-# waits for its turn, and all other roles wait for none but their own program, so the argument that
-# nobody waits for ever still holds. A consumer computes on, unless the buffer still holds the part
+# The order is that of the small kernel, step for step, but only the *adder* waits for its turn. All
+# other roles wait only for roles of their own program, so the argument that nobody waits for ever
+# still holds. A consumer computes on, unless the buffer still holds the part
 # of the step before. So an adder says two things at two times: to the consumers that the buffer is
 # free, and to the program of the next keys that the sums are complete.
 
@@ -739,10 +746,13 @@ lab.sketch(
 # What each change is worth
 # -------------------------
 #
-# Each of these ideas is a switch of the kernel above. To see which of them makes it fast, we turn
-# them on one after the other.
+# Each of these ideas is a switch of the kernel above, and the ladder turns them on one after the
+# other, so each rung keeps the switches of those before. The first rung has roles but no adder:
+# each consumer asks the copy engine itself to add. On the last, tiles alternate between four times
+# as many heads as fill the SMs. All pass the comparison with float64. Timed is the whole backward
+# pass at length 4,096, and a change of less than 2 % “makes no difference” on this page.
 
-# Whole: each change a switch
+# Whole: each change a switch, and how it was measured
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -1075,7 +1085,6 @@ def _one_sweep_kernel(
 
 
 # %%
-# Every version passes the comparison with float64.
 
 # Measuring
 LADDER = {
@@ -1215,14 +1224,6 @@ def worst_of_each():
 
 # %%
 
-# Folded: Every version against float64
-lab.attempt(
-    "The worst gradient of each version, bfloat16, lengths 128 to 1,152, against float64",
-    worst_of_each if HOPPER else NEEDS_HOPPER,
-)
-
-# %%
-
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
 NO_DIFFERENCE = "makes no difference"
@@ -1347,10 +1348,6 @@ waited = lab.attempt(
 )
 
 # %%
-# Each rung of this ladder keeps the switches of those before. The first has roles but no adder:
-# each consumer asks the copy engine itself to add. On the last, tiles alternate between four times
-# as many heads as fill the SMs. Timed is the whole backward pass at length 4,096, and a change of
-# less than 2 % “makes no difference” on this page.
 
 # Measuring
 WHAT_IS_NEW = {
@@ -1375,9 +1372,12 @@ lab.table(
 )
 
 # %%
-# The figure shows the same as shares of a matmul's speed, with two kernels of the package beside
-# them: “plain Triton, any order” is its single sweep in plain Triton, and why that is slow is not
-# known; “Kernel Book” is its kernel in Gluon.
+# The figure shows the same rungs as shares of a matmul's speed, beside two kernels of the package.
+# “Plain
+# Triton, any order” is its single sweep there; why that is slow is not known. “Kernel Book” is its
+# kernel in Gluon. Unlike the last rung it takes any length, writes the first
+# part of a sum instead of adding it to zeros, and reads ``lse`` while S is computed; what these
+# differences are worth was not timed.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1462,33 +1462,6 @@ more = by_heads.rate("heads × 8", seqlen=16384) / by_heads.rate(
 
 # %%
 
-# Folded: How long adders wait, and more heads on longer sequences
-together(
-    waited,
-    lab.table(
-        [
-            {"length": f"{seqlen:,}"}
-            | {
-                f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
-                for times in TIMES
-            }
-            for seqlen in (4096, 16384)
-            if by_heads.rows
-        ],
-        "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
-    ),
-    lab.read(
-        f"At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
-        f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
-        f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-        + (", and gives that away. " if more > 1 + SCATTER else ". ")
-        + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because "
-        "there an SM stands still whenever it waits."
-    ),
-)
-
-# %%
-
 
 # Measuring
 def in_time(is_causal, late):
@@ -1527,10 +1500,6 @@ spills = lab.attempt(
     spilled if HOPPER else NEEDS_HOPPER,
 )
 
-# %%
-
-# Folded: One more rung, at head_dim 64: statistics read late
-
 
 def spills_of(mask, when):
     rows = [r for r in spills.rows if (r["mask"], r["statistics"]) == (mask, when)]
@@ -1542,21 +1511,52 @@ def change(mask):
     return verdict(new / old - 1)
 
 
-lab.read(
-    "At head_dim 64 a tile has 128 queries, and registers are full again, so the package reads "
-    "`lse` and `delta` after the matmul and not during it. "
-    f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
-    f"{change('causal')} with a causal one, where spilled registers go from "
-    f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
+# %%
+
+# Folded: How long adders wait, more heads, head_dim 64, and every rung against float64
+together(
+    waited,
+    lab.table(
+        [
+            {"length": f"{seqlen:,}"}
+            | {
+                f"× {times}": f"{by_heads.rate(f'heads × {times}', seqlen=seqlen):.0f}"
+                for times in TIMES
+            }
+            for seqlen in (4096, 16384)
+            if by_heads.rows
+        ],
+        "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
+    ),
+    lab.read(
+        f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
+        f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+        f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
+        + (", and gives that away. " if more > 1 + SCATTER else ". ")
+        + f"The simulation of heads apart promised {100 * promised:.0f} % for ×\u00a04, because "
+        "there an SM stands still whenever it waits."
+    ),
+    lab.read(
+        "**One more rung, at head_dim 64.** A tile there has 128 queries, and registers are full "
+        "again, so the package reads `lse` and `delta` after the matmul and not during it. "
+        f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
+        f"{change('causal')} with a causal one, where spilled registers go from "
+        f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
+    ),
+    lab.attempt(
+        "The worst gradient of each version, bfloat16, lengths 128 to 1,152, against float64",
+        worst_of_each if HOPPER else NEEDS_HOPPER,
+    ),
 )
 
 # %%
 # The call, and what was checked
 # ------------------------------
 #
-# All this is behind the call ``attention(q, k, v, is_causal=True)``: on Hopper, in 16 bits, its
-# backward pass runs this kernel, except for shorter sequences at head_dim 64 with a causal mask or
-# a :term:`window`, which get two sweeps. ``deterministic=False`` allows any order.
+# This is behind the call ``attention(q, k, v, is_causal=True)``: on Hopper, in 16 bits, its
+# backward pass runs “Kernel Book”, except for shorter sequences at
+# head_dim 64 with a causal mask or a :term:`window`, which get two sweeps. ``deterministic=False``
+# allows any order.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1628,28 +1628,9 @@ together(
 )
 
 # %%
-# .. dropdown:: The kernel whole
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: position_of
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: load
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: add
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: consume
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: attention_hopper_bwd_kernel
+# **Is it right?** Its gradients pass the comparison with float64 in bfloat16, over odd lengths,
+# grouped heads, causal masks and windows, in a fixed order and in any:
 
-# %%
-# **Is it right?** Its gradients pass the comparison with float64, over odd lengths, grouped heads,
-# causal masks and windows, in a fixed order and in any:
-
-# Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
 FREE = {hd: replace(config, ordered=False) for hd, config in choice.CONFIGS.items()}
 
@@ -1778,7 +1759,22 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: What compute-sanitizer says, and what else was compared
+# .. dropdown:: The kernel whole, what compute-sanitizer says, and what else was compared
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: position_of
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: load
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: add
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: consume
+#
+#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
+#       :pyobject: attention_hopper_bwd_kernel
 #
 #    Every tenth launch of the random shapes was compared with plain Triton, and agreed.
 #
@@ -1790,10 +1786,10 @@ lab.read(
 # How fast it is
 # --------------
 #
-# How near is this to the libraries that a PyTorch user can call instead? “Kernel Book” is what a
-# caller gets who names no backend. FlashAttention 4 takes one sweep in any order, except in its
-# deterministic mode. All points have 16,384 tokens, only the backward pass is timed, and for all
-# the FLOPs of five matmuls are counted.
+# The figure has the libraries that a PyTorch user can call instead. “Kernel Book” is what a
+# caller gets who names no backend.
+# FlashAttention 4 takes one sweep in any order, except in its deterministic mode. All points have
+# 16,384 tokens, only the backward pass is timed, and the FLOPs of five matmuls are counted for all.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1854,25 +1850,6 @@ def with_fewer_lines(sweep):
 
 
 lines = with_fewer_lines(speed)
-lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
-
-# %%
-
-# Folded: All other points
-lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
-lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
-lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
-lab.table(
-    [
-        {
-            key: f"{x:.0f}" if isinstance(x, float) else FIXED_MODE if x == FIXED else x
-            for key, x in row.items()
-        }
-        for row in at_points
-        if speed.rows
-    ],
-    "TFLOP/s of our ways, of FlashAttention's deterministic mode, and of the fastest library",
-)
 
 # %%
 
@@ -1962,6 +1939,7 @@ dropped = [
 ]
 won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
 lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
+lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 lab.table(
     verdicts if speed.rows else [],
     f"At how many of {len(at_points)} points one is faster, by {100 * SCATTER:.0f} % or more",
@@ -1972,9 +1950,19 @@ lab.table(
 # Reading
 lab.read(
     f"**A library is faster than the package's default at {everywhere} {len(at_points)} points:** "
-    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64. "
-    "**Giving up the order rarely pays:** `deterministic=False` does it only at "
-    f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at {len(lost_by_it)}."
+    f"the default has {shares(128)} of its speed at head_dim 128, and {shares(64)} at head_dim 64."
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Giving up the order rarely pays.** Any order is slower at most points, but only there the "
+    "sums must be set to zero first, so the table does not isolate the order; the ladder does. "
+    f"`deterministic=False` gives the order up only at {len(dropped)} points, where it gains at "
+    f"{len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows
     else f"{nan}"
 )
@@ -1982,12 +1970,30 @@ lab.read(
 # %%
 
 
-# Folded: At which points, the price of any order, and why 2 % is no difference
+# Folded: All points, where the order is given up, and why 2 % is no difference
 def default_of(row):
     return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
 
 
+lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
+lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 together(
+    lab.table(
+        [
+            {
+                key: f"{x:.0f}"
+                if isinstance(x, float)
+                else FIXED_MODE
+                if x == FIXED
+                else x
+                for key, x in row.items()
+            }
+            for row in at_points
+            if speed.rows
+        ],
+        "TFLOP/s of our ways, of FlashAttention's deterministic mode, and of the fastest library",
+    ),
     lab.table(
         [
             {
@@ -2005,9 +2011,8 @@ together(
         "Where deterministic=False drops the order: TFLOP/s",
     ),
     lab.read(
-        "**The price of any order.** Only in any order the sums must be set to zero first, because "
-        "no program knows there that it is the first to add. So this table does not isolate the "
-        "order; the ladder does, because all its rungs with roles set the sums to zero. An order "
+        "**The price of any order.** In any order no program knows that it is the first to add, so "
+        "the sums must be set to zero first. On the ladder all rungs with roles do that. An order "
         f"costs most at {named([dearest])}; in any order the kernel is slower by up to "
         f"{-100 * min(without):.0f} %."
         if speed.rows
@@ -2031,9 +2036,10 @@ together(
 # Who waits for whom
 # ------------------
 #
-# To see what a step of this kernel spends its time on, the roles of one program noted the cycle of
-# their SM at each wait, in a fixed order and without a mask. At a dashed line a consumer has stored
-# its part.
+# To see what a step of the rung “a fixed order” spends its time on, the roles of one of its
+# programs noted the cycle of their SM at each wait, at length 4,096 without a mask. Numbers are
+# those of the waits above. A dashed line says that a consumer has stored its part; the gap behind
+# it is wait 8 and the start of the next step.
 
 
 # Measuring
@@ -2070,11 +2076,11 @@ traced = lab.attempt(
 # Drawing
 SHADES = {  # from one point to another, by who comes there
     "consumers": {
-        ("begins", "scores"): ("waits for queries and scores", "SDPA flash"),
-        ("scores", "dS"): ("makes P and dS", "Kernel Book"),
-        ("dS", "met"): ("writes dS, meets the other", "PyTorch"),
-        ("met", "matmuls"): ("waits for its part of dQ", "Liger"),
-        ("matmuls", "handed over"): ("hands the part over", "FlexAttention"),
+        ("begins", "scores"): ("waits for Q, dO, scores (1–3)", "SDPA flash"),
+        ("scores", "dS"): ("makes P and dS (4)", "Kernel Book"),
+        ("dS", "met"): ("writes dS, meets the other (5)", "PyTorch"),
+        ("met", "matmuls"): ("waits for its part of dQ (6)", "Liger"),
+        ("matmuls", "handed over"): ("hands the part over (7)", "FlexAttention"),
     },
     "adder": {
         ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
@@ -2145,11 +2151,6 @@ def in_words(rows):
     )
 
 
-lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timelines)
-
-# %%
-
-# Measuring
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
 a_step, step_alone = (cycles_a_step(traced.rows, name) for name in reversed(TRACED))
 
@@ -2178,6 +2179,7 @@ shares_of_step = {
     "the adder waits for parts": (share_of_step("its turn", "has parts", "adder"), "–"),
     "the adder adds": (share_of_step("has parts", "added", "adder"), "–"),
 }
+lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timelines)
 lab.table(
     [
         {
@@ -2203,10 +2205,14 @@ lab.table(
 
 # Reading
 lab.read(
-    "To hand a part over includes the wait until the engine has read the part before. "
+    "To hand a part over includes wait 7, until the engine has read the part before. "
     "**In the program drawn consumers wait for the adder, and the adder hardly for consumers:** it "
     "waits for parts for only "
-    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step."
+    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step. The adder in turn waits for the "
+    "program before, "
+    f"{shares_of_step['the adder waits for its turn'][0]:.0f} % of a step. That the order "
+    f"nevertheless {verdict(gain('a fixed order', 'full', before('a fixed order')))} on the "
+    "ladder, these stamps do not explain."
 )
 
 # %%
@@ -2230,8 +2236,8 @@ lab.read(
 # How short a step can be
 # -----------------------
 #
-# Is such a step near what the GPU allows? Three limits are in question: matmul units, shared
-# memory, and additions. The first two can be counted:
+# Three things limit how short such a step can be: matmul units, shared memory, and additions. The
+# first two can be counted:
 #
 # - **Matmul units.** Five matmuls of 64 queries, 128 keys and 128 columns are
 #   :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, of which an SM does 4,096 per cycle:
@@ -2240,7 +2246,7 @@ lab.read(
 #   of 64 × 128 numbers there: K, Q, V and dO for the scores and dP, dO for dV, Q for dK, and dS and
 #   K for the part. The table adds what else a step moves.
 
-# Whole: nothing but matmuls and stores
+# Whole: nothing but matmuls and stores, and how it was measured
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
 
 
@@ -2499,7 +2505,7 @@ BARS = {  # cycles of a step, and how they are drawn
     "five matmuls alone": (cycles("all five"), "tried"),
     "matmuls and stores alone": (cycles(whole_step), "tried"),
     "additions alone, all SMs": (cycles("all SMs add parts"), "tried"),
-    "a step of the kernel": (mean_step, "step"),
+    "a step of that rung": (mean_step, "step"),
 }
 
 
@@ -2550,7 +2556,7 @@ lab.read(
         else "**But shared memory is no limit:** a step needs it for about as long as the matmul "
         "units. "
     )
-    + f"A step of the kernel takes {mean_step / needed:.2f} times as long as its matmuls and "
+    + f"A step of that rung takes {mean_step / needed:.2f} times as long as its matmuls and "
     "stores alone. The rest may be additions, waits, or the stamps that timed it, and no "
     "experiment here tells them apart."
 )
@@ -2659,7 +2665,7 @@ lab.table(rows, "What a key that is not there adds to dq")
 #   and the adder of the next keys waits for it. None waits for ever, if programs start in the order
 #   of their ids.
 # - **What limits it.** At head_dim 128 a step needs, by count, shared memory for longer than the
-#   matmul units, and additions alone take about as long.
+#   matmul units, and additions alone take about as long as shared memory.
 
 # %%
 
