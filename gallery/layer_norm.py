@@ -639,6 +639,7 @@ lab.listing(
 #    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
 #          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
 #
+# ``x1`` is drawn on the left because it has the higher bits of the register.
 # In the kernel the four pieces are a tuple, ``x``, of ``PAIRS`` 32-bit integers each, of which
 # ``widen`` makes ``2 * PAIRS`` float32 numbers. ``tl.static_range`` unrolls the loop over the
 # ``PIECES``. ``SMALL``, which is :math:`2^{-16}`, keeps sums from overflowing, and
