@@ -122,6 +122,31 @@ function breakOnPhone() {
   if (PHONE.matches) breakLines(document);
 }
 
+// The code that a page shows has one width, that of its longest line: else every box would end
+// somewhere else. Closed folds that follow each other share lines of the column of prose.
+
+function widenCode() {
+  const shown = document.querySelectorAll(".bd-article div.highlight pre:not(details *)");
+  const boxes = [...shown].filter((pre) => !pre.closest(".sphx-glr-script-out"));
+  if (PHONE.matches || !boxes.length) return;
+  const widest = Math.max(...boxes.map((pre) => pre.offsetWidth));
+  document.querySelector(".bd-article").style.setProperty("--kb-code", `${widest}px`);
+}
+
+function gatherFolds() {
+  for (const fold of document.querySelectorAll(".bd-article section > details.kb-code")) {
+    if (fold.previousElementSibling?.matches(".kb-folds")) fold.previousElementSibling.append(fold);
+    else if (fold.nextElementSibling?.matches("details.kb-code")) {
+      const line = document.createElement("div");
+      line.className = "kb-folds";
+      fold.replaceWith(line);
+      line.append(fold);
+    }
+  }
+}
+
+document.addEventListener("DOMContentLoaded", gatherFolds);
+document.addEventListener("DOMContentLoaded", () => document.fonts.ready.then(widenCode));
 document.addEventListener("DOMContentLoaded", breakOnPhone);
 PHONE.addEventListener("change", breakOnPhone);
 document.addEventListener("toggle", (event) => event.target.open && breakLines(event.target), true);

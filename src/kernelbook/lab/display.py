@@ -147,11 +147,15 @@ def shortened(rows: list[dict], caption: str) -> tuple[str, str]:
 def tabulated(rows: list[dict], caption: str) -> tuple[str, str]:
     """Return a table as HTML and as plain text."""
     columns = list(rows[0]) if rows else []
+    numbers = {name for name in columns if all(_is_number(row.get(name, "—")) for row in rows)}
     head = "".join(
-        f'<th scope="col"{_kind(rows[0][column])}>{escape(column)}</th>' for column in columns
+        f'<th scope="col"{_kind(column in numbers)}>{escape(column)}</th>' for column in columns
     )
     body = "".join(
-        "<tr>" + "".join(_cell(row.get(column, "")) for column in columns) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(_cell(row.get(column, ""), column in numbers) for column in columns)
+        + "</tr>"
+        for row in rows
     )
     html = (
         f'<div class="kb-table" role="region" tabindex="0" aria-label="{escape(caption)}">'
@@ -167,20 +171,32 @@ def _verdict(value):
     return {True: "pass", False: "FAIL"}[value] if isinstance(value, bool) else value
 
 
-def _cell(value) -> str:
+def _cell(value, number: bool) -> str:
     if isinstance(value, bool):
         return '<td class="kb-ok">pass</td>' if value else '<td class="kb-bad">FAIL</td>'
     if isinstance(value, int | float) and math.isfinite(value):
         precision = ",.0f" if value == int(value) or abs(value) >= 1000 else ",.3g"
-        return f"<td{_kind(value)}>{value:{precision}}</td>"
+        return f"<td{_kind(number)}>{value:{precision}}</td>"
     text = str(value)
+    if number:
+        return f"<td{_kind(number)}>{escape(text)}</td>"
     word = "" if " " in text or len(text) > 12 else ' class="kb-word"'  # 1e-07 breaks at no hyphen
     return f"<td{word}>{escape(text)}</td>"
 
 
-def _kind(value) -> str:
-    """Return the class of a column of numbers."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(\s?%)?|—|-|")
+"""A number that was formatted already, or a word for none."""
+
+
+def _is_number(value) -> bool:
+    """Whether a cell may stand in a column of numbers, which end at the right."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | float) or NUMBER.fullmatch(str(value)) is not None
+
+
+def _kind(number: bool) -> str:
+    """Return the class of a cell in a column of numbers."""
     return ' class="kb-number"' if number else ""
 
 
