@@ -1957,8 +1957,8 @@ lab.read(
 # Reading
 lab.read(
     "**Giving up the order rarely pays.** Any order is slower at "
-    f"{verdicts[1]['slower']} points, but only there the sums must be set to zero first, so the table "
-    "does not isolate the order; the ladder does. "
+    f"{verdicts[1]['slower']} points, but only there the sums must be set to zero first, so the "
+    "table does not isolate the order; the ladder does. "
     f"`deterministic=False` gives the order up only at {len(dropped)} points, where it gains at "
     f"{len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows
