@@ -522,10 +522,9 @@ lab.table(
 # ----------------------
 #
 # A consumer computes while matmuls run, although each matmul needs what the one before has made,
-# because it *issues* a matmul before work that does not
-# need it: dP runs while P is made, dV while dS is stored, and dK while the part of dQ is handed
-# over. Numbers mark its eight waits: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for
-# the other consumer (5) and for the adder (7).
+# because it *issues* a matmul before work that does not need it: dP runs while P is made, dV while
+# dS is stored, and dK while the part of dQ is handed over. Numbers mark its eight waits: for the
+# loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: Five lanes, in which time runs down: loader, consumer 0, its matmuls, consumer 1, adder.
@@ -650,9 +649,9 @@ lab.sketch(
 #
 # The order is that of the small kernel, step for step, but only the *adder* waits for its turn. All
 # other roles wait only for roles of their own program, so the argument that nobody waits for ever
-# still holds. A consumer computes on, unless the buffer still holds the part
-# of the step before. So an adder says two things at two times: to the consumers that the buffer is
-# free, and to the program of the next keys that the sums are complete.
+# still holds. A consumer computes on, unless the buffer still holds the part of the step before. So
+# an adder says two things at two times: to the consumers that the buffer is free, and to the
+# program of the next keys that the sums are complete.
 
 
 # Drawing
@@ -717,7 +716,7 @@ lab.sketch(
 # need. The counter must promise more: that the sums are *in memory*. Triton's atomics order only
 # what threads store, and here the copy engine adds. So ``announce`` waits until the engine has
 # *completed* the additions, and then writes the counter, in four instructions of :term:`PTX`. So a
-# counter means what it meant in the small kernel: the parts of so many steps are in the sums.
+# counter means what it meant in the small kernel.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1373,11 +1372,10 @@ lab.table(
 
 # %%
 # The figure shows the same rungs as shares of a matmul's speed, beside two kernels of the package.
-# “Plain
-# Triton, any order” is its single sweep there; why that is slow is not known. “Kernel Book” is its
-# kernel in Gluon. Unlike the last rung it takes any length, writes the first
-# part of a sum instead of adding it to zeros, and reads ``lse`` while S is computed; what these
-# differences are worth was not timed.
+# “Plain Triton, any order” is its single sweep there; why that is slow is not known. “Kernel Book”
+# is its kernel in Gluon. Unlike the last rung it takes any length, writes the first part of a sum
+# instead of adding it to zeros, and reads ``lse`` while S is computed; what these differences are
+# worth was not timed.
 
 # Drawing
 ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
@@ -1554,9 +1552,8 @@ together(
 # ------------------------------
 #
 # This is behind the call ``attention(q, k, v, is_causal=True)``: on Hopper, in 16 bits, its
-# backward pass runs “Kernel Book”, except for shorter sequences at
-# head_dim 64 with a causal mask or a :term:`window`, which get two sweeps. ``deterministic=False``
-# allows any order.
+# backward pass runs “Kernel Book”, except for shorter sequences at head_dim 64 with a causal mask
+# or a :term:`window`, which get two sweeps. ``deterministic=False`` allows any order.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1786,10 +1783,10 @@ lab.read(
 # How fast it is
 # --------------
 #
-# The figure has the libraries that a PyTorch user can call instead. “Kernel Book” is what a
-# caller gets who names no backend.
-# FlashAttention 4 takes one sweep in any order, except in its deterministic mode. All points have
-# 16,384 tokens, only the backward pass is timed, and the FLOPs of five matmuls are counted for all.
+# The figure has the libraries that a PyTorch user can call instead. “Kernel Book” is what a caller
+# gets who names no backend. FlashAttention 4 takes one sweep in any order, except in its
+# deterministic mode. All points have 16,384 tokens; timed is the backward pass alone, and the FLOPs
+# of five matmuls are counted for all.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -1959,8 +1956,9 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Giving up the order rarely pays.** Any order is slower at most points, but only there the "
-    "sums must be set to zero first, so the table does not isolate the order; the ladder does. "
+    "**Giving up the order rarely pays.** Any order is slower at "
+    f"{verdicts[1]['slower']} points, but only there the sums must be set to zero first, so the "
+    "table does not isolate the order; the ladder does. "
     f"`deterministic=False` gives the order up only at {len(dropped)} points, where it gains at "
     f"{len(won_by_it)} and loses at {len(lost_by_it)}."
     if speed.rows
@@ -2205,13 +2203,13 @@ lab.table(
 
 # Reading
 lab.read(
-    "To hand a part over includes wait 7, until the engine has read the part before. "
+    "To hand over includes wait 7. "
     "**In the program drawn consumers wait for the adder, and the adder hardly for consumers:** it "
     "waits for parts for only "
-    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step. The adder in turn "
-    "waits for the program before, "
-    f"{shares_of_step['the adder waits for its turn'][0]:.0f} % of a step. That the order "
-    f"nevertheless {verdict(gain('a fixed order', 'full', before('a fixed order')))} on the "
+    f"{shares_of_step['the adder waits for parts'][0]:.0f} % of a step. The adder in turn waits "
+    "for the program before, "
+    f"{shares_of_step['the adder waits for its turn'][0]:.0f} % of a step. That without a mask the "
+    f"order nevertheless {verdict(gain('a fixed order', 'full', before('a fixed order')))} on the "
     "ladder, these stamps do not explain."
 )
 
