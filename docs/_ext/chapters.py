@@ -261,7 +261,7 @@ CHAPTERS = {
         {
             "two sweeps": "two sweeps",
             "one sweep with roles": "one sweep with roles",
-            "Kernel Book": "after all changes",
+            "Kernel Book": "Kernel Book",
         },
     ),
     "attention_across_gpus": Facts(
