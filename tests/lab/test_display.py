@@ -255,3 +255,16 @@ def test_a_one_in_a_table_is_a_number_and_no_verdict():
         ["0.0", "FAIL"],
     ]
     assert shown.html.count("pass") == 1
+
+
+def test_numbers_end_at_the_right_although_they_were_formatted():
+    rows = [
+        {"what": "a", "speed": "1,024", "share": "—"},
+        {"what": "b", "speed": "7", "share": "9 %"},
+    ]
+    html, _ = display.tabulated(rows, "Speeds")
+    assert html.count('<th scope="col" class="kb-number">') == 2
+    assert html.count('<td class="kb-number">') == 4
+    rows[1]["speed"] = "7 programs"
+    html, _ = display.tabulated(rows, "Speeds")
+    assert html.count('<th scope="col" class="kb-number">') == 1

@@ -257,6 +257,30 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
     assert first.locator(".highlight").first.is_visible()
 
 
+@pytest.mark.parametrize("path", CHAPTERS)
+def test_code_and_folds_of_a_page_end_where_they_should(path, visit):
+    """All code in sight has one width, and a line of closed folds keeps to the column."""
+    page = visit().open(path)
+    page.wait_for_function(
+        "document.querySelector('.bd-article').style.getPropertyValue('--kb-code')"
+    )
+    code = page.locator("main :not(.sphx-glr-script-out) > .highlight > pre:not(details *)")
+    ends = code.evaluate_all(
+        "all => all.filter(p => p.checkVisibility() && !p.closest('.sphx-glr-script-out'))"
+        ".map(p => Math.round(p.getBoundingClientRect().right))"
+    )
+    assert ends
+    assert max(ends) - min(ends) <= 1
+    edge = page.locator(".kb-learn").evaluate("box => box.getBoundingClientRect().right")
+    past = page.locator("main section > .kb-folds summary, main section > details > summary")
+    assert [fold.inner_text() for fold in past.all() if right_of(fold) > edge + 1] == []
+
+
+def right_of(element):
+    box = element.bounding_box()
+    return box["x"] + box["width"] if box else 0
+
+
 def test_a_figure_enlarges_on_a_phone(visit):
     page = visit(width=390).open(CHAPTERS[0])
     figure = page.locator("img.kb-figure:visible").first

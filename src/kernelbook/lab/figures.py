@@ -237,8 +237,11 @@ def ladder(
                     value = 100 * sweep.share(rung, **{**where, by: group})
                     ink = colour("Kernel Book" if rung == lit else sweep.limit)
                     axes.barh(place, value, color=ink, height=0.72)
-                    beside_it = 101 if 92 < value < 100 else value + 1  # clear of the limit's line
-                    axes.text(beside_it, place, f"{value:.0f}", va="center", fontsize=10)
+                    text = {"va": "center", "fontsize": 10}
+                    if 92 < value < 100:  # beyond the limit's line it would read as more
+                        text |= {"ha": "right", "color": "white"}
+                    end = value - 1 if 92 < value < 100 else value + 1
+                    axes.text(end, place, f"{value:.0f}", **text)
                 axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
                 axes.set_yticks(range(len(rungs)), [names.get(rung, rung) for rung in rungs])
                 axes.invert_yaxis()
