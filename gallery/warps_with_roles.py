@@ -66,13 +66,6 @@ from kernelbook.ops.hopper.parts import (
 from kernelbook.small import warps_with_roles as small
 
 HOPPER = not runtime.INTERPRETED and runtime.capability(runtime.DEVICE) == (9, 0)
-REPLAYED = runtime.INTERPRETED or os.environ.get("KERNELBOOK_MODE") == "replay"
-if not HOPPER and not REPLAYED:
-    raise RuntimeError(
-        "The kernels of this chapter need a Hopper GPU (compute capability 9.0), and this is "
-        f"{torch.cuda.get_device_name()}. Set KERNELBOOK_MODE=replay to read the recorded run."
-    )
-
 lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 
 # %%

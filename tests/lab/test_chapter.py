@@ -117,6 +117,16 @@ def test_a_live_chapter_leaves_a_whole_record(live, root):
     assert not results.is_stale(written)
 
 
+@pytest.mark.parametrize("cannot", [{"here": False}, {"measures": False}])
+def test_a_chapter_replays_on_a_gpu_that_is_not_equal_to_it(live, root, cannot, monkeypatch):
+    results.save(record())
+    monkeypatch.setattr(runtime, "environment", lambda: {"gpu": "A smaller GPU"})
+    said = lab.start("tried", "measured_module", **cannot).plain
+    assert "replays a run recorded on Test GPU" in said
+    assert ("cannot run here" in said) == ("here" in cannot)
+    assert lab.measure("memory", lambda: pytest.fail("measured")).rows
+
+
 def test_a_failed_check_leaves_no_record(live, root):
     with pytest.raises(lab.CheckFailed):
         lab.check("sum", [case(torch.zeros(2), [1.0, 2.0])])

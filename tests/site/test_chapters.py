@@ -1,7 +1,6 @@
 """The chapters: what a reader downloads runs by itself, and what must stop a build stops it."""
 
 import ast
-import inspect
 import json
 import os
 import pickle
@@ -16,8 +15,6 @@ import nbclient
 import nbformat
 import pytest
 from records import PROVENANCE, record
-
-from kernelbook import lab
 
 ROOT = Path(__file__).parents[2]
 DOWNLOADS = ROOT / "build" / "html" / "downloads"

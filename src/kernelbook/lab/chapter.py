@@ -31,12 +31,19 @@ class Chapter:
     is its file; a notebook has none. ``world`` is how many ranks measure, where several do.
     """
 
-    def __init__(self, name: str, modules: list[str], script: Path | None, on_ranks: bool = False):
+    def __init__(
+        self,
+        name: str,
+        modules: list[str],
+        script: Path | None,
+        on_ranks: bool = False,
+        measures: bool = True,
+    ):
         self.name = name
         self.modules = modules
         self.script = script
         self.world, self.on_gpus = ranks.at_hand() if on_ranks else (1, not runtime.INTERPRETED)
-        self.live = is_live() and (self.on_gpus or runtime.INTERPRETED)
+        self.live = is_live() and measures and (self.on_gpus or runtime.INTERPRETED)
         self.record = {"checks": {}, "sweeps": {}, "tables": {}, "kernels": []}
         self.past = None if self.live else results.find(name)
         if self.live:  # what could not be saved must not be measured first
@@ -74,21 +81,26 @@ def is_live() -> bool:
     return not runtime.INTERPRETED and mode != "replay"
 
 
-def start(name: str, *modules: str, on_ranks: bool = False, here: bool = True) -> Shown:
+def start(
+    name: str, *modules: str, on_ranks: bool = False, here: bool = True, measures: bool = True
+) -> Shown:
     """Open a chapter, and say where it runs and where its numbers come from.
 
     ``modules`` are those whose kernels it measures: ``kernelbook.ops.<name>`` unless given. What
     they import of ``kernelbook.ops`` counts as well, and so do the kernels of the script that
     calls this. ``on_ranks`` says that it measures several GPUs together, by :func:`ranks_at_work`:
     it is live where there are two, and its record names how many. ``here=False`` says that its
-    kernels cannot run on this machine, not even to be checked.
+    kernels cannot run on this machine, not even to be checked, and ``measures=False`` that what it
+    measures cannot, because it needs more memory, for example. Either way the chapter replays, so
+    that a book can be built on a GPU that is not equal to all of its chapters.
     """
     global _running
     script = Path(sys._getframe(1).f_code.co_filename).resolve()  # the site sets no __file__
     modules = list(modules) or [f"kernelbook.ops.{name}"]
     if _running and _running.ranks:  # of a chapter that did not come to its end
         _running.ranks.stop()
-    _running = Chapter(name, modules, script if script.is_file() else None, on_ranks)
+    script = script if script.is_file() else None
+    _running = Chapter(name, modules, script, on_ranks, here and measures)
     display.absences.clear()
     torch.manual_seed(0)  # so that a script prints what the page shows
     if _running.live:
