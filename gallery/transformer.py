@@ -8,15 +8,15 @@ go, and how much of either do the book's operators save?*
 
 You will learn
 
-- how to time a training step, to group the kernels of its profile by what they do, and to capture
-  the step as a CUDA graph;
+- how to time a training step, group the kernels of its profile by what they do, and capture the
+  step as a CUDA graph;
 - what mixed precision changes in time, memory and dtypes, and which tensors fill the memory;
-- what each operator of the book is worth in a whole model, eager, compiled and as a graph, beside
-  PyTorch's own and its fused attention.
+- what each operator of the book is worth in a layer and in a whole step, beside PyTorch's own and
+  its fused attention: eager, compiled and as a graph.
 
-The folds whose titles are questions answer those of the second assignment of the Stanford course
-CS336. The measurements need an NVIDIA GPU with 141 GB; without one they are those of a recorded
-run, which ``KERNELBOOK_MODE=replay`` asks for on a smaller GPU.
+Folds whose titles are questions answer the second assignment of the Stanford course CS336. To
+measure, you need a GPU with 141 GB of memory; on a smaller one, ``KERNELBOOK_MODE=replay`` shows
+the recorded numbers.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -70,11 +70,12 @@ lab.start(
 # The step we follow
 # ------------------
 #
-# We follow one training step of one model: first where its time goes, then where its memory goes,
-# and at last what changes as the book's operators replace PyTorch's, one after the other. The bars
-# at the top are of one layer on the GPU alone. In a whole step the :term:`host` has to launch the
-# kernels, and there this model with the book's operators falls far behind SDPA, PyTorch's own fused
-# attention, until a CUDA graph takes the host away.
+# We follow one training step of one model. Where does its time go, and where its memory? The
+# answers point at attention, layer norm and dropout, so we put the book's operators in their place,
+# one after the other.
+#
+# The bars at the top time one layer on the GPU alone. In a whole step the :term:`host` also has to
+# launch every kernel. Does the order of the bars survive that?
 #
 # The model is a decoder: it reads tokens and predicts, at each position, the token that follows.
 # Each token becomes a vector of ``d_model`` numbers, called the *residual stream*, and each layer
@@ -87,28 +88,25 @@ lab.start(
 #          GELU, the linear layer down and dropout, and is added back. Attention, layer norm and
 #          dropout are marked as operators that are replaced; the linear layers are matmuls.
 #
-# The attention to begin with is the formula itself: scores, the causal mask, softmax, a weighted
-# sum of values. ``record_function`` names a range for the profiler and does nothing else.
+# We begin with attention as its formula says: scores, the causal mask, softmax, a weighted sum of
+# the values. ``record_function`` only names a range for the profiler.
 
 lab.source(standard_attention)
 
 # %%
-# A layer adds its two branches to the stream ``x``. ``dropout``, ``attention`` and the layer norm
-# within ``norm_1`` and ``norm_2`` are attributes, and that is all that we need to replace them.
-# ``p`` is the share of numbers that dropout sets to zero.
+# A layer adds its two branches to the stream ``x``; ``p`` is the share of numbers that dropout sets
+# to zero. The model takes attention, dropout and the function inside ``norm_1`` and ``norm_2`` as
+# arguments, so replacing an operator means passing another function.
 
 lab.source(decoder.Block.forward)
 
 # %%
-# The first branch, ``attend``, makes q, k and v by one matmul, splits each into its heads, and
-# joins the heads again after attention. The second, ``feed_forward``, is ``down(gelu(up(x)))``.
-
-lab.source(decoder.Block.attend)
-
-# %%
+# ``attend`` makes q, k and v by one matmul, splits each into its heads, and joins the heads again
+# after attention. ``feed_forward`` is ``down(gelu(up(x)))``.
+#
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
-# we can replace.** The course CS336 has five sizes, all with batches of 4. *Large* has 36 layers
-# and a ``d_model`` of 1,280.
+# we can replace.** CS336 has five sizes of this model, each trained with a batch of 4 sequences. We
+# follow *large*: 36 layers and a ``d_model`` of 1,280.
 
 # Folded: A layer and the model, whole
 lab.listing({"A layer": decoder.Block, "The model around the layers": decoder.Decoder})
@@ -162,16 +160,15 @@ lab.table(
 # -------------------
 #
 # A step has three passes: forward computes the loss, backward the gradients, and the optimiser,
-# ``training.step()``, changes the parameters. The host only launches kernels and goes on, so a
-# clock around a pass has to wait for the GPU before it is read. ``training`` holds a model, its
+# ``training.step()``, updates the parameters. The host only queues kernels and runs ahead, so a
+# clock around a pass must wait for the GPU before it is read. ``training`` holds a model, its
 # optimiser and a batch.
 
 lab.source(timed_step)
 
 # %%
-# We follow the step in float32 and under ``torch.autocast``, which lets the matmuls run in bfloat16
-# and is called *bfloat16* below. The model is *large* at a context of 1,024, unless a size is
-# named.
+# We follow the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16; we
+# call it *bfloat16* below. Unless another is named, the model is *large* at a context of 1,024.
 
 # %%
 
@@ -351,11 +348,10 @@ lab.table(
 )
 
 # %%
-# A step launches thousands of kernels, but from a few operations of PyTorch, and the profiler tells
-# for each operation how many microseconds its kernels took: ``self_device_time_total``. We add
-# these up by what the operations do: ``group`` puts ``aten::mm`` and ``aten::bmm`` into the group
-# “matmul”. The profile lists each kernel once more by itself, on the device; to count it once, we
-# keep the operations, which ran on the CPU.
+# A step launches thousands of kernels, but from only a few operations of PyTorch. For each
+# operation the profiler tells how many microseconds its kernels took, ``self_device_time_total``.
+# We add these up by what the operations do; ``group`` puts ``aten::mm`` and ``aten::bmm`` into
+# “matmul”. The profile lists every kernel again on the device, so we keep only what ran on the CPU.
 
 
 def by_group(averages):
@@ -379,6 +375,7 @@ GROUPS = {  # what the operations of PyTorch belong to, by their names; the firs
     "layer norm": OURS.format("layer_norm") + r"|aten::native_layer_norm",
     "dropout": OURS.format(r"\w*dropout") + r"|aten::native_dropout",
     "GELU": r"aten::gelu",
+    "scale and mask": r"aten::(mul|masked_fill_)$",
     "casts and copies": r"aten::(copy_|_foreach_copy_|cat)$",
     "AdamW": r"aten::_fused_adamw_",
 }
@@ -478,7 +475,8 @@ profile_of = lab.measure("Profiles of large, context 1,024", profiles)
 def group_times(rows, dtype):
     chosen = [row for row in rows if row["dtype"] == dtype]
     times = {
-        name: sum(row[f"{name}, ms"] for row in chosen) for name in (*GROUPS, "other")
+        name: sum(row.get(f"{name}, ms") or 0 for row in chosen)
+        for name in (*GROUPS, "other")
     }
     return {name: took for name, took in times.items() if took}
 
@@ -578,11 +576,15 @@ all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
     f"{all_kernels['bfloat16']:.0f}, because the matrix units make the matmuls "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast; PyTorch does not use these "
-    "units for float32 unless told to. **Matmuls now are only "
-    f"{in_step['bfloat16']:.0f} % of the time. What is left mostly moves bytes, and there the "
-    "kernels of this book can help.** “Other” are additions, multiplications, the mask and the "
-    "loss."
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast; for float32 PyTorch uses "
+    "these units only if told to. **Now matmuls are only "
+    f"{in_step['bfloat16']:.0f} % of the time. Most of the rest moves bytes, and there the "
+    "kernels of this book can help.** The bar “other” holds additions and the loss"
+    + (
+        "."
+        if any("scale and mask, ms" in row for row in profile_of.rows)
+        else ", and attention's scale and mask."
+    )
 )
 
 # %%
@@ -611,26 +613,27 @@ lab.table(
 )
 
 # %%
-# Attention shows what moving bytes costs, because the formula takes its table of scores to memory
-# and back again and again. We count for one score. Autocast runs softmax in float32, 4 bytes a
-# number, and the rest of attention in bfloat16, 2 bytes.
+# Attention shows what moving bytes costs: the formula takes its table of scores to memory and back
+# again and again. We count the bytes for one score. Under autocast softmax runs in float32, 4 bytes
+# per number, and the rest of attention in bfloat16, 2 bytes. ``masked_fill`` copies the table
+# before it fills it.
 
 # Drawing
 TRIPS = [  # what is done, the range of the profile, bytes read and bytes written per score
-    ("q kᵀ", "both matmuls, the scale, a cast", 0, 2),
-    ("scale", "both matmuls, the scale, a cast", 2, 2),
+    ("q kᵀ", "matmuls, scale, cast", 0, 2),
+    ("scale", "matmuls, scale, cast", 2, 2),
     ("mask: copy", "mask", 2, 2),
     ("mask: fill", "mask", 2, 2),
     ("cast to float32", "softmax", 2, 4),
     ("softmax", "softmax", 4, 4),
-    ("cast to bfloat16", "both matmuls, the scale, a cast", 4, 2),
-    ("weights v", "both matmuls, the scale, a cast", 2, 0),
+    ("cast to bfloat16", "matmuls, scale, cast", 4, 2),
+    ("weights v", "matmuls, scale, cast", 2, 0),
 ]
 bytes_in = Counter()
 for _, what, read, written in TRIPS:
     bytes_in[what] += read + written
 INK_OF_RANGE = {
-    "both matmuls, the scale, a cast": lab.colour("matmul"),
+    "matmuls, scale, cast": lab.colour("matmul"),
     "mask": lab.colour("torch.compile"),
     "softmax": lab.colour("Kernel Book"),
 }
@@ -677,10 +680,9 @@ lab.sketch(
 )
 
 # %%
-# The profile has four ranges of this trip. We join *scores* and *values*, which also casts the
-# weights back, in one colour. The table sums up the bytes of each colour, and adds the FLOPs:
-# :math:`4 d` per score in the two matmuls, for a head of :math:`d` numbers, and about five in
-# softmax.
+# The profile has timed these trips. The table adds up the bytes of each colour and sets the FLOPs
+# beside them: :math:`4 d` per score in the two matmuls, for a head of :math:`d` numbers, and about
+# five in softmax.
 
 
 def of_record(chapter, name):
@@ -699,7 +701,7 @@ head, n_scores = (
     size.layers * BATCH * size.heads * CONTEXT**2,
 )
 INSIDE = {  # FLOPs of a score, and the ranges of the profile
-    "both matmuls, the scale, a cast": (4 * head + 1, ("scores", "values")),
+    "matmuls, scale, cast": (4 * head + 1, ("scores", "values")),
     "softmax": (5, ("softmax",)),
     "mask": (0, ("mask",)),
 }
@@ -727,7 +729,8 @@ lab.table(
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward in bfloat16, large at 1,024",
+    "Inside attention, forward in bfloat16, large at 1,024. Here softmax includes its cast to "
+    "float32, which the figure above counts among the casts",
 )
 
 # %%
@@ -737,46 +740,41 @@ at_speed = [
     100 * row["ms at a copy's speed"] / row["ms, measured"] for row in inside.values()
 ]
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
+products_range = inside["matmuls, scale, cast"]["ms, measured"]
 lab.read(
-    f"All three move their bytes at {min(at_speed):.0f} to {max(at_speed):.0f} % of the speed of a "
-    "large copy. FLOPs do not explain their time: at the speed of a large matmul, the first row "
-    f"would take {by_flops:.1f} ms."
-)
-
-# %%
-
-# Reading
-softmax_range = inside["softmax"]["ms, measured"]
-softmax_group = in_groups("bfloat16", ["softmax"])
-lab.read(
-    "The range of softmax includes its cast to float32, which figure 1 counts as a cast. So the "
-    f"{softmax_range:.1f} ms here, of forward alone, are "
-    f"{'more' if softmax_range > softmax_group else 'less'} than the {softmax_group:.1f} of the "
-    "group “softmax” in a whole step."
+    "**FLOPs do not explain these times, and bytes do.** At the speed of a large matmul, the first "
+    f"row would take {by_flops:.1f} ms and not {products_range:.1f}. At the speed of a large copy, "
+    f"the three rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their time."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    In bfloat16 a step spends most of its time on operations that move bytes. Count their bytes,
-#    and not their FLOPs, to know how fast they can be.
+#    With the formula, a step in bfloat16 spends most of its time moving bytes. To know how fast
+#    such an operation can be, count its bytes and not its FLOPs.
 #
 # Why there are casts
 # -------------------
-#
+
+# Reading
+lab.read(
+    f"One bar has grown under autocast: casts and copies take {casts['bfloat16']:.0f} ms"
+    + (
+        ", more than all matmuls together"
+        if casts["bfloat16"] > products["bfloat16"]
+        else ""
+    )
+    + f". In float32, where nothing is cast, the copies alone take {casts['float32']:.0f} ms, and "
+    "in bfloat16 they move half the bytes. So at least "
+    f"{casts['bfloat16'] - casts['float32']:.0f} ms are casts. Where do they come from?"
+)
+
+# %%
 # :term:`Autocast <autocast>` leaves the parameters in float32 and runs each operation in the dtype
 # that PyTorch lists for it: linear layers in bfloat16; softmax, layer norm and the loss in float32.
 # **So a tensor is cast wherever a matmul follows an operator in float32, and each weight before its
 # matmul.**
-
-# Reading
-lab.read(
-    f"The group “casts and copies” takes {casts['float32']:.0f} ms in float32, where it only "
-    "copies. In bfloat16 these copies move half the bytes, and yet the group takes "
-    f"{casts['bfloat16']:.0f} ms, so at least {casts['bfloat16'] - casts['float32']:.0f} of them "
-    "are casts."
-)
 
 # %%
 
@@ -910,9 +908,10 @@ lab.table(
 # Where the memory goes
 # ---------------------
 #
-# Which tensors fill the memory? Mostly those that forward keeps for backward. We count them per
-# layer, for :math:`N` tokens (batch times context), width :math:`d`, a feed-forward width of
-# :math:`f`, :math:`B` batches, :math:`H` heads and a context of :math:`T`. In float32 a layer keeps
+# Which tensors fill the memory? Mostly those that forward keeps for backward. We count them for one
+# layer, whose batch is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The width
+# is :math:`d`, that of the feed-forward network :math:`f`, and there are :math:`H` heads. In
+# float32 a layer keeps
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -931,10 +930,11 @@ lab.table(
 #    The inputs of the layer norms stay in float32 and most others have 2 bytes. But softmax
 #    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
 #    as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
+#    Together a layer keeps :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes.
 
 # %%
-# The last term of the bracket is a table of :math:`T^2` weights for each head. The picture shows
-# the share of each term in the bytes of a layer of *large*, with batches of 4.
+# The last term of the bracket is a table of :math:`T^2` weights for each head of each sequence. The
+# picture shows the share of each term in the bytes of a layer of *large*, for a batch of 4.
 
 # Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
@@ -1090,8 +1090,8 @@ lab.sketch(
 )
 
 # %%
-# **The tables of attention alone grow with the square of the context, and at 1,024 they are
-# already about half of what a layer keeps.** A run has to confirm the count.
+# **The tables of attention grow with the square of the context, and at 1,024 they are already half
+# of what a layer keeps.** So says the count; now a run has to confirm it.
 
 
 # Reading
@@ -1112,7 +1112,7 @@ state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
 lab.read(
     f"For the largest size, 2.7B, the count is right to {max(map(abs, off)):.1f} % at contexts "
-    f"from {min(CONTEXTS)} to {longest:,}. The table has the longest of them."
+    f"from {min(CONTEXTS)} to {longest:,}. The table shows the longest."
 )
 
 # %%
@@ -1157,8 +1157,8 @@ lab.table(
 
 # %%
 # What is kept need not stay: with :term:`checkpointing` a layer keeps only its input and computes
-# the rest again in backward. For *large* in float32, the figure sums up what PyTorch's allocator
-# gives and takes back over one step, with all kept and with checkpointing.
+# the rest again in backward. The figure follows one step of *large* in float32, with all kept and
+# with checkpointing, by what PyTorch's allocator hands out and takes back.
 
 
 # Measuring
@@ -1223,6 +1223,28 @@ def timelines(name="large"):
 
 timeline = lab.measure("Live memory over a step of large at 1,024, float32", timelines)
 
+
+def checkpoint_times(name="large"):
+    """The passes of a step with all kept and with checkpointing, medians of four steps."""
+    training, rows = new_training(name), []
+    for version in ("all kept", "checkpointed"):
+        training.model.checkpointed = version == "checkpointed"
+        steps = [timed_step(training) for _ in range(6)][2:]
+        row = {"version": version}
+        for part in PASSES:
+            times = [step[part] for step in steps]
+            row[f"{part}, ms"] = round(statistics.median(times), 1)
+        rows.append(row)
+    del training
+    freed()
+    return rows
+
+
+checkpoint_ms = lab.measure(
+    "The time of a step of large at 1,024, float32, with checkpointing",
+    checkpoint_times,
+)
+
 # %%
 
 
@@ -1283,10 +1305,25 @@ spared = (SIZES["large"].layers - 1) * (
     paper / SIZES["large"].layers - inputs_of_layers
 )
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
+at_first = 12 * parameters(SIZES["large"]) / 2**30
+in_forward = sum(kept_in_layer(CONTEXT).values()) / 2**20
+step_took = {
+    row["version"]: sum(row[f"{part}, ms"] for part in PASSES)
+    for row in checkpoint_ms.rows
+}
 lab.read(
-    "With all kept, a step holds the most when backward begins. **Checkpointing lowers this peak "
-    f"from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f}, at the price of another "
-    "forward pass.**"
+    f"A step begins with {at_first:.1f} GiB, the parameters and AdamW's two averages. Forward adds "
+    f"the {in_forward:.0f} MiB of our count for each of {SIZES['large'].layers} layers, "
+    f"{SIZES['large'].layers * in_forward / 1024:.0f} GiB. Backward releases them while the "
+    "gradients grow, and the optimiser releases the gradients at the end. **Checkpointing lowers "
+    f"the peak from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f} and pays with another "
+    "forward pass**"
+    + (
+        f": the step takes {step_took['checkpointed']:.0f} ms instead of "
+        f"{step_took['all kept']:.0f}."
+        if len(step_took) == 2
+        else "."
+    )
 )
 
 # %%
@@ -1351,11 +1388,11 @@ lab.table(
 # Attention without the table
 # ---------------------------
 #
-# The table of scores costs the most memory and much of the time, so attention is the first operator
-# to replace. :doc:`The book's attention </chapters/attention_forward>` never stores the table.
-# Before it goes into the model we time it by itself, as ``ours``, beside the formula in PyTorch, on
-# the shapes of the course: a batch of 8 with one head of 64 numbers, in bfloat16 and causal. What
-# attention *holds* is what forward keeps for backward beside q, k and v.
+# The table of scores fills half of what a layer keeps and costs much of the time, so attention is
+# the first operator to replace. :doc:`The book's attention </chapters/attention_forward>` never
+# stores the table. We time it by itself first, on the shapes of the course: a batch of 8 with one
+# head of 64 numbers, in bfloat16 and causal. What it *holds* is what forward keeps for backward
+# besides q, k and v.
 
 ours = partial(attention, is_causal=True)
 
@@ -1458,8 +1495,24 @@ def grid_runs(attend, q, k, v, do):
     }
 
 
+def fused(backend):
+    """PyTorch's fused attention by one of its backends."""
+
+    def attend(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend
+
+
+FUSED = {
+    "SDPA flash": fused(SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN": fused(SDPBackend.CUDNN_ATTENTION),
+}
+
+
 def attention_grid():
-    providers = {
+    own = {
         "PyTorch": standard_attention,
         "torch.compile": torch.compile(standard_attention, dynamic=True),
         "Kernel Book": ours,
@@ -1468,6 +1521,15 @@ def attention_grid():
     for head_dim, longest in GRID.items():
         for length in (length for length in LENGTHS if length <= longest):
             inputs = [drawn(8, 1, length, head_dim) for _ in range(4)]
+            tried = {
+                name: lab.tried(grid_runs(attend, *inputs)["both, ms"][0], name)
+                for name, attend in FUSED.items()
+            }
+            providers = own | {
+                name: FUSED[name]
+                for name, run in tried.items()
+                if not isinstance(run, lab.Absent)
+            }
             runs = {
                 (name, what): run
                 for name, attend in providers.items()
@@ -1481,7 +1543,7 @@ def attention_grid():
                     row[what] = took if took == OUT_OF_MEMORY else round(took, 4)
                 held = attempt(partial(held_mib, attend, *inputs[:3]))
                 rows.append(row | {"held, MiB": held})
-            del inputs, runs
+            del inputs, runs, tried
             freed()
     torch.compiler.reset()
     return rows
@@ -1505,23 +1567,39 @@ def milliseconds(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-ATTENTIONS = {"PyTorch": "the formula", "Kernel Book": "the book's"}
+def fastest_fused(length, head_dim=64):
+    """The milliseconds of SDPA's faster backend, or NaN where none was timed."""
+    found = (in_grid("both, ms", name, length, head_dim) for name in FUSED)
+    return min(
+        (took for took in found if not isinstance(took, str) and took == took),
+        default=nan,
+    )
+
+
+def grid_cell(value):
+    return "—" if value == OUT_OF_MEMORY or value != value else milliseconds(value)
+
+
+with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
 lab.table(
     [
         {"length": length}
+        | {"formula, ms": grid_cell(in_grid("both, ms", "PyTorch", length))}
+        | ({"SDPA, ms": grid_cell(fastest_fused(length))} if with_sdpa else {})
         | {
-            f"{name}, ms": milliseconds(in_grid("both, ms", provider, length))
-            for provider, name in ATTENTIONS.items()
-        }
-        | {
-            f"{name} holds, MiB": milliseconds(in_grid("held, MiB", provider, length))
-            for provider, name in ATTENTIONS.items()
+            "the book's, ms": grid_cell(in_grid("both, ms", "Kernel Book", length)),
+            "formula holds, MiB": grid_cell(in_grid("held, MiB", "PyTorch", length)),
+            "the book's holds, MiB": grid_cell(
+                in_grid("held, MiB", "Kernel Book", length)
+            ),
         }
         for length in LENGTHS
     ]
     if grid.rows
     else [],
-    "Forward and backward of attention, head size 64",
+    "Forward and backward of attention, head size 64"
+    + ("; SDPA by the faster of flash and cuDNN" if with_sdpa else "")
+    + "; — is out of memory",
 )
 
 # %%
@@ -1538,20 +1616,29 @@ def listed(names):
 
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
+by_sdpa = fastest_fused(16384)
 lab.read(
-    "**Without the table, memory grows with the length, and not with its square**, because the "
-    "book's attention keeps only the output and one logarithm per row, and computes the weights "
-    "again in backward. "
+    "**Without the table, memory grows with the length instead of its square**: the book's "
+    "attention keeps only the output and one logarithm per row, and computes the weights again in "
+    "backward. "
     + (
-        f"At 16,384 the book's attention is {times:.0f} times as fast"
+        f"At 16,384 it is {times:.0f} times as fast as the formula"
         if times == times or not grid.rows
         else ""
     )
     + (
-        f"; at 65,536, where a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, the formula runs out "
-        "of memory."
+        f"; at 65,536 a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, and the formula runs out of "
+        "memory. "
         if out_of
-        else "."
+        else ". "
+    )
+    + (
+        "SDPA, PyTorch's own fused attention, does not store the table either"
+        + (
+            f", and at 16,384 the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
+            if by_sdpa == by_sdpa
+            else "; in the model it is our opponent."
+        )
     )
 )
 
@@ -1564,27 +1651,20 @@ grid
 # The book's operators in the model
 # ---------------------------------
 #
-# ``Operators`` takes attention, layer norm and dropout, in this order, and what it is not given is
-# PyTorch's. From *PyTorch* to *+ dropout*, each line of ``EAGER`` replaces more: *+ attention*
-# replaces the softmax with it, and *+ dropout* has all that we replace, so it is called *the
-# book's* below. The opponent is *SDPA*: PyTorch with its own fused attention, in its fastest
-# backend.
+# The model takes its operators as arguments:
+#
+# .. code-block:: python
+#
+#    Decoder(size, context, Operators(ours, layer_norm_16, dropout))
+#
+# ``out_dtype`` makes our layer norm write bfloat16. Under autocast PyTorch's writes float32, and
+# another kernel rounds it for the matmul that follows; ours computes in float32 as well, and rounds
+# once, as it writes.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
-EAGER = {
-    "PyTorch": decoder.PYTORCH,
-    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
-    "+ attention": Operators(ours),
-    "+ layer norm": Operators(ours, layer_norm_16),
-    "+ dropout": Operators(ours, layer_norm_16, dropout),
-    "SDPA": Operators(sdpa),
-}
 
 # %%
-# ``out_dtype`` tells our layer norm to write bfloat16. Under autocast PyTorch's writes float32,
-# which another kernel rounds for the matmul that follows; ours computes in float32 as well, and
-# rounds once, as autocast would.
 
 # Folded: What does a layer norm that writes 16 bits save?
 norms, per_norm = (
@@ -1598,29 +1678,76 @@ lab.read(
 )
 
 # %%
-# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels, but cannot
-# look into an operator of ours. So we also compile four versions: *PyTorch*, *SDPA*, the book's
-# attention alone, and all of the book's operators. The record calls the last one *Kernel Book*, and
-# this page *the book's, compiled*.
+# We put them in one after the other, and give each version a name. The opponent is *SDPA*.
 
 # Measuring
+EAGER = {
+    "PyTorch": decoder.PYTORCH,
+    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
+    "+ attention": Operators(ours),
+    "+ layer norm": Operators(ours, layer_norm_16),
+    "+ dropout": Operators(ours, layer_norm_16, dropout),
+    "SDPA": Operators(sdpa),
+}
 COMPILED = {
     "torch.compile": decoder.PYTORCH,
     "SDPA, compiled": Operators(sdpa),
     "attention, compiled": Operators(ours),
     "Kernel Book": Operators(ours, layer_norm_16, dropout),
 }
+NAMES = {  # what the page calls the versions, in the order of its figures and tables
+    "PyTorch": "formula",
+    "SDPA": "SDPA",
+    "+ softmax": "+ softmax",
+    "+ attention": "+ attention",
+    "+ layer norm": "+ layer norm",
+    "+ dropout": "the book's",
+}
+COMPILED_NAMES = {
+    "torch.compile": "formula",
+    "SDPA, compiled": "SDPA",
+    "attention, compiled": "+ attention",
+    "Kernel Book": "the book's",
+}
+
+
+def says(version, attends):
+    """A row of the table of versions."""
+    _, norm, drop = EAGER[version]
+    return {"version": NAMES[version], "attention": attends} | {
+        name: "PyTorch's" if own is theirs else "the book's"
+        for name, own, theirs in (
+            ("layer norm", norm, F.layer_norm),
+            ("dropout", drop, F.dropout),
+        )
+    }
+
+
+lab.table(
+    [
+        says("PyTorch", "the formula"),
+        says("SDPA", "PyTorch's, fused"),
+        says("+ softmax", "the formula, the book's softmax"),
+        says("+ attention", "the book's"),
+        says("+ layer norm", "the book's"),
+        says("+ dropout", "the book's"),
+    ],
+    "The versions, and what each computes with",
+)
 
 # %%
+# We run them eager and compiled. ``torch.compile`` fuses layer norm, dropout, GELU and additions
+# into a few kernels of its own, but cannot look into an operator of ours. So of the book's we
+# compile *+ attention*, which leaves it the rest, and all three together.
+#
 # Is it the same model?
 # ---------------------
 #
-# Two tests compare the models: their gradients in float32, and what they learn under autocast.
+# Before we time them: do the versions compute the same gradients, and do they learn the same?
 #
-# **Gradients.** We compute the gradient of every parameter of a small model three times: with the
-# book's operators and with PyTorch's, both in float32, and in float64, which is taken as the truth.
-# Dropout is on and draws the same masks in all three. The book's error may be eight times that of
-# PyTorch.
+# **Gradients.** We compute those of every parameter of a small model three times: with the book's
+# operators and with PyTorch's in float32, and in float64 as the truth. Dropout draws the same masks
+# in all three. The book's error may be at most eight times PyTorch's.
 
 
 # Measuring
@@ -1674,12 +1801,12 @@ def gradient_cases():
 lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# **Learning.** Under autocast the versions round differently, so we compare the loss that they
-# reach. A tiny model trains for 200 steps on the source of the package, one byte a token, with ten
-# seeds. A seed fixes the parameters and the batches, but not the masks of dropout, and other masks
-# alone lead to another loss. To know by how much, we train PyTorch's model twice with each seed.
+# **Learning.** Under autocast the versions round differently, so we compare the losses that they
+# reach. A tiny model trains for 200 steps on the package's own source, one byte per token, from ten
+# seeds. Other masks of dropout alone lead to another loss; to know how far off, we train PyTorch's
+# model twice from each seed, with two sets of masks.
 #
-# In the figure a dot is one seed, and the line below the dots is their mean with its 95 % interval.
+# A dot is one seed; the line below the dots is their mean with its 95 % interval.
 
 # Measuring
 LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
@@ -1820,7 +1947,7 @@ from_loss, to_loss = (
 )
 lab.read(
     f"**It trains**: with the book's operators the loss falls from {from_loss:.1f} to "
-    f"{to_loss:.1f}, and ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} "
+    f"{to_loss:.1f} and ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} "
     f"{'above' if offset > 0 else 'below'} the mean of PyTorch's two runs"
     + (
         f"; one seed alone lies {by_ours[odd]:+.2f} off. "
@@ -1836,12 +1963,12 @@ lab.read(
 )
 
 # %%
-# What they change in a layer
-# ---------------------------
+# What they are worth in a layer
+# ------------------------------
 #
 # Which operator is worth most, as long as only kernels count? We time forward and backward of one
-# layer in bfloat16, without the host; 100 % is the speed of a large matmul by cuBLAS. Blue are the
-# versions with operators of the book.
+# layer in bfloat16, on the GPU alone. 100 % is the speed of a large matmul by cuBLAS, for the FLOPs
+# of the linear layers and of causal attention. Versions with operators of the book are blue.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -1921,42 +2048,20 @@ layer = lab.bench(
 # %%
 
 # Drawing
-OPERATORS_OF = {  # what the page calls the versions that are raced, by how they are launched
-    "eager": {"PyTorch": "PyTorch", "SDPA": "SDPA", "+ dropout": "the book's"},
-    "compiled": {
-        "torch.compile": "PyTorch",
-        "SDPA, compiled": "SDPA",
-        "Kernel Book": "the book's",
-    },
-    "CUDA graph": {"SDPA, CUDA graph": "SDPA", "Kernel Book, CUDA graph": "the book's"},
-}
-RUNGS = {  # the versions of a layer in the order of the figure, and what it calls them
-    "eager": {
-        "PyTorch": "PyTorch",
-        "SDPA": "SDPA",
-        "+ softmax": "+ softmax",
-        "+ attention": "+ attention",
-        "+ layer norm": "+ layer norm",
-        "+ dropout": "+ dropout: the book's",
-    },
-    "compiled": {
-        "torch.compile": "PyTorch",
-        "SDPA, compiled": "SDPA",
-        "attention, compiled": "the book's attention",
-        "Kernel Book": "the book's",
-    },
-}
+RUNGS = {"eager": NAMES, "compiled": COMPILED_NAMES}
 OF_OTHERS = ("PyTorch", "SDPA", "torch.compile", "SDPA, compiled")
 
 
+def bar_label(row):
+    return f"{100 * row['share']:.0f} %, {row['ms']:.2f} ms"
+
+
 def layer_in_words(rows):
-    shares = {row["provider"]: 100 * row["share"] for row in rows}
+    found = {row["provider"]: bar_label(row) for row in rows}
     return "Bars, % of the speed of a large matmul. " + " ".join(
         f"{mode.capitalize()}: "
         + ", ".join(
-            f"{label} {shares[name]:.0f}"
-            for name, label in rungs.items()
-            if name in shares
+            f"{label} {found[name]}" for name, label in rungs.items() if name in found
         )
         + "."
         for mode, rungs in RUNGS.items()
@@ -1967,7 +2072,7 @@ def layer_bars(axes, rows):
     axes.figure.set_size_inches(5.4, 4.3)
     axes.grid(axis="x", visible=True)
     axes.grid(axis="y", visible=False)
-    shares = {row["provider"]: 100 * row["share"] for row in rows}
+    by_name = {row["provider"]: row for row in rows}
     place, ticks = 0, {}
     for mode, rungs in RUNGS.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -1975,13 +2080,15 @@ def layer_bars(axes, rows):
             place += 1
             ticks[place] = label
             ink = lab.colour("copy" if name in OF_OTHERS else "Kernel Book")
-            axes.barh(place, shares.get(name, 0), 0.7, color=ink)
-            beside(axes, shares.get(name, 0), place, shown(shares.get(name), 0))
+            if name in by_name:
+                share = 100 * by_name[name]["share"]
+                axes.barh(place, share, 0.7, color=ink)
+                beside(axes, share, place, bar_label(by_name[name]))
         place += 1.4
     axes.axvline(100, color=lab.colour("copy"), linestyle="--", linewidth=1)
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(place - 0.8, -0.6)
     axes.set_xlim(0, 112)
     axes.set(xlabel="% of the speed of a large matmul")
 
@@ -2002,11 +2109,19 @@ def layer_ms(name):
 
 
 saved = layer_ms("PyTorch") - layer_ms("+ dropout")
+by_softmax = layer_ms("PyTorch") - layer_ms("+ softmax")
 by_attention = layer_ms("+ softmax") - layer_ms("+ attention")
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
-    f"Eager, **attention saves {by_attention:.2f} of the {saved:.2f} ms** that the book's "
-    "operators save in all. Compiled, the book's layer norm and dropout "
+    (
+        f"**A faster softmax alone saves only {by_softmax:.2f} ms, because the table of scores "
+        "still goes to memory and back.** "
+        if by_softmax < 0.25 * saved
+        else f"A faster softmax alone saves {by_softmax:.2f} ms. "
+    )
+    + f"Attention without the table saves {by_attention:.2f} more, and layer norm and dropout "
+    f"together {layer_ms('+ attention') - layer_ms('+ dropout'):.2f}. "
+    + "Compiled, the book's layer norm and dropout "
     + (
         "change less than 1 %"
         if abs(fusing - 1) < 0.01
@@ -2015,42 +2130,18 @@ lab.read(
         else f"make it {layer_ms('Kernel Book'):.2f} ms"
     )
     + (
-        ": the compiler writes fused kernels for these itself."
+        ", because there the compiler fuses PyTorch's."
         if abs(fusing - 1) < 0.05
         else "."
     )
 )
 
 # %%
-# Why a step gains less than a layer
-# ----------------------------------
+# What they are worth in a step
+# -----------------------------
 #
-# In a layer on the GPU alone, the book's operators are ahead of SDPA. In a whole step they are
-# behind. We suspect the host: it has to launch every kernel, and an operator of ours, which runs
-# Python where PyTorch's runs C++, keeps it busy for longer. The picture follows five launches of a
-# layer, not to scale.
-#
-# .. image:: /figures/transformer-launches.svg
-#    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
-#          short launches the host is ahead, and the kernels follow each other without gaps. With
-#          long launches of layer norm, attention and dropout the GPU waits before their kernels,
-#          although these are shorter. As a CUDA graph, one call of the host launches all five
-#          kernels, and there are no gaps.
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    A step takes at least the longer of two times: that of its kernels, and that in which the host
-#    launches them.
-#
-# The figure shows both times for five versions:
-#
-# - the narrow bar is how long the host takes to launch a step when nothing is queued;
-# - the wide bar is the step: in colours its kernels by kind, and dotted what it takes beyond them.
-#   *Between* are layer norm, dropout, GELU, additions and casts, and the formula's scale and mask.
-#
-# If the host sets the pace, the wide bar ends about where the narrow one does, and its dotted part
-# is what waiting for the host costs.
+# A layer on the GPU alone is not yet a training step. So we train the whole of *large* with each
+# version, and set its step beside its layer.
 
 # Measuring
 from contextlib import suppress
@@ -2081,8 +2172,8 @@ def version_of(training, name, context, operators, compiled):
 
 
 def one_turn(step):
-    """Milliseconds from step to step, with the host free to run ahead, and those after which the
-    host has launched the first step, before which nothing was queued."""
+    """Milliseconds from step to step, with the host free to run ahead; those in which the host
+    launched the step before them, when nothing was queued; and those in which it launched each."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
     begin, launched = time.perf_counter(), []
@@ -2091,7 +2182,8 @@ def one_turn(step):
         launched.append(1e3 * (time.perf_counter() - begin))
         mark.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(marks)], launched[:1]
+    took = [start.elapsed_time(end) for start, end in pairwise(marks)]
+    return took, launched[:1], [after - before for before, after in pairwise(launched)]
 
 
 def kind_of(operation, kernel):
@@ -2210,12 +2302,13 @@ def profiles_in_turn(steps, kinds, which):
         rows[title] = {
             name: statistics.median(row[name] for row in each) for name in each[0]
         }
-        linear = [row["linear layers, ms"] for row in each]
-        rows[title][RANGE] = round(max(linear) - min(linear), 2)
+        for kind in KINDS:
+            took = [row[f"{kind}, ms"] for row in each]
+            rows[title][RANGE.format(kind)] = round(max(took) - min(took), 2)
     return rows
 
 
-RANGE = "range of linear layers, ms"
+RANGE = "range of {}, ms"
 
 
 def graph_of(training):
@@ -2256,8 +2349,8 @@ def in_short(error):
 
 
 def times_in_turn(steps, rounds=ROUNDS):
-    """Milliseconds of some rounds of steps, and of the host, by the name of the version."""
-    times, draw = {label: ([], []) for label in steps}, numpy.random.default_rng(0)
+    """What some rounds of turns took, by the name of the version: see one_turn."""
+    times, draw = {label: ([], [], []) for label in steps}, numpy.random.default_rng(0)
     for _ in range(rounds):
         for label in draw.permutation(list(steps)):
             for all_found, found in zip(
@@ -2267,14 +2360,18 @@ def times_in_turn(steps, rounds=ROUNDS):
     return times
 
 
+SAME_STEPS = "host in these steps, ms"
+
+
 def timing_of(times):
-    """The median and the middle 60 % of the times of steps, and the median of the host's."""
+    """The median and the middle 60 % of the times of steps, and the medians of the host's."""
     if not times:
-        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms", "host, ms"))
-    took, launching = times
+        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms", "host, ms", SAME_STEPS))
+    took, first, same = times
     low, middle, high = numpy.quantile(took, (0.2, 0.5, 0.8)).round(2).tolist()
-    host = round(statistics.median(launching), 2)
-    return {"step, ms": middle, "p20, ms": low, "p80, ms": high, "host, ms": host}
+    host, in_these = (round(statistics.median(found), 2) for found in (first, same))
+    found = {"step, ms": middle, "p20, ms": low, "p80, ms": high}
+    return found | {"host, ms": host, SAME_STEPS: in_these}
 
 
 def versions_in_turn(name, batch, context, versions):
@@ -2328,7 +2425,13 @@ def clean_up():
         freed()
 
 
-NO_PROFILE = dict.fromkeys([*(f"{kind}, ms" for kind in KINDS), "busy, ms", RANGE])
+NO_PROFILE = dict.fromkeys(
+    [
+        *(f"{kind}, ms" for kind in KINDS),
+        "busy, ms",
+        *(RANGE.format(kind) for kind in KINDS),
+    ]
+)
 
 
 def step_ladder():
@@ -2344,76 +2447,29 @@ steps = lab.measure("A step of large at 1,024, twelve versions", step_ladder)
 # %%
 
 
-# Drawing
+# Measuring
 def timed(rows):
     return [row for row in rows if row["step, ms"] is not None]
 
 
-def steps_in_words(rows):
-    found = (
-        f"{row['version']} {row['step, ms']:.1f}"
-        + (f", with a kernel {row['busy, ms']:.1f}" if row["busy, ms"] else "")
-        + (f", launched in {row['host, ms']:.1f}" if row.get("host, ms") else "")
-        for row in timed(rows)
-        if row["version"] in FOLLOWED
-    )
-    return f"Milliseconds of a step: {'; '.join(found)}."
-
-
-FOLLOWED = {  # the versions that are drawn, and what the figure calls them
-    "PyTorch": "PyTorch",
-    "SDPA": "SDPA",
-    "+ dropout": "the book's",
-    "SDPA, compiled": "SDPA, compiled",
-    "Kernel Book": "the book's, compiled",
-}
-INKS = {
-    "linear layers": lab.colour("matmul"),
-    "attention": lab.colour("Kernel Book"),
-    "between": lab.colour("PyTorch"),
-    "AdamW": lab.colour("torch.compile"),
-}
-
-
-def step_bars(axes, rows):
-    axes.figure.set_size_inches(5.4, 4.9)
-    axes.grid(axis="y", visible=False)
-    rows = {row["version"]: row for row in timed(rows)}
-    rows = [rows[version] for version in FOLLOWED if version in rows]
-    grey = lab.colour("copy")
-    rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
-    for place, row in enumerate(rows):
-        host, took, reached = row.get("host, ms"), row["step, ms"], 0
-        if host is not None:
-            axes.barh(place - 0.34, host, 0.16, color=grey, alpha=0.45)
-            beside(axes, host, place - 0.36, f"host {host:.0f}")
-        for kind, ink in INKS.items():
-            axes.barh(place, row[f"{kind}, ms"], 0.44, left=reached, color=ink)
-            reached += row[f"{kind}, ms"]
-        axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
-        label = f"step {took:.0f}, kernels {row['busy, ms']:.0f}"
-        beside(axes, max(took, reached), place + 0.04, label)
-    axes.set_yticks(range(len(rows)), [FOLLOWED[row["version"]] for row in rows])
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.5 * max(row["step, ms"] for row in rows))
-    axes.set(xlabel="ms of a training step")
-    if any(row.get("host, ms") is not None for row in rows):
-        axes.barh(0, 0, color=grey, alpha=0.45, label="host launches")
-    for kind, ink in INKS.items():
-        axes.barh(0, 0, color=ink, label=kind)
-    axes.barh(0, 0, label="GPU waits", **rest)
-
-
-lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, step_bars)
-
-# %%
-
-
-# Reading
 def step(column, version):
     found = [row.get(column) for row in timed(steps.rows) if row["version"] == version]
     return found[0] if found and found[0] is not None else nan
+
+
+def host_of(row):
+    """The milliseconds that the host needs to launch a step, by the lesser of two bounds.
+
+    The first step after a pause may find the host slower; in the steps that are timed it may have
+    to wait, if it is a thousand launches ahead.
+    """
+    found = (row.get(column) for column in ("host, ms", SAME_STEPS))
+    return min((took for took in found if took is not None), default=nan)
+
+
+def host_ms(version):
+    found = [host_of(row) for row in timed(steps.rows) if row["version"] == version]
+    return found[0] if found else nan
 
 
 def change(column, before, after):
@@ -2432,97 +2488,144 @@ def step_row(version):
     return found[0] if found else dict.fromkeys(("step, ms", "p20, ms", "p80, ms"), nan)
 
 
-last = "+ attention", "+ dropout"
-our_took, sdpa_took = (
-    step("step, ms", name) for name in ("Kernel Book", "SDPA, compiled")
-)
-our_ran, sdpa_ran = (
-    step("busy, ms", name) for name in ("Kernel Book", "SDPA, compiled")
-)
-eager_host = step("host, ms", "+ dropout")
-lab.read(
-    "**Eager, the book's operators shorten the kernels to "
-    f"{100 * step('busy, ms', '+ dropout') / step('busy, ms', 'PyTorch'):.0f} % and the peak of "
-    "the memory to "
-    f"{100 * step('peak, GiB', '+ dropout') / step('peak, GiB', 'PyTorch'):.0f} % of PyTorch's, "
-    "but the step is "
-    + (
-        "far slower than with SDPA**"
-        if step("step, ms", "+ dropout") > 1.2 * step("step, ms", "SDPA")
-        else f"{step('step, ms', '+ dropout') / step('step, ms', 'SDPA'):.2f} times as long as "
-        "with SDPA**"
-    )
-    + (
-        ". Both take about as long as the host needs to launch them"
-        if abs(eager_host / step("step, ms", "+ dropout") - 1) < 0.05
-        and abs(step("host, ms", "SDPA") / step("step, ms", "SDPA") - 1) < 0.05
-        else ""
-    )
-    + ". "
-    + (
-        "Our layer norm even makes the step slower: from "
-        f"{step('step, ms', '+ attention'):.0f} ms with attention alone to "
-        f"{step('step, ms', '+ layer norm'):.0f}, although its kernels are faster than PyTorch's."
-        if differs(step_row("+ attention"), step_row("+ layer norm"))
-        and change("step, ms", "+ attention", "+ layer norm") > 0
-        and change("between, ms", "+ attention", "+ layer norm") < 0
-        else ""
-    )
-)
-
-# %%
-
-
-# Reading
-launched_ms = [
-    (100 * (row["host, ms"] / row["step, ms"] - 1), row["version"])
-    for row in timed(steps.rows)
-    if row.get("host, ms") and row["version"] in (*EAGER, *COMPILED)
-]
-over_drawn = max((by for by, name in launched_ms if name in FOLLOWED), default=nan)
-over_all, over_name = max(launched_ms, default=(nan, ""))
-beyond_both = step("step, ms", "SDPA, compiled") - max(
-    step("host, ms", "SDPA, compiled"), step("busy, ms", "SDPA, compiled")
-)
-lab.read(
-    "The bars come from separate measurements, so “at least” holds only as far as they agree: "
-    + (
-        f"a host's bar is up to {over_drawn:.0f} % longer than its step, and of all versions up to "
-        f"{over_all:.0f} % (“{over_name}”). "
-        if over_drawn > 0
-        else "here no host's bar is longer than its step. "
-    )
-    + (
-        f"SDPA, compiled, takes {beyond_both:.0f} ms more than the longer of its two times; we "
-        "have not measured why. "
-        if beyond_both > 1
-        else ""
-    )
-    + "For PyTorch the host's bar is only an upper bound, because a host that is far ahead has to "
-    "wait for the GPU."
+compiled_of = {name: version for version, name in COMPILED_NAMES.items()}
+lab.table(
+    [
+        {
+            "version": name,
+            "a layer, eager": shown(layer_ms(version), 2),
+            "a step, eager": shown(step("step, ms", version)),
+            "a layer, compiled": shown(layer_ms(compiled_of[name]), 2)
+            if name in compiled_of
+            else "—",
+            "a step, compiled": shown(step("step, ms", compiled_of[name]))
+            if name in compiled_of
+            else "—",
+        }
+        for version, name in NAMES.items()
+    ]
+    if steps.rows
+    else [],
+    "Milliseconds of a layer, forward and backward on the GPU alone, and of a whole step of large "
+    "at 1,024. SDPA runs with its faster backend here, "
+    f"{listed(sorted({row['SDPA backend'] for row in steps.rows}))}",
 )
 
 # %%
 
 # Reading
+shorten = layer_ms("+ dropout") < layer_ms("+ attention")
+lengthen = (
+    differs(step_row("+ attention"), step_row("+ dropout"))
+    and change("step, ms", "+ attention", "+ dropout") > 0
+)
 lab.read(
-    f"**Compiled, the step takes {our_took:.0f} ms with our operators and {sdpa_took:.0f} with SDPA"
-    + (
-        ", although our kernels are no slower.** "
-        if our_ran <= sdpa_ran < our_took
-        else ".** "
-    )
-    + (
-        "With SDPA compiling even makes the step slower than eager; its kernels get shorter, but "
-        "the host takes longer to launch them. "
-        if change("step, ms", "SDPA", "SDPA, compiled") > 0
-        and differs(step_row("SDPA"), step_row("SDPA, compiled"))
-        and change("busy, ms", "SDPA", "SDPA, compiled") < 0
-        and change("host, ms", "SDPA", "SDPA, compiled") > 0
+    (
+        "**Our layer norm and dropout make a layer faster, and a step slower.** "
+        if shorten and lengthen
         else ""
     )
-    + "If the host is the cause, the loss must disappear without it."
+    + f"With our attention alone, an eager step takes {step('step, ms', '+ attention'):.0f} ms, "
+    f"with all three operators {step('step, ms', '+ dropout'):.0f}, and with SDPA "
+    f"{step('step, ms', 'SDPA'):.0f}"
+    + (". How can that be?" if shorten and lengthen else ".")
 )
+
+# %%
+# A step keeps two machines busy: the GPU runs the kernels, and the host launches every one of them.
+# An operator of ours runs Python where PyTorch's runs C++, so its launch takes longer. The picture
+# follows five launches of a layer; its lengths are schematic.
+#
+# .. image:: /figures/transformer-launches.svg
+#    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
+#          SDPA the launches are short: the host is ahead, and the kernels follow each other without
+#          gaps. With the book's operators the launches of layer norm, attention and dropout are
+#          long, that of layer norm the longest, and the GPU waits before layer norm and attention,
+#          although their kernels are shorter. As a CUDA graph, one call of the host launches all
+#          five kernels, and there are no gaps.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
+#    launches them.
+#
+# Which of the two is it here? In the figure, the narrow bar is how long the host takes to launch a
+# step. The wide bar is the step: in colours its kernels by kind, and dotted the time in which the
+# GPU waits. *Element-wise* stands for layer norm, dropout, GELU, additions and casts.
+
+# Drawing
+FOLLOWED = {  # the versions that are drawn, and what the figure calls them
+    "eager": {
+        name: NAMES[name] for name in NAMES if name not in ("PyTorch", "+ softmax")
+    },
+    "compiled": {
+        name: COMPILED_NAMES[name] for name in COMPILED_NAMES if name != "torch.compile"
+    },
+}
+KIND_NAMES = {kind: kind for kind in KINDS} | {"between": "element-wise"}
+INKS = {
+    "linear layers": lab.colour("matmul"),
+    "attention": lab.colour("Kernel Book"),
+    "between": lab.colour("PyTorch"),
+    "AdamW": lab.colour("torch.compile"),
+}
+
+
+def steps_in_words(rows):
+    rows = {row["version"]: row for row in timed(rows)}
+    return "Milliseconds of a step. " + " ".join(
+        f"{mode.capitalize()}: "
+        + "; ".join(
+            f"{label} {rows[name]['step, ms']:.1f}, its kernels {rows[name]['busy, ms']:.1f}, "
+            f"launched in {host_of(rows[name]):.1f}"
+            for name, label in versions.items()
+            if name in rows
+        )
+        + "."
+        for mode, versions in FOLLOWED.items()
+    )
+
+
+def step_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 6)
+    axes.grid(axis="x", visible=True)
+    axes.grid(axis="y", visible=False)
+    rows = {row["version"]: row for row in timed(rows)}
+    grey = lab.colour("copy")
+    rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
+    place, ticks, longest = 0, {}, 0
+    for mode, versions in FOLLOWED.items():
+        axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
+        for name, label in versions.items():
+            if name not in rows:
+                continue
+            place += 1
+            ticks[place] = label
+            row = rows[name]
+            host, took, reached = host_of(row), row["step, ms"], 0
+            axes.barh(place - 0.34, host, 0.16, color=grey, alpha=0.45)
+            beside(axes, host, place - 0.36, f"host {host:.0f}")
+            for kind, ink in INKS.items():
+                axes.barh(place, row[f"{kind}, ms"], 0.44, left=reached, color=ink)
+                reached += row[f"{kind}, ms"]
+            axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
+            label = f"step {took:.0f}, kernels {row['busy, ms']:.0f}"
+            beside(axes, max(took, reached), place + 0.04, label)
+            longest = max(longest, host, took)
+        place += 1.2
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_ylim(place - 0.6, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.36 * longest)
+    axes.set(xlabel="ms of a training step")
+    axes.barh(1, 0, color=grey, alpha=0.45, label="host launches")
+    for kind, ink in INKS.items():
+        axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
+    axes.barh(1, 0, label="GPU waits", **rest)
+
+
+lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, step_bars)
 
 # %%
 
@@ -2545,16 +2648,65 @@ host_rows = [
     {
         "operator": name,
         "calls in a step": calls,
-        "ours, µs": round(own),
+        "the book's, µs": round(own),
         "PyTorch's, µs": round(theirs),
-        "ours longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
+        "longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
     }
     for name, (chapter, calls) in calls_of.items()
     for own, theirs in [of_host(chapter)]
     if own == own and theirs == theirs
 ]
-more_of_host = sum(row["ours longer in a step, ms"] for row in host_rows)
-more_eager = change("step, ms", "SDPA", "+ dropout")
+more_of_host = sum(row["longer in a step, ms"] for row in host_rows)
+
+# %%
+
+# Reading
+our_took, sdpa_took = (
+    step("step, ms", name) for name in ("Kernel Book", "SDPA, compiled")
+)
+our_host, sdpa_host = (host_ms(name) for name in ("+ dropout", "SDPA"))
+pace = {  # how far a step is from the slower of host and GPU
+    name: step("step, ms", name) / max(host_ms(name), step("busy, ms", name)) - 1
+    for versions in FOLLOWED.values()
+    for name in versions
+}
+paced = max(map(abs, pace.values()))
+waits = {name: host_ms(name) / step("busy, ms", name) for name in pace}
+by_host = [name for name in pace if waits[name] > 1.1]
+ours_alone = all(
+    (waits[name] > 1.1) == (name not in ("SDPA", "SDPA, compiled")) for name in waits
+)
+lab.read(
+    (
+        "**It is the host wherever operators of the book are in the step.** "
+        if by_host and ours_alone and paced < 0.25
+        else "**Where the host needs longer than the kernels, the step follows the host.** "
+        if by_host and paced < 0.25
+        else ""
+    )
+    + f"Eager, it launches a step in {sdpa_host:.0f} ms with SDPA, in "
+    f"{host_ms('+ attention'):.0f} with our attention, in {host_ms('+ layer norm'):.0f} with our "
+    f"layer norm as well, and in {our_host:.0f} with all three. "
+    + (
+        "Timed call by call, they keep the host busy for "
+        f"{more_of_host:.0f} ms longer than PyTorch's; the bars differ by "
+        f"{our_host - sdpa_host:.0f}. "
+        if len(host_rows) == len(calls_of)
+        else ""
+    )
+    + (
+        "Compiling hardly helps, because compiled code still calls our operators one by one. "
+        if abs(host_ms("Kernel Book") / our_host - 1) < 0.15
+        else ""
+    )
+    + (
+        "A bar of the host may be longer than its step (here by up to "
+        f"{100 / (1 + min(pace.values())) - 100:.0f} %), because it is of the first step after a "
+        "pause, and the step is the median of those that follow. "
+        if min(pace.values()) < -0.05
+        else ""
+    )
+)
 
 # %%
 
@@ -2562,9 +2714,7 @@ more_eager = change("step, ms", "SDPA", "+ dropout")
 lab.table(
     host_rows,
     "Microseconds in which one call of an operator, forward and backward, keeps the host busy, as "
-    f"the page on hardware lists them. In sum ours keep it busy for {more_of_host:.0f} ms more in "
-    f"an eager step, {100 * more_of_host / more_eager:.0f} % of the {more_eager:.0f} ms that its "
-    "median is above that with SDPA; steps that wait for the host scatter widely",
+    "the chapters on the operators measured it",
 )
 
 # %%
@@ -2576,35 +2726,44 @@ lab.table(
             "version": row["version"],
             "step, ms": shown(row["step, ms"]),
             "p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}",
-            "host": shown(row.get("host, ms")),
+            "host": shown(host_of(row)),
             "peak, GiB": shown(row["peak, GiB"]),
         }
-        | {kind: shown(row[f"{kind}, ms"]) for kind in KINDS}
+        | {KIND_NAMES[kind]: shown(row[f"{kind}, ms"]) for kind in KINDS}
         | {"kernels": shown(row["busy, ms"])}
         for row in timed(steps.rows)
     ],
     f"Milliseconds of a step of large at 1,024 (the median of {ROUNDS * TURN} steps, or of "
-    f"{GRAPH_ROUNDS * TURN} of a graph, and the middle 60 % of them), of the host to launch one "
-    "when nothing is queued, and of the kernels by kind in other steps, under the profiler; and "
-    "the peak of memory. A host that is a thousand launches ahead has to wait for the GPU, so that "
-    "its time is an upper bound. SDPA ran with its fastest "
-    f"backend, {listed(sorted({row['SDPA backend'] for row in steps.rows}))}",
+    f"{GRAPH_ROUNDS * TURN} of a graph, and the middle 60 % of them), of the host to launch one, "
+    "and of the kernels by kind in other steps, under the profiler; and the peak of memory. The "
+    "record calls the book's compiled operators Kernel Book; element-wise includes the formula's "
+    "scale and mask. For the formula the host's time is "
+    "only an upper bound, because a host that is a thousand launches ahead has to wait for the GPU",
 )
 
 # %%
-# A graph takes the host away
+# If the host is the cause, the loss must disappear without it.
+#
+# One launch for a whole step
 # ---------------------------
 #
 # How fast are the same kernels if no launch delays them? A :term:`CUDA graph` records the launches
-# of a step once and hands all of them to the GPU in one call. ``training.whole()`` is a step,
-# forward, backward and optimiser, and we capture all of it.
+# of a step once; from then on one call of the host replays them all. Our step is
+# ``training.whole()``: forward, backward and optimiser.
 #
 # .. code-block:: python
 #
-#    with torch.cuda.stream(stream):  # not in the graph: what a stream sets up once
+#    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+#    training = Training(model, optimizer, torch.bfloat16).draw(4, 1024)
+#    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+#
+#    stream.wait_stream(torch.cuda.current_stream())
+#    with torch.cuda.stream(stream):  # not in the graph: what is set up once
 #        training.whole()
+#    torch.cuda.current_stream().wait_stream(stream)
+#
 #    for group in optimizer.param_groups:
-#        group["capturable"] = True   # AdamW counts its steps on the GPU
+#        group["capturable"] = True   # fused AdamW counts its steps on the GPU
 #    with torch.cuda.graph(graph, stream=stream):
 #        training.whole()             # recorded, and not run
 #    graph.replay()                   # one step, with new masks of dropout
@@ -2613,31 +2772,38 @@ lab.table(
 lab.source(decoder.captured)
 
 # %%
-# Rows of one mode in this table differ only in their operators; the same operators in two modes
-# differ only in what compiles or launches them.
 
+# Measuring
+MODES = {
+    "eager": {name: NAMES[name] for name in ("PyTorch", "SDPA", "+ dropout")},
+    "compiled": {
+        name: COMPILED_NAMES[name]
+        for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
+    },
+    "CUDA graph": {"SDPA, CUDA graph": "SDPA", "Kernel Book, CUDA graph": "the book's"},
+}
 lab.table(
     [
         {
             "mode": mode,
-            "operators": label,
+            "version": label,
             "step, ms": shown(step("step, ms", name)),
             "kernels, ms": shown(step("busy, ms", name)),
-            "host, ms": shown(step("host, ms", name)),
+            "host, ms": shown(host_ms(name)),
+            "peak, GiB": shown(step("peak, GiB", name)),
         }
-        for mode, versions in OPERATORS_OF.items()
+        for mode, versions in MODES.items()
         for name, label in versions.items()
     ]
     if steps.rows
     else [],
-    "A step of large at 1,024. Both graphs are of compiled steps; a graph of PyTorch's formula was "
-    "not measured",
+    "A step of large at 1,024; the graphs are of compiled steps",
 )
 
 # %%
 
 # Reading
-graphed = "Kernel Book, CUDA graph"
+graphed, sdpa_graphed = "Kernel Book, CUDA graph", "SDPA, CUDA graph"
 shorter = {  # by how much a change shortens the kernels
     "operators": -change("busy, ms", "PyTorch", "+ dropout"),
     "SDPA": -change("busy, ms", "PyTorch", "SDPA"),
@@ -2645,31 +2811,50 @@ shorter = {  # by how much a change shortens the kernels
     "compiling ours": -change("busy, ms", "+ dropout", "Kernel Book"),
     "the graph": -change("busy, ms", "Kernel Book", graphed),
 }
+no_waiting = step("step, ms", graphed) < 1.05 * step("busy, ms", graphed)
 lab.read(
     (
-        "**Operators, ours as well as SDPA's, shorten the kernels most. Compiling shortens those "
-        "of the formula, and ours hardly. The graph shortens no kernel, but brings the step down "
-        "to its kernels.** "
-        if min(shorter["operators"], shorter["SDPA"])
-        > shorter["compiling the formula"]
-        > 10
-        and 0 <= shorter["compiling ours"] < 5
-        and shorter["the graph"] <= 0
-        and step("step, ms", graphed) < 1.05 * step("busy, ms", graphed)
-        else "The last rows show what is left without the host. "
-    )
-    + (
-        "So it was the host: in a graph the same kernels make our step as fast as SDPA's."
-        if not differs(step_row("SDPA, CUDA graph"), step_row(graphed))
+        "**So it was the host.** "
+        if no_waiting
         and our_took > 1.1 * sdpa_took
+        and step("step, ms", graphed) < 1.02 * step("step, ms", sdpa_graphed)
         else ""
     )
+    + f"As a graph, the step with the book's operators takes {step('step, ms', graphed):.1f} ms "
+    f"instead of {our_took:.1f}"
+    + (", hardly longer than its kernels" if no_waiting else "")
+    + f"; that with SDPA takes {step('step, ms', sdpa_graphed):.1f}."
 )
 
 # %%
-# Does this hold beyond one model? We race the two graphs in four more models; at 16,384 the batch
-# is a single sequence. **We call two times different if they are at least 1 % apart and the middle
-# 60 % of the steps, p20 to p80, do not overlap.**
+
+# Reading
+lab.read(
+    (
+        "Each of the three tools does something else. **Operators shorten the kernels, from "
+        f"{step('busy, ms', 'PyTorch'):.0f} ms to {step('busy, ms', '+ dropout'):.0f}; compiling "
+        "shortens those of the formula and hardly ours; a graph shortens none, but no kernel waits "
+        "any more.** "
+        if min(shorter["operators"], shorter["SDPA"])
+        > shorter["compiling the formula"]
+        > 10
+        and -1 < shorter["compiling ours"] < 5
+        and shorter["the graph"] < 1
+        and no_waiting
+        else ""
+    )
+    + f"The book's operators take the peak of the memory from {step('peak, GiB', 'PyTorch'):.1f} "
+    f"GiB to {step('peak, GiB', '+ dropout'):.1f}, and SDPA to {step('peak, GiB', 'SDPA'):.1f}: it "
+    "is the table that goes."
+)
+
+# %%
+# Four more models
+# ----------------
+#
+# Does this hold beyond one model? We race the two graphs in four more; at 16,384 the batch is a
+# single sequence. **We tell two times apart if they differ by at least 1 % and the middle 60 % of
+# their steps, p20 to p80, do not overlap.**
 
 # Measuring
 RACES = (
@@ -2737,13 +2922,13 @@ def apart(model):
 
 
 def verdict(model):
-    """How much less or more time our graph takes, if the two differ."""
+    """By how much the time of our graph differs, if it does by the rule."""
     fast = ratio(race[model], *graphs)
     if fast != fast:
         return "—"
     if not apart(model):
-        return "no difference"
-    return f"{abs(100 / fast - 100):.1f} % {'less' if fast > 1 else 'more'}"
+        return "not told apart"
+    return f"{100 / fast - 100:+.1f} %".replace("-", "−")
 
 
 lab.table(
@@ -2752,15 +2937,13 @@ lab.table(
             "model": model,
             "SDPA": spread(rows[graphs[0]]),
             "the book's": spread(rows[graphs[1]]),
-            "ours takes": verdict(model),
-            "launched by the host": " / ".join(
-                shown(rows[name]["step, ms"], 0) for name in without
-            ),
+            "difference": verdict(model),
+            "SDPA, no graph": shown(rows[without[0]]["step, ms"], 0),
+            "the book's, no graph": shown(rows[without[1]]["step, ms"], 0),
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step as a CUDA graph, p50 (p20–p80); and launched by the host, "
-    "SDPA / the book's",
+    "Milliseconds of a compiled step: as a CUDA graph, p50 (p20–p80), and launched by the host",
 )
 
 # %%
@@ -2782,22 +2965,40 @@ failed = [
 ]
 
 
-near, far = f"large at {CONTEXT:,}", f"large at {LONG:,}"
+far = f"large at {LONG:,}"
+waiting = [
+    model
+    for model, rows in race.items()
+    if ratio(rows, *without) < 0.9 and differs(*(rows[name] for name in without))
+]
 lab.read(
     (
-        f"**The book's step takes less time in {listed(ahead)}"
+        f"**As a graph, the step with the book's operators is faster in {listed(ahead)}"
         if ahead
-        else "**The book's step takes less time in no model"
+        else "**As a graph, the step with the book's operators is faster in no model"
     )
-    + (f", and more in {listed(behind)}" if behind else ", and more in none")
+    + (f", and slower in {listed(behind)}" if behind else ", and slower in none")
     + ".** "
+    + (
+        f"Launched by the host, it is far slower in {listed(waiting)}"
+        + (
+            ", where our launches take longer than the kernels. "
+            if all(
+                host_of(race[model][without[1]]) > race[model][without[1]]["busy, ms"]
+                for model in waiting
+            )
+            else ". "
+        )
+        if waiting
+        else ""
+    )
     + (f"Not measured: {'; '.join(failed)}." if failed else "")
 )
 
 # %%
-# What is left to differ without the host lies on the GPU, and three profiles of each graph, taken
-# in turn, show in which kernels. A bar shows by how much longer a kind of kernels takes with the
-# book's operators. AdamW, the same in both, is left out.
+# Which kernels make the difference? Three profiles of each graph, taken in turn, tell: a bar shows
+# by how much longer a kind of kernels takes with the book's operators. The linear layers run the
+# same kernels in both graphs, so their bars show how far to trust the others.
 
 
 # Reading
@@ -2809,7 +3010,24 @@ def longer(model, column):
 
 # %%
 
+
 # Drawing
+def scatter_of(model, kind):
+    """By how many milliseconds the profiles of each of the two graphs differ, if it is recorded."""
+    found = [
+        race.get(model, {}).get(name, {}).get(RANGE.format(kind)) for name in graphs
+    ]
+    return nan if None in found else sum(found)
+
+
+def clear(model, kind):
+    """Whether a bar is longer than the scatter of the profiles, or else than that of the linear
+    layers."""
+    noise = scatter_of(model, kind)
+    noise = noise if noise == noise else abs(longer(model, "linear layers, ms"))
+    return abs(longer(model, f"{kind}, ms")) > noise
+
+
 APART = {
     "linear layers": lab.colour("matmul"),
     "attention": lab.colour("Kernel Book"),
@@ -2820,7 +3038,9 @@ APART = {
 def kinds_in_words(_):
     said = (
         f"{model}: "
-        + ", ".join(f"{kind} {longer(model, f'{kind}, ms'):+.1f}" for kind in KINDS)
+        + ", ".join(
+            f"{KIND_NAMES[kind]} {longer(model, f'{kind}, ms'):+.1f}" for kind in APART
+        )
         for model in race
     )
     return f"Milliseconds that kernels take longer with the book's: {'; '.join(said)}."
@@ -2830,14 +3050,23 @@ def kind_bars(axes, _):
     axes.figure.set_size_inches(5.4, 5.2)
     axes.grid(axis="y", visible=False)
     axes.axvline(0, color=lab.colour("copy"), linewidth=0.9)
+    has_scatter = False
     for place, model in enumerate(race):
         for row, (kind, ink) in enumerate(APART.items()):
             apart_by = longer(model, f"{kind}, ms")
             where_to = place + 0.27 * (row - 1)
             axes.barh(where_to, apart_by, 0.24, color=ink)
+            half, end = scatter_of(model, kind) / 2, apart_by
+            if half == half and scatter_of(model, "attention") == scatter_of(
+                model, "attention"
+            ):
+                ends = [apart_by - half, apart_by + half]
+                axes.plot(ends, [where_to] * 2, color=lab.colour("copy"), linewidth=1.2)
+                end = max(ends) if apart_by > 0 else min(ends)
+                has_scatter = True
             axes.annotate(
                 f"{apart_by:+.1f}".replace("-", "−"),
-                (apart_by, where_to),
+                (end, where_to),
                 xytext=(4 if apart_by > 0 else -4, 0),
                 textcoords="offset points",
                 ha="left" if apart_by > 0 else "right",
@@ -2849,7 +3078,13 @@ def kind_bars(axes, _):
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set(xlabel="ms longer (right) or shorter (left) with the book's operators")
-    handles = [axes.barh(0, 0, color=ink, label=kind) for kind, ink in APART.items()]
+    handles = [
+        axes.barh(0, 0, color=ink, label=KIND_NAMES[kind])
+        for kind, ink in APART.items()
+    ]
+    if has_scatter:
+        look = {"color": lab.colour("copy"), "linewidth": 1.2}
+        handles += axes.plot([], [], label="scatter of the profiles", **look)
     axes.legend(handles=handles, loc="lower left", frameon=False)
 
 
@@ -2874,36 +3109,48 @@ share_of = {
     context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
     for context in (CONTEXT, LONG)
 }
-gained = {
-    kind: [model for model in race if longer(model, f"{kind}, ms") < 0]
+sides = {  # the models in which a kind of kernels is clearly faster or slower
+    (kind, sign): [
+        model
+        for model in race
+        if clear(model, kind) and sign * longer(model, f"{kind}, ms") > 0
+    ]
     for kind in ("attention", "between")
+    for sign in (-1, 1)
 }
-same = {model: abs(longer(model, "linear layers, ms")) for model in race}
-scatter = [rows[name].get(RANGE) for rows in race.values() for name in graphs]
-scatter = max((value for value in scatter if value is not None), default=nan)
-lab.read(
-    "**With the book's operators, what is between takes less time in "
-    f"{len(gained['between'])} of {len(race)} models, and attention in "
-    f"{len(gained['attention'])}.** The linear layers, the same kernels in both graphs, say how "
-    f"far to trust such a bar: they differ by up to {max(same.values(), default=nan):.1f} ms, and "
-    f"between the profiles of one graph by up to {scatter:.1f}."
+
+
+def tally(kind):
+    """In how many models a kind of kernels is faster or slower with the book's operators."""
+    faster, slower = len(sides[kind, -1]), len(sides[kind, 1])
+    return f"faster in {faster} of {len(race)} models" + (
+        f" and slower in {slower}" if slower else ""
+    )
+
+
+of_kind = any(
+    scatter_of(model, "attention") == scatter_of(model, "attention") for model in race
 )
-
-# %%
-
-# Reading
+same = {model: abs(longer(model, "linear layers, ms")) for model in race}
 lab.read(
-    (
+    "**Element-wise kernels are "
+    f"{tally('between')}; attention is {tally('attention')}.** "
+    + (
+        "We count a bar only if it is longer than the profiles scatter. "
+        if of_kind
+        else "The linear layers differ by up to "
+        f"{max(same.values(), default=nan):.1f} ms, and we count a bar only if it is longer than "
+        "theirs. "
+    )
+    + (
         f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
         f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
-        if far in gained["attention"]
+        if far in sides["attention", -1]
         else ""
     )
     + "".join(
-        f"**In {model} attention takes {longer(model, 'attention, ms'):.1f} ms longer**"
-        f"{padded(model)}. "
-        for model in race
-        if model not in gained["attention"]
+        f"In {model} it takes {longer(model, 'attention, ms'):.1f} ms longer{padded(model)}. "
+        for model in sides["attention", 1]
     )
 )
 
@@ -2914,12 +3161,18 @@ lab.table(
     [
         {"model": model}
         | {
-            kind: " / ".join(shown(rows[name][f"{kind}, ms"]) for name in graphs)
+            KIND_NAMES[kind]: " / ".join(
+                shown(rows[name][f"{kind}, ms"]) for name in graphs
+            )
             for kind in KINDS
         }
         | {"all": " / ".join(shown(rows[name]["busy, ms"]) for name in graphs)}
         | {"race": " / ".join(shown(rows[name]["step, ms"]) for name in graphs)}
-        | {"range": " / ".join(shown(rows[name].get(RANGE)) for name in graphs)}
+        | {
+            "range": " / ".join(
+                shown(rows[name].get(RANGE.format("linear layers"))) for name in graphs
+            )
+        }
         for model, rows in race.items()
     ],
     "Milliseconds of the kernels of a step, SDPA / the book's, the medians of three profiles of a "
@@ -2929,19 +3182,26 @@ lab.table(
 
 # %%
 
-# Folded: Which kernels take most?
+# Measuring
 longest_of = lab.measure(
     "The kernels that take most in a compiled step", lambda: list(longest_kernels)
 )
-longest_of
+
+# %%
+
+# Folded: Which kernels take most?
+lab.table(
+    [row | {"kind": KIND_NAMES[row["kind"]]} for row in longest_of.rows],
+    "The kernels that take most in a compiled step, captured as a graph, in milliseconds",
+)
 
 # %%
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast leaves parameters in float32, and that is not waste, because
-# an update that is less than half of the gap between neighbours in bfloat16 is rounded away,
-# however often it comes.
+# **Parameters in bfloat16.** Autocast leaves the parameters in float32, and that is no waste: in
+# bfloat16 an update smaller than half the gap to the next number is rounded away, however often it
+# comes.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -2950,11 +3210,10 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** A CUDA graph reads its batch where it lay when the graph was
-# captured. So ``training.tokens.copy_(batch)`` gives it the next batch, and ``training.tokens =
-# batch`` does not, because this only names other memory: the next replay would train on the old
-# batch again, without an error. Only a GPU can capture a graph, so a function that keeps its tensor
-# stands in for one:
+# **A graph replayed on other data.** A CUDA graph reads its batch where it lay at capture. So
+# ``training.tokens.copy_(batch)`` gives it the next batch, and ``training.tokens = batch`` does
+# not, because that only gives other memory the name: the next replay trains on the old batch again,
+# without an error. Here a function that keeps its tensor stands in for the graph:
 
 captured_batch, next_batch = torch.zeros(4), torch.ones(4)
 replay = partial(torch.sum, captured_batch)  # keeps this tensor
@@ -2967,44 +3226,50 @@ print(f"copied to where it reads:  {replay():.0f}, the new sum")
 # In short
 # --------
 #
-# Most of a step in bfloat16 goes to operations that move bytes, and most of its memory to what
-# forward keeps for backward. Attention without a table removes most of that time and halves the
-# peak of the memory.
 
 # Reading
-finished = graphed
-waiting = [
-    model
-    for model, rows in race.items()
-    if ratio(rows, *without) < 0.9 and differs(*(rows[name] for name in without))
-]
 lab.read(
-    "Eager, a step of large takes "
-    f"{step('step, ms', 'PyTorch'):.0f} ms with the formula, "
-    f"{step('step, ms', 'SDPA'):.0f} with SDPA and "
-    f"{step('step, ms', '+ dropout'):.0f} with the book's operators"
-    + (
-        ", which keep the host busy for longer. "
-        if step("host, ms", "+ dropout") > step("host, ms", "SDPA")
-        else ". "
-    )
-    + f"**As a CUDA graph it takes {step('step, ms', finished):.0f} with the book's and "
-    f"{step('step, ms', 'SDPA, CUDA graph'):.0f} with SDPA"
-    + (", no difference by our rule.**" if near in level else ".**")
+    "**With the formula, most of a step in bfloat16 goes to moving bytes, and most of its memory "
+    "to what forward keeps for backward.** Attention without the table shortens the kernels of a "
+    f"step from {step('busy, ms', 'PyTorch'):.0f} ms to {step('busy, ms', '+ attention'):.0f} and "
+    f"lowers the peak of the memory from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+    f"{step('peak, GiB', '+ attention'):.0f}; SDPA does the same "
+    f"({step('busy, ms', 'SDPA'):.0f} ms, {step('peak, GiB', 'SDPA'):.0f} GiB)."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"Our graph is ahead of SDPA's in {len(ahead)} of {len(race)} models, and behind in "
-    f"{len(behind)}. "
+    "**A whole step also pays for its launches.** Eager, it takes "
+    f"{step('step, ms', 'SDPA'):.0f} ms with SDPA, {step('step, ms', '+ attention'):.0f} with our "
+    f"attention alone and {step('step, ms', '+ dropout'):.0f} with all our operators; compiled and "
+    f"as a CUDA graph, {step('step, ms', sdpa_graphed):.0f} with SDPA and "
+    f"{step('step, ms', graphed):.0f} with our operators"
     + (
-        f"Launched by the host, our compiled steps of {listed(waiting)} are far behind: "
-        "**where the kernels of a model are this short, take SDPA or capture a graph.**"
-        if waiting
-        else ""
+        ", which our rule does not tell apart."
+        if not differs(step_row(sdpa_graphed), step_row(graphed))
+        else "."
     )
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
+        "**So where the kernels of a model are this short, capture its step as a graph. Without "
+        "one, take SDPA"
+        + (
+            " or replace attention alone.**"
+            if step("step, ms", "+ attention") < 0.85 * step("step, ms", "+ dropout")
+            else ".**"
+        )
+        if waiting
+        else "In no model that we raced does the GPU wait long for the host."
+    )
+    + f" As graphs, our operators are ahead of SDPA in {len(ahead)} of {len(by_model)} models and "
+    f"behind in {len(behind)}."
 )
 
 # %%
@@ -3026,20 +3291,30 @@ for name, size in SIZES.items():
 lab.table(rows, "From here on attention does most of the work")
 
 # %%
-# **2. What fits?** By the count, what is the longest context, in powers of two, at which 2.7B
-# trains in 140 GB with a batch of 4: in float32, under autocast, and under autocast without the
-# table of weights?
+# **2. What fits?** 2.7B has 2.57 billion parameters, a :math:`d` of 2,560, :math:`f = 4 d`, and 32
+# layers of 32 heads. A parameter takes 16 bytes: itself, its gradient and AdamW's two averages.
+# What is the longest context, in powers of two, at which the model trains in 140 GB with a batch of
+# 4? Count for float32, as above; for autocast, where a layer keeps :math:`22 N d + 4 N f + 6 B H
+# T^2 + 8 d^2 + 4 d f` bytes; and for autocast without the table.
 
 # %%
 
 # Solution: what fits?
+size, n = SIZES["2.7B"], BATCH * CONTEXT
+d, f = size.d_model, size.d_ff
+one, two = (
+    kept_on_paper(size._replace(layers=layers), BATCH, CONTEXT, "bfloat16")
+    for layers in (1, 2)
+)
+table = BATCH * size.heads * CONTEXT**2
+assert two - one == 22 * n * d + 4 * n * f + 6 * table + 8 * d**2 + 4 * d * f
 rows = []
 for what, dtype, squares in (
     ("float32", "float32", True),
     ("autocast", "bfloat16", True),
     ("autocast, no table", "bfloat16", False),
 ):
-    size, fits = SIZES["2.7B"], 0
+    fits = 0
     for context in (2**k for k in range(7, 18)):
         kept = kept_on_paper(size, BATCH, context, dtype, squares)
         if 16 * parameters(size, context) + kept < 140e9:
