@@ -7,11 +7,12 @@ warns (and so fails in CI), and a results file that cannot be read stops the bui
 import importlib
 import json
 import re
-from html import escape
+from html import escape, unescape
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, PARTS, opening_bars, reading_order, reading_time
+from chapters import CHAPTERS, PACE, PARTS, reading_order, reading_time
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -128,10 +129,15 @@ def chapter_scripts(app):
 
 
 class Chapters(SphinxDirective):
-    """One card a chapter: a picture of its speeds, its question, what it reaches, how it reads."""
+    """One card a chapter, with its question and what it takes to read.
+
+    On the home page a card also shows the chapter's idea, and its speed beside what a reader would
+    call in PyTorch; on the chapters' own page, the bars of its versions and what it reaches.
+    """
 
     def run(self):
         self.env.note_reread()
+        self.home = self.env.docname != "chapters"
         stems = [script.stem for script in chapter_scripts(self.env.app)]
         if not stems:
             return [paragraph("No chapter has been written yet.")]
@@ -140,47 +146,62 @@ class Chapters(SphinxDirective):
             title = PARTS.get(stem, list(parts)[-1] if parts else "Chapters")
             parts.setdefault(title, []).append(stem)
         content = nodes.container(classes=["kb-cards"])
-        content += paragraph(self.legend(stems), classes=["kb-small"])
-        level = 2 if self.env.docname == "chapters" else 3
+        content += paragraph(self.legend(stems), classes=[] if self.home else ["kb-small"])
         for title, members in parts.items():
             cards = "".join(map(self.card, members))
             grid = f":::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{cards}:::::"
-            lines = f"```{{rubric}} {title}\n:heading-level: {level}\n```\n\n{grid}".split("\n")
+            level = f":heading-level: {3 if self.home else 2}"
+            lines = f"```{{rubric}} {title}\n{level}\n```\n\n{grid}".split("\n")
             self.state.nested_parse(StringList(lines, source="cards"), self.content_offset, content)
-        if self.env.docname == "chapters":
+        if not self.home:
             content += self.toctree([(None, f"chapters/{stem}") for stem in stems])
         return [content]
 
     def card(self, stem):
         if stem not in CHAPTERS:
             raise ExtensionError(f"gallery/{stem}.py: docs/_ext/chapters.py has no facts of it.")
-        head = f"::::{{grid-item-card}} {{doc}}`/chapters/{stem}`\n:class-card: kb-card\n"
-        head += ":shadow: none\n"
-        found = [record for record in primary() if record["chapter"] == stem]
-        reached = "" if found else "Not recorded yet."
-        for record in found:
-            uri, alt = thumbnail(self.env.srcdir, record)
-            head += f":img-top: {uri}\n:img-alt: {alt}\n"
-            remark = "" if state(self.env.app, record) == "current" else " Out of date."
-            said = with_spaces(record["reaches"]).rstrip(".")
-            named = "" if said[0].isupper() else "Reached: "
-            reached = f"{named}{said}.{remark}"
-        body = f"{CHAPTERS[stem].question}\n\n{reached}"
-        return f"{head}\n{body}\n\n:::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
+        found = next((record for record in primary() if record["chapter"] == stem), None)
+        (uri, alt), said = self.picture(stem, found), "Not recorded yet."
+        if found:
+            said = versus(found) if self.home else reached(found)
+            if state(self.env.app, found) != "current":
+                said = f"{said.rstrip('.')}. Out of date."
+        shown = f":img-top: {uri}\n:img-alt: {alt}\n" if uri else ""
+        return (
+            f"::::{{grid-item-card}} {{doc}}`/chapters/{stem}`\n"
+            f":class-card: kb-card\n:shadow: none\n{shown}\n{CHAPTERS[stem].question}\n\n{said}\n\n"
+            f":::{{card-footer}}\n{{facts}}`{stem}`\n:::\n::::\n"
+        )
+
+    def picture(self, stem, record):
+        """The address of a card's picture, and what it shows in words."""
+        if not self.home:
+            return thumbnail(self.env.srcdir, record) if record else ("", "")
+        path = Path(self.env.srcdir, "figures", f"home-{stem.replace('_', '-')}.svg")
+        if not path.exists():
+            return "", ""
+        title = re.search("<title>(.*?)</title>", path.read_text(encoding="utf-8"))[1]
+        return f"/figures/{path.name}", f"{title}."
 
     def legend(self, stems):
-        """What the pictures show and how long it all takes; how that is counted, on one page."""
+        """What the cards say and how long it all takes; how that is counted, on one page."""
         hours = round(sum(reading_time(self.env, stem) for stem in stems) / 60)
-        said = (
+        if self.home:
+            gpus = list(dict.fromkeys(found["provenance"]["gpu"] for found in primary()))
+            return (
+                f"The blue number on a card compares the chapter’s kernel with what you would "
+                f"otherwise call, from the worst to the best of the inputs that the chapter times "
+                f"on {gpus[0] if gpus else 'no GPU yet'}: above 1, ours is faster. All chapters "
+                f"together take about {hours} hours to read."
+            )
+        *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
+        return (
             f"A picture shows a chapter’s versions on one input, in percent of a limit that was "
             f"measured beside them or in microseconds, {measured_on(primary())}. The line below "
             f"the question says what the chapter reaches, over its inputs or on the largest. All "
-            f"chapters together take about {hours} hours to read"
+            f"chapters together take about {hours} hours to read, at {', '.join(others)} or {last} "
+            f"a minute."
         )
-        if self.env.docname != "chapters":
-            return f"{said}."
-        *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
-        return f"{said}, at {', '.join(others)} or {last} a minute."
 
     def toctree(self, entries):
         """A hidden table of contents, so that the chapters stand in the navigation."""
@@ -204,15 +225,117 @@ def with_spaces(text):
     return re.sub(r"(?<=\d) ?%", "\N{NO-BREAK SPACE}%", text)
 
 
-class Bars(SphinxDirective):
-    """The bars under a chapter's title, on another page; nothing where none were recorded."""
+def reached(record):
+    """What a chapter reaches, in the words of its record."""
+    said = with_spaces(record["reaches"]).rstrip(".")
+    return f"{said}." if said[0].isupper() else f"Reached: {said}."
 
-    required_arguments = 1
+
+# -- what the cards of the home page compare -------------------------------------------------------
+
+
+class Rival(NamedTuple):
+    """What a chapter's kernel is compared with on its card: what a reader would otherwise call.
+
+    ``theirs`` are providers of the recorded ``sweep``, of which the fastest at each point counts;
+    ``name`` is what the card calls them.
+    """
+
+    name: str
+    sweep: str
+    theirs: tuple[str, ...]
+    ours: str = "Kernel Book"
+
+
+_SDPA = ("SDPA flash", "SDPA cuDNN")
+RIVALS = {
+    "first_kernel": Rival("`x @ w`", "forward", ("x @ w",)),
+    "dropout": Rival("`F.dropout`", "forward", ("PyTorch",)),
+    "softmax": Rival("`torch.softmax`", "forward", ("PyTorch",)),
+    "layer_norm": Rival("`F.layer_norm`", "forward", ("PyTorch",)),
+    "layer_norm_backward": Rival("`F.layer_norm`, backward", "backward", ("PyTorch",)),
+    "attention_forward": Rival(
+        "attention written out in PyTorch", "ladder", ("PyTorch",), "in stages"
+    ),
+    "attention_fast": Rival("PyTorch’s fastest SDPA", "forward", _SDPA),
+    "attention_backward": Rival("PyTorch’s fastest SDPA, backward", "backward", _SDPA),
+    "attention_in_models": Rival(
+        "PyTorch’s FlexAttention, with a window", "windows", ("FlexAttention",)
+    ),
+    "attention_fp8": Rival("PyTorch’s SDPA in 16 bits", "fp8", ("SDPA cuDNN",), "all in FP8"),
+    "warps_with_roles": Rival("`torch.matmul` (cuBLAS)", "ladder", ("matmul",), "roles"),
+    "attention_hopper": Rival("FlashAttention", "forward", ("FlashAttention",)),
+    "attention_hopper_backward": Rival("FlashAttention, backward", "backward", ("FlashAttention",)),
+    "attention_across_gpus": Rival(
+        "PyTorch’s own `context_parallel`", "context parallelism", ("cuDNN CP",)
+    ),
+    "transformer": Rival("a compiled layer with PyTorch’s SDPA", "layer", ("SDPA, compiled",)),
+}
+
+
+def versus(record):
+    """How many times as fast a chapter's kernel is as its rival, as a line of a card."""
+    stem = record["chapter"]
+    if CHAPTERS[stem].column:  # of one kernel, timed in several ways
+        times = [number for _, number in bars_of(record)[0]]
+        ratio = max(times) / min(times)
+        return f"[{as_ratio(ratio)} times]{{.kb-times}} between the shortest and the longest timing"
+    rival = RIVALS[stem]
+    ratios = ratios_to(rival, record)
+    many = " to ".join(dict.fromkeys((as_ratio(min(ratios)), as_ratio(max(ratios)))))
+    return f"[{many} times]{{.kb-times}} the speed of {rival.name}"
+
+
+def ratios_to(rival, record):
+    """At each point, how many times as fast ours is as the fastest of a rival's providers."""
+    medians = record["sweeps"][rival.sweep]["milliseconds"]
+    timed = zip(medians[rival.ours], *(medians[name] for name in rival.theirs), strict=True)
+    return [
+        min(times[1] for times in theirs if times) / ours[1]
+        for ours, *theirs in timed
+        if ours and any(theirs)
+    ]
+
+
+def as_ratio(number):
+    """A ratio to two digits: 0.92, 1.4, 12."""
+    digits = 2 if number < 0.995 else 1 if number < 9.95 else 0
+    return f"{number:.{digits}f}"
+
+
+HERO = {
+    "five PyTorch operations": ("ladder", "simple_softmax"),
+    "torch.softmax": ("forward", "PyTorch"),
+    "one kernel, three reads": ("ladder", "three_pass"),
+    "one kernel, two reads": ("ladder", "online"),
+    "one kernel, one read": ("ladder", "Kernel Book"),
+}
+"""The bars of the home page: the sweep and the provider of each, in the chapter on softmax."""
+
+
+class Bars(SphinxDirective):
+    """Softmax in several ways, each with its speed; nothing where none was recorded."""
 
     def run(self):
         self.env.note_reread()
-        bars = opening_bars(self.arguments[0])
-        return [] if bars is None else [bars]
+        record = next((found for found in primary() if found["chapter"] == "softmax"), None)
+        if record is None:
+            return []
+        where = CHAPTERS["softmax"].where | {"dtype": "bfloat16"}
+        shares = {name: percents([sweep(record, name)], where) for name in ("ladder", "forward")}
+        bars = [(label, shares[name][provider]) for label, (name, provider) in HERO.items()]
+        scale = max(100, *(number for _, number in bars))
+        rows = "".join(
+            f'<li><span>{escape(label)}</span> <i style="--share:{number / scale:.3f}"></i>'
+            f"<b>{number}</b></li>"
+            for label, number in bars
+        )
+        shown = pictured_input(record)
+        caption = f"{shown[0].upper()}{shown[1:]}, {record['provenance']['gpu']}."
+        if library := best(shares["forward"], LIBRARIES):
+            caption += f" The fastest library, {library[1]}, reaches {library[0]}."
+        drawn = f"<ul>{rows}</ul><figcaption>{escape(caption)}</figcaption>"
+        return [nodes.raw("", f'<figure class="kb-bars">{drawn}</figure>', format="html")]
 
 
 # -- what the home page says in numbers ------------------------------------------------------------
@@ -351,7 +474,7 @@ def operator_rows(app, docname):
         rows.append(
             (
                 link(docname, f"chapters/{operator.chapter}", operator.name),
-                *(operator_cell(group, fastest, alike) for group in groups),
+                *(operator_cell(group, fastest, alike, operator.also) for group in groups),
                 f"{unbeaten} of {len(points)}{without(sweeps)}" if alike else "nothing else timed",
                 size_of(point),
             )
@@ -370,8 +493,11 @@ def without(sweeps):
     return f", {' and '.join(absent)} absent" if absent else ""
 
 
-def operator_cell(group, fastest, alike):
-    """A percentage and, where the column does not say it, whose it is; the fastest is marked."""
+def operator_cell(group, fastest, alike, also=()):
+    """A percentage and, where the column does not say it, whose it is; the fastest is marked.
+
+    So is what is credited with more work than it does: see the page on †.
+    """
     if group is None:
         return "not timed"
     percent, provider = group
@@ -379,7 +505,7 @@ def operator_cell(group, fastest, alike):
         name = provider.removeprefix("SDPA ")
         text = f"{percent} ({name if alike else f'{name}, bf16'})"
     else:
-        text = str(percent)
+        text = f"{percent} †" if provider in COMPILED and also == _PLAIN else str(percent)
     return nodes.strong("", f"★ {text}") if percent == fastest else text
 
 
@@ -506,13 +632,15 @@ def draw_bars(bars, limit, shown):
     """
     from kernelbook.lab import figures
 
-    width, height, top = 360, 190, 30 if limit else 0
+    width, top = 360, 30
+    height = max(190, top + 38 * len(bars))
     step, number = (height - top) / len(bars), len(bars)
     most = max(100 if limit else 0, *(length for _, length in bars))
     scale = (width - 44) / most  # the numbers stand beside
     end = round(100 * scale)
-    below = escape(shown if limit else f"µs, {shown}")
-    drawn = f'<text x="0" y="{height + 20}" fill="{figures.MUTED}">{below}</text>'
+    drawn = f'<text x="0" y="{height + 20}" fill="{figures.MUTED}">{escape(shown)}</text>'
+    if not limit:
+        drawn += f'<text x="0" y="16" fill="{figures.MUTED}">microseconds: shorter is faster</text>'
     if limit:
         drawn += (
             f'<path d="M{end} 22V{height}" stroke="{figures.MUTED}" stroke-dasharray="4 4"/>'
@@ -629,6 +757,25 @@ class Recorded(SphinxDirective):
         return [shown]
 
 
+# -- what a chapter prints ------------------------------------------------------------------------
+
+PRINTED = (r"\[0\.0, 2\.0, [^\]]*\]", r"\w+: all \d+ checks passed [^<]*")
+"""Lines of the first chapter that show a reader, who has just run it, that it works."""
+
+
+class Printed(SphinxDirective):
+    """A few lines of what the first chapter printed when the book was built."""
+
+    def run(self):
+        self.env.note_reread()
+        path = Path(self.env.srcdir, "chapters", f"{next(iter(CHAPTERS))}.rst")
+        text = unescape(path.read_text(encoding="utf-8")) if path.exists() else ""
+        found = [match[0] for line in PRINTED if (match := re.search(line, text))]
+        lines = "\n...\n".join(fill(line, 80, subsequent_indent="    ") for line in found)
+        block = nodes.literal_block(lines, lines, language="none", classes=["no-copy"])
+        return [block] if found else []
+
+
 # -- the API reference ----------------------------------------------------------------------------
 
 
@@ -689,6 +836,7 @@ def setup(app):
     app.add_directive("chapters", Chapters)
     app.add_directive("bars", Bars)
     app.add_directive("recorded", Recorded)
+    app.add_directive("printed", Printed)
     app.add_directive("functions", Functions)
     app.connect("env-updated", warn_if_stale)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chapters import CHAPTERS, PACE, minutes
-from recorded import OPERATORS, best, draw_bars, is_unbeaten, with_spaces
+from recorded import HERO, OPERATORS, RIVALS, as_ratio, best, draw_bars, is_unbeaten, with_spaces
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "html"
@@ -96,23 +96,80 @@ def test_a_card_says_what_a_reader_must_know(stem, path):
     said = text_of(card).replace("’", "'")
     assert facts.question in said
     assert re.search(rf"\b\d+ min · {facts.difficulty} · builds on ", text_of(card))
+    for need in facts.needs:
+        assert f"{need}.html" in card.split("builds on ")[1]
     if stem not in RECORDS:
         assert "Not recorded yet." in said
-        return
+
+
+@pytest.mark.parametrize("stem", RECORDS)
+def test_a_card_of_the_chapters_shows_what_was_recorded(stem):
+    card, facts = cards_of("chapters.html")[stem], CHAPTERS[stem]
+    said = text_of(card).replace("’", "'")
     assert " ".join(with_spaces(RECORDS[stem]["reaches"]).split()) in said
     for where in facts.where.values():
         number = f"{where:,}" if isinstance(where, int) else where
         assert re.search(rf'alt="Bars, [^"]* for [^":]*\b{number}\b', card)
-    for need in facts.needs:
-        assert f"{need}.html" in card.split("builds on ")[1]
     for provider, label in facts.bars.items():
-        if facts.column:
-            table = RECORDS[stem]["tables"][facts.sweep]
-            [row] = [row for row in table["rows"] if row[0] == provider]
-            share = row[table["columns"].index(facts.column)]
-        else:
-            share = percent(stem, facts.sweep, provider, facts.where)
+        share = recorded_share(stem, provider)
         assert f"{label} {share}" in html.unescape(re.search('alt="([^"]*)"', card)[1])
+
+
+def recorded_share(stem, provider):
+    """The number of a bar of a chapter: a percentage, or microseconds."""
+    facts = CHAPTERS[stem]
+    if not facts.column:
+        return percent(stem, facts.sweep, provider, facts.where)
+    table = RECORDS[stem]["tables"][facts.sweep]
+    [row] = [row for row in table["rows"] if row[0] == provider]
+    return row[table["columns"].index(facts.column)]
+
+
+@pytest.mark.parametrize("stem", RECORDS)
+def test_a_card_of_the_home_page_compares_what_was_recorded(stem):
+    card, facts = cards_of("index.html")[stem], CHAPTERS[stem]
+    [shown] = re.findall('<span class="kb-times">(.*?)</span>', card)
+    if facts.column:
+        times = [recorded_share(stem, provider) for provider in facts.bars]
+        assert text_of(shown) == f"{as_ratio(max(times) / min(times))} times"
+        return
+    rival, ratios = RIVALS[stem], []
+    medians = RECORDS[stem]["sweeps"][rival.sweep]["milliseconds"]
+    for number, ours in enumerate(medians[rival.ours]):
+        theirs = [medians[name][number][1] for name in rival.theirs if medians[name][number]]
+        ratios += [min(theirs) / ours[1]] if ours and theirs else []
+    bounds = dict.fromkeys(as_ratio(ratio) for ratio in (min(ratios), max(ratios)))
+    assert text_of(shown) == f"{' to '.join(bounds)} times"
+    assert (
+        text_of(card.split("kb-times")[1])
+        .split(" the speed of ")[1]
+        .startswith(rival.name.split("`")[0])
+    )
+
+
+def test_a_ratio_has_two_digits():
+    found = [as_ratio(number) for number in (0.919, 0.994, 0.996, 1.04, 9.94, 9.96, 11.7)]
+    assert found == ["0.92", "0.99", "1.0", "1.0", "9.9", "10", "12"]
+
+
+def test_the_bars_of_the_home_page_are_recorded():
+    [drawn] = re.findall('(?s)<figure class="kb-bars">.*?</figure>', page_of("index.html"))
+    where = CHAPTERS["softmax"].where | {"dtype": "bfloat16"}
+    for bar, (label, (sweep, provider)) in zip(
+        re.findall("(?s)<li>.*?</li>", drawn), HERO.items(), strict=True
+    ):
+        assert text_of(bar) == f"{label} {percent('softmax', sweep, provider, where)}"
+    for library, share in re.findall(r"library, (\w+), reaches (\d+)", drawn):
+        assert int(share) == percent("softmax", "forward", library, where)
+
+
+def test_the_kernel_of_the_home_page_is_the_package_s():
+    [code] = re.findall("(?s)<pre>(.*?)</pre>", page_of("index.html"))
+    source = (ROOT / "src/kernelbook/ops/softmax/forward.py").read_text(encoding="utf-8")
+    body = source.split("def row_fwd_kernel(")[1].split("\n\n\n")[0]
+    lines = html.unescape(re.sub("<[^>]*>", "", code)).strip().splitlines()
+    assert len(lines) == 5
+    assert [line.strip() for line in body.splitlines()][-5:] == lines
 
 
 @pytest.mark.parametrize("stem", STEMS)
