@@ -88,8 +88,7 @@ CHAPTERS = {
         {"rows": 65536},
         {
             "PyTorch": "two PyTorch operations",
-            "one row a program": "first kernel, whole rows",
-            "Kernel Book": "operator, rows of any length",
+            "one row a program": "your first kernel",
         },
     ),
     "measuring": Facts(
@@ -104,7 +103,7 @@ CHAPTERS = {
             "clock and wait": "clock, and wait for the GPU",
             "events": "two events on the GPU",
             "events after a pause": "events after a pause",
-            "events, pause and flush": "events, pause, empty cache",
+            "events, pause and flush": "events, pause, flushed cache",
         },
         "small, µs",
     ),
@@ -131,7 +130,7 @@ CHAPTERS = {
             "simple_softmax": "five PyTorch operations",
             "three_pass": "one kernel, three reads",
             "online": "one kernel, two reads",
-            "Kernel Book": "one read, several programs",
+            "Kernel Book": "one kernel, one read",
         },
     ),
     "layer_norm": Facts(
@@ -142,10 +141,10 @@ CHAPTERS = {
         "ladder",
         {"columns": 32768},
         {
-            "simple_layer_norm": "PyTorch's operations",
+            "simple_layer_norm": "seven PyTorch operations",
             "loop": "three reads of a row",
             "one program": "one read, one program",
-            "Kernel Book": "one read, packed",
+            "Kernel Book": "one read, two numbers per register",
         },
     ),
     "layer_norm_backward": Facts(
@@ -170,7 +169,7 @@ CHAPTERS = {
         "ladder",
         {"mask": "causal"},
         {
-            "PyTorch": "PyTorch, with the table",
+            "PyTorch": "formula in PyTorch, with the table",
             "first kernel": "first kernel",
             "in stages": "masked tiles skipped",
         },
@@ -195,7 +194,7 @@ CHAPTERS = {
         "ladder",
         {"mask": "causal"},
         {
-            "standard attention": "eager, with the matrix",
+            "standard attention": "formula in PyTorch, with the matrix",
             "all tiles": "two sweeps, all tiles",
             "Kernel Book": "two sweeps, causal tiles",
         },
@@ -288,8 +287,8 @@ CHAPTERS = {
         "layer",
         {"context": 1024},
         {
-            "PyTorch": "PyTorch's operators",
-            "torch.compile": "PyTorch's, compiled",
+            "PyTorch": "the formula",
+            "torch.compile": "the formula, compiled",
             "SDPA, compiled": "with SDPA, compiled",
             "Kernel Book": "the book's, compiled",
         },
