@@ -1,5 +1,5 @@
 """
-Attention at full speed
+Attention, rung by rung
 =======================
 
 The kernel of the last chapter keeps its scores on the chip and skips the tiles that a mask empties,
@@ -9,8 +9,9 @@ and what is each of them worth?*
 You will learn
 
 - what each of six changes gains when it is made, and what the finished kernel loses without it;
-- why two programs on an :term:`SM` can beat one, and how a loop may hide loads behind exponentials;
-- what we suspect keeps the finished kernel below the libraries and a matmul.
+- how to read from machine code where a program waits, and what two programs on an :term:`SM` do
+  about it;
+- how far a kernel comes that takes turns between matmuls and exponentials, and how far this one.
 
 The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
 generation of GPUs.
@@ -18,7 +19,13 @@ generation of GPUs.
 
 # sphinx_gallery_thumbnail_number = 1
 import heapq
+import inspect
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import textwrap
 from functools import partial
 from unittest import mock
@@ -59,8 +66,9 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could stop it
 # ------------------
 #
-# Attention is two matmuls with exponentials in between, so two things could keep the tensor cores,
-# the GPU's matmul units, waiting: memory that delivers the tiles too slowly, and the exponentials.
+# Attention is two matmuls with exponentials in between, so two things could leave the tensor
+# cores, the GPU's matmul units, idle: memory that delivers the tiles too slowly, and the
+# exponentials.
 #
 # **Memory.** Each tile of 128 queries loads all keys and values of its head again.
 
@@ -126,23 +134,138 @@ lab.read(
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
 # :math:`D`, and one exponential. A Hopper SM does 4,096 such operations in a cycle, but only 16
 # exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of a cycle, and its
-# exponential a sixteenth. A kernel that never did both at once would leave the tensor cores idle
+# exponential a sixteenth. A kernel that takes turns between the two leaves the tensor cores idle
 # for a third of its time.
-#
+
+
+# Drawing
+def bound_of_turns(head_dim):
+    """The most that a kernel reaches, in percent of a matmul, if it never does both at once."""
+    matmuls, exponential = 4 * head_dim / 4096, 1 / 16  # cycles of an SM for a score
+    return 100 * matmuls / (matmuls + exponential)
+
+
+def turns(axes):
+    """The tensor cores and the exponentials of an SM over time, with one program and with two."""
+    shades = {"A": lab.colour("Kernel Book"), "B": lab.colour("PyTorch")}
+
+    def block(y, start, length, name):
+        length = min(length, 9 - start)
+        if length > 0:
+            axes.barh(y, length - 0.06, 0.7, start, color=shades[name], alpha=0.3)
+            axes.text(start + length / 2, y, name, ha="center", va="center")
+
+    for top, programs, every in ((0.0, "A", 3), (3.3, "AB", 2)):
+        title = "Two programs" if "B" in programs else "One program takes turns"
+        said = "at best 100" if "B" in programs else f"{bound_of_turns(128):.0f}"
+        axes.text(-3.3, top - 0.2, title, va="center", fontweight="bold")
+        axes.text(9, top - 0.2, f"{said} % of a matmul", va="center", ha="right")
+        axes.text(-0.25, top + 0.7, "matmuls", va="center", ha="right")
+        axes.text(-0.25, top + 1.6, "exponentials", va="center", ha="right")
+        for step, at in enumerate(range(0, 9, every)):
+            block(top + 0.7, at, 2, programs[step % len(programs)])
+            block(top + 1.6, at + 2, 1, programs[step % len(programs)])
+            if programs == "A":
+                look = {"fill": False, "edgecolor": lab.colour("matmul")}
+                axes.barh(top + 0.7, 0.94, 0.7, at + 2, linestyle=":", **look)
+                axes.text(at + 2.5, top + 0.7, "idle", ha="center", va="center")
+    axes.set(xlim=(-3.3, 9.05), ylim=(5.5, -0.6), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "Exponentials leave the tensor cores idle, or not",
+    "Two timelines of an SM. One program takes turns: a matmul for two units of time, then "
+    "exponentials for one, during which the tensor cores are idle. Of two programs, one computes "
+    "its exponentials while the tensor cores work for the other, and they are never idle.",
+    turns,
+    height=2.9,
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"So by this count a kernel that takes turns ends at {bound_of_turns(128):.0f} % of a matmul. "
+    f"At head_dim 64, where half as many operations stand beside the same exponential, it ends at "
+    f"{bound_of_turns(64):.0f} %."
+)
+
+# %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The way up is to do less besides the matmuls, and to do it at the same time.
+#    The way up is to do less besides the matmuls, and to do it while a matmul runs.
+
+# %%
+# The loop
+# --------
+#
+# All rungs of this chapter are one kernel, whose loop loads a tile of keys, computes the scores
+# ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``:
+#
+# .. code-block:: python
+#
+#    for start_n in range(start, end, BLOCK_N):
+#        k = _tile(k_head, start_n)
+#        qk = tl.dot(q, k.T)
+#        p, alpha, l_i, m_i = _weigh(qk, l_i, m_i)
+#        v = _tile(v_head, start_n)
+#        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+#
+# - ``_tile`` loads the rows of a head from ``start_n`` on.
+# - ``_weigh`` makes the weights. It also updates ``m_i`` and ``l_i``, the largest score and the sum
+#   of weights of each query, and returns ``alpha``, which converts old sums to the new maximum.
+#
+# A ``tl.dot`` becomes several matmul instructions, each 16 deep: 8 of them for ``q kᵀ``,
+# because head_dim is 128, and 4 for ``p v``, because a tile has 64 keys. On Hopper the tensor cores
+# work through them on their own, until the program **waits** for the result:
+#
+# .. image:: /figures/attention-waits.svg
+#    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
+#          them, and waits once while the tensor cores work without a gap. Below, it waits after
+#          each instruction, and the tensor cores are idle until the next one comes.
+#
+# At best there is one wait for a ``tl.dot``. But the registers that a matmul reads and writes are
+# its own until it is complete. Where the assembler, the last stage of the compiler, cannot keep
+# everything else off them, it makes the program wait after each instruction. So we count the waits
+# in the machine code of every rung. The kernel has this loop twice, for whole tiles and for tiles
+# that the mask cuts: 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits.
+#
+# .. dropdown:: The loop with its flags
+#
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: _loop
+#       :start-at: for start_n
+#       :end-before: return acc
+#       :dedent:
+#
+#    ``DESCRIBED`` is the flag of rung 2, ``AHEAD`` of rung 3, ``TWO_STEPS`` of rung 4 and
+#    ``FOLDED`` of rung 5. ``MASKED`` is set for tiles that the causal mask cuts; there each query
+#    keeps its first ``n_visible`` keys.
+#
+# .. dropdown:: Three details: ``LOWEST``, ``PRECISION``, and the checks
+#
+#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
+#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
+#    minus a finite number is :math:`-\infty`, whose exponential is 0.
+#
+#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
+#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
+#    the tensor cores.
+#
+#    The rungs are checked in float32 and float16, with small tiles and to eight times PyTorch's
+#    error; the package's kernel, below, also in bfloat16.
 
 # %%
 # The ladder
 # ----------
 #
-# We start from a variant of the staged kernel of :doc:`the chapter before
-# </chapters/attention_forward>`, which is a little faster than that kernel (a fold below says by
-# how much). To it we make six changes, one after the other: the *rungs* of a ladder. The
-# staircase is read from top to bottom. A step to the right is a faster kernel, in percent of a
-# :term:`cuBLAS` matmul timed in the same run. Under the name of each rung stands its aim.
+# To the loop we make six changes, one after the other: the *rungs* of a ladder. A step to the
+# right is a faster kernel, in percent of a :term:`cuBLAS` matmul timed in the same run. Under the
+# name of each rung stands its aim.
 
 
 # Whole
@@ -375,12 +498,14 @@ steps = lab.bench("ladder", points([4096], [128]), ladder_providers, **FORWARD)
 
 
 # Drawing
+CHANCE = 0.015  # a smaller difference is none that we can tell
+
 CAUSES = {
     "in stages": "one program per SM",
     "two programs": "one works while one waits",
     "descriptors": "no addresses in registers",
     "one iteration ahead": "exponentials during copies",
-    "two-step maximum": "matmuls that need no wait",
+    "two-step maximum": "one wait for a matmul",
     "scale folded": "one multiplication less",
     "heavy first": "no late long programs",
 }
@@ -424,7 +549,7 @@ def staircase(axes, rows):
             said = f"{values[step]:.0f} %"
             if step:
                 change = values[step] / values[step - 1] - 1
-                said = f"{100 * change:+.0f} %" if abs(change) >= 0.01 else "same"
+                said = f"{100 * change:+.0f} %" if abs(change) >= CHANCE else "same"
             at = values[step] + (1 if put == "left" else -1)
             weight = "bold" if put == "right" else "normal"
             said = said.replace("-", "−")
@@ -455,7 +580,13 @@ def you_are_here(name):
         f'<svg viewBox="0 0 308 96" width="308" height="96" role="img" aria-label="{said}" '
         f'font-size="13" fill="currentColor">{"".join(parts)}</svg>'
     )
-    return show(Shown(f'<div class="kb-here">{svg}</div>', said)) if causal else None
+    return (
+        show(
+            Shown(f'<div class="kb-here" style="margin-bottom: 1rem">{svg}</div>', said)
+        )
+        if causal
+        else None
+    )
 
 
 # %%
@@ -475,36 +606,13 @@ scatter = max(map(spread, LADDER)) if steps.rows else nan
 of_ladder = steps.rate("matmul", mask="full")
 lab.read(
     f"Every step is a median, and the middle three fifths of its timings lie within "
-    f"{100 * scatter:.1f} % of it, so a step of little more than 1 % may be chance."
+    f"{100 * scatter:.1f} % of it. We call steps of less than {100 * CHANCE} % the same."
     + (
         f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
         f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
         if matmul_speed < 0.98 * of_ladder
         else ""
     )
-)
-
-# %%
-
-# Reading
-steps_up = {
-    name: steps.rate(name, mask="causal") / steps.rate(before, mask="causal") - 1
-    for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
-}
-lab.read(
-    (
-        "Two steps surprise. Rung 1 brings next to nothing where it is made, and yet the finished "
-        "kernel loses most without it, as taking it back will show. "
-        if abs(steps_up["two programs"]) < 0.02
-        else ""
-    )
-    + (
-        "The largest step, rung 4, rewrites a single line, which returns the same numbers as "
-        "before. "
-        if max(steps_up, key=steps_up.get) == "two-step maximum"
-        else ""
-    )
-    + "We take the rungs one by one."
 )
 
 # %%
@@ -526,25 +634,23 @@ def of_chapter_before(mask):
 
 # %%
 
-# Folded: Where the ladder begins, and where the chapter before ends
-there, slower = of_chapter_before("causal")
-begins, ends_at = (
-    steps.share(x, mask="causal") for x in ("in stages", list(LADDER)[-1])
-)
-smaller = [
-    name
+# Reading
+_, slower = of_chapter_before("causal")
+steps_up = {
+    name: steps.rate(name, mask="causal") / steps.rate(before, mask="causal") - 1
     for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
-    if steps.rate(name, mask="causal") / steps.rate(before, mask="causal") - 1 < slower
-]
-from_there, from_here = (100 * (ends_at / x - 1) for x in (there, begins))
+}
 lab.read(
-    f"The chapter before ends at {100 * there:.0f} %, and this ladder begins at "
-    f"{100 * begins:.0f}, because it begins with other code: among other things, it starts `m_i` "
-    f"from a finite number and loads `v` after the weights. The old kernel takes "
-    f"{100 * slower:.0f} % longer; the rest lies in the two runs' matmuls. So this unlisted step "
-    f"is worth more than {len(smaller)} of the six rungs, and we have not timed its parts. From "
-    f"the old kernel to the last rung, the share of a matmul rises by {from_there:.0f} %, and from "
-    f"this start by {from_here:.0f} %."
+    f"The start is the staged kernel of the chapter before in other code, and that is a step, too: "
+    f"the old kernel takes {100 * slower:.0f} % longer. "
+    + (
+        "Of the six that follow, two are odd. Rung 1 seems to be worth nothing. And the largest, "
+        "rung 4, rewrites a single line, which returns the same numbers as before. Waits will "
+        "explain both."
+        if abs(steps_up["two programs"]) < CHANCE
+        and max(steps_up, key=steps_up.get) == "two-step maximum"
+        else "We take the six that follow one by one."
+    )
 )
 
 # %%
@@ -565,52 +671,6 @@ lab.table(
 )
 
 # %%
-# The loop
-# --------
-#
-# All rungs are one kernel, and each change is a flag of it or an option of its launch. Here is the
-# loop without its flags. It loads a tile of keys, computes the scores ``qk``, turns them into
-# weights ``p``, and adds the weighted values to ``acc``:
-#
-# .. code-block:: python
-#
-#    for start_n in range(start, end, BLOCK_N):
-#        k = _tile(k_head, start_n)
-#        qk = tl.dot(q, k.T)
-#        p, alpha, l_i, m_i = _weigh(qk, l_i, m_i)
-#        v = _tile(v_head, start_n)
-#        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-#
-# - ``_tile`` loads the rows of a head from ``start_n`` on. Rung 2 shows it.
-# - ``_weigh`` makes the weights. It also updates ``m_i`` and ``l_i``, the largest score and the sum
-#   of weights of each query, and returns ``alpha``, which converts old sums to the new maximum.
-#   Rung 5 shows it.
-#
-# .. dropdown:: The loop with its flags
-#
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: _loop
-#       :start-at: for start_n
-#       :end-before: return acc
-#       :dedent:
-#
-#    ``DESCRIBED`` is the flag of rung 2, ``AHEAD`` of rung 3, ``TWO_STEPS`` of rung 4 and
-#    ``FOLDED`` of rung 5. ``MASKED`` is set for tiles that the causal mask cuts; there each query
-#    keeps its first ``n_visible`` keys.
-#
-# .. dropdown:: Three details: ``LOWEST``, ``PRECISION``, and the checks
-#
-#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
-#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
-#    minus a finite number is :math:`-\infty`, whose exponential is 0.
-#
-#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
-#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
-#    the tensor cores.
-#
-#    The rungs are checked in float32 and float16, with small tiles and to eight times PyTorch's
-#    error; the package's kernel, below, also in bfloat16.
 
 # Folded: Every rung, checked against float64
 lab.check("The rungs", cases())
@@ -652,22 +712,20 @@ def gain(name, mask):
 
 
 def in_percent(share):
-    """What a change of the speed is called: less than 1 % is no difference."""
+    """What a change of the speed is called."""
     if share != share:
         return "nan"  # so that the paragraph says that it is not recorded
-    if abs(share) < 0.01:
-        return "makes no difference"
-    return f"{'gains' if share > 0 else 'loses'} {100 * abs(share):.0f} %"
+    if abs(share) < CHANCE:
+        return "no difference"
+    return f"{100 * share:+.0f} %".replace("-", "−")
 
 
 def told(name):
     """What a rung gains, in words."""
     causal, full = (in_percent(gain(name, mask)) for mask in ("causal", "full"))
     if causal == full:
-        return f"**Measured:** it {causal}, with a causal mask and without one. "
-    if causal.split()[0] == full.split()[0]:
-        full = full.split(maxsplit=1)[1]
-    return f"**Measured:** it {causal} with a causal mask, and {full} without one. "
+        return f"**Measured: {causal}**, with a causal mask and without one. "
+    return f"**Measured: {causal}** with a causal mask, and {full} without one. "
 
 
 def waits_of(name):
@@ -677,20 +735,15 @@ def waits_of(name):
     )
     if waits == matmuls:
         return f"after each of its {matmuls} matmul instructions"
-    return f"{waits} times for {matmuls} matmul instructions"
+    return f"{waits} times in {matmuls} matmul instructions"
 
 
 # %%
 # Rung 1: two programs on an SM
 # -----------------------------
-
-# Drawing
-you_are_here("two programs")
-
-# %%
-# A second program on the same SM can work while the first one waits for its keys, for a matmul, or
-# for exponentials. But it fits only if each takes at most half of the SM's storage, of which there
-# are two kinds.
+#
+# Who could use the tensor cores while a program computes exponentials? A second program on the same
+# SM. But it fits only if each takes at most half of the SM's storage, of which there are two kinds.
 #
 # .. image:: /figures/attention-two-programs.svg
 #    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
@@ -699,9 +752,9 @@ you_are_here("two programs")
 #          half of the registers each.
 #
 # **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
-# tiles of keys, and of values, are on their way or in use at a time. A program takes 32 KiB for its
-# queries and 32 KiB for each pipeline stage, so two programs fit into the 227 KiB of an SM with two
-# stages, but not with three.
+# tiles of keys, and of values, are on their way or in use at a time. The 128 queries of a program
+# take 32 KiB, and so does each stage with its 64 keys and 64 values. Two programs with two stages
+# fit into the 227 KiB of an SM; with three, they do not.
 #
 # **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
 # <warp>` are 512 threads, so of the SM's 65,536 registers each thread gets 128. The option
@@ -741,7 +794,7 @@ def by_half(rows):
             "registers": row["registers"],
             "spills": row["spills"],
             "shared, KiB": row["shared memory, KiB"],
-            "waits": f"{row['waits for them']} for {row['matmul instructions']}",
+            "waits": f"{row['waits for them']} of {row['matmul instructions']}",
             "programs": programs_on_an_sm(row),
         }
         for name, row in rows.items()
@@ -768,22 +821,19 @@ lab.table(
 
 # Reading
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
-stages_change_none = bool(half) and all(
-    half["start"][what] == half["start, two stages alone"][what]
-    for what in ("spills", "waits for them")
-)
+you_are_here("two programs")
+
+# %%
+
+# Reading
 lab.read(
     told("two programs")
     + (
-        f"The code of the two loops waits {waits_of('two programs')} (before: "
-        f"{compiled_to('in stages', 'waits for them')} times), and "
-        f"{compiled_to('two programs', 'spills')} values spill. "
-        + (
-            "Both come from the register limit, because two stages alone change neither (fold). "
-            if stages_change_none
-            else ""
-        )
-        + "We suspect that they eat the gain; at this rung limit and stages were not timed apart."
+        f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. "
+        f"So {compiled_to('two programs', 'spills')} values spill, and the code, which waited "
+        f"{compiled_to('in stages', 'waits for them')} times, now waits "
+        f"{waits_of('two programs')}. The second program can fill gaps, but the limit has "
+        f"opened new ones, and we suspect that the two cancel. Where can registers be saved?"
         if early
         else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
         f"128, and the code waits {waits_of('two programs')}."
@@ -793,14 +843,10 @@ lab.read(
 # %%
 # Rung 2: descriptors name tiles
 # ------------------------------
-
-# Drawing
-you_are_here("descriptors")
-
-# %%
-# With a descriptor, a thread no longer computes and keeps an address and a mask for each of its
-# elements. A :term:`tensor descriptor <descriptor>` states once what a tensor looks like: its
-# address, its sizes, its strides, and the size of a tile.
+#
+# A thread spends registers on addresses: it computes and keeps one for each piece of a tile that it
+# loads, and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. It states once
+# what a tensor looks like: its address, its sizes, its strides, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -810,39 +856,162 @@ you_are_here("descriptors")
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. ``_tile`` holds both ways:
+# the tile into shared memory. In essence, ``_tile`` loads in one of two ways:
 #
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _tile
-#    :start-at: if DESCRIBED
-#    :dedent:
+# .. code-block:: python
 #
-# - **With a descriptor**, ``of_head`` is the descriptor and where the head lies in it.
-#   ``load_tile`` is in essence ``desc.load([batch, head, start, 0])``.
-# - **Without**, ``of_head`` is the address of the head, ``rows`` are the numbers of the tile's
-#   rows, and ``ptrs`` holds an address for each element. Rows past the end of the head are masked.
+#    k = tl.load(ptrs, mask=rows < length, other=0.0)  # an address for each element
+#    k = desc.load([batch, head, start_n, 0])  # the tile by its name
 
 # Reading
+# Reading
+you_are_here("descriptors")
+
+# %%
+
+
+# Measuring
+LISTING = """
+import contextlib, io, json, os, re, sys
+import torch
+torch.cuda.is_available = lambda: True  # or kernels would be interpreted
+import kernelbook
+torch.cuda.is_available = lambda: False
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+from kernelbook.ops.attention.forward import row_max
+from kernelbook.ops.attention.tiles import LOWEST, PRECISION, describe, head_of, load_tile, place
+"""
+
+ASKED = """
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class Nobody:  # what Triton asks of a driver before it compiles
+    get_current_target = lambda self: HOPPER
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_active_torch_device = lambda self: torch.device("cpu")
+    map_python_to_cpp_type = lambda self, kind: kind
+    is_active = staticmethod(lambda: True)
+
+
+def compile_only(self, *args, grid, warmup, **options):
+    kept.append(launch(self, *args, grid=grid, warmup=True, **options))
+
+
+driver.set_active(Nobody())
+kept, launch, jit.JITFunction.run = [], jit.JITFunction.run, compile_only
+
+
+def facts(make):
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        made = make()
+    words, log = made.asm["sass"].split(), log.getvalue()
+    runs = re.findall(r"wgmma.commit_group.*?wgmma.wait_group", made.asm["ptx"], re.DOTALL)
+    reason = re.search(r"[(]C75[0-9]+[)].*? due to (.*?) (?:for|in) the function", log)
+    return made, {
+        "registers": int(re.search(r"Used ([0-9]+) registers", log)[1]),
+        "waits": sum(word.startswith("WARPGROUP.DEPBAR") for word in words),
+        "matmuls": sum(word.startswith("HGMMA") for word in words),
+        "copies": max(len(re.findall(r"\\bmov[.]", part)) for part in runs),
+        "reason": re.sub(" +", " ", reason[1]) if reason else "",
+    }
+
+
+def launched(options):
+    q, k, v = torch.empty(3, 4, 16, 4096, 128, dtype=torch.bfloat16)
+    run(q, k, v, True, BLOCK_M=128, BLOCK_N=64, num_warps=8, **options)
+    return kept[-1]
+
+
+found = {}
+for name, options in json.loads(sys.argv[1]).items():
+    made, found[name] = facts(lambda: launched(options))
+    if name == "one iteration ahead":
+        code = made.asm["ttgir"]
+        twice = r"([^ ]+):2 = (ttng.warp_group_dot_wait .*)\\n *([^ ]+):2 = .*"
+        for first, of, second in re.findall(twice, code):
+            line = re.search(re.escape(f"{second}:2 = {of}") + ".*", code)
+            if line:  # a second wait for the same matmul: we take the first one's result
+                code = code.replace(line[0], "").replace(f"{second}#", f"{first}#")
+        path = sys.argv[0] + ".ttgir"
+        open(path, "w").write(code)
+        limit = {"num_warps": 8, "maxnreg": 128}
+        edited = lambda: triton.compile(path, target=HOPPER, options=limit)
+        found["one wait"] = facts(edited)[1]
+print(json.dumps(found))
+"""
+
+
+def compiled_here(kernels, versions):
+    """Compile versions of the kernel for an H200, which needs no GPU, and return what came of each.
+
+    It happens in a process of its own, because this one may interpret kernels. Empty where this
+    Triton cannot do it.
+    """
+    sources = [textwrap.dedent(inspect.getsource(getattr(x, "fn", x))) for x in kernels]
+    text = "\n\n".join([LISTING, *sources, ASKED])
+    hidden = ("TRITON_INTERPRET",)
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory() as folder:
+        script = os.path.join(folder, "rungs.py")
+        with open(script, "w", encoding="utf-8") as file:
+            file.write(text)
+        command = [sys.executable, script, json.dumps(versions)]
+        said = subprocess.run(
+            command, capture_output=True, text=True, env=env, timeout=600
+        )
+    if said.returncode:
+        print(said.stderr[-2000:], file=sys.stderr)
+        return {}
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+to_compile = {}
+for name in list(LADDER)[1:5]:
+    free = {key: value for key, value in RUNGS[name].items() if key != "maxnreg"}
+    to_compile |= {name: free | {"maxnreg": 128}, f"{name}, no limit": free}
+seen = compiled_here([_loop, _tile, _weigh, _rung_kernel, run], to_compile)
+
+# %%
+
+# Reading
+wanted = {name: seen.get(f"{name}, no limit", {}).get("registers") for name in LADDER}
 lab.read(
     told("descriptors")
     + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. "
     + (
-        "The waits stay; the assembler reports too few registers for a matmul beside other work, "
-        "as a fold under rung 4 tells."
-        if compiled_to("descriptors", "waits for them")
+        f"Without a limit the compiler would give a thread {wanted['two programs']} registers "
+        f"before this change and {wanted['descriptors']} after it. These are still more than 128, "
+        f"so the waits stay."
+        if seen
+        and wanted["two programs"] > wanted["descriptors"] > 128
+        and compiled_to("descriptors", "waits for them")
         >= compiled_to("two programs", "waits for them")
-        else f"The code now waits {waits_of('descriptors')}."
+        else f"The code waits {waits_of('descriptors')}."
     )
 )
 
 # %%
-# .. dropdown:: How a descriptor is made, and GPUs without a copy engine
+# .. dropdown:: ``_tile``, how a descriptor is made, and GPUs without a copy engine
 #
-#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor
-#    with the numbers of batch and head, ``coordinates`` adds the row and column of a tile, and
-#    ``load_tile`` reads the tile.
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: _tile
+#       :start-at: if DESCRIBED
+#       :dedent:
+#
+#    Without a descriptor, ``of_head`` is the address of the head, and rows past its end are masked.
+#    With one, ``of_head`` is the descriptor and where the head lies in it. The host describes a
+#    tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor with the numbers of
+#    batch and head, ``coordinates`` adds the row and column of a tile, and ``load_tile`` reads the
+#    tile.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: describe
@@ -871,34 +1040,37 @@ lab.read(
 # %%
 # Rung 3: scores one iteration ahead
 # ----------------------------------
+#
+# What else leaves the tensor cores idle? Look at how an iteration begins: with ``q kᵀ``,
+# which needs a new tile of keys. With two stages there is room for the tile in use and for the next
+# one, and Triton starts the copy of the next one at the end of an iteration, just before it is
+# needed. So the program has to wait for nearly the whole copy. Exponentials need no new tile: if an
+# iteration begins with them, they run while the copy is on its way.
+#
+# .. image:: /figures/attention-ahead.svg
+#    :alt: Two sketched timelines of one iteration, during whose first part keys and values are
+#          copied. Above, it begins with a matmul, so the program waits for the copies. Then come
+#          q k, exponentials, and p v. Below, it begins with exponentials, during which values and
+#          the next keys arrive. Then come p v, and q k of the next tile. The iteration is shorter
+#          by the wait.
+#
+# So each iteration ends with the scores of the *next* tile. The same lines, in another order:
+#
+# .. code-block:: python
+#
+#    for start_n in range(start, end, BLOCK_N):
+#        p, alpha, l_i, m_i = _weigh(qk, l_i, m_i)
+#        v = _tile(v_head, start_n)
+#        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+#        k = _tile(k_head, start_n + BLOCK_N)
+#        qk = tl.dot(q, k.T)
+#
+# The first scores are computed before the loops, and the last tile is finished after them.
 
 # Drawing
 you_are_here("one iteration ahead")
 
 # %%
-# An iteration that begins with exponentials does not have to wait for its keys, because
-# exponentials need no new data once the scores are there. A matmul at the beginning has to wait
-# until the copy of its keys is complete. The figure sketches how we think this happens with two
-# pipeline stages; we have not traced it.
-#
-# .. image:: /figures/attention-ahead.svg
-#    :alt: Two timelines of one iteration. Above, it begins with a matmul: keys and values are
-#          copied and the program waits. Then come q k, exponentials, and p v. Below, it begins with
-#          exponentials, and values and the next keys are copied meanwhile. Then come p v, and
-#          q k of the next tile. The iteration is shorter by the wait.
-#
-# So with ``AHEAD``, each iteration ends with the scores of the *next* tile, and the next one begins
-# with their exponentials, while its values and the keys after them arrive:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _loop
-#    :start-at: if AHEAD:
-#    :end-before: return acc
-#    :dedent:
-#
-# The scores of the first tile are computed before the loops, which end one tile early. After them
-# the kernel weighs the last scores and adds the last values.
 
 # Reading
 
@@ -907,22 +1079,58 @@ outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_t
 )
 lab.read(
     told("one iteration ahead")
-    + f"The code still waits {waits_of('one iteration ahead')}, {outside} of them outside the "
-    f"loops, but the assembler now reports another reason, which the next rung takes up."
+    + f"The code has {outside} matmul instructions more, those outside the loops, and still waits "
+    f"{waits_of('one iteration ahead')}."
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
+#
+# Why does it still wait after each instruction? The assembler gives its reason, if it is asked:
 
-# Drawing
-you_are_here("two-step maximum")
+# Reading
+GIVEN = {
+    "two programs": "1, two programs",
+    "descriptors": "2, descriptors",
+    "one iteration ahead": "3, one iteration ahead",
+    "two-step maximum": "4, two-step maximum",
+}
+lab.table(
+    [
+        {
+            "rung": words,
+            "it waits after each instruction due to": seen[name]["reason"]
+            or "(it does not)",
+            "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
+                " ", "\N{NO-BREAK SPACE}"
+            ),
+        }
+        for name, words in GIVEN.items()
+    ]
+    if seen
+    else [],
+    f"Compiled for this page with triton {triton.__version__}, causal, at most 128 registers",
+)
 
 # %%
-# A matmul on Hopper runs beside other work until the program waits for its result. After rung 3 the
-# code still waits after every matmul instruction. The culprit is an innocent line, the maximum of a
-# row, ``tl.max(qk, axis=1)``: put back into the finished kernel, it brings all waits back.
-# ``row_max`` returns the same numbers, and ``TWO_STEPS`` selects it:
+
+# Reading
+freed = seen.get("one iteration ahead, no limit", {})
+lab.read(
+    (
+        f"In rung 3 it is no longer a lack of registers. With as many as it likes, "
+        f"{freed['registers']}, it also waits {freed['waits']} of {freed['matmuls']} times. "
+        if freed and freed["waits"] == freed["matmuls"]
+        else ""
+    )
+    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
+    "writes them. Then the assembler makes all matmuls of the kernel wait."
+)
+
+# %%
+# What reads it? The culprit is an innocent line, the maximum of a row, ``tl.max(qk, axis=1)``. Rung
+# 4 replaces it by ``row_max``, which returns the same numbers:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -930,200 +1138,124 @@ you_are_here("two-step maximum")
 #    :start-at: halves
 #    :dedent:
 #
-# The difference is in the *layout*, which says which thread holds which element of a tile.
-
-
-# Drawing
-def owners(block, rows):
-    shades, middle = ("Kernel Book", "PyTorch"), {"ha": "center", "va": "center"}
-    for row in range(8):
-        for column in range(8):
-            ink = lab.colour(shades[row == 2])
-            block.barh(row + 0.5, 1, 1, column, color=ink, alpha=0.18)
-            thread = 4 * row + column // 2
-            block.text(column + 0.5, row + 0.5, thread, **middle, fontsize=12)
-    block.set(xlim=(0, 8), ylim=(8, 0), aspect="equal")
-    block.set_title("the first 8 × 8 elements", fontsize=12)
-    for y, blocks, name in (
-        (1.5, 8, "scores: 64 columns"),
-        (0, 16, "acc: 128 columns"),
-    ):
-        for at in range(blocks):
-            rows.barh(y, 0.92, 0.5, at + 0.04, color=lab.colour(shades[1]), alpha=0.3)
-        rows.text(0, y + 0.36, name, fontsize=12)
-        rows.text(blocks / 2, y, f"{2 * blocks} a thread", **middle, fontsize=12)
-    rows.set(xlim=(0, 16), ylim=(-0.6, 2.4))
-    rows.set_title("the third row, whole", fontsize=12)
-    for axes in (block, rows):
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-
-
-lab.sketch(
-    "Which thread holds which element",
-    "Left, a block of 8 by 8 elements of the scores or of acc, with the number of the thread that "
-    "holds each: the first row belongs to threads 0 to 3, two elements each, the next row to "
-    "threads 4 to 7, and so on; the third row, threads 8 to 11, is marked. Right, the third row "
-    "whole: in the scores the block repeats 8 times, so each of the four threads holds 16 elements "
-    "of the row, and in acc 16 times, so each holds 32.",
-    owners,
-    panels=2,
-    height=3.0,
-)
-
-# %%
-# A row of scores and the same row of ``acc`` belong to the same four threads. But a thread holds 16
-# elements of the one and 32 of the other, so for the compiler these are two layouts. The maximum of
-# a row inherits the layout of the scores, and so does ``alpha``. For ``acc * alpha`` the compiler
-# has to bring both into one layout, in one of two ways:
+# The link between the two is the *layout*, by which the compiler knows which thread holds which
+# element of a tile. It leads from the maximum to ``acc`` in three steps:
 #
-# - **Convert** ``alpha``. This costs next to nothing, because it is one number per row. The
-#   compiler does so up to rung 2.
-# - **Convert** ``acc``, all 128 × 128 numbers of it: into the layout of the scores, to be scaled,
-#   and back, because the matmul adds to it in its own layout. With ``AHEAD``, Triton 3.6 does this;
-#   why, we have not traced.
+# 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
+#    maximum of a row inherits the layout of the scores, and so does ``alpha``.
+# 2. ``acc * alpha`` needs both in one layout. Up to rung 2 the compiler converts ``alpha``, one
+#    number per row. With the new order of rung 3 it converts ``acc``. To spare the conversion in
+#    each iteration, it then carries ``acc`` through the loop twice, once for each layout.
+# 3. Each of the two gets the result of ``p v`` from a wait of its own. So that both can, the code
+#    copies ``acc``, 64 registers in each thread, and it does so while ``p v`` still runs:
 #
-# Converting means to have the data twice. Imagine a thread with four numbers, which the matmul
-# keeps in registers as ``abcd`` and the scaling wants as ``acbd``. A conversion does not reorder
-# them in place: it makes a second list, and the first has to stay until the second is complete. So
-# four numbers need eight registers. Of ``acc``, a thread has 64.
+# .. image:: /figures/attention-acc-twice.svg
+#    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
+#          program copies acc while they still write it, and then waits. The assembler makes that
+#          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
+#          is one acc and no copy, and the program waits once.
 #
-# With ``row_max``, the reshape gives the maximum a layout of its own, and the compiler again
-# converts ``alpha``. In the registers of a thread:
-
-
-# Drawing
-def registers_of(name):
-    """How the registers of a thread divide: the parts, and what the code does for want of them."""
-    acc, scores = ("acc", 128 * 128 // 256), ("scores", 128 * 64 // 256)
-    waits = compiled_to(name, "waits for them")
-    matmuls = compiled_to(name, "matmul instructions")
-    said = f"waits {waits} of {matmuls}, spills {compiled_to(name, 'spills')}"
-    if name == "one iteration ahead":  # as Triton's intermediate code has it
-        return [acc, ("acc again", acc[1]), scores], said
-    rest = compiled_to(name, "registers") - acc[1] - scores[1]
-    return [acc, scores, ("rest", rest)], said
-
-
-def budget(names):
-    """Draw the registers of a thread at some rungs, beside the 128 that it may have."""
-    shades = {
-        "acc": lab.colour("Kernel Book"),
-        "acc again": lab.colour("PyTorch"),
-        "scores": lab.colour("torch.compile"),
-        "rest": lab.colour("matmul"),
-    }
-
-    def bars(axes):
-        for step, name in enumerate(names):
-            parts, said = registers_of(name)
-            number = list(LADDER).index(name)
-            title = f"rung {number}" if number else "start"
-            paper = ", on paper" if parts[1][0] == "acc again" else ""
-            axes.text(0, step - 0.38, f"{title}{paper}", va="center", fontweight="bold")
-            axes.text(200, step - 0.38, said, va="center", ha="right")
-            at = 0
-            for part, size in parts:
-                axes.barh(
-                    step,
-                    size - 1,
-                    0.42,
-                    at,
-                    color=shades[part],
-                    alpha=0.3,
-                    align="center",
-                )
-                words = (
-                    f"{part} {size}"
-                    if size > 36 or part != "scores"
-                    else f"scores {size}"
-                )
-                axes.text(
-                    at + size / 2, step, words, ha="center", va="center", fontsize=11
-                )
-                at += size
-        axes.axvline(128, color=lab.colour("PyTorch"), linestyle="--", linewidth=1.3)
-        axes.set(
-            xlim=(0, 200),
-            ylim=(len(names) - 0.6, -0.65),
-            yticks=[],
-            xticks=[0, 64, 128, 192],
-        )
-        axes.set_xlabel("registers of a thread; dashed: the limit with two programs")
-        axes.grid(visible=False)
-
-    if made:
-        alt = "; ".join(
-            f"{name}: {', '.join(f'{part} {size}' for part, size in registers_of(name)[0])}, "
-            f"{registers_of(name)[1]}"
-            for name in names
-        )
-        title = "Registers of a thread, up to rung 4"
-        lab.sketch(title, alt, bars, height=0.75 + 0.68 * len(names))
-
-
-budget(list(LADDER)[:5])
-
-# %%
+# ``row_max`` breaks the chain at its first step. The reshape gives the maximum a layout that is no
+# matmul's, and the compiler converts ``alpha`` again. To see whether the copy is to blame, we also
+# take the intermediate code of rung 3 and delete by hand the second of the two waits:
 
 # Reading
-lab.read(
-    f"Two lists of `acc` and the scores would take 160 registers, and a thread has 128, yet only "
-    f"{compiled_to('one iteration ahead', 'spills')} values spill. In a message that this page "
-    f"does not record (fold), the assembler says that it waits for each matmul because other "
-    f"instructions touch the registers of one that is under way. We suspect that the two "
-    f"lists share registers."
+TESTED = {
+    "one iteration ahead": "rung 3",
+    "one wait": "rung 3, second wait deleted by hand",
+    "two-step maximum": "rung 4",
+}
+lab.table(
+    [
+        {
+            "code": words,
+            "registers moved while a matmul runs, at most": seen[name]["copies"],
+            "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
+                " ", "\N{NO-BREAK SPACE}"
+            ),
+        }
+        for name, words in TESTED.items()
+        if name in seen
+    ],
+    "The copy and the waits, compiled as above",
 )
+
+# %%
+
+# Drawing
+you_are_here("two-step maximum")
 
 # %%
 
 # Reading
 lab.read(
     told("two-step maximum")
+    + (
+        "Without the copy the waits are gone, even with the old maximum. "
+        if seen and seen["one wait"]["waits"] == seen["two-step maximum"]["waits"]
+        else ""
+    )
     + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left."
+    f"{compiled_to('two-step maximum', 'waits for them')} are left"
+    + (
+        ", one for each `tl.dot`: two in each loop and two outside."
+        if compiled_to("two-step maximum", "waits for them") == 6
+        else "."
+    )
 )
 
 # %%
-# .. dropdown:: Where to see this: the conversions, and the messages that Triton hides
+# .. dropdown:: How to see waits, reasons and layouts in a kernel of your own
 #
-#    Triton's intermediate code, ``compiled.asm["ttgir"]``, names every conversion,
-#    ``ttg.convert_layout``. In the loop over cut tiles it converts ``tensor<128x1xf32>`` up to rung
-#    2, ``tensor<128x128xf32>`` twice in rung 3, and ``tensor<128x1xf32>`` again in this one.
+#    ``compiled.asm["sass"]`` is the machine code. A matmul instruction is an ``HGMMA``, and a wait
+#    for matmuls a ``WARPGROUP.DEPBAR``. With ``TRITON_DUMP_PTXAS_LOG=1`` in the environment, Triton
+#    prints what the assembler, ptxas, says: C7512 is its remark about too few registers, and C7514
+#    the one about the accumulator.
 #
-#    The assembler, ptxas, reports the waits of rung 3 as C7514. Those of the first two rungs it
-#    reports as C7512, too few registers to overlap a matmul with anything. Triton shows neither
-#    message, and this page records neither them nor the conversions. It records the waits
-#    (``WARPGROUP.DEPBAR``) and the matmul instructions (``HGMMA``), counted in the machine code.
+#    ``compiled.asm["ttgir"]`` is Triton's intermediate code. It names each conversion of a layout,
+#    ``ttg.convert_layout``, and each copy by the engine, at the end of the body of a loop. The loop
+#    over whole tiles, ``scf.for``, yields two tensors of 128 × 128 in rung 3, and one in the
+#    others.
+#
+#    None of this needs a GPU: the two tables, and the registers without a limit under rung 2, come
+#    from code compiled for an H200 when this page was built. The counts at the rungs, of waits,
+#    matmul instructions and spills, are those of the recorded run.
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
+#
+# Waits are gone. What else can go? A multiplication per score: so far the kernel multiplies every
+# score by the scale, and then subtracts the maximum.
+#
+# .. code-block:: python
+#
+#    qk = qk * scale_log2
+#    m_new = tl.maximum(m_i, row_max(qk))
+#    p = tl.exp2(qk - m_new[:, None])
+#
+# The scale is positive, so the maximum may be taken before scaling. With :math:`x` for a dot
+# product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``), and
+# :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, whose exponent is one instruction, a fused
+# multiply-add:
+#
+# .. code-block:: python
+#
+#    m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
+#    p = tl.exp2(qk * scale_log2 - m_new[:, None])
+#
+# .. dropdown:: ``_weigh`` with its flags
+#
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: _weigh
+#       :start-at: if not FOLDED
+#       :dedent:
 
 # Drawing
 you_are_here("scale folded")
 
 # %%
-# The kernel can save a multiplication per score. So far it multiplies every score by the scale and
-# then subtracts the maximum. The scale is positive, so the maximum may be taken before scaling.
-# With :math:`x` for a dot product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``),
-# and :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, whose exponent is one instruction, a
-# fused multiply-add. First ``_weigh`` scales (without ``FOLDED``), masks, and takes the maximum:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _weigh
-#    :start-at: if not FOLDED
-#    :end-before: # -- exponential
-#    :dedent:
-#
-# Then come the weights, in the old way or the new, and the update of ``l_i``:
-#
-# .. literalinclude:: attention_fast.py
-#    :language: python
-#    :pyobject: _weigh
-#    :start-at: # -- exponential
-#    :dedent:
 
 
 # Reading
@@ -1134,8 +1266,7 @@ lab.read(
         "One multiplication less per score is worth little, so these instructions are not what "
         "limits the loop."
         if little
-        else "One multiplication less per score is worth that much, so the instructions beside "
-        "the exponential do slow the loop."
+        else "So the instructions beside the exponential do slow the loop."
     )
 )
 
@@ -1187,16 +1318,12 @@ def instructions():
 lab.measure("Instructions for one exponential", instructions)
 
 # %%
-# Rung 6: heavy tiles first
-# -------------------------
-
-# Drawing
-you_are_here("heavy first")
-
-# %%
-# The last change is the order in which the programs start. In causal attention the last queries see
-# the most keys. If they start last, a few heavy programs run on at the end while the rest of the
-# GPU has nothing to do.
+# Rung 6: heavy tiles of all heads first
+# --------------------------------------
+#
+# So far we looked at one SM. The last change is the order in which all programs start. In causal
+# attention the last queries see the most keys. If they start last, a few heavy programs run on at
+# the end while the rest of the GPU has nothing to do.
 
 # %% An animation
 # Here the 16 programs of two heads run on three SMs, two at a time on each. Light first and head by
@@ -1206,9 +1333,10 @@ you_are_here("heavy first")
 # .. animation:: light_or_heavy_first
 
 # %%
-# ``place`` turns the number of a program into a tile of queries and a head, and ``HEAVY_FIRST``
-# reverses the order of the ``n_tiles`` tiles. The same rung lets programs alternate between
-# ``HEADS_AT_ONCE`` heads, because otherwise the heavy tiles of the last heads still start late:
+# So the rung changes two things. ``HEAVY_FIRST`` reverses the order of the ``n_tiles`` tiles of a
+# head. And ``place``, which turns the number of a program into a tile of queries and a head, lets
+# programs alternate between ``HEADS_AT_ONCE`` heads, because otherwise the heavy tiles of the last
+# heads still start late:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1267,10 +1395,11 @@ lab.table(
 )
 
 # %%
-# All heads at once may have more keys and values than L2 holds, so the programs alternate between
-# only as many heads as fit into half of the cache, a power of two, and without a mask not at all.
-#
 # .. dropdown:: Which tile of which head a program computes
+#
+#    All heads at once may have more keys and values than L2 holds, so the programs alternate
+#    between only as many heads as fit into half of the cache, a power of two, and without a mask
+#    not at all.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: place
@@ -1279,18 +1408,23 @@ lab.table(
 
 # Reading
 short = gain("heavy first", "causal") < promised
+you_are_here("heavy first")
+
+# %%
+
+# Reading
 lab.read(
     told("heavy first")
-    + f"A simulation of this order with the causal mask promises {100 * promised:.0f} %, and of "
-    f"the reversal alone, head by head, "
-    + ("nothing. " if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %. ")
+    + f"A simulation of this order, with the 64 heads of the ladder, promises "
+    f"{100 * promised:.0f} %, and of the reversal alone "
+    + ("nothing" if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %")
+    + ". "
     + (
         "We measure less, and suspect that a program beside an idle slot runs faster, which the "
-        "simulation leaves out. "
+        "simulation leaves out."
         if short
         else ""
     )
-    + "Without a mask all programs are equally heavy."
 )
 
 # %%
@@ -1309,21 +1443,17 @@ lab.read(
     f"mask, and by {100 * raised['full']:.0f} % without. We call the last rung the **finished "
     f"kernel**. "
     + (
-        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s, more than HBM "
-        f"alone would allow, so L2 does serve some of the loads."
+        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s. This is more than "
+        f"the {from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads."
         if above
         else ""
     )
 )
 
 # %%
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    A change may be worth little at one place of the ladder and much at another.
-#
+# But was rung 1 really worth nothing?
 # So we also take each change back by itself, from the finished kernel. The last two columns count
-# the spills of what is left, and how often it waits for how many matmul instructions (causal):
+# what its code then spills, and in how many of its matmul instructions it waits (causal):
 
 
 # Measuring
@@ -1336,18 +1466,20 @@ for name in list(LADDER)[1:]:
             steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
         )
     row = {"change": name} | {
-        what: "same" if abs(x) < 0.01 else f"{100 * x:+.0f} %".replace("-", "−")
+        what: "—" if abs(x) < CHANCE else f"{100 * x:+.0f} %".replace("-", "−")
         for what, x in changes.items()
     }
     row["spills then"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
     )
-    row["waits then"] = f"{waits} for {matmuls}"
+    row["waits then"] = f"{waits} of {matmuls}"
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
-lab.table(rows, "Each change when made, and taken back from the finished kernel")
+lab.table(
+    rows, "Each change when made, and taken back from the finished kernel (—: same)"
+)
 
 # %%
 
@@ -1358,22 +1490,23 @@ worth = {
     for name in list(LADDER)[1:-1]
 }
 most = max(worth, key=worth.get)
-little = [name for name, share in worth.items() if abs(share) < 0.02]
 alone = "two programs"
 
 
 lab.read(
-    f"With a causal mask the finished kernel loses most, {100 * worth[most]:.0f} %, without "
+    f"The finished kernel loses most, {100 * worth[most]:.0f} % with a causal mask, without "
     f"“{most}”"
     + (
-        ", because three stages leave no room for a second program. "
-        if most == alone
+        ", the change that seemed worth nothing. "
+        if most == alone and abs(gain(alone, "causal")) < CHANCE
         else ". "
     )
     + (
-        "At its rung it brought next to nothing, but since then the waits after each matmul "
-        "instruction have gone."
-        if most == alone and abs(gain(alone, "causal")) < 0.02
+        "At its rung the second program had to fill gaps that its own register limit had opened. "
+        "Now each `tl.dot` runs without gaps, but a program still waits for the end of its own "
+        "before it computes exponentials. So only the other program can use the tensor cores "
+        "meanwhile. "
+        if most == alone and compiled_to(last, "waits for them") == 6
         else ""
     )
 )
@@ -1388,20 +1521,19 @@ scarce = compiled_to("without one iteration ahead", "waits for them") == compile
     "without one iteration ahead", "matmul instructions"
 )
 lab.read(
-    (
-        f"Two more changes are worth more than the ladder showed. "
-        f"Without descriptors, {compiled_to('without descriptors', 'spills')} values spill. "
-        f"Without scores ahead, the code waits {waits_of('without one iteration ahead')}. "
-        if crowded
-        and scarce
-        and all(
-            worth[name] > gain(name, "causal")
-            for name in ("descriptors", "one iteration ahead")
-        )
-        else f"Without descriptors the code has {compiled_to('without descriptors', 'spills')} "
-        f"spills, and without scores ahead it waits {waits_of('without one iteration ahead')}. "
+    f"Two more changes are worth more than the ladder showed. Without descriptors, addresses "
+    f"take registers again, and {compiled_to('without descriptors', 'spills')} values spill. "
+    f"Without scores ahead, `p v` of one tile still runs when `q kᵀ` of the next begins, so "
+    f"weights and scores need registers at the same time, and the code waits "
+    f"{waits_of('without one iteration ahead')}."
+    if crowded
+    and scarce
+    and all(
+        worth[name] > gain(name, "causal")
+        for name in ("descriptors", "one iteration ahead")
     )
-    + (f"Worth less than 2 %: {', '.join(little)}." if little else "")
+    else f"Without descriptors the code has {compiled_to('without descriptors', 'spills')} "
+    f"spills, and without scores ahead it waits {waits_of('without one iteration ahead')}."
 )
 
 # %%
@@ -1435,10 +1567,14 @@ by_stages, by_limit, by_both, by_none = (
     steps.rate(TIMED[x][1], mask="causal")
     for x in ("two pipeline stages alone", "register limit alone", "both", "none")
 )
+unasked = half.get("finished, two stages alone", {}).get("registers", nan)
 lab.read(
-    "Of the two halves of rung 1, the finished kernel needs the stages alone: without the register "
-    "limit it is as fast, and with the limit but three stages as slow as with neither (fold)."
-    if abs(by_stages / by_both - 1) < 0.01 and abs(by_limit / by_none - 1) < 0.01
+    f"Of the two halves of rung 1, the finished kernel needs the two stages alone. The limit has "
+    f"become idle: left to itself, the compiler takes {unasked} registers, where the start took "
+    f"{compiled_to('in stages', 'registers')}."
+    if abs(by_stages / by_both - 1) < CHANCE
+    and abs(by_limit / by_none - 1) < CHANCE
+    and unasked <= 128
     else f"With a causal mask the finished kernel reaches {by_stages:.0f} TFLOP/s with two stages "
     f"alone, {by_both:.0f} with both, and {by_limit:.0f} with the limit alone."
 )
@@ -1448,8 +1584,7 @@ lab.read(
 # -------------------------
 #
 # The package's kernel has this loop with every flag on. It also takes any head_dim up to 256,
-# windows, grouped heads and strides, and writes :term:`lse <logsumexp>`, from which the backward
-# pass computes the weights again.
+# windows, grouped heads and strides, and writes :term:`lse <logsumexp>` for the backward pass.
 #
 # .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
 #
@@ -1618,10 +1753,9 @@ lab.table(
 # How fast is it?
 # ---------------
 #
-# The best libraries are still faster than the kernel in plain Triton. Three of those timed come
-# with PyTorch: FlexAttention, which it compiles, and two kernels of
-# ``scaled_dot_product_attention``, FlashAttention-2 (*SDPA flash*) and NVIDIA's (*SDPA cuDNN*).
-# The line *FlashAttention* is FlashAttention 4. Every point has 16,384 tokens in all.
+# The best libraries are still faster than the kernel in plain Triton. FlexAttention, *SDPA flash*
+# (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch; *FlashAttention* is
+# FlashAttention 4, which also runs on Hopper. Every point has 16,384 tokens in all.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1709,7 +1843,7 @@ def told_of(name):
 beaten = sum(row["faster libraries"] != "none" for row in at_points)
 
 lab.read(
-    f"Of all {len(at_points)} points, those in the fold included, a library is faster by more than "
+    f"Of all {len(at_points)} points a library is faster by more than "
     f"1 % at {beaten}. "
     + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
     if speed.rows
@@ -1717,10 +1851,8 @@ lab.read(
 )
 
 # %%
-# **Short lengths are further from the matmul.** We suspect that what happens once per program, such
-# as loading the queries, weighs more there.
 
-# Reading
+# Folded: Why short lengths are further from the matmul
 
 
 def constants_of(name):
@@ -1742,45 +1874,16 @@ best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constants_of(best) if best != "none" else [nan, nan]
 once = [100 * tiles / (16 + tiles) for tiles in own]
 lab.read(
-    f"Two estimates put it at {once[0]:.0f} and {once[1]:.0f} % of our kernel's time at length "
-    f"1,024 without a mask."
-)
-
-# %%
-
-# Folded: How the two estimates were made
-lab.read(
-    f"We assume that the time of a program is a constant plus a time for each tile of keys. All "
-    f"three lengths have the same number of programs, so any two of their times, at head_dim 128 "
-    f"without a mask, give both parts. From 1,024 and 16,384 the constant is as long as "
-    f"{own[0]:.1f} tiles of 64 keys, and from 1,024 and 4,096 as {own[1]:.1f}. The two differ, so "
-    f"the assumption holds only roughly. For {best}, the fastest library at 1,024, they are "
+    f"What happens once per program, such as loading the queries, weighs more there: two estimates "
+    f"put it at {once[0]:.0f} and {once[1]:.0f} % of our kernel's time at length 1,024 without a "
+    f"mask. For them we assume that the time of a program is a constant plus a time for each tile "
+    f"of keys. All three lengths have the same number of programs, so any two of their times, at "
+    f"head_dim 128 without a mask, give both parts. From 1,024 and 16,384 the constant is as long "
+    f"as {own[0]:.1f} tiles of 64 keys, and from 1,024 and 4,096 as {own[1]:.1f}. The two differ, "
+    f"so the assumption holds only roughly. For {best}, the fastest library at 1,024, they are "
     f"{beside[0]:.1f} and {beside[1]:.1f}. With a causal mask the kernel also discards half of "
     f"each tile on the diagonal, at length 1,024 an eighth more work."
 )
-
-# %%
-
-# Reading
-long = {
-    head_dim: speed.share("Kernel Book", head_dim=head_dim, mask="full", seqlen=16384)
-    for head_dim in (128, 64)
-}
-lab.read(
-    f"**What keeps it below a matmul at long lengths?** We suspect the exponentials. At length "
-    f"16,384 without a mask, it reaches {100 * long[128]:.0f} % of a matmul at head_dim 128, and "
-    f"{100 * long[64]:.0f} % at 64"
-    + (
-        ", where the same exponential stands beside half as many operations."
-        if long[64] < long[128]
-        else "."
-    )
-)
-
-# %%
-# While one program waits for a matmul, the other may compute exponentials, but nothing keeps them
-# in step. :doc:`/chapters/attention_hopper` does so with warps in different roles, which plain
-# Triton cannot express.
 
 # %%
 
@@ -1855,6 +1958,8 @@ def beside_sdpa(row):
         return "about as long as PyTorch's"
     if ratio < 1:
         return f"{100 * (1 - ratio):.0f} % less than PyTorch's"
+    if ratio < 2:
+        return f"{100 * (ratio - 1):.0f} % longer than PyTorch's"
     return f"{ratio:.1f} times as long as PyTorch's"
 
 
@@ -1862,11 +1967,11 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"**Small inputs.** At length {first.get('length', nan):,} a call takes "
+    f"**Small inputs.** At length {first.get('length', nan):,} with 16 heads a call takes "
     f"{first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)}"
     + (
-        f". At {second.get('length', nan):,} it takes about as long, so the host code sets the "
-        f"time, Python here and C++ in PyTorch."
+        f". At {second.get('length', nan):,} it takes about as long as at "
+        f"{first.get('length', nan):,}, so the host code sets the time."
         if abs(
             second.get("Kernel Book, µs", nan) / first.get("Kernel Book, µs", nan) - 1
         )
@@ -1874,11 +1979,113 @@ lab.read(
         else "."
     )
     + (
-        f" At {last_one.get('length', nan):,} the kernel outlasts the host code."
+        f" At {last_one.get('length', nan):,} the kernel outlasts the host code, and a call takes "
+        f"{last_one.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(last_one)}."
         if outlasts
         else ""
     )
 )
+
+# %%
+# What keeps it below a matmul
+# ----------------------------
+#
+# We began with a count of how far a kernel comes that takes turns. Where do ours stand?
+
+# Reading
+four = {"mask": "full", "seqlen": 4096}
+finished = steps.share(last, mask="full")
+stand = {
+    "the start": (128, steps.share("in stages", mask="full")),
+    "finished, without two programs": (
+        128,
+        steps.share("without two programs", mask="full"),
+    ),
+    "finished": (128, finished),
+    "the package's": (64, speed.share("Kernel Book", head_dim=64, **four)),
+}
+lab.table(
+    [
+        {
+            "kernel": name,
+            "head_dim": head_dim,
+            "programs on an SM": 1 if name in list(stand)[:2] else 2,
+            "taking turns, at most": f"{bound_of_turns(head_dim):.0f} %",
+            "measured": f"{100 * share:.0f} %",
+        }
+        for name, (head_dim, share) in stand.items()
+    ]
+    if steps.rows and speed.rows
+    else [],
+    "Percent of a matmul at length 4,096 without a mask, counted and measured",
+)
+
+# %%
+
+# Reading
+
+
+def hidden(head_dim, share):
+    """How much of the time of the exponentials at least passes while a matmul runs, in percent."""
+    exponentials = (
+        100 / bound_of_turns(head_dim) - 1
+    )  # in units of the time of the matmuls
+    return 100 * (1 + exponentials - 1 / share) / exponentials
+
+
+both = [hidden(*stand[name]) for name in ("finished", "the package's")]
+below = all(100 * stand[x][1] < bound_of_turns(128) for x in list(stand)[:2])
+lab.read(
+    (
+        "With one program on an SM a kernel stays below the count, as it must. With two it goes "
+        "beyond, so exponentials do run while matmuls do: "
+        if below and min(both) > 0
+        else "By the same count, of the exponentials' time there is hidden behind matmuls: "
+    )
+    + f"at least {both[0]:.0f} % of their time at head_dim 128, and {both[1]:.0f} % at 64. (The "
+    f"count takes a matmul as tensor cores that never idle, and all kernels at one clock.)"
+)
+
+# %%
+
+
+# Measuring
+def with_roles():
+    """The shares of a matmul of plain Triton and of warps with roles, in the chapter on Hopper."""
+    record = results.find("attention_hopper") or {}
+    sweep = record.get("sweeps", {}).get("ladder", {})
+    times = sweep.get("milliseconds", {})
+    if not {"matmul", "plain Triton", "Kernel Book"} <= times.keys():
+        return None
+    at = [point["mask"] for point in sweep["points"]].index("full")
+    point = sweep["points"][at]
+    rows = point["batch"] * point["heads"] * point["seqlen"]
+    of_matmul = 4 * rows * point["seqlen"] * point["head_dim"] / (2 * 8192**3)
+    of_matmul *= times["matmul"][at][1]
+    return tuple(
+        of_matmul / times[name][at][1] for name in ("plain Triton", "Kernel Book")
+    )
+
+
+# %%
+
+# Reading
+roles = with_roles()
+lab.read(
+    "What is left? Nothing keeps the two programs in step: whenever both compute exponentials, the "
+    "tensor cores idle."
+    + (
+        f" There is a kernel that overlaps them by design: its warps have roles, so that one half "
+        f"computes exponentials while the other half's matmul runs. With that and other changes, "
+        f"and in a run of its own, it takes this attention from {100 * roles[0]:.0f} to "
+        f"{100 * roles[1]:.0f} % of a matmul."
+        if roles and roles[1] > roles[0]
+        else ""
+    )
+)
+
+# %%
+# It cannot be written in plain Triton. :doc:`/chapters/attention_hopper` builds it.
 
 # %%
 # What breaks it
@@ -1941,7 +2148,6 @@ lab.read(
 )
 
 # %%
-# **Too much shared memory.** Every pipeline stage has its own tile of keys and of values.
 
 
 # Measuring
@@ -1961,13 +2167,13 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 
-# Reading
+# Folded: Too much shared memory
 said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
 lab.read(
-    f"With 5 stages of 128 keys, the kernel would need {int(sizes[1]):,} bytes, and a program may "
-    f"have {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, so the package takes the "
-    f"first configuration that fits."
+    f"Every pipeline stage has its own tile of keys and of values. With 5 of 128 keys, the kernel "
+    f"would need {int(sizes[1]):,} bytes, and a program may have {int(sizes[2]):,}. The launch "
+    f"raises `{said.split(':')[0]}`, so the package takes the first configuration that fits."
     if sizes
     else said
 )
@@ -2028,10 +2234,12 @@ lab.measure("Loads of eight 16-bit elements per thread", widths)
 # In short
 # --------
 #
-# Four of the six changes cost the finished kernel most when they are taken back: a second program
-# on the SM, tiles that the copy engine brings, scores computed one iteration ahead, and a maximum
-# in two steps. With all six, the code waits for few of its matmul instructions. We suspect that
-# exponentials still keep it below a matmul, because nothing keeps them in step with the matmuls.
+# Between its matmuls attention needs time for exponentials, in which the tensor cores should not
+# idle. One program takes turns; a second one on the same SM fills its pauses. For that to pay, a
+# program has to hand its matmuls over whole, and wait once for each. This takes registers: tiles
+# that the copy engine brings, scores computed one iteration ahead, and a maximum in two steps all
+# keep other things off the registers of a matmul. Without these four changes the finished kernel
+# loses most.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
 # :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.
@@ -2092,8 +2300,6 @@ lab.table(
 #   with asynchrony and low-precision.* NeurIPS 2024.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao. *FlashAttention-4: algorithm and kernel
 #   pipelining co-design for asymmetric hardware scaling.* arXiv:2603.05451, 2026.
-# - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
-#   checkpoints.* EMNLP 2023.
 # - NVIDIA. *CUDA C++ programming guide*, throughput of native arithmetic instructions: exponentials
 #   per SM and cycle.
 
