@@ -185,6 +185,7 @@ CHAPTERS = {
             "in stages": "before the six changes",
             "two-step maximum": "after four changes",
             "heavy first": "after all six",
+            "matmul": "a matmul",
         },
     ),
     "attention_backward": Facts(
